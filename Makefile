@@ -1,0 +1,50 @@
+# `make` goes from nothing to the results table; see README.md.
+ENV ?= cpu
+EXPERIMENT ?= tiny
+VENV := .venv
+BIN := $(VENV)/bin
+SNAKEMAKE := $(BIN)/snakemake
+INSTALLED := $(VENV)/.installed-$(ENV)
+# Where pip finds the CPU build of torch if the package index that it is set to has none.
+TORCH_INDEX := https://download.pytorch.org/whl/torch/
+
+.PHONY: run smoke test check format mlflow install clean
+run: install
+	@$(SNAKEMAKE) --quiet rules --config experiment=$(EXPERIMENT)
+	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
+	@$(BIN)/dvp show --config results/$(EXPERIMENT)/config.yaml
+
+smoke: install
+	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
+
+test: install
+	$(BIN)/pytest
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(SNAKEMAKE) --lint
+	$(BIN)/pytest -q -m "not slow"
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/snakefmt Snakefile workflow
+
+mlflow: install
+	$(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}" --port 5000
+
+install: $(INSTALLED)
+
+$(INSTALLED): envs/$(ENV).txt envs/dev.txt pyproject.toml
+	@test -d $(VENV) || python3 -m venv $(VENV)
+	@echo "installing the locked $(ENV) environment into $(VENV) (about 3 minutes)"
+	@$(BIN)/pip install --quiet --no-deps -r envs/$(ENV).txt -r envs/dev.txt \
+	  || $(BIN)/pip install --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/dev.txt
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV) results/tiny results/smoke .snakemake

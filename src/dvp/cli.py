@@ -1,0 +1,143 @@
+"""`dvp VERB`: one verb a stage. Rules call these; everything can be run without Snakemake."""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from dvp.errors import DvpError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="dvp",
+        description="Dynamic Vocabulary Pruning, from raw prompts to the tables of a paper. Each verb is a stage of "
+        "the pipeline: it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` "
+        "runs them all in order.",
+        epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp.",
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, what: str, details: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}. {details}")
+
+    one = verb(
+        "resolve",
+        "validate an experiment and write it resolved",
+        "Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs "
+        "read, and creates the MLflow store. Run it in the repository's root.",
+    )
+    one.add_argument("--experiment", required=True, metavar="NAME", help="name of a file in config/experiments")
+    one.add_argument("--folder", required=True, type=Path, help="where results go, such as results/tiny")
+
+    def stage(name: str, what: str, details: str, *, run: bool = False, threads: bool = False):
+        one = verb(name, what, details)
+        one.add_argument("--config", required=True, type=Path, metavar="FILE", help="results/E/config.yaml")
+        if run:
+            one.add_argument("--run", required=True, metavar="RUN", help="method~…/engine~…/rho~…/seed~…")
+        if threads:
+            one.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+        return one
+
+    stage(
+        "prepare",
+        "turn sources into training and evaluation problems",
+        "Loads, deduplicates, decontaminates, splits and renders prompts; writes data/train.parquet, data/eval.parquet "
+        "and data/manifest.json, which says what was dropped and why.",
+    )
+    stage(
+        "base",
+        "make the base model",
+        "Trains the tiny tokenizer and model, or fetches a pinned revision of the hub; writes base/, an ordinary "
+        "Hugging Face directory.",
+        threads=True,
+    )
+    stage(
+        "train",
+        "train one run with RL",
+        "Rollouts by vLLM, updates by DeepSpeed. Writes runs/RUN/metrics.jsonl as it goes, checkpoints to continue "
+        "from when it is run again, and runs/RUN/train.json at the end.",
+        run=True,
+        threads=True,
+    )
+    stage(
+        "convert",
+        "turn a run's checkpoint into a Hugging Face model, with proof",
+        "Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if fixed prompts score differently.",
+        run=True,
+    )
+    evaluate = stage(
+        "evaluate",
+        "sample a model on a task and score it",
+        "Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, "
+        "maj@k with intervals). RUN `base` is the model before RL.",
+        run=True,
+        threads=True,
+    )
+    evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
+    stage("report", "make tables and figures", "Writes tables/, figures/ and report.json.")
+    stage("show", "print the main table and where everything is", "Reads what `dvp report` wrote.")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a verb; the exit status."""
+    options = vars(parser().parse_args(arguments))
+    verb = options.pop("verb")
+    # A terminated stage ends like an interrupted one: temporary files are removed, MLflow is told.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    quiet()
+    from dvp import stages
+
+    if "run" in options:
+        options["run_path"] = options.pop("run")
+    if "experiment" in options:
+        options["name"] = options.pop("experiment")
+    try:
+        getattr(stages, verb)(**options)
+    except DvpError as error:
+        print(f"dvp {verb}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dvp {verb}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"dvp {verb}: a bug, please report it with the lines above: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def quiet() -> None:
+    """Keep the libraries' chatter off the terminal, where progress and reasons are to be seen."""
+    defaults = {
+        "DS_ACCELERATOR": "" if Path("/dev/nvidiactl").exists() else "cpu",
+        "GLOG_minloglevel": "2",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    for key, value in defaults.items():
+        if value:
+            os.environ.setdefault(key, value)
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    for name in ("alembic", "mlflow", "deepspeed", "DeepSpeed", "vllm", "lm_eval"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,537 @@
+"""The experiment as typed, strict models.
+
+An experiment file in config/experiments names what to run; config/catalogue holds the sources, engines and methods
+that it may refer to by name (an experiment's own `sources:`, `engines:` or `methods:` add to the catalogue or replace
+an entry). `load_experiment` resolves the two into one self-contained `Experiment`; unknown keys, impossible values and
+dangling names are refused with one line.
+
+What a stage depends on is its *identity*: a hash over just those parts of the experiment, so that a changed label does
+not train anything again and a changed learning rate does.
+"""
+
+import math
+import re
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dvp.errors import DvpError
+from dvp.files import sha256_json
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors, values are not coerced, instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class Columns(Strict):
+    """Where a row keeps what we need; dots reach into nested values (`reward_model.ground_truth`)."""
+
+    problem: str
+    answer: str
+    solution: str | None = None
+    id: str | None = None
+
+
+class GeneratedSource(Strict):
+    """Problems made here, from a seed."""
+
+    kind: Literal["generated"]
+    generator: Literal["stories"]
+    count: Positive
+    seed: int
+    steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
+    """Fewest and most steps of a problem."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "GeneratedSource":
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps: expected [fewest, most], found {self.steps}")
+        return self
+
+
+class _Table(Strict):
+    columns: Columns
+    answer_format: Literal["plain", "gsm8k", "number"] = "plain"
+    """plain: as it stands; gsm8k: what follows ####; number: a float that means an integer (27.0)."""
+    strip: list[str] = []
+    """Literal texts removed from the problem, such as an instruction that the data set puts around it."""
+
+
+class HubSource(_Table):
+    """A data set of the Hugging Face hub, at a fixed revision."""
+
+    kind: Literal["hub"]
+    path: str
+    name: str | None = None
+    split: str
+    revision: Revision | None = None
+    """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
+
+
+class FileSource(_Table):
+    """A local .json, .jsonl or .parquet file."""
+
+    kind: Literal["file"]
+    path: Annotated[Path, Field(strict=False)]
+
+
+Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind")]
+
+
+class Decontamination(Strict):
+    """Training problems that share a word n-gram with an evaluation problem are dropped."""
+
+    ngram: Positive = 13
+
+
+class DataConfig(Strict):
+    """Which problems to train on and which to evaluate on."""
+
+    train: Name
+    """A source."""
+    held_out: Annotated[int, Field(ge=0)] = 0
+    """Problems split off the training source; they become the task `held_out`."""
+    evaluation: list[Name] = []
+    """Sources, each a task of the same name."""
+    limit: Positive | None = None
+    """Training problems kept at most."""
+    prompt_template: str = "{problem}"
+    chat: bool = False
+    """Whether the tokenizer's chat template is applied to the prompt."""
+    decontamination: Decontamination = Decontamination()
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_problem(cls, value: str) -> str:
+        if "{problem}" not in value:
+            raise ValueError("expected a text that contains {problem}")
+        return value
+
+    @property
+    def tasks(self) -> list[str]:
+        """The evaluation tasks, the held-out one first."""
+        return (["held_out"] if self.held_out else []) + self.evaluation
+
+
+class TokenizerConfig(Strict):
+    """A byte-level BPE trained on generated documents; digits stand alone."""
+
+    vocabulary_size: Annotated[int, Field(ge=300)]
+    documents: Positive
+
+
+class Architecture(Strict):
+    """A Qwen3 model (transformers' own classes)."""
+
+    hidden_size: Positive
+    layers: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    intermediate_size: Positive
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _grouped(self) -> "Architecture":
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class WarmStart(Strict):
+    """Supervised steps on worked solutions, some of them careless on purpose (declared wherever results are shown)."""
+
+    steps: Positive
+    batch_size: Positive
+    learning_rate: Annotated[float, Field(gt=0)]
+    careless_fraction: Fraction
+    """Share of the solutions that are careless."""
+    careless_error: Fraction
+    """Probability that a step of a careless solution is wrong."""
+
+
+class TrainedBase(Strict):
+    """A tiny model that the pipeline trains itself."""
+
+    kind: Literal["trained"]
+    seed: int
+    source: Name
+    """The generated source whose generator supplies the documents."""
+    tokenizer: TokenizerConfig
+    architecture: Architecture
+    warm_start: WarmStart
+
+
+class HubBase(Strict):
+    """A model of the Hugging Face hub, at a fixed revision."""
+
+    kind: Literal["hub"]
+    path: str
+    revision: Revision
+
+
+class LocalBase(Strict):
+    """A local Hugging Face directory."""
+
+    kind: Literal["local"]
+    path: str
+
+
+Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]
+
+
+class EngineConfig(Strict):
+    """The inference engine and its precision. The trainer is fp32; what differs here is the mismatch under study."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
+    """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a GPU's memory that the engine may take; unused on a CPU."""
+    tensor_parallel: Positive = 1
+
+
+class Importance(Strict):
+    """Importance correction by its mathematics (dvp.core.importance)."""
+
+    level: Literal["none", "token", "sequence"] = "none"
+    action: Literal["truncate", "mask"] = "truncate"
+    lower: Annotated[float, Field(ge=0)] = 0.0
+    upper: Annotated[float, Field(gt=0)] = math.inf
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A sequence with any token ratio below this is dropped."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "Importance":
+        if self.lower > self.upper:
+            raise ValueError(f"lower ({self.lower}) must not exceed upper ({self.upper})")
+        return self
+
+
+class Method(Strict):
+    """A name for {advantage, safe vocabulary, importance correction}; the loss is REINFORCE with fixed weights."""
+
+    advantage: Literal["rloo"]
+    safe_vocabulary: bool
+    """Whether trainer and engine are restricted to the min-p safe vocabulary; its ρ comes from the grid."""
+    importance: Importance = Importance()
+    label: str
+    """How figures and tables call it."""
+
+
+class TrainingConfig(Strict):
+    """The RL loop."""
+
+    steps: Positive
+    prompts_per_step: Positive
+    group_size: Positive
+    """Responses per prompt."""
+    micro_batch_size: Positive
+    """Responses per forward pass of the trainer."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    adam_betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.99]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_response_tokens: Positive
+    deepspeed: Name
+    """A file of config/deepspeed, without .json."""
+    checkpoint_every: Positive
+    keep_checkpoints: Positive = 2
+
+    @model_validator(mode="after")
+    def _divides(self) -> "TrainingConfig":
+        batch = self.prompts_per_step * self.group_size
+        if batch % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size ({batch})"
+            )
+        return self
+
+
+class EvaluationConfig(Strict):
+    """How a model is scored."""
+
+    engine: Name
+    samples_per_problem: dict[Name, Positive]
+    """k, by task."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_response_tokens: Positive
+    bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
+    seed: int = 0
+
+
+class GridEntry(Strict):
+    """Every combination of its lists, for every seed."""
+
+    method: list[Name]
+    engine: list[Name]
+    rho: list[str] | None = None
+
+    @field_validator("method", "engine", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("rho", mode="before")
+    @classmethod
+    def _rhos(cls, value: Any) -> Any:
+        values = value if isinstance(value, list) or value is None else [value]
+        if values is None:
+            return None
+        for rho in values:
+            parse_rho(rho)
+        return [rho if isinstance(rho, str) else f"{rho:g}" for rho in values]
+
+
+class ReportConfig(Strict):
+    """What the main table compares."""
+
+    task: Name
+    """The task whose score is in the main table."""
+    reference: Name
+    """The method (on its mismatched engine) that the others are set against."""
+    declarations: list[str] = []
+    """Sentences that stand under every table, such as how the base model was made."""
+
+
+class Run(Strict):
+    """One grid point with one seed."""
+
+    method: str
+    engine: str
+    rho: str | None
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The run as a relative path, which says what it is."""
+        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}/seed~{self.seed}"
+
+    @property
+    def rho_value(self) -> float | None:
+        """ρ as a number, None without a safe vocabulary."""
+        return None if self.rho is None else parse_rho(self.rho)
+
+
+class Experiment(Strict):
+    """A whole, self-contained experiment."""
+
+    name: Name
+    description: str
+    scale: str
+    """One sentence on what differs from the paper's scale; it stands beside every published value."""
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    data: DataConfig
+    base: Base
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+    report: ReportConfig
+    grid: Annotated[list[GridEntry], Field(min_length=1)]
+    sources: dict[Name, Source]
+    engines: dict[Name, EngineConfig]
+    methods: dict[Name, Method]
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> "Experiment":
+        def known(key: str, name: str, table: dict) -> None:
+            if name not in table:
+                raise ValueError(f"{key}: '{name}' is not defined; known are {', '.join(sorted(table))}")
+
+        known("data.train", self.data.train, self.sources)
+        for name in self.data.evaluation:
+            known("data.evaluation", name, self.sources)
+        if "held_out" in self.data.evaluation:
+            raise ValueError("data.evaluation: 'held_out' is reserved for the rows split off the training source")
+        if not self.data.tasks:
+            raise ValueError("data: no evaluation task; set data.held_out or data.evaluation")
+        if isinstance(self.base, TrainedBase):
+            known("base.source", self.base.source, self.sources)
+            if not isinstance(self.sources[self.base.source], GeneratedSource):
+                raise ValueError(f"base.source: expected a generated source, '{self.base.source}' is not one")
+        known("evaluation.engine", self.evaluation.engine, self.engines)
+        tasks = dict.fromkeys(self.data.tasks)
+        for task in tasks:
+            known("evaluation.samples_per_problem", task, self.evaluation.samples_per_problem)
+        for task in self.evaluation.samples_per_problem:
+            known("evaluation.samples_per_problem", task, tasks)
+        known("report.task", self.report.task, tasks)
+        known("report.reference", self.report.reference, self.methods)
+        for index, entry in enumerate(self.grid):
+            for name in entry.engine:
+                known(f"grid[{index}].engine", name, self.engines)
+            for name in entry.method:
+                known(f"grid[{index}].method", name, self.methods)
+                if self.methods[name].safe_vocabulary != (entry.rho is not None):
+                    expected = "needs" if self.methods[name].safe_vocabulary else "takes no"
+                    raise ValueError(f"grid[{index}]: method '{name}' {expected} rho")
+        paths = [run.path for run in self.runs]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise ValueError(f"grid: run {path} is listed twice")
+        for name in [self.data.train, *self.data.evaluation]:
+            source = self.sources[name]
+            if isinstance(source, HubSource) and source.revision is None:
+                raise ValueError(
+                    f"sources.{name}.revision: not pinned; set it to the 40-digit commit shown under "
+                    f"'Files and versions' of huggingface.co/datasets/{source.path}"
+                )
+        return self
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run of the grid, in the order of the file."""
+        return [
+            Run(method=method, engine=engine, rho=rho, seed=seed)
+            for entry in self.grid
+            for method, engine, rho, seed in product(entry.method, entry.engine, entry.rho or [None], self.seeds)
+        ]
+
+    def run(self, path: str) -> Run:
+        """The run of this path. Raises DvpError if the grid has none."""
+        for run in self.runs:
+            if run.path == path:
+                return run
+        raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
+
+    def identity(self, stage: str, run: Run | None = None, task: str | None = None) -> str:
+        """Hash (12 hex digits) of all parts of the experiment on which a stage depends, upstream stages included.
+
+        `run` is None for the stages before the grid, and for the evaluation of the base model.
+        """
+        sources = {
+            name: self.sources[name].model_dump(mode="json") for name in [self.data.train, *self.data.evaluation]
+        }
+        parts: dict[str, Any] = {"data": self.data.model_dump(mode="json"), "sources": sources}
+        if stage != "prepare":
+            parts["base"] = self.base.model_dump(mode="json")
+            if isinstance(self.base, TrainedBase):
+                parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
+        if stage in ("train", "convert", "evaluate") and run is not None:
+            parts["training"] = self.training.model_dump(mode="json")
+            parts["run"] = run.model_dump(mode="json")
+            parts["engine"] = self.engines[run.engine].model_dump(mode="json")
+            parts["method"] = self.methods[run.method].model_dump(mode="json", exclude={"label"})
+        if stage == "evaluate":
+            evaluation = self.evaluation.model_dump(mode="json")
+            evaluation["samples_per_problem"] = {task: self.evaluation.samples_per_problem[task]} if task else {}
+            parts["evaluation"] = evaluation
+            parts["evaluation_engine"] = self.engines[self.evaluation.engine].model_dump(mode="json")
+        if stage == "report":
+            parts = self.model_dump(mode="json")
+        return sha256_json(parts)[:12]
+
+
+def parse_rho(value: object) -> float:
+    """ρ from `0.01`, `"1e-2"`, or `"e-13"` (which is exp(−13)). Raises ValueError outside (0, 1)."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    match = re.fullmatch(r"e-(\d+(?:\.\d+)?)", text)
+    try:
+        rho = math.exp(-float(match[1])) if match else float(text)
+    except ValueError:
+        rho = math.nan
+    if isinstance(value, bool) or not 0 < rho < 1:
+        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {value!r}")
+    return rho
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers (`1e-6` is a float, which YAML 1.1 reads as text) and no duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d+\.\d*|\.\d+)$|^[-+]?\.(inf|Inf)$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: Path) -> dict:
+    """A YAML mapping. Raises DvpError, naming the file and the line."""
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise DvpError(f"{path}: expected a mapping of keys to values")
+    return value
+
+
+def parse_experiment(value: dict, where: Path) -> Experiment:
+    """Validate a resolved experiment; `where` is the file that messages name. Raises DvpError."""
+    try:
+        return Experiment.model_validate(value)
+    except ValidationError as error:
+        raise DvpError(f"{where}: {_first_problem(error)}") from None
+
+
+def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
+    """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError."""
+    if not NAME.fullmatch(name):
+        raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
+    path = config / "experiments" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
+        raise DvpError(f"{path}: no such experiment; known are {known}")
+    value = read_yaml(path)
+    if value.get("name") != name:
+        raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
+    for table in ("sources", "engines", "methods"):
+        own = value.get(table, {})
+        if not isinstance(own, dict):
+            raise DvpError(f"{path}: {table}: expected a mapping of names to entries")
+        value[table] = read_yaml(config / "catalogue" / f"{table}.yaml") | own
+    experiment = parse_experiment(value, path)
+    deepspeed = config / "deepspeed" / f"{experiment.training.deepspeed}.json"
+    if not deepspeed.is_file():
+        raise DvpError(f"{path}: training.deepspeed: {deepspeed} does not exist")
+    return experiment
+
+
+def read_resolved(path: Path) -> Experiment:
+    """The resolved experiment that `dvp resolve` wrote. Raises DvpError."""
+    return parse_experiment(read_yaml(path), path)
+
+
+def dump_experiment(experiment: Experiment) -> str:
+    """An experiment as YAML that `read_resolved` reads back unchanged."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Pydantic's first problem as one line: the key's path, what was expected, what was found."""
+    problems = error.errors()
+    first = problems[0]
+    location = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["type"] != "value_error" and not isinstance(first["input"], dict):
+        message += f", found {first['input']!r}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{location}: {message}{more}" if location else f"{message}{more}"

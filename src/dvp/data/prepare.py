@@ -1,0 +1,205 @@
+"""From sources to the two tables that training and evaluation read, with an account of every row left out.
+
+1. Rows of a source with the same normalised problem (Unicode NFKC, case, white space) are one problem: the
+   first is kept, or none where their answers differ.
+2. Training problems are put in the order of the SHA-256 of their normalised text: it looks random, needs no
+   seed, and does not depend on the order of the source. The first `held_out` become the task `held_out`.
+3. A training problem that shares a word n-gram with a problem of any task is contaminated and left out. Words
+   are runs of letters and digits: `$x^2$` is `x 2`. Problems of fewer than n words are compared whole.
+   An n-gram of more than COMMON training problems is a phrase ("can be written as m/n where m and n are
+   relatively prime …") and alone proves nothing; together, half of a problem's n-grams do.
+4. `limit` keeps the first that are left.
+"""
+
+import hashlib
+import re
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from dvp.config import DataConfig, FileSource, GeneratedSource, HubSource
+from dvp.data.sources import Row, load, locate
+from dvp.data.verifier import check_reference, equal
+from dvp.errors import DvpError
+from dvp.files import atomic_path, sha256_file
+
+TRAIN_COLUMNS = ("id", "source", "problem", "answer", "prompt")
+EVAL_COLUMNS = ("task", "id", "problem", "answer", "prompt")
+COMMON = 10
+_WORD = re.compile(r"\w+")
+
+
+def prepare(
+    data: DataConfig,
+    sources: dict[str, GeneratedSource | HubSource | FileSource],
+    folder: Path,
+) -> dict:
+    """Write train.parquet and eval.parquet into `folder` and return the manifest (JSON-able).
+
+    A prompt is the template with {problem} replaced; a tokenizer's chat template (data.chat) is applied
+    where the tokenizer is. The same input gives the same bytes.
+
+    Raises DvpError, naming the source and row, or the task, at fault.
+    """
+    accounts: dict[str, dict] = {}
+    loaded: dict[str, list[Row]] = {}
+    for name in dict.fromkeys([*data.evaluation, data.train]):
+        loaded[name], accounts[name] = _distinct(name, sources[name])
+
+    ordered = sorted(loaded[data.train], key=_order)
+    tasks = {"held_out": ordered[: data.held_out]} if data.held_out else {}
+    tasks |= {name: loaded[name] for name in data.evaluation}
+    candidates = ordered[data.held_out :]
+    clean, contaminated, phrases = _decontaminated(candidates, tasks, data.decontamination.ngram)
+    train = clean[: data.limit]
+    if not train:
+        raise DvpError(
+            f"data.train: no problem of source '{data.train}' is left: "
+            f"{accounts[data.train]['rows_read']} rows read, {len(ordered)} distinct problems, "
+            f"{len(ordered) - len(candidates)} held out, {len(contaminated)} contaminated"
+        )
+    for task, rows in tasks.items():
+        if not rows:
+            raise DvpError(f"task '{task}': no problem is left after duplicates with conflicting answers were dropped")
+        _check_unique(task, rows)
+
+    def prompt(row: Row) -> str:
+        # str.replace, as problems contain braces.
+        return data.prompt_template.replace("{problem}", row.problem)
+
+    files = {
+        "train.parquet": (
+            TRAIN_COLUMNS,
+            [(row.id, data.train, row.problem, row.answer, prompt(row)) for row in train],
+        ),
+        "eval.parquet": (
+            EVAL_COLUMNS,
+            [(task, row.id, row.problem, row.answer, prompt(row)) for task in tasks for row in tasks[task]],
+        ),
+    }
+    for file, (columns, rows) in files.items():
+        _write(folder / file, columns, rows)
+    return {
+        "sources": accounts,
+        "contaminated": contaminated,
+        "common_phrases": phrases,
+        "counts": {
+            "train": len(train),
+            "over_limit": len(clean) - len(train),
+            "evaluation": {task: len(rows) for task, rows in tasks.items()},
+        },
+        "files": {file: sha256_file(folder / file) for file in files},
+    }
+
+
+def normalised(problem: str) -> str:
+    """The text by which two problems are the same."""
+    return " ".join(unicodedata.normalize("NFKC", problem).casefold().split())
+
+
+def _order(row: Row) -> str:
+    return hashlib.sha256(normalised(row.problem).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tuple[list[Row], dict]:
+    """The distinct problems of a source, their answers checked, and the account of what was dropped."""
+    where = f"sources.{name}"
+    rows = load(source, where)
+    keys: dict[str, str] = {}
+    first: dict[str, Row] = {}
+    others: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.problem not in keys:
+            keys[row.problem] = normalised(row.problem)
+        key = keys[row.problem]
+        kept = first.setdefault(key, row)
+        if kept.answer != row.answer:
+            others.setdefault(key, {}).setdefault(row.answer, row.number)
+    for row in tqdm(first.values(), desc=f"checking {where}", unit=" answers", delay=3, mininterval=1):
+        try:
+            check_reference(row.answer)
+        except DvpError as error:
+            raise DvpError(f"{locate(source, where)}: row {row.number}: {error}") from None
+    conflicts = []
+    for key, answers in others.items():
+        differing = {answer: number for answer, number in answers.items() if not equal(first[key].answer, answer)}
+        if differing:
+            row = first.pop(key)
+            found = {row.answer: row.number} | differing
+            conflicts.append({"id": row.id, "answers": list(found), "rows": list(found.values())})
+    return list(first.values()), {
+        "description": _description(source),
+        "rows_read": len(rows),
+        "duplicates_dropped": len(rows) - len(first) - len(conflicts),
+        "conflicting_answers": conflicts,
+        "distinct": len(first),
+    }
+
+
+def _description(source: GeneratedSource | HubSource | FileSource) -> dict:
+    """The source as configured, with the checksum of a file."""
+    description = source.model_dump(mode="json")
+    if isinstance(source, FileSource):
+        description["sha256"] = sha256_file(source.path)
+    return description
+
+
+def _check_unique(task: str, rows: list[Row]) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise DvpError(f"task '{task}': the id '{row.id}' names two problems; without columns.id rows are numbered")
+        seen.add(row.id)
+
+
+def _ngrams(problem: str, n: int) -> list[str]:
+    """The distinct n-grams of a problem's words; of a shorter problem the whole, marked as such."""
+    words = _WORD.findall(normalised(problem))
+    if len(words) < n:
+        return ["= " + " ".join(words)]
+    return list(dict.fromkeys(" ".join(words[i : i + n]) for i in range(len(words) - n + 1)))
+
+
+def _decontaminated(
+    rows: list[Row], tasks: dict[str, list[Row]], n: int
+) -> tuple[list[Row], list[dict], dict[str, int]]:
+    """The clean rows, an account of the others, and how often each common phrase was found."""
+    owners: dict[str, list[tuple[str, str]]] = {}
+    sizes: dict[tuple[str, str], int] = {}
+    for task, problems in tasks.items():
+        for problem in problems:
+            ngrams = _ngrams(problem.problem, n)
+            sizes[task, problem.id] = len(ngrams)
+            for ngram in ngrams:
+                owners.setdefault(ngram, []).append((task, problem.id))
+    shared: dict[int, list[str]] = {}
+    progress = tqdm(rows, desc="comparing with the tasks", unit=" problems", delay=3, mininterval=1)
+    for index, row in enumerate(progress):
+        if found := [ngram for ngram in _ngrams(row.problem, n) if ngram in owners]:
+            shared[index] = found
+    counts = Counter(ngram for found in shared.values() for ngram in found)
+
+    clean, contaminated = [], []
+    for index, row in enumerate(rows):
+        found = shared.get(index, [])
+        telling = [ngram for ngram in found if counts[ngram] <= COMMON]
+        overlap = Counter(owner for ngram in found for owner in owners[ngram])
+        copied = [owner for owner, count in overlap.items() if 2 * count >= sizes[owner]]
+        if telling or copied:
+            task, problem = copied[0] if copied else owners[telling[0]][0]
+            ngram = next(ngram for ngram in telling + found if (task, problem) in owners[ngram])
+            contaminated.append({"id": row.id, "task": task, "task_id": problem, "ngram": ngram.removeprefix("= ")})
+        else:
+            clean.append(row)
+    return clean, contaminated, {ngram: count for ngram, count in counts.items() if count > COMMON}
+
+
+def _write(path: Path, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    values = zip(*rows, strict=True)
+    table = pa.table({name: pa.array(column, pa.string()) for name, column in zip(columns, values, strict=True)})
+    with atomic_path(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")

@@ -1,0 +1,22 @@
+"""A prompt's token ids, the same for training and evaluation."""
+
+from typing import Any
+
+from dvp.errors import DvpError
+
+
+def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    """Token ids of a prompt; with `chat`, of the conversation in which it is the user's first message.
+
+    Raises DvpError if `chat` is asked for and the tokenizer has no chat template.
+    """
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise DvpError("data.chat: the base model's tokenizer has no chat template; set data.chat to false")
+    messages = [{"role": "user", "content": prompt}]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+    )

@@ -1,0 +1,240 @@
+"""Reading problems: from the hub, from a file, or generated. The same code maps hub rows and file rows."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from dvp.config import FileSource, GeneratedSource, HubSource
+from dvp.data import stories
+from dvp.data.verifier import unboxed
+from dvp.errors import DvpError
+
+SUFFIXES = (".json", ".jsonl", ".parquet")
+_BATCH = 10_000
+
+
+class Row(NamedTuple):
+    """One problem. `number` is its line or row in the source, from 1."""
+
+    id: str
+    problem: str
+    answer: str
+    solution: str | None
+    number: int
+
+
+def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[Row]:
+    """All rows of a source, duplicates included; `where` (such as `sources.gsm8k`) begins every message.
+
+    Answers are brought to the form that the verifier reads but not parsed (dvp.data.prepare does, after
+    deduplication). Raises DvpError, naming the file or data set, and the row and column at fault.
+    """
+    if isinstance(source, GeneratedSource):
+        generated = stories.generate(source.count, source.seed, source.steps)
+        return [
+            Row(str(number), story.problem, story.answer, story.solution, number)
+            for number, story in enumerate(generated, start=1)
+        ]
+    name = locate(source, where)
+    total = None
+    if isinstance(source, HubSource):
+        rows, total = _hub_rows(source, where)
+    elif source.path.suffix == ".parquet":
+        rows, total = _parquet_rows(source, name)
+    elif source.path.suffix == ".jsonl":
+        rows = _json_lines(source.path, name)
+    else:
+        rows = _json_list(source.path, name)
+    # Nothing is shown for what loads in a few seconds.
+    progress = tqdm(rows, desc=f"reading {where}", total=total, unit=" rows", delay=3, mininterval=1)
+    loaded = list(_mapped(progress, source, name))
+    if not loaded:
+        raise DvpError(f"{name}: no rows")
+    return loaded
+
+
+def locate(source: GeneratedSource | HubSource | FileSource, where: str) -> str:
+    """How messages call the source (file, hub name or generator). Raises DvpError for an unusable file."""
+    if isinstance(source, GeneratedSource):
+        return f"{where}: {source.generator}"
+    if isinstance(source, HubSource):
+        return f"{where}: {source.path} ({source.split})"
+    if source.path.suffix not in SUFFIXES:
+        raise DvpError(f"{where}: {source.path}: expected a file that ends in {', '.join(SUFFIXES)}")
+    if not source.path.is_file():
+        raise DvpError(f"{where}: {source.path}: no such file")
+    return f"{where}: {source.path}"
+
+
+# --- one row ---
+
+
+def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, name: str) -> Iterator[Row]:
+    columns = source.columns
+    # Millions of rows may repeat a few thousand problems: each text is kept once.
+    texts: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for number, row in rows:
+        at = f"{name}: row {number}"
+        problem = _dig(row, columns.problem, at)
+        if not isinstance(problem, str):
+            raise DvpError(f"{at}: column '{columns.problem}': expected a text, found {_short(problem)}")
+        if problem not in problems:
+            problems[problem] = _stripped(problem, source.strip)
+        if not problems[problem]:
+            raise DvpError(f"{at}: column '{columns.problem}': the problem is empty")
+        answer = _answer(_dig(row, columns.answer, at), source.answer_format, f"{at}: column '{columns.answer}'")
+        solution = _dig(row, columns.solution, at) if columns.solution else None
+        if solution is not None and not isinstance(solution, str):
+            raise DvpError(f"{at}: column '{columns.solution}': expected a text, found {_short(solution)}")
+        identifier = str(number)
+        if columns.id:
+            value = _dig(row, columns.id, at)
+            if not isinstance(value, str | int) or value == "":
+                raise DvpError(f"{at}: column '{columns.id}': expected a text or a number, found {_short(value)}")
+            identifier = str(value)
+        yield Row(
+            texts.setdefault(identifier, identifier),
+            problems[problem],
+            texts.setdefault(answer, answer),
+            solution,
+            number,
+        )
+
+
+def _dig(row: Any, path: str, at: str) -> Any:
+    """The value at a dotted path: names reach into objects, numbers into lists."""
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    value = row
+    for part in path.split("."):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            raise DvpError(f"{at}: no column '{path}'; found {', '.join(_names(row)) or 'none'}")
+    return value
+
+
+def _names(value: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all values of a row."""
+    if isinstance(value, dict) and value:
+        return [name for key, inner in value.items() for name in _names(inner, f"{prefix}{key}.")]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return _names(value[0], f"{prefix}0.")
+    return [prefix.removesuffix(".")] if prefix else []
+
+
+def _stripped(problem: str, remove: list[str]) -> str:
+    for text in remove:
+        problem = problem.replace(text, "")
+    return problem.strip()
+
+
+def _answer(value: Any, answer_format: str, at: str) -> str:
+    if value is None or isinstance(value, bool | list | dict) or not str(value).strip():
+        raise DvpError(f"{at}: expected an answer, found {_short(value)}")
+    text = str(value).strip()
+    if answer_format == "gsm8k":
+        before, hashes, result = text.rpartition("####")
+        if not hashes or not result.strip():
+            raise DvpError(f"{at}: expected a result after ####, found {_short(before or result)}")
+        return result.strip().replace(",", "")
+    if answer_format == "number":
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.5
+        if not number.is_integer():
+            raise DvpError(f"{at}: expected a number that means an integer, such as 27.0, found {_short(value)}")
+        return str(int(number))
+    return unboxed(text)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+# --- where rows come from: (number, row) pairs ---
+
+
+def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _object(json.loads(line), f"{name}: row {number}")
+        except json.JSONDecodeError as error:
+            raise DvpError(f"{name}: row {number}: not valid JSON: {error.msg} (column {error.colno})") from None
+        except UnicodeDecodeError as error:
+            raise DvpError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _json_list(path: Path, name: str) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DvpError(f"{name}: not valid JSON ({error}); is it JSON lines? Then call it .jsonl") from None
+    if not isinstance(rows, list):
+        raise DvpError(f"{name}: expected a list of objects, found {type(rows).__name__}")
+    for number, row in enumerate(rows, start=1):
+        yield number, _object(row, f"{name}: row {number}")
+
+
+def _object(row: Any, at: str) -> dict:
+    if not isinstance(row, dict):
+        raise DvpError(f"{at}: expected an object with named columns, found {_short(row)}")
+    return row
+
+
+def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, Any]], int]:
+    try:
+        file = pq.ParquetFile(source.path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DvpError(f"{name}: not a Parquet file ({_first_line(error)})") from None
+    columns = _top_level(source, file.schema_arrow.names)
+    return _numbered(file.iter_batches(batch_size=_BATCH, columns=columns)), file.metadata.num_rows
+
+
+def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]], int]:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
+    except Exception as error:
+        raise DvpError(
+            f"{where}: cannot load {source.path} ({source.split}, revision {source.revision}) from the "
+            f"Hugging Face hub: {_first_line(error)}; without the hub, get its file some other way and "
+            f"replace the source by {{kind: file, path: FILE.parquet, columns: …}} with the same columns"
+        ) from None
+    columns = _top_level(source, dataset.column_names)
+    batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=_BATCH)
+    return _numbered(batches), len(dataset)
+
+
+def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
+    """The columns to read: those that are named, or all if one is missing (the message then lists them)."""
+    columns = source.columns
+    paths = [path for path in (columns.problem, columns.answer, columns.solution, columns.id) if path]
+    needed = [path if path in present else path.split(".")[0] for path in paths]
+    return list(dict.fromkeys(needed)) if set(needed) <= set(present) else present
+
+
+def _numbered(batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

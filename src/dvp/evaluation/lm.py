@@ -1,0 +1,110 @@
+"""Our engine as a model of lm-eval."""
+
+from typing import Any, NoReturn
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from tqdm import tqdm
+
+from dvp.data.prompts import encode_prompt
+from dvp.errors import DvpError
+from dvp.files import sha256_json
+from dvp.rollout.engine import Engine, Sampling
+
+
+class Response(str):
+    """A response's text, which lm-eval hands on, with what else grading and the samples' table need."""
+
+    tokens: int
+    finish_reason: str
+    seed: int
+
+    def __new__(cls, text: str, **attributes: Any) -> "Response":
+        response = super().__new__(cls, text)
+        response.__dict__.update(attributes)
+        return response
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut off at its length limit."""
+        return self.finish_reason == "length"
+
+
+class EngineLM(LM):
+    """lm-eval's model interface over an Engine: generation only."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, *, chat: bool, seed: int):
+        """`chat`: whether the tokenizer's chat template is applied to prompts."""
+        super().__init__()
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._seed = seed
+
+    def generate_until(self, requests: list[Instance]) -> list[Response]:
+        """A response to each request, all in one call of the engine.
+
+        lm-eval repeats a document's request k times; its samples differ by their seed, which depends on
+        nothing but the seed of the evaluation, the task, the problem's id and the sample's number.
+        Raises DvpError if requests differ in their sampling, ask for stop strings, or do not fit the engine.
+        """
+        sampling = _sampling([request.args[1] for request in requests])
+        encoded: dict[str, list[int]] = {}
+        prompts, seeds, samples = [], [], {}
+        for request in requests:
+            prompt, problem = request.args[0], request.doc["id"]
+            if prompt not in encoded:
+                encoded[prompt] = encode_prompt(self._tokenizer, prompt, self._chat)
+                self._check_length(len(encoded[prompt]), sampling.max_tokens, f"{request.task_name}: '{problem}'")
+            sample = samples.setdefault((request.task_name, problem), 0)
+            samples[request.task_name, problem] += 1
+            prompts.append(encoded[prompt])
+            seeds.append(sample_seed(self._seed, request.task_name, problem, sample))
+        label = ", ".join(sorted({request.task_name for request in requests}))
+        with tqdm(total=len(requests), desc=f"sampling {label}", unit=" responses") as progress:
+            completions = self._engine.generate(prompts, sampling, seeds)
+            progress.update(len(completions))
+        return [
+            Response(
+                completion.text,
+                tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                seed=seed,
+            )
+            for (completion,), seed in zip(completions, seeds, strict=True)
+        ]
+
+    def loglikelihood(self, requests: list[Instance]) -> NoReturn:
+        """Not offered: the engine samples."""
+        raise DvpError("this model generates responses; tasks that need log-likelihoods cannot be run with it")
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
+        """Not offered: the engine samples."""
+        self.loglikelihood(requests)
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int, where: str) -> None:
+        if prompt_tokens + max_tokens > self._engine.max_model_len:
+            raise DvpError(
+                f"{where}: the prompt has {prompt_tokens} tokens; with {max_tokens} of response "
+                f"(evaluation.max_response_tokens) it exceeds the engine's {self._engine.max_model_len}"
+            )
+
+
+def sample_seed(seed: int, task: str, problem: str, sample: int) -> int:
+    """The seed (60 bits) of one sample."""
+    return int(sha256_json([seed, task, problem, sample])[:15], 16)
+
+
+def _sampling(kwargs: list[dict[str, Any]]) -> Sampling:
+    """lm-eval's generation arguments, which must be the same for all requests."""
+    first = kwargs[0]
+    if any(other != first for other in kwargs):
+        raise DvpError("requests with different generation_kwargs cannot share a call of the engine")
+    known = {"do_sample", "temperature", "top_p", "max_gen_toks", "until"}
+    unknown = sorted(first.keys() - known)
+    if unknown or first.get("until"):
+        raise DvpError(f"generation_kwargs: the engine knows no {', '.join(unknown) or 'stop strings (until)'}")
+    if "max_gen_toks" not in first:
+        raise DvpError("generation_kwargs: max_gen_toks is missing")
+    temperature = first.get("temperature", 1.0) if first.get("do_sample", True) else 0.0
+    return Sampling(max_tokens=first["max_gen_toks"], temperature=temperature, top_p=first.get("top_p", 1.0))

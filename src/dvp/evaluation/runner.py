@@ -1,0 +1,194 @@
+"""One model on one task, through lm-eval: k samples a problem, graded, summarised, kept."""
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.evaluator
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from lm_eval.tasks import TaskManager
+
+from dvp.config import Experiment
+from dvp.data.prepare import EVAL_COLUMNS
+from dvp.data.verifier import grade, stated_answer
+from dvp.errors import DvpError
+from dvp.evaluation.lm import EngineLM, Response
+from dvp.evaluation.metrics import summarise
+from dvp.files import atomic_path
+from dvp.rollout.engine import Engine
+
+TASKS = Path(__file__).parent / "tasks"
+GENERIC = "math"
+"""The task file for sources that have none of their own."""
+
+SAMPLES = pa.schema(
+    {
+        "task": pa.string(),
+        "problem_id": pa.string(),
+        "sample": pa.int32(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "reference": pa.string(),
+        "stated_answer": pa.string(),
+        "correct": pa.bool_(),
+        "tokens": pa.int32(),
+        "finish_reason": pa.string(),
+        "seed": pa.int64(),
+    }
+)
+
+
+def evaluate(
+    experiment: Experiment,
+    task: str,
+    *,
+    model_dir: Path,
+    eval_parquet: Path,
+    engine: Engine,
+    tokenizer: Any,
+    folder: Path,
+) -> dict[str, Any]:
+    """Sample, grade and summarise; write folder/samples.parquet and return what scores.json says of the task.
+
+    `engine` already holds the model of `model_dir`; it, the experiment and the rows determine the samples.
+    Raises DvpError if the task has no rows, a prompt does not fit, or lm-eval's average is not ours.
+    """
+    started = time.monotonic()
+    settings = experiment.evaluation
+    if task not in settings.samples_per_problem:
+        raise DvpError(
+            f"evaluation.samples_per_problem: no task '{task}'; it has {', '.join(settings.samples_per_problem)}"
+        )
+    k = settings.samples_per_problem[task]
+    _check_rows(eval_parquet, task)
+    model = EngineLM(engine, tokenizer, chat=experiment.data.chat, seed=settings.seed)
+    with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch, _quiet():
+        _write_task(experiment, task, eval_parquet, Path(scratch))
+        tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)
+        # Not simple_evaluate: it also lists the system's packages (five seconds) and reseeds numpy.
+        results = lm_eval.evaluator.evaluate(model, tasks, bootstrap_iters=0)
+    table = _table(task, results["samples"][task])
+    correct_PK = np.array(table["correct"]).reshape(-1, k)
+    answers = np.array(table["stated_answer"], dtype=object).reshape(-1, k)
+    reported = results["results"][task]["avg_at_k,all_k"]
+    if abs(reported - correct_PK.mean()) > 1e-9:
+        raise DvpError(
+            f"{task}: lm-eval reports avg@{k} = {reported:.6f}, but the graded samples give {correct_PK.mean():.6f}"
+        )
+    metrics = summarise(correct_PK, answers.tolist(), resamples=settings.bootstrap_resamples, seed=settings.seed)
+    with atomic_path(folder / "samples.parquet") as temporary:
+        pq.write_table(pa.table(table, schema=SAMPLES), temporary, compression="zstd")
+    return {
+        "task": task,
+        "model": str(model_dir),
+        "problems": len(correct_PK),
+        "samples_per_problem": k,
+        "samples": correct_PK.size,
+        "metrics": metrics,
+        "truncated_fraction": table["finish_reason"].count("length") / correct_PK.size,
+        "mean_response_tokens": sum(table["tokens"]) / correct_PK.size,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "lm_eval_version": version("lm_eval"),
+        "task_version": results["versions"][task],
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _check_rows(path: Path, task: str) -> None:
+    """Raise DvpError unless the table has rows of the task, each with an id of its own."""
+    try:
+        rows = pq.read_table(path, columns=list(EVAL_COLUMNS))
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file; `dvp prepare` writes it") from None
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise DvpError(f"{path}: expected columns {', '.join(EVAL_COLUMNS)} ({error})") from None
+    names = rows["task"].to_pylist()
+    ids = [id_ for name, id_ in zip(names, rows["id"].to_pylist(), strict=True) if name == task]
+    if not ids:
+        raise DvpError(f"{path}: no rows of task '{task}'; it has {', '.join(sorted(set(names))) or 'none'}")
+    if len(set(ids)) < len(ids):
+        raise DvpError(f"{path}: task '{task}' has two rows of the same id")
+
+
+def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: Path) -> None:
+    """The task as a file that includes ours and adds what this experiment sets."""
+    settings = experiment.evaluation
+    k = settings.samples_per_problem[task]
+    own = TASKS / f"{task}.yaml"
+    config = {
+        "include": str(own if own.is_file() else TASKS / f"{GENERIC}.yaml"),
+        "task": task,
+        "dataset_kwargs": {
+            "data_files": {"test": str(eval_parquet.resolve())},
+            "filters": [["task", "==", task]],
+            "cache_dir": str(scratch / "cache"),
+        },
+        "repeats": k,
+        "filter_list": [{"name": "all_k", "filter": [{"function": "take_first_k", "k": k}]}],
+        "generation_kwargs": {
+            "do_sample": settings.temperature > 0,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_gen_toks": settings.max_response_tokens,
+            "until": [],
+        },
+    }
+    (scratch / f"{task}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def _table(task: str, documents: list[dict[str, Any]]) -> dict[str, list]:
+    """The columns of SAMPLES from lm-eval's log, problem by problem, graded once more, sample by sample."""
+    rows = []
+    for document in documents:
+        doc, (responses,) = document["doc"], document["filtered_resps"]
+        for sample, response in enumerate(responses):
+            if not isinstance(response, Response):
+                raise DvpError(f"{task}: lm-eval returned plain text, so truncated responses cannot be told")
+            answer = stated_answer(response, truncated=response.truncated)
+            rows.append(
+                {
+                    "task": task,
+                    "problem_id": doc["id"],
+                    "sample": sample,
+                    "prompt": doc["prompt"],
+                    "response": str(response),
+                    "reference": doc["answer"],
+                    "stated_answer": answer,
+                    "correct": grade(response, doc["answer"], truncated=response.truncated),
+                    "tokens": response.tokens,
+                    "finish_reason": response.finish_reason,
+                    "seed": response.seed,
+                }
+            )
+    return {name: [row[name] for row in rows] for name in SAMPLES.names}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """From lm-eval and datasets errors only; from datasets no bars, and no download counted at its server."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    bars = not datasets.are_progress_bars_disabled()
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts

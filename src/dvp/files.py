@@ -1,0 +1,105 @@
+"""Files that are either whole or absent: atomic writes, checksums, strict reads."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dvp.errors import DvpError
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: object) -> str:
+    """Hex SHA-256 of a JSON-able value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`; move it to `path` only when the block ends without an exception.
+
+    The block creates a file or a directory there. A directory replaces an older one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _remove(temporary)
+    try:
+        yield temporary
+        for file in [temporary] if temporary.is_file() else sorted(temporary.rglob("*")):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.is_dir():
+            # A directory cannot be replaced in one step: the old one steps aside first.
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            os.replace(path, old)
+            os.replace(temporary, path)
+            _remove(old)
+        else:
+            os.replace(temporary, path)
+    finally:
+        _remove(temporary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically; NaN and infinities are refused (they are not JSON)."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, *required: str) -> dict:
+    """Read a JSON object and check that it has the `required` keys.
+
+    Raises DvpError if the file is missing, is not a JSON object, or lacks a key.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file; the stage that writes it has not finished") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DvpError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DvpError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    for key in required:
+        if key not in value:
+            raise DvpError(f"{path}: key '{key}' is missing")
+    return value
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below `folder`, by relative path; names that begin with a dot are left out."""
+    return {
+        str(file.relative_to(folder)): sha256_file(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not file.name.startswith(".")
+    }
+
+
+def verify_checksums(folder: Path, expected: dict[str, str]) -> None:
+    """Raise DvpError, naming the file, if one of `expected` is missing from `folder` or was altered."""
+    for name, digest in expected.items():
+        file = folder / name
+        if not file.is_file():
+            raise DvpError(f"{file}: missing, although its manifest lists it")
+        if sha256_file(file) != digest:
+            raise DvpError(f"{file}: altered since it was written (its SHA-256 differs from its manifest)")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""From which code and which commit a result comes."""
+
+import ast
+import hashlib
+import subprocess
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+
+
+@cache
+def git_commit() -> str:
+    """The commit of the source tree, with `+changes` if files differ from it; "unknown" outside a git checkout."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@cache
+def code_hash(module: str) -> str:
+    """Hash (12 hex digits) of a module of this package and of every module of it that it imports, however deep.
+
+    Snakemake sees changes in a rule, not in the package that the rule runs; with this hash among a rule's params, an
+    edited module re-runs the stages that depend on it, and no other.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(_closure(module)):
+        digest.update(_file(name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _closure(module: str) -> set[str]:
+    found, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(_file(name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dvp":
+                waiting.append(node.module)
+                waiting += [
+                    f"{node.module}.{alias.name}" for alias in node.names if _exists(f"{node.module}.{alias.name}")
+                ]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names if alias.name.split(".")[0] == "dvp"]
+    return found
+
+
+def _file(name: str) -> Path:
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _exists(name: str) -> bool:
+    return _file(name).is_file()
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True, timeout=30)
+    return result.stdout.strip()

@@ -1,0 +1,54 @@
+"""What the rest of the program knows of an inference engine.
+
+An engine samples responses and says with which log-probabilities it sampled them: after temperature, masking and
+renormalising, because that is the distribution the importance ratios are about.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. `min_p` is ρ, None for the full vocabulary; `n` responses are drawn per prompt."""
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    token_ids : the sampled tokens; the end-of-sequence token is the last one when `finish_reason` is "stop".
+    log_probs : log q of each of them, after temperature, masking and renormalising; same length as token_ids.
+    text : the tokens decoded, special tokens left out.
+    finish_reason : "stop" (the model ended its response) or "length" (cut off).
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """An inference engine. One file in dvp/rollout each; see vllm.py."""
+
+    max_model_len: int
+    """Prompt and response together have at most this many tokens."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        """`sampling.n` responses for each prompt (token ids), the same for the same seed, whatever shares the batch.
+
+        Raises DvpError, naming the prompt's index, when prompt and response cannot fit into `max_model_len`.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace every weight of the live engine; names are those of the Hugging Face model."""

@@ -1,0 +1,27 @@
+"""Weight-only quantisation as a rounding: the engine computes with weights that a low-precision format can hold."""
+
+import torch
+
+INTEGER_BITS = {"int8": 8, "int4": 4, "int3": 3}
+FLOAT_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def is_rounded(name: str, weight: torch.Tensor) -> bool:
+    """Whether a parameter is rounded: the blocks' matrices, not embeddings, output head or norms (common practice)."""
+    return weight.dim() == 2 and ".layers." in name
+
+
+def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """Round a matrix (rows, columns) through `form`, symmetrically, with one scale an output row.
+
+    Returns a tensor of the same shape and dtype. The largest magnitude of each row is representable.
+    """
+    scale_R1 = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).float()
+    if form in INTEGER_BITS:
+        largest = 2 ** (INTEGER_BITS[form] - 1) - 1
+        rounded = (weight.float() / scale_R1 * largest).round() / largest
+    else:
+        dtype = FLOAT_TYPES[form]
+        largest = torch.finfo(dtype).max
+        rounded = (weight.float() / scale_R1 * largest).to(dtype).float() / largest
+    return (rounded * scale_R1).to(weight.dtype)

@@ -1,0 +1,176 @@
+"""vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
+
+The engine lives in the trainer's process (no second copy of Python, weights handed over in memory). It reports
+log-probabilities after temperature, min-p and renormalising (`processed_logprobs`; vLLM's default is before all three).
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dvp.config import EngineConfig
+from dvp.errors import DvpError
+from dvp.rollout.engine import Completion, Sampling
+from dvp.rollout.rounding import is_rounded, round_weight
+
+CONTROL_RHO = 0.3  # prunes nearly the whole vocabulary at any position
+PREFILL_TOKENS = 8192  # prefilled at once
+TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
+
+
+def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
+    """Set the variables that vLLM reads at import. Call before anything imports vllm.
+
+    Variables that the user has set stay as they are.
+    """
+    defaults = {
+        "HF_HUB_OFFLINE": "1",  # models and data are local by the time an engine starts
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights are handed over in memory
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        # Two jobs on one machine must not bind the same core; the number of threads is what matters.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHDYNAMO_DISABLE": "1" if not torch.cuda.is_available() else "0",
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+class VllmEngine:
+    """An Engine (see engine.py) over vllm.LLM."""
+
+    def __init__(self, model: Path, config: EngineConfig, *, max_model_len: int, max_num_seqs: int, seed: int):
+        """Start the engine on a Hugging Face directory. One engine a process.
+
+        max_model_len : most tokens of prompt and response together.
+        max_num_seqs : most responses sampled at once.
+        Raises DvpError if vLLM refuses the model or the precision.
+        """
+        from vllm import LLM
+
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        options: dict[str, Any] = {}
+        if torch.cuda.is_available():
+            options["gpu_memory_utilization"] = config.gpu_memory_utilization
+            options["tensor_parallel_size"] = config.tensor_parallel
+        try:
+            self.llm = LLM(
+                str(model),
+                dtype=config.dtype,
+                kv_cache_dtype=config.kv_cache_dtype,
+                enforce_eager=True,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                # A prompt is prefilled whole: vLLM rewinds a seeded sampler after a partial prefill, which torch's CPU
+                # generator cannot do.
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
+                max_logprobs=-1,  # the whole vocabulary, which the check of min-p reads
+                logprobs_mode="processed_logprobs",
+                seed=seed,
+                disable_log_stats=True,
+                **options,
+            )
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise DvpError(f"vLLM does not start on {model}: {' '.join(str(error).split())[:300]}") from error
+        self.max_model_len = max_model_len
+        self._config = config
+        self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        """See Engine.generate."""
+        from vllm import SamplingParams
+
+        for index, prompt in enumerate(prompts):
+            if len(prompt) + sampling.max_tokens > self.max_model_len:
+                raise DvpError(
+                    f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} tokens of response it "
+                    f"exceeds the engine's {self.max_model_len}"
+                )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = [
+            SamplingParams(
+                n=sampling.n,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p or 0.0,
+                max_tokens=sampling.max_tokens,
+                seed=seed % 2**62,  # vLLM adds the response's index
+                logprobs=0,  # of the sampled token only
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [[_completion(one) for one in output.outputs] for output in outputs]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it."""
+        items = list(self._prepared(weights))
+        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=iter(items)))
+        self.llm.reset_prefix_cache()
+
+    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        form = self._config.weight_rounding
+        for name, weight in weights:
+            value = weight.detach()
+            yield name, round_weight(value, form) if form != "none" and is_rounded(name, value) else value
+            # vLLM packs the head of a tied model on its own and would silently keep the old one.
+            if self._tied and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", value
+
+    def log_probs(self, prompt: list[int], min_p: float | None) -> torch.Tensor:
+        """Log-probabilities (V,) that the engine reports for the token after `prompt`; −inf where it masks."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=1.0, min_p=min_p or 0.0, max_tokens=1, logprobs=-1, seed=0)
+        output = self.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]
+        reported = output.outputs[0].logprobs[0]
+        values_V = torch.full((self.llm.llm_engine.model_config.get_vocab_size(),), -math.inf)
+        values_V[torch.tensor(list(reported))] = torch.tensor([entry.logprob for entry in reported.values()])
+        return values_V
+
+
+def prove_min_p(engine: VllmEngine, prompt: list[int], rho: float) -> None:
+    """Refuse an engine that would not sample from the safe vocabulary, or would report other log-probabilities.
+
+    At a large ρ (a positive control, which must prune) and at the run's own, what the engine reports with min_p must be
+    its full distribution restricted to {a : q_a ≥ ρ·max q} and renormalised, to 1e-3 nats.
+    Raises DvpError.
+    """
+    full_V = engine.log_probs(prompt, None)
+    if abs(full_V.logsumexp(0).item()) > TOLERANCE:
+        raise DvpError("the engine's log-probabilities do not sum to 1 without min_p; refusing to train on them")
+    for value in (CONTROL_RHO, rho):
+        reported_V = engine.log_probs(prompt, value)
+        distance_V = full_V - full_V.max() - math.log(value)  # from the threshold
+        inside_V, outside_V = distance_V > TOLERANCE, distance_V < -TOLERANCE
+        if value == CONTROL_RHO and not outside_V.any():
+            raise DvpError(f"the check of min_p needs a position where ρ = {value} prunes; choose another prompt")
+        if (reported_V[outside_V] > -50).any():
+            raise DvpError(
+                f"the engine ignores min_p = {value:g}: it gives probability to tokens outside the safe vocabulary"
+            )
+        expected_V = full_V[inside_V] - full_V[reported_V > -50].logsumexp(0)
+        error = (reported_V[inside_V] - expected_V).abs().max().item()
+        if not error <= TOLERANCE:
+            raise DvpError(
+                f"the engine does not report log-probabilities after min_p = {value:g} and renormalising "
+                f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
+            )
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = list(output.token_ids)
+    return Completion(
+        token_ids=token_ids,
+        log_probs=[step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)],
+        text=output.text,
+        finish_reason=output.finish_reason,
+    )

@@ -1,0 +1,294 @@
+"""The stages: which files each reads and writes, its MLflow run, and nothing else. One function a verb of `dvp`.
+
+Every stage writes a small JSON file last, so that a killed stage is never taken for a finished one; that file carries
+the stage's identity, commit and MLflow run, which the next stage links to.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from dvp.config import Experiment, Run, dump_experiment, load_experiment, read_resolved
+from dvp.errors import DvpError
+from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
+from dvp.provenance import code_hash, git_commit
+from dvp.tracking import StageRun, create_store, stage_run
+
+BASE = "base"  # the pseudo-run of the model before RL
+PROBE_PROMPTS = 16
+
+
+class Place:
+    """An experiment and where its files are: `results/E/config.yaml` says both."""
+
+    def __init__(self, config: Path):
+        self.experiment: Experiment = read_resolved(config)
+        self.folder = config.parent
+        self.results = config.parent.parent
+        self.data = self.folder / "data"
+        self.base = self.folder / "base"
+
+    def run_folder(self, run: Run) -> Path:
+        return self.folder / "runs" / run.path
+
+    def model(self, run: str) -> Path:
+        """The model to evaluate under this run's path."""
+        return self.base if run == BASE else self.folder / "models" / run
+
+    def tracked(self, stage: str, identity: str, upstream: dict[str, Path], run: str | None = None, **more: str):
+        """The stage's MLflow run, linked to those of its inputs (JSON files with an `mlflow_run_id`)."""
+        links = {name: read_json(path, "mlflow_run_id")["mlflow_run_id"] for name, path in upstream.items()}
+        return stage_run(self.results, self.experiment.name, stage, identity=identity, run=run, upstream=links, **more)
+
+
+def resolve(name: str, folder: Path) -> None:
+    """Validate an experiment, write it resolved, and create the tracking store."""
+    experiment = load_experiment(name)
+    create_store(folder.parent, experiment.name)
+    write_text(folder / "config.yaml", dump_experiment(experiment))
+
+
+def prepare(config: Path) -> None:
+    """Raw problems → data/train.parquet, data/eval.parquet, data/manifest.json."""
+    from dvp.data.prepare import prepare as run_prepare
+
+    place = Place(config)
+    identity = place.experiment.identity("prepare")
+    started = time.time()
+    with place.tracked("prepare", identity, {}) as tracked:
+        manifest = run_prepare(place.experiment.data, place.experiment.sources, place.data)
+        tracked.log_params(place.experiment.data.model_dump(mode="json"))
+        tracked.log_result(manifest["counts"])
+        _finish(place.data / "manifest.json", manifest, tracked, identity, started)
+
+
+def base(config: Path, threads: int) -> None:
+    """Train the tiny base model, or fetch a pinned one, into base/."""
+    import torch
+
+    from dvp.training.base import make_base
+
+    torch.set_num_threads(threads)
+
+    place = Place(config)
+    identity = place.experiment.identity("base")
+    started = time.time()
+    with place.tracked("base", identity, {"prepare": place.data / "manifest.json"}) as tracked:
+        manifest = make_base(place.experiment, place.data, place.base)
+        tracked.log_params(place.experiment.base.model_dump(mode="json"))
+        tracked.log_result(
+            {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
+        )
+        _finish(place.base / "manifest.json", manifest, tracked, identity, started)
+
+
+def train(config: Path, run_path: str, threads: int) -> None:
+    """RL of one grid point → runs/RUN/train.json, metrics.jsonl, checkpoints/."""
+    from dvp.rollout.vllm import VllmEngine, configure_environment, prove_min_p
+
+    configure_environment(threads)
+    import torch
+    from transformers import AutoTokenizer
+
+    from dvp.conversion import write_probe
+    from dvp.data.prompts import encode_prompt
+    from dvp.training.backend import Trainer
+    from dvp.training.loop import Loop, run_loop
+
+    place = Place(config)
+    experiment = place.experiment
+    run = experiment.run(run_path)
+    folder = place.run_folder(run)
+    data_manifest = read_json(place.data / "manifest.json", "files")
+    base_manifest = read_json(place.base / "manifest.json", "files")
+    verify_checksums(place.data, data_manifest["files"])
+    verify_checksums(place.base, base_manifest["files"])
+    identity = experiment.identity("train", run)
+    # Checkpoints of other settings, data or code are never continued; they stay where they are.
+    fingerprint = sha256_json(
+        [identity, data_manifest["files"], base_manifest["files"], code_hash("dvp.training.loop")]
+    )[:12]
+    torch.set_num_threads(threads)
+    started = time.time()
+    upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
+    with place.tracked("train", identity, upstream, run=run.path) as tracked:
+        tracked.log_params(
+            {
+                "run": run.model_dump(mode="json"),
+                "training": experiment.training.model_dump(mode="json"),
+                "engine": experiment.engines[run.engine].model_dump(mode="json"),
+                "method": experiment.methods[run.method].model_dump(mode="json"),
+            }
+        )
+        torch.manual_seed(run.seed)
+        settings = experiment.training
+        trainer = Trainer(place.base, settings, Path("config/deepspeed") / f"{settings.deepspeed}.json")
+        tokenizer = AutoTokenizer.from_pretrained(place.base)
+        problems = pd.read_parquet(place.data / "train.parquet")
+        encoded = [encode_prompt(tokenizer, prompt, experiment.data.chat) for prompt in problems["prompt"]]
+        longest = max(len(prompt) for prompt in encoded) + settings.max_response_tokens
+        engine = VllmEngine(
+            place.base,
+            experiment.engines[run.engine],
+            max_model_len=min(longest, trainer.context),
+            max_num_seqs=settings.prompts_per_step * settings.group_size,
+            seed=run.seed,
+        )
+        if run.rho_value is not None:
+            prove_min_p(engine, encoded[0], run.rho_value)
+        # Padding is never attended to nor scored, so the end token serves where there is no other.
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        loop = Loop(experiment, run, problems, encoded, pad, trainer, engine)
+        progress = Progress(run.path, settings.steps, tracked)
+        final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, progress.step)
+        write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
+        tracked.flush()
+        tracked.log_file(folder / "metrics.jsonl")
+        result = {
+            "run": run.path,
+            "steps": len(rows),
+            "skipped_steps": sum(row["skipped"] for row in rows),
+            "seconds_training": sum(row["seconds"] for row in rows),
+            "checkpoint": str(final.relative_to(folder)),
+            "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", "probe.safetensors")},
+        }
+        _finish(folder / "train.json", result, tracked, identity, started)
+
+
+def convert(config: Path, run_path: str) -> None:
+    """The run's final checkpoint → models/RUN/ and conversion.json beside it, with the proof."""
+    from dvp.conversion import convert as run_convert
+
+    place = Place(config)
+    run = place.experiment.run(run_path)
+    folder = place.run_folder(run)
+    trained = read_json(folder / "train.json", "checkpoint", "files")
+    verify_checksums(folder, trained["files"])
+    identity = place.experiment.identity("convert", run)
+    started = time.time()
+    with place.tracked("convert", identity, {"train": folder / "train.json"}, run=run.path) as tracked:
+        model = place.model(run.path)
+        result = run_convert(
+            folder / trained["checkpoint"],
+            place.base,
+            folder / "probe.safetensors",
+            model,
+            place.experiment.training.temperature,
+        )
+        tracked.log_result({key: result[key] for key in ("max_abs_delta_log_prob", "max_abs_delta_log_prob_live")})
+        _finish(model / "conversion.json", {"run": run.path, **result}, tracked, identity, started)
+
+
+def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
+    """Samples of a model on a task → evals/RUN/TASK/samples.parquet and scores.json."""
+    from dvp.rollout.vllm import VllmEngine, configure_environment
+
+    configure_environment(threads)
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from dvp.data.prompts import encode_prompt
+    from dvp.evaluation.runner import evaluate as run_evaluate
+    from dvp.training.base import check_vocabulary
+
+    place = Place(config)
+    experiment = place.experiment
+    run = None if run_path == BASE else experiment.run(run_path)
+    if task not in experiment.data.tasks:
+        raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
+    model = place.model(run_path)
+    source = model / ("manifest.json" if run is None else "conversion.json")
+    verify_checksums(model, read_json(source, "files")["files"])
+    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
+    check_vocabulary(model)
+    identity = experiment.identity("evaluate", run, task)
+    torch.set_num_threads(threads)
+    started = time.time()
+    upstream = {"base" if run is None else "convert": source, "prepare": place.data / "manifest.json"}
+    with place.tracked("evaluate", identity, upstream, run=run_path, task=task) as tracked:
+        settings = experiment.evaluation
+        tracked.log_params(settings.model_dump(mode="json"))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        problems = pd.read_parquet(place.data / "eval.parquet")
+        prompts = problems["prompt"][problems["task"] == task]
+        longest = max((len(encode_prompt(tokenizer, p, experiment.data.chat)) for p in prompts), default=0)
+        engine = VllmEngine(
+            model,
+            experiment.engines[settings.engine],
+            max_model_len=min(
+                longest + settings.max_response_tokens, AutoConfig.from_pretrained(model).max_position_embeddings
+            ),
+            max_num_seqs=256,
+            seed=settings.seed,
+        )
+        folder = place.folder / "evals" / run_path / task
+        scores = run_evaluate(
+            experiment,
+            task,
+            model_dir=model,
+            eval_parquet=place.data / "eval.parquet",
+            engine=engine,
+            tokenizer=tokenizer,
+            folder=folder,
+        )
+        tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
+        tracked.log_file(folder / "samples.parquet")
+        scores["files"] = {"samples.parquet": sha256_file(folder / "samples.parquet")}
+        _finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
+
+
+def report(config: Path) -> None:
+    """Everything measured → figures/, tables/ and report.json."""
+    from dvp.analysis.report import report as run_report
+
+    place = Place(config)
+    experiment = place.experiment
+    identity = experiment.identity("report")
+    started = time.time()
+    with place.tracked("report", identity, {}) as tracked:
+        result = run_report(experiment, place.results, place.folder)
+        for name in ("tables", "figures"):
+            for file in sorted((place.folder / name).iterdir()):
+                tracked.log_file(file, name)
+        _finish(place.folder / "report.json", result, tracked, identity, started)
+
+
+class Progress:
+    """One line every few seconds on the terminal, every row to MLflow."""
+
+    def __init__(self, name: str, steps: int, tracked: StageRun, every_seconds: float = 10.0):
+        self._name, self._steps, self._tracked, self._every = name, steps, tracked, every_seconds
+        self._last = self._start = time.monotonic()
+        self._first_step: int | None = None
+
+    def step(self, row: dict) -> None:
+        self._tracked.log_step(row["step"], row)
+        now, step = time.monotonic(), row["step"]
+        if self._first_step is None:
+            self._first_step, self._start = step, now
+        if now - self._last < self._every and step != self._steps:
+            return
+        self._last = now
+        self._tracked.flush()
+        done = step - self._first_step
+        left = f"{(now - self._start) / done * (self._steps - step):.0f} s left" if done else "…"
+        print(
+            f"{self._name}: step {step}/{self._steps}  reward {row['reward']:.2f}  k3 {row['k3']:.1e}  "
+            f"{row['seconds']:.1f} s/step  {left}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:
+    """Write a stage's JSON file, its last act, and keep a copy with its MLflow run."""
+    provenance = {
+        "identity": identity,
+        "git_commit": git_commit(),
+        "mlflow_run_id": tracked.run_id,
+        "seconds_stage": round(time.time() - started, 2),
+    }
+    write_json(path, result | provenance)
+    tracked.log_file(path)

@@ -1,0 +1,213 @@
+"""The base model: a tiny Qwen3 that the pipeline trains itself, or a model that exists already.
+
+The tiny model is warm-started on worked solutions, a share of which is careless on purpose: it can do the task but
+samples slips, so that RL has something to elicit. Whatever made it, the output is an ordinary Hugging Face directory
+that transformers and vLLM both load.
+"""
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from dvp.config import Experiment, GeneratedSource, HubBase, LocalBase, TrainedBase
+from dvp.data.stories import Story, careless, generate
+from dvp.errors import DvpError
+from dvp.files import atomic_path, checksums
+
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+IGNORED = -100  # the label that cross_entropy leaves out
+
+
+def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
+    """Write the base model to `folder` (data: the prepared data's folder) and return its manifest.
+
+    Raises DvpError when the model's vocabulary does not fit its tokenizer, or the hub cannot be reached.
+    """
+    base = experiment.base
+    details = _train(experiment, base, data, folder) if isinstance(base, TrainedBase) else _fetch(base, folder)
+    check_vocabulary(folder)
+    return {"kind": base.kind, **details, "files": checksums(folder)}
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Raise DvpError unless every token that the tokenizer can produce has a row in the model's embedding."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise DvpError(f"{folder}: not a Hugging Face model directory ({_line(error)})") from None
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.vocab_size:
+        raise DvpError(
+            f"{folder}/config.json: vocab_size {config.vocab_size} is too small for the tokenizer beside it, "
+            f"whose largest token id is {largest}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DvpError(f"{folder}/tokenizer_config.json: the tokenizer has no end-of-sequence token")
+
+
+def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with digits on their own. Raises DvpError if the documents cannot fill the vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() != vocabulary_size:
+        raise DvpError(
+            f"base.tokenizer: the documents fill only {tokenizer.get_vocab_size()} of {vocabulary_size} entries; "
+            "ask for more documents or a smaller vocabulary"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) -> dict:
+    source = experiment.sources[base.source]
+    assert isinstance(source, GeneratedSource)  # the configuration checked it
+    evaluated = set(pd.read_parquet(data / "eval.parquet", columns=["problem"])["problem"])
+    stories = list(_fresh(source, base, evaluated))
+    tokenizer = train_tokenizer(
+        (f"{story.problem}\n{story.solution}" for story in stories[: base.tokenizer.documents]),
+        base.tokenizer.vocabulary_size,
+    )
+    torch.manual_seed(base.seed)
+    architecture = base.architecture
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=base.tokenizer.vocabulary_size,
+            hidden_size=architecture.hidden_size,
+            num_hidden_layers=architecture.layers,
+            num_attention_heads=architecture.heads,
+            num_key_value_heads=architecture.kv_heads,
+            head_dim=architecture.head_dim,
+            intermediate_size=architecture.intermediate_size,
+            max_position_embeddings=architecture.max_position_embeddings,
+            tie_word_embeddings=architecture.tie_word_embeddings,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).float()
+    loss = _warm_start(experiment, base, model, tokenizer, stories)
+    with atomic_path(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "warm_start_final_loss": loss,
+        "warm_start": base.warm_start.model_dump(mode="json"),
+    }
+
+
+def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> Iterator[Story]:
+    """Stories for the tokenizer and the warm start, none of which is an evaluation problem."""
+    wanted = max(base.tokenizer.documents, base.warm_start.steps * base.warm_start.batch_size)
+    # Another stream than the experiment's problems, which use source.seed itself.
+    stories = generate(wanted + len(evaluated), seed=source.seed + 1_000_003, steps=tuple(source.steps))
+    return islice((story for story in stories if story.problem not in evaluated), wanted)
+
+
+def _warm_start(
+    experiment: Experiment,
+    base: TrainedBase,
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    stories: list[Story],
+) -> float:
+    """Supervised steps on prompt + worked solution, loss on the solution; returns the mean loss of the last 20."""
+    settings = base.warm_start
+    rng = random.Random(base.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
+    warmup = max(1, settings.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / settings.steps)),
+    )
+    losses = []
+    bar = tqdm(range(settings.steps), desc="warm start", unit="step", mininterval=10, maxinterval=30)
+    for step in bar:
+        batch = stories[step * settings.batch_size : (step + 1) * settings.batch_size]
+        prompts = [experiment.data.prompt_template.replace("{problem}", story.problem) for story in batch]
+        answers = [
+            careless(story, settings.careless_error, rng)
+            if rng.random() < settings.careless_fraction
+            else story.solution
+            for story in batch
+        ]
+        prompt_ids = tokenizer(prompts)["input_ids"]
+        answer_ids = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
+        length = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True))
+        inputs = torch.full((len(batch), length), tokenizer.pad_token_id)
+        labels = torch.full((len(batch), length), IGNORED)
+        for row, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
+            end = len(prompt) + len(answer)
+            inputs[row, :end] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : end] = torch.tensor(answer)
+        # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
+        hidden = model.model(inputs).last_hidden_state[:, :-1]
+        used = labels[:, 1:] != IGNORED
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[used]), labels[:, 1:][used])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    return sum(losses[-20:]) / len(losses[-20:])
+
+
+def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
+    """Link an existing model into `folder`, file by file: weights stay where they are."""
+    if isinstance(base, HubBase):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            source = Path(
+                snapshot_download(
+                    base.path, revision=base.revision, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]
+                )
+            )
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise DvpError(
+                f"base.path: {base.path} at revision {base.revision} cannot be had from the hub ({_line(error)}); "
+                "download it elsewhere and use `base: {kind: local, path: FOLDER}`"
+            ) from None
+        details = {"path": base.path, "revision": base.revision}
+    else:
+        source = Path(base.path).resolve()
+        if not (source / "config.json").is_file():
+            raise DvpError(f"base.path: {source} is not a Hugging Face model directory: it has no config.json")
+        details = {"path": str(source)}
+    if not list(source.glob("*.safetensors")):
+        raise DvpError(f"{source}: expected weights as .safetensors, found none")
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        for file in sorted(source.iterdir()):
+            if file.suffix in (".json", ".safetensors", ".txt", ".jinja"):
+                os.symlink(file.resolve(), temporary / file.name)
+    return details
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,115 @@
+"""A small results folder, made up but whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from dvp.analysis.inputs import BASE, evaluation_folder
+from dvp.config import Experiment, Run, load_experiment, parse_experiment
+from dvp.files import sha256_file, write_json
+
+CONFIG = Path(__file__).parents[2] / "config"
+CLAIMS = CONFIG / "claims.yaml"
+
+
+def make_experiment(**changes) -> Experiment:
+    """The experiment `tiny`, with changes by dotted key (`training__steps=12`)."""
+    value = load_experiment("tiny", CONFIG).model_dump(mode="json")
+    for key, change in changes.items():
+        *parents, last = key.split("__")
+        part = value
+        for parent in parents:
+            part = part[parent]
+        part[last] = change
+    return parse_experiment(value, Path("test.yaml"))
+
+
+class Results:
+    """Writes what the stages train and evaluate would write for every run of an experiment."""
+
+    def __init__(self, experiment: Experiment, folder: Path, problems: int = 12):
+        self.experiment, self.folder, self.problems = experiment, folder, problems
+        rng = np.random.default_rng(0)
+        self.difficulty_P = rng.uniform(-0.25, 0.25, problems)
+        k = experiment.evaluation.samples_per_problem["held_out"]
+        for run in [None, *experiment.runs]:
+            level = 0.45 if run is None else 0.85 if run.engine == "fp32" else 0.7 + 0.02 * (run.rho is not None)
+            self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None])
+        for run in experiment.runs:
+            self.write_training(run, self.metrics(run, rng))
+
+    def metrics(self, run: Run, rng: np.random.Generator) -> list[dict]:
+        exact, pruned = run.engine == "fp32", run.rho is not None
+        rows = []
+        for step in range(1, self.experiment.training.steps + 1):
+            skipped = run.method == "rloo_mis" and step == 7
+            gain = (0.45 if exact else 0.3 + 0.04 * (run.method == "dvp_mis")) * (1 - np.exp(-step / 18))
+            k3 = 1e-2 * (1 + step / 40) * (0.05 if run.rho == "0.01" else 0.8 if pruned else 1) * rng.uniform(0.7, 1.4)
+            growth = 0.25 * np.exp(step / 40) if run.method == "rloo" and not exact else 0.2
+            rows.append(
+                {
+                    "step": step,
+                    "reward": float(np.clip(0.42 + gain + rng.normal(0, 0.05), 0, 1)),
+                    "k1": float(rng.normal(0, 1e-14) if exact else k3 * rng.uniform(0.8, 1.2)),
+                    "k3": float(rng.normal(0, 1e-13) if exact else k3),
+                    "chi2": 0.0 if exact else float(2 * k3),
+                    "ess": 1.0 if exact else float(rng.uniform(0.3, 0.5)),
+                    "max_abs_log_ratio": 3e-6 if exact else float(rng.uniform(2, 5)),
+                    "entropy": 0.3,
+                    "retained_mass": 0.999,
+                    "outside_safe_fraction": 2e-4 if pruned else 0.0,
+                    "veto_fraction": 0.0,
+                    "masked_fraction": 0.3 if "mis" in run.method else 0.0,
+                    "gradient_norm": None if skipped else float(growth * rng.uniform(0.8, 1.3)),
+                    "skipped": skipped,
+                    "response_tokens_mean": 41.0,
+                    "truncated_fraction": 0.0,
+                    "tokens_per_second": float(rng.uniform(3000, 4000)),
+                    "seconds": 1.3,
+                }
+            )
+        return rows
+
+    def write_training(self, run: Run, rows: list[dict]) -> None:
+        folder = self.folder / "runs" / run.path
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        record = {
+            "run": run.path,
+            "identity": self.experiment.identity("train", run),
+            "git_commit": "c" * 40,
+            "steps": len(rows),
+            "skipped_steps": sum(row["skipped"] for row in rows),
+            "seconds": 66.0,
+            "mlflow_run_id": f"train {run.path}",
+            "metrics_sha256": sha256_file(path),
+        }
+        write_json(folder / "train.json", record)
+
+    def write_evaluation(self, run: Run | None, correct_PK: np.ndarray) -> None:
+        folder = evaluation_folder(self.folder, run, "held_out")
+        folder.mkdir(parents=True, exist_ok=True)
+        problems, k = correct_PK.shape
+        rows = [
+            {"task": "held_out", "problem_id": f"p{p:03}", "sample": s, "correct": bool(correct_PK[p, s])}
+            for p in range(problems)
+            for s in range(k)
+        ]
+        pd.DataFrame(rows).sample(frac=1, random_state=0).to_parquet(folder / "samples.parquet")
+        average, majority = float(correct_PK.mean()), float((correct_PK.mean(axis=1) > 0.5).mean())
+        values = {"pass@1": average, f"pass@{k}": float(correct_PK.any(axis=1).mean()), f"maj@{k}": majority}
+        values[f"avg@{k}"] = average
+        record = {
+            "task": "held_out",
+            "problems": problems,
+            "samples_per_problem": k,
+            "samples": problems * k,
+            "metrics": {name: {"value": value, "low": value, "high": value} for name, value in values.items()},
+            "identity": self.experiment.identity("evaluate", run, "held_out"),
+            "git_commit": "c" * 40,
+            "mlflow_run_id": f"evaluate {run.path if run else BASE}",
+        }
+        write_json(folder / "scores.json", record)

@@ -1,0 +1,39 @@
+import pytest
+from made_up_results import CLAIMS
+
+from dvp.analysis.claims import claim, load_claims
+from dvp.errors import DvpError
+
+
+def test_published_values():
+    claims = load_claims(CLAIMS)
+    gain, bound = claims["dvp_mis_gain"], claims["dvp_kl"]
+    assert (gain.value, gain.unit, gain.relation, gain.method) == (26.55, "%", "equal", "dvp_mis")
+    assert (bound.value, bound.relation) == (0.001, "below")
+    assert all("arXiv" in entry.source for entry in claims.values())
+    assert [entry.id for entry in claims.values() if entry.method] == ["dvp_mis_gain"]
+    assert claims["otb_single_aime25"].value == 30.31
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{id: a, text: t, source: P, valu: 1.0}", r"claims.0.valu: unknown key"),
+        ("{id: a, text: t, source: Q}", r"source 'Q' is not defined"),
+        ("{id: a, text: t, source: P, value: 1.0}", r"claims.0: value, unit and relation go together"),
+        ("{id: a, text: t, source: P}, {id: a, text: u, source: P}", r"id 'a' is given twice"),
+        ("{id: a, text: t, source: P, value: high, unit: '%', relation: equal}", r"claims.0.value: "),
+    ],
+)
+def test_refused(tmp_path, entry, message):
+    path = tmp_path / "claims.yaml"
+    path.write_text(f"sources: {{P: somewhere}}\nclaims: [{entry}]\n")
+    with pytest.raises(DvpError, match=message) as error:
+        load_claims(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_quoted_claim_must_have_a_value():
+    with pytest.raises(DvpError, match="rho_u_shape"):
+        claim(load_claims(CLAIMS), "rho_u_shape")

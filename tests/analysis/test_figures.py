@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+from made_up_results import CLAIMS, make_experiment
+
+from dvp.analysis import figures
+from dvp.analysis.claims import load_claims
+from dvp.analysis.inputs import Arm, read_metrics
+
+
+def test_styles_differ_and_the_control_is_grey():
+    style = figures.styles(make_experiment())
+    looks = [(look.color, look.line, look.marker) for look in style.values()]
+    assert len(set(looks)) == len({look.label for look in style.values()}) == 7
+    control = style[Arm("rloo", "fp32", None)]
+    assert len({control.color[i : i + 2] for i in (1, 3, 5)}) == 1
+    assert control.line != "-"
+    assert style[Arm("dvp", "coarse", "e-13")].color == style[Arm("dvp", "coarse", "0.01")].color
+
+
+def test_panels():
+    titles, shown = zip(*figures.panels(make_experiment()), strict=True)
+    assert titles == ("engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01")
+    assert [len(arms) for arms in shown] == [5, 5]
+    plain = make_experiment(grid=[{"method": ["rloo"], "engine": ["coarse", "bf16"]}])
+    assert [title for title, _ in figures.panels(plain)] == ["engine coarse", "engine bf16"]
+
+
+def test_mismatch_has_a_floor(experiment, results):
+    metrics = read_metrics(experiment, results.folder)
+    assert (metrics["k3"] < 0).any()
+    figure = figures.mismatch_curves(experiment, metrics, load_claims(CLAIMS)["dvp_kl"])
+    drawn = np.concatenate([line.get_ydata() for axes in figure.axes for line in axes.get_lines()])
+    assert drawn.min() == pytest.approx(figures.FLOOR)
+    assert "drawn at 1e-12" in " ".join(figure.get_suptitle().split())
+    # The bound is in the upper panels, on the scale of the mismatched arms.
+    assert sum(list(line.get_ydata()) == [0.001, 0.001] for axes in figure.axes for line in axes.get_lines()) == 2
+
+
+def test_skipped_steps_are_gaps(experiment, results):
+    metrics = read_metrics(experiment, results.folder)
+    metrics.loc[metrics["step"] == 3, "gradient_norm"] = 0.0
+    figure = figures.gradient_norm(experiment, metrics)
+    color = figures.styles(experiment)[Arm("rloo_mis", "coarse", None)].color
+    lines = [line for line in figure.axes[0].get_lines() if line.get_color() == color]
+    assert len(lines) == 3
+    for line in lines:
+        assert list(np.flatnonzero(np.isnan(line.get_ydata())) + 1) == [3, 7]
+
+
+def test_bold_line_is_the_trailing_mean(experiment, results):
+    metrics = read_metrics(experiment, results.folder)
+    figure = figures.learning_curves(experiment, metrics)
+    arm = Arm("rloo", "coarse", None)
+    own = metrics[metrics["arm"] == arm.path]
+    color = figures.styles(experiment)[arm].color
+    bold = next(line for line in figure.axes[0].get_lines() if line.get_color() == color and line.get_linewidth() == 2)
+    assert bold.get_ydata()[0] == pytest.approx(own[own["step"] == 1]["reward"].mean())
+    assert bold.get_ydata()[-1] == pytest.approx(own[own["step"] > 7]["reward"].mean())

@@ -1,0 +1,72 @@
+import re
+
+import pytest
+
+from dvp.analysis.formats import Formatted, from_markdown, rho_text, tex_escape, to_markdown, to_tex, to_text
+from dvp.errors import DvpError
+
+TABLE = Formatted(
+    "smoke_1: 100 %",
+    ["method", "max |d|", "maj@8 (%)", "ρ"],
+    [["a_b & co", "1", "50.0", "e⁻¹³"], ["[x]", "2", "60.0", "–"]],
+    ["Costs $5, 70 % of {it}.", "k ≥ 1 × σ²"],
+)
+
+
+def test_rho():
+    assert [rho_text(rho) for rho in (None, "e-13", "0.01", "1e-2")] == ["–", "e⁻¹³", "0.01", "1e-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50 % of a_b & #1 {x} $", r"50 \% of a\_b \& \#1 \{x\} \$"),
+        ("ρ = e⁻¹³", r"$\rho$ = e$^{-13}$"),
+        ("a\\b ~ ^", r"a\textbackslash{}b \textasciitilde{} \textasciicircum{}"),
+        ("|x| < 1 – 2 ≥ λ", r"$|$x$|$ $<$ 1 -- 2 $\ge$ $\lambda$"),
+        ("é 数", "é [U+6570]"),
+    ],
+)
+def test_tex_escape(text, expected):
+    assert tex_escape(text) == expected
+
+
+def test_tex_is_safe():
+    """Special characters escaped, braces and environments closed, as many cells in a row as in the head."""
+    tex = to_tex(TABLE)
+    body = "\n".join(line for line in tex.splitlines() if not line.startswith("%"))
+    assert not re.search(r"(?<!\\)[%#_]", body)
+    assert body.isascii()
+    plain = re.sub(r"\\[{}$&]", "", body)
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    assert body.count(r"\begin{") == body.count(r"\end{") == 1
+    rows = [line for line in body.splitlines() if line.endswith(r"\\")]
+    assert len(rows) == 3
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {3}
+    assert not any(row.startswith("[") for row in rows)
+
+
+def test_markdown_is_read_back(tmp_path):
+    path = tmp_path / "table.md"
+    path.write_text(to_markdown(TABLE))
+    assert from_markdown(path) == TABLE
+
+
+def test_markdown_refused(tmp_path):
+    with pytest.raises(DvpError, match="no such file"):
+        from_markdown(tmp_path / "none.md")
+    path = tmp_path / "other.md"
+    path.write_text("hello\n")
+    with pytest.raises(DvpError, match="expected a title and a table"):
+        from_markdown(path)
+
+
+def test_text_drops_what_it_can_then_cuts():
+    assert "maj@8" in to_text(TABLE)
+    narrow = to_text(TABLE, width=26)
+    assert "Only in the files: maj@8 (%)." in " ".join(narrow.split())
+    assert max(map(len, narrow.splitlines())) <= 26
+    long = Formatted("t", ["method", "x"], [["m" * 200, "1"]], ["n " * 200])
+    assert max(map(len, to_text(long).splitlines())) <= 110
+    assert "…" in to_text(long)

@@ -1,0 +1,164 @@
+import csv
+import io
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_results import CLAIMS, Results, make_experiment
+
+from dvp.analysis import tables
+from dvp.analysis.inputs import Arm, reference_arm
+from dvp.errors import DvpError
+
+REFERENCE = "method~rloo/engine~coarse/rho~none"
+
+
+@pytest.fixture
+def table(experiment, results) -> pd.DataFrame:
+    return tables.main_table(experiment, results.folder, CLAIMS)
+
+
+def test_rows_in_grid_order(table):
+    assert list(table["arm"]) == [
+        "base",
+        "method~rloo/engine~fp32/rho~none",
+        REFERENCE,
+        "method~rloo_mis/engine~coarse/rho~none",
+        "method~dvp/engine~coarse/rho~e-13",
+        "method~dvp/engine~coarse/rho~0.01",
+        "method~dvp_mis/engine~coarse/rho~e-13",
+        "method~dvp_mis/engine~coarse/rho~0.01",
+    ]
+    assert list(table["label"][:2]) == ["base model", "RLOO (naive)"]
+    assert list(table["role"][:4]) == ["base", "control", "reference", ""]
+    assert table["rho"][0] is None
+    assert table["seeds"][0] == []
+    assert table["seeds"][1] == [0, 1]
+    assert list(table["published_percent"].dropna()) == [26.55, 26.55]
+
+
+def test_values_by_hand(experiment, results):
+    """Scores 3/8 and 5/8 for DVP + MIS, 1/4 and 3/4 for naive RLOO: the same mean, no change; and so on."""
+
+    def fill(run, correct):
+        array = np.zeros((4, 8), dtype=bool)
+        array.flat[:correct] = True
+        results.write_evaluation(run, array)
+
+    fill(None, 4)
+    for run in experiment.runs:
+        fill(run, 10)
+    for seed, ours, naive in ((0, 12, 8), (1, 20, 24)):
+        fill(Arm("dvp_mis", "coarse", "0.01").run(seed), ours)
+        fill(Arm("dvp", "coarse", "0.01").run(seed), ours + 4)
+        fill(Arm("rloo", "coarse", None).run(seed), naive)
+    rows = tables.main_table(experiment, results.folder, CLAIMS).set_index("arm")
+    ours, dvp, base = (
+        rows.loc[name]
+        for name in ("method~dvp_mis/engine~coarse/rho~0.01", "method~dvp/engine~coarse/rho~0.01", "base")
+    )
+    assert ours["score"] == 0.5
+    assert ours["seed_scores"] == [12 / 32, 20 / 32]
+    assert ours["change_percent"] == pytest.approx(0)
+    assert dvp["change_percent"] == pytest.approx(25)
+    assert base["change_percent"] == pytest.approx(-75)
+    assert ours["pass_at_k"] == pytest.approx((2 / 4 + 3 / 4) / 2)
+    assert ours["maj_at_k"] == pytest.approx((1 / 4 + 2 / 4) / 2)
+
+
+def test_intervals(table):
+    for row in table.to_dict("records"):
+        assert row["score_low"] < row["score"] < row["score_high"]
+        if row["arm"] != REFERENCE:
+            assert row["change_low"] < row["change_percent"] < row["change_high"]
+        else:
+            assert row["change_low"] == row["change_percent"] == row["change_high"] == 0
+
+
+def test_paired_interval_is_narrower_than_an_unpaired_one(table):
+    """Problems differ in difficulty, which the change does not feel."""
+    row, reference = table.iloc[-1], table.set_index("arm").loc[REFERENCE]
+    spread = math.hypot(
+        (row["score_high"] - row["score_low"]) / row["score"],
+        (reference["score_high"] - reference["score_low"]) / reference["score"],
+    )
+    assert row["change_high"] - row["change_low"] < 0.95 * 100 * spread
+
+
+def test_change_against_a_score_of_zero_is_undefined(experiment, results):
+    for seed in experiment.seeds:
+        results.write_evaluation(Arm("rloo", "coarse", None).run(seed), np.zeros((12, 8), dtype=bool))
+    table = tables.main_table(experiment, results.folder, CLAIMS)
+    assert table[["change_percent", "change_low", "change_high"]].isna().all(axis=None)
+    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
+    assert {row[6] for row in formatted.rows} == {"–", "reference"}
+
+
+def test_csv_keeps_full_precision(table):
+    rows = list(csv.DictReader(io.StringIO(tables.to_csv(table))))
+    assert len(rows) == len(table)
+    assert [float(row["score"]) for row in rows] == list(table["score"])
+    assert rows[0]["published_percent"] == rows[0]["rho"] == ""
+    assert [float(text) for text in rows[1]["seed_scores"].split()] == table["seed_scores"][1]
+
+
+def test_notes(experiment, table):
+    notes = " ".join(tables.format_main(experiment, table, tables.published_gain(CLAIMS)).notes)
+    for part in (
+        experiment.scale,
+        experiment.report.declarations[0],
+        "not over the 2 training seeds",
+        "peak",
+    ):
+        assert part in notes
+
+
+def test_seeds_are_resampled_from_three_on(tmp_path):
+    experiment = make_experiment(
+        training__steps=3,
+        seeds=[0, 1, 2],
+        evaluation__bootstrap_resamples=200,
+        grid=[{"method": ["rloo"], "engine": ["coarse"]}],
+    )
+    table = tables.main_table(experiment, Results(experiment, tmp_path).folder, CLAIMS)
+    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
+    assert "over problems, samples and the 3 training seeds" in " ".join(formatted.notes)
+
+
+def test_mismatch_by_hand(experiment, results):
+    run = Arm("rloo_mis", "coarse", None).run(0)
+    rows = results.metrics(run, np.random.default_rng(0))
+    for row in rows:
+        # Of 12 steps the first two do not count.
+        row |= {"k1": float(row["step"]), "max_abs_log_ratio": float(row["step"]), "tokens_per_second": 10.0}
+    results.write_training(run, rows)
+    other = Arm("rloo_mis", "coarse", None).run(1)
+    for row in rows:
+        row |= {"k1": 0.5, "max_abs_log_ratio": 2.0}
+    results.write_training(other, rows)
+    table = tables.mismatch_table(experiment, results.folder).set_index("arm")
+    row = table.loc["method~rloo_mis/engine~coarse/rho~none"]
+    assert row[["k1", "k1_min", "k1_max"]].tolist() == [4.0, 0.5, 7.5]
+    assert row[["max_abs_log_ratio", "max_abs_log_ratio_min", "max_abs_log_ratio_max"]].tolist() == [7, 2, 12]
+    assert row[["skipped_steps", "steps", "tokens_per_second"]].tolist() == [2, 24, 10]
+    assert math.isnan(row["outside_safe_fraction"])
+    assert table["policies"].tolist() == ["full"] * 3 + ["pruned"] * 4
+    assert table["outside_safe_fraction"].iloc[-1] == pytest.approx(2e-4)
+
+
+def test_reference():
+    assert reference_arm(make_experiment()).path == REFERENCE
+    # Nothing but the evaluation's engine: the reference is there.
+    same = make_experiment(grid=[{"method": ["rloo", "rloo_mis"], "engine": ["fp32"]}])
+    assert reference_arm(same).engine == "fp32"
+    # Two mismatched engines: the one that more arms share.
+    grid = [
+        {"method": ["rloo"], "engine": ["fp32", "bf16", "coarse"]},
+        {"method": ["rloo_mis"], "engine": ["bf16"]},
+    ]
+    assert reference_arm(make_experiment(grid=grid)).engine == "bf16"
+    with pytest.raises(DvpError, match=r"report.reference: 'rloo' is ambiguous, it could be .*bf16.* or .*coarse"):
+        reference_arm(make_experiment(grid=grid[:1]))
+    with pytest.raises(DvpError, match=r"report.reference: method 'rloo' is not in the grid"):
+        reference_arm(make_experiment(grid=grid[1:]))

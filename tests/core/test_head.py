@@ -1,0 +1,279 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dvp.core.head import token_statistics
+from dvp.core.safe_vocabulary import safe_mask
+from dvp.errors import DvpError
+
+V, H, CHUNK = 37, 5, 3
+RHO = 0.05
+
+
+def of_logits(logits, targets, rho, **options):
+    """Statistics of given logits: the head is the identity, so hidden states and logits are the same."""
+    identity = torch.eye(logits.shape[1])
+    return token_statistics(logits, identity, torch.as_tensor(targets), rho=rho, chunk_size=CHUNK, **options)
+
+
+def numpy_reference(logits, target, rho):
+    """One row in float64, straight from METHOD.md."""
+    z = np.asarray(logits, dtype=np.float64)
+    p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    safe = np.ones(len(z), bool) if rho is None else p >= rho * p.max()
+    z_mp = np.where(safe, z, z.max() - 50)
+    q = np.exp(z[safe] - z.max())
+    return {
+        "log_prob": z[target] - z.max() - np.log(np.exp(z - z.max()).sum()),
+        "pruned_log_prob": z_mp[target] - z.max() - np.log(q.sum()),
+        "entropy": -(p[p > 0] * np.log(p[p > 0])).sum(),
+        "sum_p_squared": (p**2).sum(),
+        "retained_mass": p[safe].sum(),
+        "safe_size": safe.sum(),
+        "target_in_safe": safe[target],
+        "max_logit": z.max(),
+    }
+
+
+def assert_matches_reference(statistics, logits, targets, rho, tolerance):
+    for row, target in enumerate(targets):
+        for name, expected in numpy_reference(logits[row], target, rho).items():
+            actual = getattr(statistics, name)[row].item()
+            assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance), name
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    # No log ρ below is a multiple of 1/8: at a tie fp32 and float64 may differ.
+    logits=hnp.arrays(np.float32, (7, V), elements=st.integers(-60, 60).map(lambda k: k / 8)),
+    targets=st.lists(st.integers(0, V - 1), min_size=7, max_size=7),
+    rho=st.sampled_from([None, RHO, 2e-6]),
+)
+def test_every_statistic_against_float64(logits, targets, rho):
+    statistics = of_logits(torch.tensor(logits), targets, rho)
+    assert_matches_reference(statistics, logits, targets, rho, 2e-6)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-6])
+def test_huge_and_tiny_logits(scale):
+    logits = scale * torch.randn(5, V, generator=torch.Generator().manual_seed(0))
+    targets = logits.argmax(dim=1).tolist()
+    statistics = of_logits(logits, targets, RHO)
+    assert_matches_reference(statistics, logits.numpy(), targets, RHO, 1e-6)
+    if scale > 1:
+        assert statistics.safe_size.tolist() == [1] * 5
+        assert statistics.pruned_log_prob.tolist() == [0] * 5
+
+
+def test_equal_logits():
+    statistics = of_logits(torch.full((1, V), 3.0), [4], RHO)
+    assert statistics.safe_size.item() == V
+    assert statistics.retained_mass.item() == 1
+    assert statistics.entropy.item() == pytest.approx(math.log(V))
+    assert statistics.log_prob.item() == statistics.pruned_log_prob.item()
+
+
+def random_problem(rows=8, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, H, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, dtype=dtype, requires_grad=True)
+    # Likely and arbitrary targets in turn, so that some are in the safe set and some are not.
+    targets = torch.arange(rows) * 5 % V
+    targets[::2] = (hidden @ weight.T).argmax(dim=1)[::2]
+    return hidden, weight, targets
+
+
+def dense_log_probs(hidden, weight, targets, rho, temperature):
+    logits = hidden @ weight.T / temperature
+    log_prob = logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    if rho is None:
+        return log_prob, log_prob
+    maximum = logits.detach().amax(dim=1, keepdim=True)
+    masked = torch.where(logits >= maximum + math.log(rho), logits, maximum - 50)
+    return log_prob, masked.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("which", ["log_prob", "pruned_log_prob"])
+@pytest.mark.parametrize("rho", [None, RHO])
+@pytest.mark.parametrize("chunk_size", [1, CHUNK, 100])
+def test_gradients_against_dense_float64(which, rho, chunk_size):
+    hidden, weight, targets = random_problem()
+    statistics = token_statistics(hidden, weight, targets, rho=rho, temperature=0.7, chunk_size=chunk_size)
+    if rho is not None:  # both kinds of target are in the sample
+        assert statistics.target_in_safe.any()
+        assert not statistics.target_in_safe.all()
+    coefficients = torch.linspace(-1, 1, len(targets))
+    actual = torch.autograd.grad((getattr(statistics, which) * coefficients).sum(), [hidden, weight])
+
+    hidden64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    dense = dense_log_probs(hidden64, weight64, targets, rho, 0.7)[which == "pruned_log_prob"]
+    expected = torch.autograd.grad((dense * coefficients.double()).sum(), [hidden64, weight64])
+    torch.testing.assert_close(getattr(statistics, which).double(), dense, atol=1e-5, rtol=0)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, atol=1e-5, rtol=0)
+
+
+def test_omission_agrees_with_the_minus_50_mask():
+    hidden, weight, targets = random_problem(rows=30)
+    pruned = token_statistics(hidden, weight, targets, rho=RHO).pruned_log_prob
+    _, masked = dense_log_probs(hidden.double(), weight.double(), targets, RHO, 1.0)
+    # Relative to the value: fp32 cannot hold a log-prob of −50 to 1e-6.
+    torch.testing.assert_close(pruned.double(), masked, atol=1e-6, rtol=1e-6)
+
+
+def test_only_the_two_log_probs_carry_gradients():
+    statistics = token_statistics(*random_problem(), rho=RHO)
+    carrying = {name for name, value in vars(statistics).items() if value.requires_grad}
+    assert carrying == {"log_prob", "pruned_log_prob"}
+    assert {value.dtype for name, value in vars(statistics).items() if name != "target_in_safe"} == {torch.float32}
+    assert statistics.target_in_safe.dtype == torch.bool
+
+
+def test_target_outside_the_safe_set():
+    logits = torch.tensor([[2.0, 1.0, -9.0, -8.0]], requires_grad=True)
+    statistics = of_logits(logits, [2], RHO)
+    assert not statistics.target_in_safe.item()
+    expected = (2.0 - 50.0) - math.log(math.exp(2.0) + math.exp(1.0))
+    assert statistics.pruned_log_prob.item() == pytest.approx(expected, rel=1e-6)
+    (gradient,) = torch.autograd.grad(statistics.pruned_log_prob.sum(), logits)
+    p_mp = torch.tensor([2.0, 1.0]).softmax(dim=0)
+    torch.testing.assert_close(gradient, torch.tensor([[-p_mp[0], -p_mp[1], 0.0, 0.0]]))
+
+
+def test_a_safe_set_of_one_token_has_no_gradient():
+    logits = torch.tensor([[30.0, 0.0, -1.0]], requires_grad=True)
+    statistics = of_logits(logits, [0], RHO)
+    assert statistics.safe_size.item() == 1
+    assert statistics.pruned_log_prob.item() == 0
+    (gradient,) = torch.autograd.grad(statistics.pruned_log_prob.sum(), logits)
+    assert torch.equal(gradient, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("shift", [-64.0, 1024.0])
+def test_shift_invariance(shift):
+    logits = torch.randint(-20, 20, (6, V), generator=torch.Generator().manual_seed(1)) / 4
+    targets = [0, 7, 14, 21, 28, 35]
+    here, there = of_logits(logits, targets, RHO), of_logits(logits + shift, targets, RHO)
+    for name, value in vars(here).items():
+        offset = shift if name == "max_logit" else 0
+        assert torch.equal(getattr(there, name), value + offset if offset else value), name
+
+
+def test_chunking_changes_nothing():
+    problem = random_problem(rows=10)
+    whole = token_statistics(*problem, rho=RHO, chunk_size=100)
+    for name, value in vars(token_statistics(*problem, rho=RHO, chunk_size=CHUNK)).items():
+        torch.testing.assert_close(value, getattr(whole, name), msg=name)
+
+
+def test_without_rho_nothing_is_pruned():
+    statistics = token_statistics(*random_problem(), rho=None)
+    assert torch.equal(statistics.pruned_log_prob, statistics.log_prob)
+    assert statistics.retained_mass.tolist() == [1] * 8
+    assert statistics.safe_size.tolist() == [V] * 8
+    assert statistics.target_in_safe.all()
+
+
+@pytest.mark.parametrize("rho", [None, RHO])
+def test_no_tokens(rho):
+    hidden, weight, targets = random_problem(rows=0)
+    statistics = token_statistics(hidden, weight, targets, rho=rho)
+    assert all(value.shape == (0,) for value in vars(statistics).values())
+    loss = statistics.log_prob.sum() + statistics.pruned_log_prob.sum()
+    assert loss.item() == 0
+    loss.backward()
+    assert torch.equal(weight.grad, torch.zeros(V, H))
+
+
+def test_bf16_inputs_give_fp32_statistics():
+    hidden, weight, targets = random_problem(dtype=torch.bfloat16)
+    statistics = token_statistics(hidden, weight, targets, rho=RHO)
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    torch.testing.assert_close(statistics.log_prob, logits.log_softmax(1).gather(1, targets[:, None])[:, 0])
+
+
+class LiveLogits(TorchDispatchMode):
+    """The most rows of width V that were ever alive together, whatever holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == V:
+            storage = result.untyped_storage()
+            self.alive[storage._cdata] = (StorageWeakRef(storage), result.shape[0])
+        self.peak = max(self.peak, self.rows())
+        return result
+
+    def rows(self):
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        return sum(rows for _, rows in self.alive.values())
+
+
+@pytest.mark.parametrize("rho", [None, RHO])
+def test_one_chunk_of_logits_is_alive_at_a_time(rho):
+    peaks = []
+    for chunks in (1, 8):
+        hidden, weight, targets = random_problem(rows=chunks * CHUNK)
+        head = weight.detach()  # its gradient has V rows, and would be counted
+        with LiveLogits() as live:
+            statistics = token_statistics(hidden, head, targets, rho=rho, chunk_size=CHUNK)
+            forward_peak = live.peak
+            assert live.rows() <= H  # the transposed view of the weight, no logits
+            live.peak = 0
+            (statistics.log_prob.sum() + statistics.pruned_log_prob.sum()).backward()
+            peaks.append((forward_peak, live.peak))
+    assert min(peaks[0]) >= CHUNK  # the instrument does see logits
+    assert peaks[1] == peaks[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    logits=hnp.arrays(np.float64, (1, V), elements=st.floats(-12, 12)),
+    noise=hnp.arrays(np.float64, (1, V), elements=st.floats(-1, 1)),
+    target=st.integers(0, V - 1),
+)
+def test_the_log_ratio_obeys_the_sharp_bound(logits, noise, target):
+    """METHOD.md item 2 [D], the sharp pair."""
+    train = torch.tensor(logits, dtype=torch.float32)
+    infer = train + torch.tensor(noise, dtype=torch.float32)
+    epsilon = (infer - train).abs().max().item()
+    log_p, log_q = (of_logits(z, [target], None).log_prob.item() for z in (train, infer))
+    p = math.exp(log_p)
+    lower, upper = (math.log(p + (1 - p) * math.exp(s * 2 * epsilon)) for s in (-1, 1))
+    assert lower - 1e-5 <= log_p - log_q <= upper + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": 1.5}, "rho"),
+        ({"rho": None, "temperature": 0.0}, "temperature"),
+        ({"rho": None, "chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(DvpError, match=message):
+        token_statistics(*random_problem(), **options)
+
+
+def test_rows_and_targets_must_match():
+    hidden, weight, targets = random_problem()
+    with pytest.raises(DvpError, match="targets_N"):
+        token_statistics(hidden, weight, targets[1:], rho=None)
+
+
+def test_safe_size_is_that_of_the_safe_mask():
+    hidden, weight, targets = random_problem()
+    expected = safe_mask(hidden @ weight.T / 2.0, RHO).sum(dim=1)
+    statistics = token_statistics(hidden, weight, targets, rho=RHO, temperature=2.0)
+    assert torch.equal(statistics.safe_size, expected.float())

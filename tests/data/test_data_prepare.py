@@ -1,0 +1,160 @@
+import json
+
+import pandas as pd
+import pytest
+
+from dvp.config import DataConfig
+from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, normalised, prepare
+from dvp.errors import DvpError
+from dvp.files import sha256_file
+
+TASKS = ["aime24", "aime25", "amc23", "math500"]
+WORDS = [f"word{i}" for i in range(14)]
+
+
+def tables(folder):
+    return pd.read_parquet(folder / "train.parquet"), pd.read_parquet(folder / "eval.parquet")
+
+
+@pytest.mark.parametrize(("train", "held_out", "distinct"), [("stories", 200, 4000), ("gsm8k", 100, 7473)])
+def test_real_sources(tmp_path, real_sources, train, held_out, distinct):
+    data = DataConfig(train=train, held_out=held_out, evaluation=TASKS, prompt_template="Q: {problem}\nA:")
+    manifest = prepare(data, real_sources, tmp_path)
+    training, evaluation = tables(tmp_path)
+    assert tuple(training.columns) == TRAIN_COLUMNS
+    assert tuple(evaluation.columns) == EVAL_COLUMNS
+    sizes = {"held_out": held_out, "aime24": 30, "aime25": 30, "amc23": 40, "math500": 500}
+    assert manifest["counts"]["evaluation"] == sizes == evaluation.groupby("task").size().to_dict()
+    assert manifest["counts"]["train"] == len(training)
+    assert len(training) + len(manifest["contaminated"]) + held_out == distinct
+    held = evaluation[evaluation.task == "held_out"]
+    assert not set(map(normalised, held.problem)) & set(map(normalised, training.problem))
+    assert not set(held.id) & set(training.id)
+    assert (training.prompt == "Q: " + training.problem + "\nA:").all()
+    for file, digest in manifest["files"].items():
+        assert sha256_file(tmp_path / file) == digest
+    json.dumps(manifest)
+
+
+def test_dapo_repeats_are_dropped(tmp_path, real_sources):
+    manifest = prepare(DataConfig(train="dapo_math_17k", evaluation=["amc23"]), real_sources, tmp_path)
+    account = manifest["sources"]["dapo_math_17k"]
+    assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (12, 3, 9)
+    assert account["conflicting_answers"] == []
+    assert account["description"]["sha256"] == sha256_file(real_sources["dapo_math_17k"].path)
+    assert manifest["counts"] == {"train": 9, "over_limit": 0, "evaluation": {"amc23": 40}}
+
+
+def test_same_bytes_twice_and_for_shuffled_rows(tmp_path, write_rows):
+    rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i), "id": f"p{i}"} for i in range(20)]
+    columns = {"problem": "problem", "answer": "answer", "id": "id"}
+    data = DataConfig(train="s", held_out=5)
+    digests = []
+    for name, content in (("one", rows), ("two", rows), ("three", rows[::-1])):
+        sources = {"s": write_rows(name, content, columns=columns)}
+        digests.append(prepare(data, sources, tmp_path / name)["files"])
+    assert digests[0] == digests[1] == digests[2]
+    limited = prepare(data.model_copy(update={"limit": 4}), sources, tmp_path / "limited")
+    assert limited["counts"] == {"train": 4, "over_limit": 11, "evaluation": {"held_out": 5}}
+    (train, held), (few, same) = tables(tmp_path / "one"), tables(tmp_path / "limited")
+    assert few.equals(train[:4])
+    assert same.equals(held)
+    assert list(train.id) != sorted(train.id)
+
+
+def test_a_hidden_evaluation_problem_is_found(tmp_path, shared, real_sources, write_rows):
+    aime = [json.loads(line) for line in (shared / "aime25.jsonl").read_text().splitlines()]
+    hidden = max(aime, key=lambda row: len(row["problem"]))
+    rows = [
+        {
+            "problem": "What is the colour of the sky over the sea in the morning of a rather fine day?",
+            "answer": "1",
+        },
+        {
+            "problem": f"Dear pupil, solve. {hidden['problem'].upper()}  Good luck!",
+            "answer": hidden["answer"],
+        },
+    ]
+    sources = real_sources | {"mine": write_rows("mine", rows)}
+    manifest = prepare(DataConfig(train="mine", evaluation=TASKS), sources, tmp_path)
+    (entry,) = manifest["contaminated"]
+    assert (entry["id"], entry["task"], entry["task_id"]) == ("2", "aime25", hidden["id"])
+    assert len(entry["ngram"].split()) == 13
+    assert list(tables(tmp_path)[0].id) == ["1"]
+
+
+def test_short_problems_are_compared_whole(tmp_path, write_rows):
+    task = write_rows("task", [{"problem": "What is 2 + 2?", "answer": "4"}])
+    rows = [{"problem": "what is  $2+2$", "answer": "4"}, {"problem": "What is 2 + 2 + 2?", "answer": "6"}]
+    manifest = prepare(DataConfig(train="s", evaluation=["t"]), {"s": write_rows("s", rows), "t": task}, tmp_path)
+    assert manifest["contaminated"] == [{"id": "1", "task": "t", "task_id": "1", "ngram": "what is 2 2"}]
+    assert manifest["counts"]["train"] == 1
+
+
+def test_a_common_phrase_alone_is_no_contamination_but_a_copy_is(tmp_path, write_rows):
+    phrase = " ".join(WORDS)  # two 13-grams
+    whole = " ".join([phrase, *(f"own{i}" for i in range(12))])
+    task = write_rows("t", [{"problem": whole, "answer": "1"}])
+    rows = [{"problem": f"Row {i} {i * i}: {phrase}", "answer": str(i)} for i in range(COMMON + 1)]
+    data = DataConfig(train="s", evaluation=["t"])
+    few = prepare(data, {"s": write_rows("few", [*rows[:2], {"problem": "x", "answer": "1"}]), "t": task}, tmp_path)
+    assert sorted(entry["id"] for entry in few["contaminated"]) == ["1", "2"]
+    many = prepare(data, {"s": write_rows("many", rows), "t": task}, tmp_path)
+    assert many["contaminated"] == []
+    assert set(many["common_phrases"].values()) == {COMMON + 1}
+    # Many copies of the whole problem make its every n-gram common; they are found all the same.
+    copies = [{"problem": f"Row {i}: {whole}", "answer": "1"} for i in range(20)]
+    found = prepare(data, {"s": write_rows("copies", [*copies, *rows]), "t": task}, tmp_path)
+    assert len(found["contaminated"]) == 20
+    assert found["counts"]["train"] == len(rows)
+
+
+def test_conflicting_answers(tmp_path, write_rows):
+    rows = [
+        {"problem": "What is  one?", "answer": "1"},
+        {"problem": "what is one?", "answer": "2"},
+        {"problem": "What is ｔｗｏ?", "answer": "2"},
+        {"problem": "What is two?", "answer": "2.0"},
+        {"problem": "What is three?", "answer": "3"},
+    ]
+    manifest = prepare(DataConfig(train="s", held_out=1), {"s": write_rows("s", rows)}, tmp_path)
+    account = manifest["sources"]["s"]
+    assert account["conflicting_answers"] == [{"id": "1", "answers": ["1", "2"], "rows": [1, 2]}]
+    assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (5, 2, 2)
+
+
+def test_prompts_may_contain_braces(tmp_path, write_rows):
+    rows = [{"problem": f"Find ${{{i}}}$ {{problem}} {{0}}", "answer": "1"} for i in range(2)]
+    data = DataConfig(train="s", held_out=1, prompt_template="{problem} \\boxed{}", chat=True)
+    prepare(data, {"s": write_rows("s", rows)}, tmp_path)
+    for table in tables(tmp_path):
+        assert table.prompt[0] == table.problem[0].upper() + " \\BOXED{}"
+
+
+def test_an_answer_that_does_not_parse_names_file_and_row(tmp_path, write_rows):
+    source = write_rows("s", [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": "}{"}])
+    with pytest.raises(DvpError) as error:
+        prepare(DataConfig(train="s", held_out=1), {"s": source}, tmp_path)
+    assert str(error.value).startswith(f"sources.s: {source.path}: row 2: the answer '}}{{' is not a mathematical")
+    assert not (tmp_path / "train.parquet").exists()
+
+
+def test_nothing_left(tmp_path, write_rows):
+    one = write_rows("one", [{"problem": "What is one?", "answer": "1"}])
+    with pytest.raises(
+        DvpError, match="source 's' is left: 1 rows read, 1 distinct problems, 1 held out, 0 contaminated"
+    ):
+        prepare(DataConfig(train="s", held_out=5), {"s": one}, tmp_path)
+    with pytest.raises(DvpError, match=r"source 's' is left: .* 1 contaminated"):
+        prepare(DataConfig(train="s", evaluation=["t"]), {"s": one, "t": one}, tmp_path)
+    both = write_rows("both", [{"problem": "a", "answer": "1"}, {"problem": "A", "answer": "2"}])
+    with pytest.raises(DvpError, match="task 't': no problem is left"):
+        prepare(DataConfig(train="s", evaluation=["t"]), {"s": one, "t": both}, tmp_path)
+
+
+def test_task_ids_are_unique(tmp_path, write_rows):
+    rows = [{"problem": "a", "answer": "1", "id": 7}, {"problem": "b", "answer": "1", "id": 7}]
+    task = write_rows("t", rows, columns={"problem": "problem", "answer": "answer", "id": "id"})
+    one = write_rows("one", [{"problem": "What is one?", "answer": "1"}])
+    with pytest.raises(DvpError, match="task 't': the id '7' names two problems"):
+        prepare(DataConfig(train="s", evaluation=["t"]), {"s": one, "t": task}, tmp_path)

@@ -1,0 +1,193 @@
+import json
+
+import pandas as pd
+import pytest
+
+from dvp.config import Columns, FileSource, GeneratedSource, HubSource
+from dvp.data.sources import load
+from dvp.errors import DvpError
+
+ROWS = {
+    "dapo_math_17k": 12,
+    "gsm8k": 7473,
+    "aime25": 30,
+    "aime24": 30,
+    "amc23": 40,
+    "math500": 500,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_real_files_with_the_catalogues_columns(real_sources, name):
+    rows = load(real_sources[name], name)
+    assert len(rows) == ROWS[name]
+    assert all(row.problem and row.answer and row.id for row in rows)
+    if name != "math500":
+        assert all(row.answer.removeprefix("-").isdecimal() for row in rows)
+
+
+def test_the_instruction_of_dapo_is_removed(real_sources):
+    rows = load(real_sources["dapo_math_17k"], "dapo")
+    assert rows[0].problem.startswith("In triangle $ABC$")
+    assert rows[0].problem.endswith("$a + b + c$.")
+    assert not any("Answer:" in row.problem or "step by step" in row.problem for row in rows)
+    assert rows[0].answer == "34"
+    assert rows[0].id == "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"
+
+
+def test_every_hub_source_of_the_catalogue_is_pinned(catalogue):
+    hub = [source for source in catalogue.values() if isinstance(source, HubSource)]
+    assert len(hub) == 6
+    assert all(source.revision for source in hub)
+
+
+def test_generated():
+    source = GeneratedSource(kind="generated", generator="stories", count=5, seed=0, steps=[2, 2])
+    rows = load(source, "stories")
+    assert [row.id for row in rows] == ["1", "2", "3", "4", "5"]
+    assert all(row.solution.endswith(f"Answer: {row.answer}") for row in rows)
+
+
+def test_all_file_types_and_the_hub_give_the_same_rows(tmp_path, monkeypatch, shared, real_sources):
+    import datasets
+
+    rows = [json.loads(line) for line in (shared / "dapo_math_sample.jsonl").read_text().splitlines()]
+    source = real_sources["dapo_math_17k"]
+    expected = load(source, "x")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    for file in ("a.json", "a.parquet"):
+        assert load(source.model_copy(update={"path": tmp_path / file}), "x") == expected
+
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    fields = {"columns": source.columns, "strip": source.strip}
+    hub = HubSource(kind="hub", path="a/b", name="main", split="train", revision="0" * 40, **fields)
+    assert load(hub, "x") == expected
+    assert asked == [(("a/b", "main"), {"split": "train", "revision": "0" * 40})]
+    with pytest.raises(DvpError, match=r"no column 'question'; found data_source, prompt.0.content, prompt.0.role"):
+        load(hub.model_copy(update={"columns": Columns(problem="question", answer="ability")}), "x")
+
+
+def test_unreachable_hub(monkeypatch):
+    import datasets
+
+    def load_dataset(*args, **options):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    columns = Columns(problem="problem", answer="answer")
+    source = HubSource(kind="hub", path="a/b", split="test", revision="0" * 40, columns=columns)
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.b")
+    message = str(error.value)
+    assert message.startswith("sources.b: cannot load a/b (test, revision 000")
+    assert "Couldn't reach 'a/b' on the Hub; without the hub" in message
+    assert "{kind: file, path: FILE.parquet, columns: …}" in message
+    assert "\n" not in message
+
+
+GOOD = {"problem": "1 + 1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "message"),
+    [
+        ({"problem": "", "answer": "1"}, {}, "row 2: column 'problem': the problem is empty"),
+        ({"problem": " \n", "answer": "1"}, {}, "row 2: column 'problem': the problem is empty"),
+        (
+            {"problem": "Go.", "answer": "1"},
+            {"strip": ["Go."]},
+            "row 2: column 'problem': the problem is empty",
+        ),
+        ({"problem": None, "answer": "1"}, {}, "row 2: column 'problem': expected a text, found None"),
+        ({"problem": 5, "answer": "1"}, {}, "row 2: column 'problem': expected a text, found 5"),
+        ({"problem": "a", "answer": None}, {}, "row 2: column 'answer': expected an answer, found None"),
+        ({"problem": "a", "answer": ""}, {}, "row 2: column 'answer': expected an answer, found ''"),
+        ({"problem": "a", "answer": ["1"]}, {}, "row 2: column 'answer': expected an answer, found ['1']"),
+        ({"problem": "a"}, {}, "row 2: no column 'answer'; found problem"),
+        (
+            {"problem": "a", "answer": 2.5},
+            {"answer_format": "number"},
+            "row 2: column 'answer': expected a number that means an integer, such as 27.0, found 2.5",
+        ),
+        (["a", "b"], {}, "row 2: expected an object with named columns, found ['a', 'b']"),
+    ],
+)
+def test_malformed_rows(write_rows, second, options, message):
+    source = write_rows("bad", [GOOD, second], **options)
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.bad")
+    assert str(error.value) == f"sources.bad: {source.path}: {message}"
+
+
+def test_missing_columns(write_rows):
+    rows = [{"question": "1 + 1?", "meta": {"truth": "2", "tags": [{"name": "a"}]}}]
+    source = write_rows("named", rows)
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.named")
+    found = "no column 'problem'; found question, meta.truth, meta.tags.0.name"
+    assert str(error.value) == f"sources.named: {source.path}: row 1: {found}"
+    source = write_rows("nested", rows, columns={"problem": "question", "answer": "meta.answer"})
+    with pytest.raises(DvpError, match=r"no column 'meta.answer'; found question, meta.truth"):
+        load(source, "sources.nested")
+    source = write_rows("good", rows, columns={"problem": "question", "answer": "meta.truth", "id": "meta.tags.0.name"})
+    assert load(source, "sources.good")[0][:3] == ("a", "1 + 1?", "2")
+
+
+def test_gsm8k_answers(write_rows):
+    source = write_rows("g", [{"problem": "a", "answer": "Two.\n#### 1,234"}], answer_format="gsm8k")
+    assert load(source, "x")[0].answer == "1234"
+    source = write_rows("h", [GOOD], answer_format="gsm8k")
+    with pytest.raises(DvpError, match="row 1: column 'answer': expected a result after ####, found '2'"):
+        load(source, "x")
+
+
+def test_answers_that_are_numbers_or_boxed(write_rows):
+    answers = [27.0, "27.0", 27, -1.0]
+    rows = [{"problem": "a", "answer": answer} for answer in answers]
+    assert [r.answer for r in load(write_rows("n", rows, answer_format="number"), "x")] == [
+        "27",
+        "27",
+        "27",
+        "-1",
+    ]
+    boxed = [{"problem": "a", "answer": "\\boxed{204}"}, {"problem": "a", "answer": 25}]
+    assert [r.answer for r in load(write_rows("b", boxed), "x")] == ["204", "25"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.jsonl", b'{"problem": "a", "answer": "1"}\n\n{"problem": \n', "row 3: not valid JSON"),
+        ("a.jsonl", b"\xff\xfe\n", "not UTF-8 text"),
+        ("a.jsonl", b"", "no rows"),
+        ("a.json", b'{"problem": "a"}', "expected a list of objects, found dict"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "is it JSON lines? Then call it .jsonl"),
+        ("a.json", b"[]", "no rows"),
+        ("a.parquet", b"nothing of the kind", "not a Parquet file"),
+        ("a.csv", b"problem,answer\n", "expected a file that ends in .json, .jsonl, .parquet"),
+    ],
+)
+def test_unreadable_files(tmp_path, file, content, message):
+    path = tmp_path / file
+    path.write_bytes(content)
+    source = FileSource(kind="file", path=path, columns=Columns(problem="problem", answer="answer"))
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.a")
+    assert str(error.value).startswith(f"sources.a: {path}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file(tmp_path):
+    path = tmp_path / "gone.jsonl"
+    source = FileSource(kind="file", path=path, columns=Columns(problem="problem", answer="answer"))
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.gone")
+    assert str(error.value) == f"sources.gone: {path}: no such file"

@@ -1,0 +1,255 @@
+"""lm-eval really runs here; the engine is a script."""
+
+import socket
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from dvp.config import EvaluationConfig, load_experiment
+from dvp.data.prompts import encode_prompt
+from dvp.errors import DvpError
+from dvp.evaluation import runner
+from dvp.evaluation.lm import EngineLM, sample_seed
+from dvp.evaluation.runner import TASKS, evaluate
+from dvp.rollout.engine import Completion
+
+ROOT = Path(__file__).parents[2]
+PROBLEMS = {
+    "held_out": [
+        # With what looks like a template, a list and a number; prompts end in a newline, which must survive.
+        ("p1", "What is 3 + 4? {{braces}}\n", "7"),
+        ("p2", "Which interval?\n", "[1, 2]"),
+        ("p3", "One half of one?\n", r"\frac{1}{2}"),
+    ],
+    "aime25": [("a1", "The largest?\n", "204")],
+    "olympiad": [("o1", "No file of its own?\n", "5")],
+}
+RESPONSES = {
+    "p1": [
+        ("The answer is 7.\n", "stop"),
+        (r"\boxed{7.0}", "stop"),
+        ("Answer: 8\n", "stop"),
+        ("Answer: 7", "length"),
+    ],
+    "p2": [(r"\boxed{[1,2]}", "stop"), (r"\boxed{[1,3]}", "stop"), ("no idea", "stop"), ("7", "stop")],
+    "p3": [("Answer: 0.5\n", "stop"), ("Answer: 1/2\n", "stop"), (r"\boxed{2}", "stop"), ("", "stop")],
+    "a1": [(r"\boxed{204}", "stop")] * 4,
+    "o1": [("#### 5\n", "stop"), ("#### 6\n", "stop")] * 2,
+}
+CORRECT = {"p1": [1, 1, 0, 0], "p2": [1, 0, 0, 0], "p3": [1, 1, 0, 0]}
+
+
+class Tokenizer:
+    """A character a token."""
+
+    name_or_path = "characters"
+    chat_template = "yes"
+
+    def __init__(self):
+        self.encoded = []
+
+    def __call__(self, prompt):
+        self.encoded.append(prompt)
+        return {"input_ids": [ord(character) for character in prompt]}
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
+        assert add_generation_prompt
+        assert tokenize
+        assert return_dict
+        return self("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+
+class ScriptedEngine:
+    """Answers the n-th request of a prompt with the n-th response of its script."""
+
+    max_model_len = 200
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling, seeds):
+        self.calls.append((prompts, sampling, seeds))
+        counts = {}
+        completions = []
+        for prompt in prompts:
+            text = "".join(map(chr, prompt))
+            problem = next(id_ for rows in PROBLEMS.values() for id_, asked, _ in rows if asked in text)
+            index = counts[problem] = counts.get(problem, -1) + 1
+            response, reason = RESPONSES[problem][index]
+            completions.append([Completion([1] * (len(response) + 1), [0.0] * (len(response) + 1), response, reason)])
+        return completions
+
+    def load_weights(self, weights):
+        raise NotImplementedError
+
+
+@pytest.fixture(name="eval_parquet")
+def _eval_parquet(tmp_path):
+    rows = [
+        {"task": task, "id": id_, "problem": prompt.strip(), "answer": answer, "prompt": prompt}
+        for task, problems in PROBLEMS.items()
+        for id_, prompt, answer in problems
+    ]
+    path = tmp_path / "eval.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+@pytest.fixture(name="experiment", scope="module")
+def _experiment():
+    evaluation = EvaluationConfig(
+        engine="fp32",
+        samples_per_problem=dict.fromkeys([*PROBLEMS, "absent"], 4),
+        temperature=0.7,
+        top_p=0.9,
+        max_response_tokens=50,
+        bootstrap_resamples=100,
+        seed=3,
+    )
+    return load_experiment("tiny", ROOT / "config").model_copy(update={"evaluation": evaluation})
+
+
+@pytest.fixture(name="run")
+def _run(experiment, eval_parquet, tmp_path):
+    def run(task, engine=None, tokenizer=None, experiment=experiment):
+        return evaluate(
+            experiment,
+            task,
+            model_dir=tmp_path / "model",
+            eval_parquet=eval_parquet,
+            engine=engine or ScriptedEngine(),
+            tokenizer=tokenizer or Tokenizer(),
+            folder=tmp_path / task,
+        )
+
+    return run
+
+
+def test_all_samples_reach_the_metric_and_the_table(run, tmp_path):
+    engine, tokenizer = ScriptedEngine(), Tokenizer()
+    scores = run("held_out", engine, tokenizer)
+    samples = pd.read_parquet(tmp_path / "held_out" / "samples.parquet")
+
+    assert list(samples.columns) == runner.SAMPLES.names
+    assert len(samples) == 3 * 4
+    for problem, group in samples.groupby("problem_id"):
+        assert group["sample"].tolist() == [0, 1, 2, 3]
+        assert list(zip(group["response"], group["finish_reason"], strict=True)) == RESPONSES[problem]
+        assert group["correct"].tolist() == [bool(correct) for correct in CORRECT[problem]]
+    assert samples["stated_answer"].isna().sum() == 4  # cut off; "no idea"; a number without a statement; nothing
+    assert set(samples["reference"]) == {"7", "[1, 2]", r"\frac{1}{2}"}
+    assert scores["metrics"]["avg@4"]["value"] == pytest.approx(5 / 12)
+    assert scores["metrics"]["pass@1"]["value"] == pytest.approx(5 / 12)
+    assert scores["metrics"]["pass@4"]["value"] == 1
+    assert scores["metrics"]["maj@4"]["value"] == pytest.approx((1 + 1 / 2 + 2 / 3) / 3)
+    assert (scores["problems"], scores["samples_per_problem"], scores["samples"]) == (3, 4, 12)
+    assert scores["truncated_fraction"] == pytest.approx(1 / 12)
+    assert scores["mean_response_tokens"] == samples["tokens"].mean()
+    assert (scores["temperature"], scores["top_p"], scores["task"]) == (0.7, 0.9, "held_out")
+    assert scores["task_version"] == 1.0
+
+    ((prompts, sampling, seeds),) = engine.calls
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.max_tokens) == (1, 0.7, 0.9, 50)
+    assert ["".join(map(chr, prompt)) for prompt in prompts[::4]] == [p for _, p, _ in PROBLEMS["held_out"]]
+    assert len(tokenizer.encoded) == 3
+    assert seeds == samples["seed"].tolist()
+    assert seeds == [sample_seed(3, "held_out", id_, sample) for id_ in ("p1", "p2", "p3") for sample in range(4)]
+    assert len(set(seeds)) == 12
+
+
+def test_the_chat_template_is_applied_when_the_experiment_says_so(run, experiment):
+    tokenizer = Tokenizer()
+    data = experiment.data.model_copy(update={"chat": True})
+    run("aime25", tokenizer=tokenizer, experiment=experiment.model_copy(update={"data": data}))
+    assert tokenizer.encoded == ["<user>The largest?\n<assistant>"]
+
+
+def test_chat_needs_a_template():
+    tokenizer = Tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DvpError, match="no chat template"):
+        encode_prompt(tokenizer, "x", True)
+    assert encode_prompt(tokenizer, "x", False) == [ord("x")]
+
+
+def test_a_source_without_a_task_file_runs_as_generic_mathematics(run):
+    scores = run("olympiad")
+    assert scores["task"] == "olympiad"
+    assert scores["metrics"]["avg@4"]["value"] == 0.5
+
+
+def test_the_network_is_not_asked(run, monkeypatch):
+    asked = []
+
+    def connect(self, address):
+        asked.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: connect(None, args))
+    assert run("aime25")["metrics"]["avg@4"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert asked == []
+
+
+def test_a_task_without_rows_names_the_file_and_the_tasks(run):
+    with pytest.raises(DvpError, match=r"eval\.parquet: no rows of task 'absent'; it has aime25, held_out, olympiad"):
+        run("absent")
+    with pytest.raises(DvpError, match="samples_per_problem: no task 'unheard'"):
+        run("unheard")
+
+
+def test_a_missing_or_foreign_table_is_named(run, eval_parquet):
+    pd.DataFrame({"task": ["held_out"]}).to_parquet(eval_parquet)
+    with pytest.raises(DvpError, match=r"eval\.parquet: expected columns task, id"):
+        run("held_out")
+    eval_parquet.unlink()
+    with pytest.raises(DvpError, match=r"eval\.parquet: no such file"):
+        run("held_out")
+
+
+def test_two_rows_of_one_id_are_refused(run, eval_parquet):
+    table = pd.read_parquet(eval_parquet)
+    pd.concat([table, table.head(1)]).to_parquet(eval_parquet)
+    with pytest.raises(DvpError, match="two rows of the same id"):
+        run("held_out")
+
+
+def test_a_prompt_that_does_not_fit_is_named(run, tmp_path):
+    engine = ScriptedEngine()
+    engine.max_model_len = 60
+    with pytest.raises(DvpError, match="held_out: 'p1': the prompt has 26 tokens"):
+        run("held_out", engine)
+    assert engine.calls == []
+    assert not (tmp_path / "held_out").exists()
+
+
+def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "grade", lambda *_, **__: False)
+    with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):
+        run("held_out")
+    assert not (tmp_path / "held_out").exists()
+
+
+def test_log_likelihoods_are_refused():
+    model = EngineLM(ScriptedEngine(), Tokenizer(), chat=False, seed=0)
+    for method in (model.loglikelihood, model.loglikelihood_rolling):
+        with pytest.raises(DvpError, match="log-likelihoods"):
+            method([])
+
+
+def test_every_task_file_is_called_as_its_task_and_shares_the_template():
+    files = sorted(TASKS.glob("[a-z]*.yaml"))
+    assert [file.stem for file in files] == [
+        "aime24",
+        "aime25",
+        "amc23",
+        "gsm8k",
+        "held_out",
+        "math",
+        "math500",
+    ]
+    for file in files:
+        value = yaml.safe_load(file.read_text())
+        assert value == {"include": "_math.yaml", "task": file.stem, "metadata": {"version": 1.0}}

@@ -1,0 +1,16 @@
+rule base:
+    input:
+        config=CONFIG,
+        data=rules.prepare.output,
+    output:
+        f"{RESULTS}/base/manifest.json",
+    log:
+        f"{LOGS}/base.log",
+    conda:
+        "../../envs/dvp.yaml"
+    threads: 2
+    params:
+        identity=identity("base"),
+        code=code_hash("dvp.training.base"),
+    shell:
+        "dvp base --config {input.config:q} --threads {threads} 2>&1 | tee {log:q}"

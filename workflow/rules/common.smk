@@ -1,0 +1,52 @@
+import sys
+from pathlib import Path
+from shlex import quote
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+from dvp.config import load_experiment
+from dvp.errors import DvpError
+from dvp.provenance import code_hash
+
+validate(config, "../schemas/config.schema.yaml")
+
+# `dvp` is found in the environment that Snakemake itself runs in, activated or not.
+shell.prefix(
+    f"set -euo pipefail; export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
+)
+
+try:
+    EXPERIMENT = load_experiment(config["experiment"])
+except DvpError as error:
+    raise WorkflowError(str(error)) from None
+
+RESULTS = f"{config['results']}/{EXPERIMENT.name}"
+LOGS = f"{RESULTS}/logs"
+RUNS = [run.path for run in EXPERIMENT.runs]
+# The resolved experiment. A stage depends on those parts of it that its `identity` hashes, not on the file's age.
+RESOLVED = f"{RESULTS}/config.yaml"
+CONFIG = ancient(RESOLVED)
+
+
+wildcard_constraints:
+    run="base|method~[^/]+/engine~[^/]+/rho~[^/]+/seed~[0-9]+",
+    task="[^/]+",
+
+
+def identity(stage):
+    """The params function that re-runs a stage when a part of the experiment that it depends on changes."""
+
+    def of_wildcards(wildcards):
+        path = wildcards.get("run", "base")
+        run = None if path == "base" else EXPERIMENT.run(path)
+        return EXPERIMENT.identity(stage, run, wildcards.get("task"))
+
+    return of_wildcards
+
+
+def model_proof(wildcards):
+    """What says that the model to evaluate is complete."""
+    if wildcards.run == "base":
+        return rules.base.output
+    return rules.convert.output[0].format(run=wildcards.run)

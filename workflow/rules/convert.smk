@@ -1,0 +1,16 @@
+rule convert:
+    input:
+        config=CONFIG,
+        base=rules.base.output,
+        trained=rules.train.output,
+    output:
+        f"{RESULTS}/models/{{run}}/conversion.json",
+    log:
+        f"{LOGS}/runs/{{run}}/convert.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        identity=identity("convert"),
+        code=code_hash("dvp.conversion"),
+    shell:
+        "dvp convert --config {input.config:q} --run {wildcards.run:q} 2>&1 | tee {log:q}"

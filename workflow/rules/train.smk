@@ -1,0 +1,17 @@
+# Checkpoints are not declared as outputs: Snakemake deletes the outputs of a failed job, and training goes on from them.
+rule train:
+    input:
+        config=CONFIG,
+        data=rules.prepare.output,
+        base=rules.base.output,
+    output:
+        f"{RESULTS}/runs/{{run}}/train.json",
+    log:
+        f"{LOGS}/runs/{{run}}/train.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        identity=identity("train"),
+        code=code_hash("dvp.training.loop"),
+    shell:
+        "dvp train --config {input.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -14,7 +14,7 @@ from dvp.config import Experiment, Run, dump_experiment, load_experiment, read_r
 from dvp.errors import DvpError
 from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking import StageRun, create_store, stage_run
+from dvp.tracking import StageRun, create_store, stage_run, store_uri
 
 BASE = "base"  # the pseudo-run of the model before RL
 PROBE_PROMPTS = 16
@@ -240,7 +240,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
 
 
 def report(config: Path) -> None:
-    """Everything measured → figures/, tables/ and report.json."""
+    """Everything measured → figures/, tables/, provenance.json and, last, report.json."""
     from dvp.analysis.report import report as run_report
 
     place = Place(config)
@@ -248,11 +248,25 @@ def report(config: Path) -> None:
     identity = experiment.identity("report")
     started = time.time()
     with place.tracked("report", identity, {}) as tracked:
-        result = run_report(experiment, place.results, place.folder)
+        run_report(experiment, place.folder, place.folder)
+        tracked.log_file(place.folder / "provenance.json")
         for name in ("tables", "figures"):
             for file in sorted((place.folder / name).iterdir()):
                 tracked.log_file(file, name)
-        _finish(place.folder / "report.json", result, tracked, identity, started)
+        _finish(place.folder / "report.json", {"experiment": experiment.name}, tracked, identity, started)
+
+
+def show(config: Path) -> None:
+    """Print the main table and where report and tracking store are."""
+    from dvp.analysis.report import print_table
+
+    place = Place(config)
+    print(print_table(place.folder))
+    print(f"\ntables, figures   {place.folder}/tables, {place.folder}/figures")
+    if (place.folder / "report.html").is_file():
+        print(f"report            {place.folder}/report.html")
+    print(f"from which runs   {place.folder}/provenance.json")
+    print(f"MLflow            {store_uri(place.results)}   (make mlflow opens it)")
 
 
 class Progress:

@@ -85,7 +85,7 @@ class Results:
             "skipped_steps": sum(row["skipped"] for row in rows),
             "seconds": 66.0,
             "mlflow_run_id": f"train {run.path}",
-            "metrics_sha256": sha256_file(path),
+            "files": {path.name: sha256_file(path)},
         }
         write_json(folder / "train.json", record)
 

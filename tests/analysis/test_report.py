@@ -109,7 +109,7 @@ def test_stale_base_evaluation_is_refused(experiment, results, tmp_path):
         (lambda lines: lines[:-1], r"expected 12 steps, found 11"),
         (
             lambda lines: [lines[0].replace('"ess": 0.', '"ess": 10.'), *lines[1:]],
-            r"altered since train.json",
+            r"altered since it was written",
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"k1": float("nan")}), *lines[1:]],

@@ -128,7 +128,7 @@ def test_prompts_may_contain_braces(tmp_path, write_rows):
     data = DataConfig(train="s", held_out=1, prompt_template="{problem} \\boxed{}", chat=True)
     prepare(data, {"s": write_rows("s", rows)}, tmp_path)
     for table in tables(tmp_path):
-        assert table.prompt[0] == table.problem[0].upper() + " \\BOXED{}"
+        assert table.prompt[0] == table.problem[0] + " \\boxed{}"
 
 
 def test_an_answer_that_does_not_parse_names_file_and_row(tmp_path, write_rows):

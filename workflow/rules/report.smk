@@ -11,7 +11,7 @@ rule report:
         ),
     output:
         f"{RESULTS}/report.json",
-        f"{RESULTS}/tables/provenance.json",
+        f"{RESULTS}/provenance.json",
         multiext(f"{RESULTS}/tables/main_table", ".csv", ".tex"),
         multiext(f"{RESULTS}/tables/mismatch_table", ".csv", ".tex"),
         expand(f"{RESULTS}/figures/{{figure}}.png", figure=FIGURES),

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dvp.config import Experiment, Run
 from dvp.errors import DvpError
-from dvp.files import read_json, sha256_file
+from dvp.files import read_json, verify_checksums
 
 BASE = "base"
 # What the tables and figures use of a metrics row; the file holds more.
@@ -101,7 +101,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
         "skipped_steps",
         "git_commit",
         "mlflow_run_id",
-        "metrics_sha256",
+        "files",
     )
     _fresh(record_path, record, experiment.identity("train", run))
     if record["run"] != run.path:
@@ -117,8 +117,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
             f"{record_path}: skipped_steps: {record['skipped_steps']}, but {metrics_path.name} has "
             f"{metrics['skipped'].sum()} of them"
         )
-    if record["metrics_sha256"] != sha256_file(metrics_path):
-        raise DvpError(f"{metrics_path}: altered since {record_path.name} was written (its SHA-256 differs)")
+    verify_checksums(folder, {name: digest for name, digest in record["files"].items() if name == metrics_path.name})
     return record, metrics
 
 

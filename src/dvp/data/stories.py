@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-LARGEST = 50
+LARGEST = 30
 """No number of a correct solution exceeds this."""
 
 _STARTS = (

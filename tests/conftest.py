@@ -1,0 +1,77 @@
+"""Shared by all tests: a tiny untrained model, its tokenizer, and the repository's root."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dvp.cli import quiet
+from dvp.rollout.vllm import configure_environment
+
+ROOT = Path(__file__).parents[1]
+# Before anything imports vllm, deepspeed or mlflow.
+configure_environment(threads=2)
+quiet()
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def dvp():
+    """Run `dvp …` in a process of its own; returns (exit status, standard error's last line, all of it)."""
+
+    def run(*arguments: str, cwd: Path = ROOT, timeout: int = 600) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "dvp.cli", *map(str, arguments)],
+            cwd=cwd,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ,
+        )
+        lines = done.stderr.strip().splitlines()
+        return done.returncode, lines[-1] if lines else "", done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Hugging Face directory: Qwen3 with two layers, tied head, random weights large enough to have preferences."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from dvp.training.base import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    rng = random.Random(0)
+    words = ["".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(3)) for _ in range(400)]
+    tokenizer = train_tokenizer((" ".join(rng.choices(words, k=30)) for _ in range(500)), 400)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=400,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            intermediate_size=96,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            initializer_range=0.15,
+        )
+    ).float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,38 @@
+"""Run by the tests in a process of its own (one engine a process): sample with an engine, optionally after an update.
+
+usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from dvp.rollout.vllm import VllmEngine, configure_environment
+
+PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
+SEEDS = [11, 22, 33]
+
+
+def main() -> None:
+    configure_environment(threads=1)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dvp.config import EngineConfig
+    from dvp.rollout.engine import Sampling
+
+    torch.set_num_threads(1)
+    engine = VllmEngine(
+        Path(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])), max_model_len=128, max_num_seqs=32, seed=0
+    )
+    if len(sys.argv) > 3:
+        engine.generate(PROMPTS, Sampling(max_tokens=8), SEEDS)  # something that the caches must forget
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[3], dtype=torch.float32)
+        engine.load_weights(model.named_parameters())
+    groups = engine.generate(PROMPTS, Sampling(max_tokens=24, n=4), SEEDS)
+    print(json.dumps([[asdict(one) for one in group] for group in groups]))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/torch/
 
 .PHONY: run smoke test check format mlflow install clean
 run: install
-	@$(SNAKEMAKE) --quiet rules --config experiment=$(EXPERIMENT)
+	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
 	@$(BIN)/dvp show --config results/$(EXPERIMENT)/config.yaml
 

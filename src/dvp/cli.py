@@ -120,6 +120,7 @@ def quiet() -> None:
         "DS_ACCELERATOR": "" if Path("/dev/nvidiactl").exists() else "cpu",
         "GLOG_minloglevel": "2",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",

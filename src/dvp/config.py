@@ -29,9 +29,9 @@ Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors, values are not coerced, instances do not change."""
+    """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Columns(Strict):
@@ -210,7 +210,7 @@ class Importance(Strict):
     level: Literal["none", "token", "sequence"] = "none"
     action: Literal["truncate", "mask"] = "truncate"
     lower: Annotated[float, Field(ge=0)] = 0.0
-    upper: Annotated[float, Field(gt=0)] = math.inf
+    upper: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A sequence with any token ratio below this is dropped."""
 
@@ -242,7 +242,7 @@ class TrainingConfig(Strict):
     micro_batch_size: Positive
     """Responses per forward pass of the trainer."""
     learning_rate: Annotated[float, Field(gt=0)]
-    adam_betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.99]
+    adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
@@ -279,9 +279,9 @@ class EvaluationConfig(Strict):
 class GridEntry(Strict):
     """Every combination of its lists, for every seed."""
 
-    method: list[Name]
-    engine: list[Name]
-    rho: list[str] | None = None
+    method: Annotated[list[Name], Field(min_length=1)]
+    engine: Annotated[list[Name], Field(min_length=1)]
+    rho: Annotated[list[str], Field(min_length=1)] | None = None
 
     @field_validator("method", "engine", mode="before")
     @classmethod
@@ -296,7 +296,7 @@ class GridEntry(Strict):
             return None
         for rho in values:
             parse_rho(rho)
-        return [rho if isinstance(rho, str) else f"{rho:g}" for rho in values]
+        return [rho if isinstance(rho, str) else repr(rho) for rho in values]
 
 
 class ReportConfig(Strict):
@@ -353,9 +353,16 @@ class Experiment(Strict):
             if name not in table:
                 raise ValueError(f"{key}: '{name}' is not defined; known are {', '.join(sorted(table))}")
 
+        def distinct(key: str, values: list) -> None:
+            for value in values:
+                if values.count(value) > 1:
+                    raise ValueError(f"{key} {value} is listed twice")
+
+        distinct("seeds:", self.seeds)
         known("data.train", self.data.train, self.sources)
         for name in self.data.evaluation:
             known("data.evaluation", name, self.sources)
+        distinct("data.evaluation:", self.data.evaluation)
         if "held_out" in self.data.evaluation:
             raise ValueError("data.evaluation: 'held_out' is reserved for the rows split off the training source")
         if not self.data.tasks:
@@ -380,10 +387,9 @@ class Experiment(Strict):
                 if self.methods[name].safe_vocabulary != (entry.rho is not None):
                     expected = "needs" if self.methods[name].safe_vocabulary else "takes no"
                     raise ValueError(f"grid[{index}]: method '{name}' {expected} rho")
-        paths = [run.path for run in self.runs]
-        for path in paths:
-            if paths.count(path) > 1:
-                raise ValueError(f"grid: run {path} is listed twice")
+        distinct("grid: run", [run.path for run in self.runs])
+        if all(self.report.reference not in entry.method for entry in self.grid):
+            raise ValueError(f"report.reference: method '{self.report.reference}' is not in the grid")
         for name in [self.data.train, *self.data.evaluation]:
             source = self.sources[name]
             if isinstance(source, HubSource) and source.revision is None:
@@ -439,12 +445,13 @@ class Experiment(Strict):
 
 def parse_rho(value: object) -> float:
     """ρ from `0.01`, `"1e-2"`, or `"e-13"` (which is exp(−13)). Raises ValueError outside (0, 1)."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    match = re.fullmatch(r"e-(\d+(?:\.\d+)?)", text)
-    try:
-        rho = math.exp(-float(match[1])) if match else float(text)
-    except ValueError:
+    match = re.fullmatch(r"(e-)?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(value))
+    if match is None:
         rho = math.nan
+    elif match[1]:
+        rho = math.exp(-float(match[2])) if match[3] is None else math.nan
+    else:
+        rho = float(match[0])
     if isinstance(value, bool) or not 0 < rho < 1:
         raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {value!r}")
     return rho
@@ -456,6 +463,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below, as no mapping can have it
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
             seen.add(key.value)
@@ -475,19 +484,27 @@ def read_yaml(path: Path) -> dict:
         value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a mapping of keys to values")
     return value
 
 
-def parse_experiment(value: dict, where: Path) -> Experiment:
-    """Validate a resolved experiment; `where` is the file that messages name. Raises DvpError."""
+def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], Path] | None = None) -> Experiment:
+    """Validate a resolved experiment. Raises DvpError.
+
+    `where` is the file that messages name; `elsewhere` the file of those entries (such as `engines`, `bf16`) that are
+    from another one.
+    """
     try:
         return Experiment.model_validate(value)
     except ValidationError as error:
-        raise DvpError(f"{where}: {_first_problem(error)}") from None
+        location, message = _first_problem(error, value)
+        where = (elsewhere or {}).get(location[:2], where)
+        raise DvpError(f"{where}: {message}") from None
 
 
 def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
@@ -501,12 +518,16 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     value = read_yaml(path)
     if value.get("name") != name:
         raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
+    elsewhere = {}
     for table in ("sources", "engines", "methods"):
         own = value.get(table, {})
         if not isinstance(own, dict):
             raise DvpError(f"{path}: {table}: expected a mapping of names to entries")
-        value[table] = read_yaml(config / "catalogue" / f"{table}.yaml") | own
-    experiment = parse_experiment(value, path)
+        file = config / "catalogue" / f"{table}.yaml"
+        catalogue = read_yaml(file)
+        value[table] = catalogue | own
+        elsewhere |= {(table, entry): file for entry in catalogue if entry not in own}
+    experiment = parse_experiment(value, path, elsewhere)
     deepspeed = config / "deepspeed" / f"{experiment.training.deepspeed}.json"
     if not deepspeed.is_file():
         raise DvpError(f"{path}: training.deepspeed: {deepspeed} does not exist")
@@ -523,15 +544,34 @@ def dump_experiment(experiment: Experiment) -> str:
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _first_problem(error: ValidationError) -> str:
-    """Pydantic's first problem as one line: the key's path, what was expected, what was found."""
-    problems = error.errors()
+def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
+    """The key's path, and one line: the path, what was expected, what was found.
+
+    An unknown key comes before all else, as it may be the missing one, misspelt.
+    """
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
-    location = ".".join(str(part) for part in first["loc"])
+    location = _without_kinds(first["loc"], value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown key"
     elif first["type"] != "value_error" and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{location}: {message}{more}" if location else f"{message}{more}"
+    key = ".".join(str(part) for part in location)
+    line = f"{key}: {message}{more}" if location else f"{message}{more}"
+    return location, " ".join(line.split())
+
+
+def _without_kinds(location: tuple, value: Any) -> tuple:
+    """The path as it is written in the file: pydantic adds the `kind` of a source or a base as a step of its own."""
+    kept = []
+    for part in location:
+        if isinstance(value, dict) and part not in value and part == value.get("kind"):
+            continue
+        kept.append(part)
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    return tuple(kept)

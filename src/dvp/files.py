@@ -69,6 +69,8 @@ def read_json(path: Path, *required: str) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file; the stage that writes it has not finished") from None
+    except OSError as error:
+        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DvpError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):

@@ -4,7 +4,6 @@ Every stage writes a small JSON file last, so that a killed stage is never taken
 the stage's identity, commit and MLflow run, which the next stage links to.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pandas as pd
 from dvp.config import Experiment, Run, dump_experiment, load_experiment, read_resolved
 from dvp.errors import DvpError
 from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
+from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
 from dvp.tracking import StageRun, create_store, stage_run, store_uri
 
@@ -141,8 +141,15 @@ def train(config: Path, run_path: str, threads: int) -> None:
         # Padding is never attended to nor scored, so the end token serves where there is no other.
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         loop = Loop(experiment, run, problems, encoded, pad, trainer, engine)
-        progress = Progress(run.path, settings.steps, tracked)
-        final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, progress.step)
+        progress = Progress(run.path, settings.steps)
+
+        def on_step(row: dict) -> None:
+            tracked.log_step(row["step"], row)
+            details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
+            if progress.step(row["step"], details):
+                tracked.flush()
+
+        final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, on_step)
         write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
         tracked.flush()
         tracked.log_file(folder / "metrics.jsonl")
@@ -267,33 +274,6 @@ def show(config: Path) -> None:
         print(f"report            {place.folder}/report.html")
     print(f"from which runs   {place.folder}/provenance.json")
     print(f"MLflow            {store_uri(place.results)}   (make mlflow opens it)")
-
-
-class Progress:
-    """One line every few seconds on the terminal, every row to MLflow."""
-
-    def __init__(self, name: str, steps: int, tracked: StageRun, every_seconds: float = 10.0):
-        self._name, self._steps, self._tracked, self._every = name, steps, tracked, every_seconds
-        self._last = self._start = time.monotonic()
-        self._first_step: int | None = None
-
-    def step(self, row: dict) -> None:
-        self._tracked.log_step(row["step"], row)
-        now, step = time.monotonic(), row["step"]
-        if self._first_step is None:
-            self._first_step, self._start = step, now
-        if now - self._last < self._every and step != self._steps:
-            return
-        self._last = now
-        self._tracked.flush()
-        done = step - self._first_step
-        left = f"{(now - self._start) / done * (self._steps - step):.0f} s left" if done else "…"
-        print(
-            f"{self._name}: step {step}/{self._steps}  reward {row['reward']:.2f}  k3 {row['k3']:.1e}  "
-            f"{row['seconds']:.1f} s/step  {left}",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:

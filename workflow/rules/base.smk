@@ -12,5 +12,7 @@ rule base:
     params:
         identity=identity("base"),
         code=code_hash("dvp.training.base"),
+    message:
+        "making the base model"
     shell:
         "dvp base --config {input.config:q} --threads {threads} 2>&1 | tee {log:q}"

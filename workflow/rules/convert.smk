@@ -12,5 +12,7 @@ rule convert:
     params:
         identity=identity("convert"),
         code=code_hash("dvp.conversion"),
+    message:
+        "converting {wildcards.run}"
     shell:
         "dvp convert --config {input.config:q} --run {wildcards.run:q} 2>&1 | tee {log:q}"

@@ -12,6 +12,8 @@ rule resolve:
     params:
         experiment=EXPERIMENT.name,
         folder=subpath(output[0], parent=True),
+    message:
+        "validating experiment {params.experiment}"
     shell:
         "dvp resolve --experiment {params.experiment:q} --folder {params.folder:q} 2>&1 | tee {log:q}"
 
@@ -28,5 +30,7 @@ rule prepare:
     params:
         identity=identity("prepare"),
         code=code_hash("dvp.data.prepare"),
+    message:
+        "preparing problems"
     shell:
         "dvp prepare --config {input.config:q} 2>&1 | tee {log:q}"

@@ -12,6 +12,8 @@ rule evaluate:
     params:
         identity=identity("evaluate"),
         code=code_hash("dvp.evaluation.runner"),
+    message:
+        "evaluating {wildcards.run} on {wildcards.task}"
     shell:
         "dvp evaluate --config {input.config:q} --run {wildcards.run:q} --task {wildcards.task:q}"
         " --threads {threads} 2>&1 | tee {log:q}"

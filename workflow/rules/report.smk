@@ -58,5 +58,7 @@ rule report:
     params:
         identity=identity("report"),
         code=code_hash("dvp.analysis.report"),
+    message:
+        "drawing tables and figures"
     shell:
         "dvp report --config {input.config:q} 2>&1 | tee {log:q}"

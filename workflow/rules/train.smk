@@ -13,5 +13,7 @@ rule train:
     params:
         identity=identity("train"),
         code=code_hash("dvp.training.loop"),
+    message:
+        "training {wildcards.run}"
     shell:
         "dvp train --config {input.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

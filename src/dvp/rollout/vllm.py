@@ -76,6 +76,7 @@ class VllmEngine:
                 logprobs_mode="processed_logprobs",
                 seed=seed,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 **options,
             )
         except (ValueError, RuntimeError, NotImplementedError) as error:

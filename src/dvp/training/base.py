@@ -15,13 +15,13 @@ from pathlib import Path
 import pandas as pd
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dvp.config import Experiment, GeneratedSource, HubBase, LocalBase, TrainedBase
 from dvp.data.stories import Story, careless, generate
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums
+from dvp.progress import Progress
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -143,8 +143,8 @@ def _warm_start(
         lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / settings.steps)),
     )
     losses = []
-    bar = tqdm(range(settings.steps), desc="warm start", unit="step", mininterval=10, maxinterval=30)
-    for step in bar:
+    progress = Progress("warm start", settings.steps)
+    for step in range(settings.steps):
         batch = stories[step * settings.batch_size : (step + 1) * settings.batch_size]
         prompts = [experiment.data.prompt_template.replace("{problem}", story.problem) for story in batch]
         answers = [
@@ -172,7 +172,7 @@ def _warm_start(
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        progress.step(step + 1, f"loss {losses[-1]:.3f}")
     return sum(losses[-20:]) / len(losses[-20:])
 
 

@@ -1,0 +1,196 @@
+"""The whole DAG, for real, on the smoke experiment: run, re-run, re-run after a change, traced back, and on AIME25."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from dvp.tracking import lineage, store_uri
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+AIME25 = Path(__file__).parents[2].parent / "shared/data/aime25.jsonl"
+DVP_MIS = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
+
+
+class Copy:
+    """A working copy of the workflow: configuration and rules of its own, the installed package shared."""
+
+    def __init__(self, folder: Path, root: Path):
+        self.folder = folder
+        for name in ("config", "workflow", "profiles"):
+            shutil.copytree(root / name, folder / name)
+        shutil.copy(root / "Snakefile", folder)
+        self.results = folder / "results"
+        self.smoke = self.results / "smoke"
+
+    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess:
+        environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+        snakemake = Path(sys.executable).parent / "snakemake"
+        return subprocess.run(
+            [snakemake, *arguments, "--config", "experiment=smoke"],
+            cwd=self.folder,
+            env=environment,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+        )
+
+    def edit(self, change) -> None:
+        path = self.folder / "config/experiments/smoke.yaml"
+        value = yaml.safe_load(path.read_text())
+        change(value)
+        path.write_text(yaml.safe_dump(value, sort_keys=False))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, root) -> Copy:
+    copy = Copy(tmp_path_factory.mktemp("pipeline"), root)
+    started = time.monotonic()
+    done = copy.snakemake()
+    assert done.returncode == 0, done.stdout[-3000:]
+    print(f"the smoke experiment took {time.monotonic() - started:.0f} s")
+    return copy
+
+
+def jobs(output: str) -> dict[str, int]:
+    """How many jobs of each rule a dry run lists."""
+    lines = (line.split() for line in output.splitlines())
+    return {parts[0]: int(parts[1]) for parts in lines if len(parts) == 2 and parts[1].isdigit()}
+
+
+def test_a_second_run_has_nothing_to_do(copy):
+    done = copy.snakemake()
+    assert done.returncode == 0
+    assert "Nothing to be done" in done.stdout
+
+
+def test_the_table_has_a_row_per_method_with_seeds_and_intervals(copy):
+    table = pd.read_csv(copy.smoke / "tables/main_table.csv")
+    assert list(table["label"]) == ["base model", "RLOO (naive)", "RLOO (naive)", "DVP + MIS"]
+    assert (table["score_low"] <= table["score"]).all()
+    assert (table["score"] <= table["score_high"]).all()
+    assert (table["seeds"].iloc[1:].astype(str) != "").all()
+    for name in ("main_table", "mismatch_table"):
+        for suffix in ("csv", "md", "tex"):
+            assert (copy.smoke / f"tables/{name}.{suffix}").stat().st_size > 100
+    for name in ("scores", "learning_curves", "mismatch_curves", "gradient_norm"):
+        assert (copy.smoke / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (copy.smoke / f"figures/{name}.svg").read_text()
+
+
+def test_the_report_is_one_self_contained_file(copy):
+    done = copy.snakemake("--report", "report.html")
+    assert done.returncode == 0, done.stdout[-2000:]
+    report = (copy.folder / "report.html").read_text()
+    for text in ("Learning curves", "Mismatch KL", "Scores by method", "Held-out scores"):
+        assert text in report
+    assert "<script src=" not in report
+
+
+def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
+    rows = [json.loads(line) for line in (copy.smoke / "runs" / DVP_MIS / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    control = copy.smoke / "runs/method~rloo/engine~fp32/rho~none/seed~0/metrics.jsonl"
+    # The control: an exact engine and an fp32 trainer agree to rounding; a coarse engine does not.
+    assert all(abs(json.loads(line)["max_abs_log_ratio"]) < 1e-4 for line in control.read_text().splitlines())
+    assert all(row["max_abs_log_ratio"] > 1e-3 for row in rows)
+    assert all(0.5 < row["retained_mass"] < 1 and 1 <= row["safe_size"] < 512 for row in rows)
+    client = MlflowClient(tracking_uri=store_uri(copy.results))
+    run_id = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["mlflow_run_id"]
+    for name, value in rows[0].items():
+        if name == "step" or value is None:
+            continue
+        history = client.get_metric_history(run_id, name)
+        expected = [(row["step"], float(row[name])) for row in rows if row[name] is not None]
+        assert [(metric.step, metric.value) for metric in history] == expected, name
+
+
+def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
+    provenance = json.loads((copy.smoke / "provenance.json").read_text())
+    arm = next(name for name in provenance["tables"]["main_table"] if "dvp_mis" in name)
+    sources = {provenance["files"][name]["mlflow_run_id"] for name in provenance["tables"]["main_table"][arm]["score"]}
+    assert len(sources) == 1  # one seed
+    found = lineage(copy.results, sources.pop())
+    assert set(found) == {"prepare", "base", "train", "convert", "evaluate"}
+    client = MlflowClient(tracking_uri=store_uri(copy.results))
+    for stage, run_id in found.items():
+        run = client.get_run(run_id)
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["stage"] == stage
+        assert {"config_hash", "git_commit", "run"} <= set(run.data.tags)
+        assert stage in ("prepare", "base") or run.data.tags["run"] == DVP_MIS
+    assert client.get_run(found["train"]).data.params["run.seed"] == "0"
+
+
+def test_the_conversion_is_proved(copy):
+    proof = json.loads((copy.smoke / "models" / DVP_MIS / "conversion.json").read_text())
+    assert proof["max_abs_delta_log_prob"] <= 1e-5
+    assert proof["max_abs_delta_log_prob_live"] <= 1e-5
+
+
+def test_a_change_runs_again_what_depends_on_it_and_nothing_else(copy):
+    original = (copy.folder / "config/experiments/smoke.yaml").read_text()
+    everything = {"resolve", "prepare", "base", "train", "convert", "evaluate", "report"}
+    for change, expected in [
+        (lambda value: value["report"].update(declarations=["Said otherwise."]), {"resolve", "report"}),
+        (lambda value: value["evaluation"].update(temperature=0.5), {"resolve", "evaluate", "report"}),
+        (lambda value: value["training"].update(learning_rate=0.5), everything - {"prepare", "base"}),
+        (lambda value: value["data"].update(held_out=20), everything),
+    ]:
+        copy.edit(change)
+        listed = jobs(copy.snakemake("--dry-run").stdout)
+        assert set(listed) - {"all", "total"} == expected
+        (copy.folder / "config/experiments/smoke.yaml").write_text(original)
+
+
+def test_an_altered_model_is_refused_and_named(copy, dvp):
+    weights = copy.smoke / "models" / DVP_MIS / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    scores = copy.smoke / "evals" / DVP_MIS / "held_out/scores.json"
+    before = scores.read_bytes()
+    status, line, everything = dvp(
+        "evaluate", "--config", copy.smoke / "config.yaml", "--run", DVP_MIS, "--task", "held_out", cwd=copy.folder
+    )
+    weights.write_bytes(whole)
+    assert status == 2
+    assert line.startswith("dvp evaluate: ")
+    assert "model.safetensors: altered since it was written" in line
+    assert "Traceback" not in everything
+    assert scores.read_bytes() == before
+
+
+@pytest.mark.skipif(not AIME25.is_file() and not os.environ.get("CI"), reason=f"{AIME25} is not here")
+def test_the_thirty_problems_of_aime25_are_sampled_four_times_each(copy):
+    """Last, as it changes the data: the model before RL on the real problems, every sample kept."""
+
+    def use_aime25(value):
+        columns = {"problem": "problem", "answer": "answer", "id": "id"}
+        value["sources"]["aime25"] = {"kind": "file", "path": str(AIME25), "columns": columns}
+        value["data"]["evaluation"] = ["aime25"]
+        value["evaluation"]["samples_per_problem"]["aime25"] = 4
+
+    copy.edit(use_aime25)
+    done = copy.snakemake("results/smoke/evals/base/aime25/scores.json")
+    assert done.returncode == 0, done.stdout[-3000:]
+    folder = copy.smoke / "evals/base/aime25"
+    scores = json.loads((folder / "scores.json").read_text())
+    samples = pd.read_parquet(folder / "samples.parquet")
+    assert (scores["problems"], scores["samples_per_problem"], scores["samples"], len(samples)) == (30, 4, 120, 120)
+    assert set(samples.groupby("problem_id").size()) == {4}
+    truth = [json.loads(line) for line in AIME25.read_text().splitlines()]
+    assert dict(zip(samples["problem_id"], samples["reference"], strict=True)) == {r["id"]: r["answer"] for r in truth}
+    value = scores["metrics"]["avg@4"]
+    assert value["value"] == samples["correct"].mean()
+    assert value["low"] <= value["value"] <= value["high"]
+    assert {"pass@1", "pass@2", "pass@4", "maj@4"} <= set(scores["metrics"])

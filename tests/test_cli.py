@@ -1,0 +1,216 @@
+"""`dvp` from outside: what its help says, and the one line with which it refuses bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dvp.cli import parser
+from dvp.config import dump_experiment, load_experiment, parse_experiment, read_yaml
+from dvp.files import checksums, sha256_file, write_json, write_text
+
+ROOT = Path(__file__).parents[1]
+RUN = "method~rloo/engine~fp32/rho~none/seed~0"
+WRITES = {
+    "resolve": ["FOLDER/config.yaml"],
+    "prepare": ["data/train.parquet", "data/eval.parquet", "data/manifest.json"],
+    "base": ["base/"],
+    "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
+    "convert": ["models/RUN/", "models/RUN/conversion.json"],
+    "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
+    "report": ["tables/", "figures/", "report.json"],
+    "show": ["Reads what `dvp report` wrote"],
+}
+
+
+@pytest.fixture(autouse=True)
+def store_beside_the_results(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a copy of the configuration, to run `dvp` in; one MLflow store for all tests."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(ROOT / "config", folder / "config")
+    return folder
+
+
+@pytest.fixture
+def resolved(place, request):
+    """Write experiment `smoke` resolved, trained on the given lines; the file, relative to the place."""
+
+    def write(lines: list[str] | None = None, held_out: int = 1) -> str:
+        value = load_experiment("smoke", ROOT / "config").model_dump(mode="json")
+        if lines is not None:
+            rows = place / f"{request.node.name}.jsonl"
+            rows.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            columns = {"problem": "question", "answer": "meta.truth"}
+            value["sources"]["rows"] = {"kind": "file", "path": rows.name, "columns": columns}
+            value["data"] |= {"train": "rows", "held_out": held_out}
+        file = Path("results") / request.node.name / "config.yaml"
+        write_text(place / file, dump_experiment(parse_experiment(value, file)))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def refused(dvp, place):
+    """Run `dvp` on bad input: status 2 and one line on standard error, which is returned without its beginning."""
+
+    def run(*arguments: str) -> str:
+        status, line, everything = dvp(*arguments, cwd=place, timeout=120)
+        assert everything == line + "\n"
+        assert status == 2
+        start = f"dvp {arguments[0]}: "
+        assert line.startswith(start)
+        assert not [path for path in place.rglob("*") if path.suffix in {".tmp", ".old"}]
+        return line.removeprefix(start)
+
+    return run
+
+
+# --- help ---
+
+
+def test_help_lists_every_verb(dvp, capsys):
+    status, _, errors = dvp("--help")
+    assert (status, errors) == (0, "")
+    text = " ".join(parser().format_help().split())
+    for verb in WRITES:
+        assert f" {verb} " in text
+    assert "Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp." in text
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_the_help_of_a_verb_says_what_is_written(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([verb, "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for file in WRITES[verb]:
+        assert file in text
+
+
+def test_every_verb_has_a_stage_and_help():
+    verbs = parser()._subparsers._group_actions[0].choices
+    assert set(verbs) == set(WRITES)
+
+
+# --- dvp resolve ---
+
+
+def test_resolve_writes_what_the_other_verbs_read(dvp, place):
+    status, _, errors = dvp("resolve", "--experiment", "smoke", "--folder", "results/good", cwd=place)
+    assert (status, "Traceback" in errors) == (0, False)
+    assert sorted(path.name for path in (place / "results" / "good").iterdir()) == ["config.yaml"]
+    assert (place / "results" / "mlflow.db").is_file()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("learning_rate: 1.5e-4", "learning_rte: 1.5e-4", "training.learning_rte: unknown key (and 1 more)"),
+        (
+            "rho: 1e-2",
+            "rho: 1.5",
+            "grid.1.rho: ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found 1.5",
+        ),
+        ("seeds: [0]", "seeds: [0", "not valid YAML: "),
+    ],
+)
+def test_resolve_names_file_and_key(refused, place, old, new, message):
+    file = place / "config" / "experiments" / "bad.yaml"
+    text = (ROOT / "config" / "experiments" / "smoke.yaml").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace("name: smoke", "name: bad").replace(old, new), encoding="utf-8")
+    line = refused("resolve", "--experiment", "bad", "--folder", "bad/results/bad")
+    assert line.startswith(f"config/experiments/bad.yaml: {message}")
+    assert not (place / "bad").exists()
+
+
+def test_resolve_takes_no_path_for_an_experiment(refused, place):
+    line = refused("resolve", "--experiment", "../experiments/smoke", "--folder", "bad/results/bad")
+    assert line == (
+        "experiment '../experiments/smoke': expected the name of a file in config/experiments, without .yaml"
+    )
+    assert not (place / "bad").exists()
+
+
+# --- dvp prepare ---
+
+GOOD = json.dumps({"question": "What is 1 + 1?", "meta": {"truth": "2"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "held_out", "message"),
+    [
+        (
+            "column",
+            [GOOD, json.dumps({"question": "x", "meta": {"true": "2"}})],
+            1,
+            "{file}: row 2: no column 'meta.truth'; found question, meta.true",
+        ),
+        (
+            "answer",
+            [GOOD, GOOD, json.dumps({"question": "x", "meta": {"truth": "who knows, really"}})],
+            1,
+            "{file}: row 3: the answer 'who knows, really' is not a mathematical expression that math-verify can",
+        ),
+        ("json", [GOOD, '{"question": "x", "meta"'], 1, "{file}: row 2: "),
+        ("empty", [GOOD, GOOD], 1, "data.train: no problem of source 'rows' is left: 2 rows read, 1 distinct problems"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
+)
+def test_prepare_names_file_row_and_column(refused, resolved, place, name, lines, held_out, message):
+    config = resolved(lines, held_out)
+    folder = (place / config).parent
+    line = refused("prepare", "--config", config)
+    file = read_yaml(place / config)["sources"]["rows"]["path"]
+    assert line.startswith(message.replace("{file}", f"sources.rows: {file}"))
+    assert sorted(path.name for path in folder.rglob("*")) == ["config.yaml"]
+
+
+# --- dvp train, convert, evaluate ---
+
+
+def test_train_before_base_names_the_missing_file(refused, resolved, place):
+    config = resolved()
+    folder = (place / config).parent
+    (folder / "data").mkdir()
+    (folder / "data" / "train.parquet").write_bytes(b"x")
+    write_json(folder / "data" / "manifest.json", {"files": checksums(folder / "data")})
+    line = refused("train", "--config", config, "--run", RUN)
+    assert line == f"{Path(config).parent}/base/manifest.json: no such file; the stage that writes it has not finished"
+    assert not (folder / "runs").exists()
+
+
+def test_train_takes_runs_of_the_grid_only(refused, resolved, place):
+    config = resolved()
+    run = RUN.replace("seed~0", "seed~7")
+    line = refused("train", "--config", config, "--run", run)
+    assert line == f"run '{run}' is not in the grid of experiment 'smoke'"
+    assert [path.name for path in (place / config).parent.iterdir()] == ["config.yaml"]
+
+
+def test_convert_notices_altered_files(refused, resolved, place):
+    config = resolved()
+    run = (place / config).parent / "runs" / RUN
+    run.mkdir(parents=True)
+    for name in ("metrics.jsonl", "probe.safetensors"):
+        (run / name).write_bytes(b"as it was written")
+    files = {name: sha256_file(run / name) for name in ("metrics.jsonl", "probe.safetensors")}
+    write_json(run / "train.json", {"checkpoint": "checkpoints/x", "files": files, "mlflow_run_id": "x"})
+    (run / "probe.safetensors").write_bytes(b"as it was writteN")
+    line = refused("convert", "--config", config, "--run", RUN)
+    assert line.startswith(f"{Path(config).parent / 'runs' / RUN}/probe.safetensors: altered since it was written")
+    assert not ((place / config).parent / "models").exists()
+
+
+def test_evaluate_takes_tasks_of_the_experiment_only(refused, resolved, place):
+    config = resolved()
+    line = refused("evaluate", "--config", config, "--run", "base", "--task", "aime25")
+    assert line == "task 'aime25' is not in experiment 'smoke': held_out"
+    assert [path.name for path in (place / config).parent.iterdir()] == ["config.yaml"]

@@ -1,0 +1,498 @@
+"""Experiments: what is read, what is refused and with which line, and what each stage's identity depends on."""
+
+import copy
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dvp.config import (
+    Experiment,
+    Run,
+    dump_experiment,
+    load_experiment,
+    parse_experiment,
+    parse_rho,
+    read_resolved,
+    read_yaml,
+)
+from dvp.errors import DvpError
+from dvp.files import write_text
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
+PLAIN = {"label": "x", "advantage": "rloo", "safe_vocabulary": False}
+GONE = object()
+STAGES = ("prepare", "base", "train", "convert", "evaluate")
+
+
+def put(value: dict, changes: dict[str, object]) -> dict:
+    """A copy with the values at dotted keys replaced, added or, for GONE, taken out."""
+    value = copy.deepcopy(value)
+    for key, new in changes.items():
+        *above, last = key.split(".")
+        inner = value
+        for part in above:
+            inner = inner[int(part)] if isinstance(inner, list) else inner.setdefault(part, {})
+        last = int(last) if isinstance(inner, list) else last
+        if new is GONE:
+            del inner[last]
+        else:
+            inner[last] = new
+    return value
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A copy of the configuration, to be edited."""
+    return shutil.copytree(ROOT / "config", tmp_path / "config")
+
+
+@pytest.fixture
+def edit(config):
+    """Write experiment `smoke` with changes at dotted keys; what `load_experiment` makes of it."""
+
+    def changed(changes: dict[str, object]) -> Experiment:
+        value = put(read_yaml(ROOT / "config" / "experiments" / "smoke.yaml"), changes)
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        (config / "experiments" / "smoke.yaml").write_text(text, encoding="utf-8")
+        return load_experiment("smoke", config)
+
+    return changed
+
+
+@pytest.fixture
+def refused(edit, config):
+    """The message with which an experiment is refused: one line, after the file's name."""
+
+    def message(changes: dict[str, object]) -> str:
+        with pytest.raises(DvpError) as error:
+            edit(changes)
+        line = str(error.value)
+        assert line.splitlines() == [line]
+        start = f"{config / 'experiments' / 'smoke.yaml'}: "
+        assert line.startswith(start)
+        return line.removeprefix(start)
+
+    return message
+
+
+# --- what is read ---
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_survives_being_resolved(name, tmp_path):
+    experiment = load_experiment(name, ROOT / "config")
+    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
+    again = read_resolved(tmp_path / "config.yaml")
+    assert again == experiment
+    assert dump_experiment(again) == dump_experiment(experiment)
+    for run in experiment.runs:
+        for stage in STAGES:
+            task = experiment.data.tasks[0]
+            assert again.identity(stage, run, task) == experiment.identity(stage, run, task)
+
+
+def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
+    experiment = edit(
+        {
+            "sources.local": {"kind": "file", "path": "rows.jsonl", "columns": {"problem": "p", "answer": "a.0"}},
+            "sources.remote": HUB | {"revision": REVISION},
+            "data.evaluation": ["local", "remote"],
+            "data.limit": 10,
+            "data.prompt_template": "ρ “{problem}”: #\n\n",
+            "evaluation.samples_per_problem": {"held_out": 1, "local": 2, "remote": 3},
+            "methods.masked": PLAIN | {"label": "yes", "importance": {"level": "token", "veto": 1e-9}},
+            "grid.0.method": ["rloo", "masked"],
+            "grid.1.rho": ["e-13", 0.123456789, "1e-2"],
+        }
+    )
+    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
+    assert read_resolved(tmp_path / "config.yaml") == experiment
+    assert experiment.methods["masked"].importance.upper == math.inf
+    assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
+
+
+def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
+    experiment = edit({"engines": {"coarse": {"dtype": "float16"}}})
+    assert experiment.engines["coarse"].dtype == "float16"
+    assert experiment.engines["coarse"].weight_rounding == "none"
+    assert experiment.engines["fp32"].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1E6", 1e6),
+        ("1.5e-4", 1.5e-4),
+        ("-2e3", -2e3),
+        (".5", 0.5),
+        ("1.", 1.0),
+        (".inf", math.inf),
+        ("3", 3),
+        ('"1e-6"', "1e-6"),
+        ("e-13", "e-13"),
+        ("1e-6x", "1e-6x"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_numbers_of_yaml(tmp_path, text, value):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"a: {text}\n", encoding="utf-8")
+    assert read_yaml(path) == {"a": value}
+    assert type(read_yaml(path)["a"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "key 'a' is given twice .*line 3"),
+        ("x:\n  a: 1\n  a: 1\n", "key 'a' is given twice .*line 3"),
+        ("a: [1, 2\nb: 3\n", "not valid YAML: .*line 2"),
+        ("a: b: c\n", "not valid YAML: .*line 1"),
+        ("\ta: 1\n", "not valid YAML: .*line 1"),
+        ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
+        ("? [a, b]\n: 1\n", "not valid YAML: .*unhashable key.*line 1"),
+        ("a: 2024-13-45\n", "not valid YAML: month must be in"),
+        ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML: .*line 1"),
+        ("a: \x01\n", "not valid YAML: "),
+        (b"a: \xff\n", "not valid YAML: .*can't decode"),
+        ("", "expected a mapping"),
+        ("- a\n", "expected a mapping"),
+    ],
+)
+def test_what_is_no_mapping_is_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DvpError, match=message) as error:
+        read_yaml(path)
+    line = str(error.value)
+    assert line.startswith(f"{path}: ")
+    assert line.splitlines() == [line]
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    with pytest.raises(DvpError, match=rf"^{re.escape(str(tmp_path))}/x\.yaml: no such file$"):
+        read_yaml(tmp_path / "x.yaml")
+    with pytest.raises(DvpError, match=rf"^{re.escape(str(tmp_path))}: cannot be read \(Is a directory\)$"):
+        read_yaml(tmp_path)
+
+
+# --- what is refused ---
+
+
+def test_unknown_keys_are_named(refused):
+    assert refused({"sedes": [0]}) == "sedes: unknown key"
+    assert refused({"training.learning_rte": 1e-3}) == "training.learning_rte: unknown key"
+    assert refused({"grid.1.rhoo": 1e-2}) == "grid.1.rhoo: unknown key"
+    assert refused({"base.architecture.width": 3}) == "base.architecture.width: unknown key"
+    assert refused({"sources.stories_small.sede": 3}) == "sources.stories_small.sede: unknown key"
+    assert refused({"engines.fast": {"dtype": "float32", "quick": True}}) == "engines.fast.quick: unknown key"
+
+
+def test_a_misspelt_key_is_named_and_not_only_the_one_that_is_missing_for_it(refused):
+    message = refused({"training.learning_rate": GONE, "training.learning_rte": 1e-3})
+    assert message == "training.learning_rte: unknown key (and 1 more)"
+
+
+def test_a_fault_of_the_catalogue_names_the_catalogue(edit, config):
+    path = config / "catalogue" / "engines.yaml"
+    path.write_text(path.read_text(encoding="utf-8") + "odd: {dtype: float8}\n", encoding="utf-8")
+    with pytest.raises(DvpError, match=rf"^{re.escape(str(path))}: engines\.odd\.dtype: .* found 'float8'$"):
+        edit({})
+    # An entry of the experiment's own is the experiment's fault, although the catalogue has one of that name.
+    own = config / "experiments" / "smoke.yaml"
+    with pytest.raises(DvpError, match=rf"^{re.escape(str(own))}: engines\.odd\.dtype: .* found 'float9'$"):
+        edit({"engines.odd": {"dtype": "float9"}})
+
+
+@pytest.mark.parametrize("rho", [0, 1, 1.5, -1, 0.0, 1.0, "abc", True, math.nan, "nan", math.inf, "e-0", "e--1"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_impossible_rho(refused, rho, listed):
+    message = refused({"grid.1.rho": [1e-2, rho] if listed else rho})
+    assert message == (f"grid.1.rho: ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {rho!r}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # Every method says itself whether it takes a ρ.
+        ({"grid.1.rho": GONE}, "grid[1]: method 'dvp_mis' needs rho"),
+        ({"grid.0.rho": 1e-2}, "grid[0]: method 'rloo' takes no rho"),
+        ({"grid.1.rho": []}, "grid.1.rho: List should have at least 1 item"),
+        ({"grid.0.method": []}, "grid.0.method: List should have at least 1 item"),
+        ({"grid.0.engine": []}, "grid.0.engine: List should have at least 1 item"),
+        ({"grid": []}, "grid: List should have at least 1 item"),
+        ({"seeds": []}, "seeds: List should have at least 1 item"),
+        # Names that lead nowhere.
+        ({"data.train": "nope"}, "data.train: 'nope' is not defined; known are "),
+        ({"data.evaluation": ["nope"]}, "data.evaluation: 'nope' is not defined; known are "),
+        ({"base.source": "nope"}, "base.source: 'nope' is not defined; known are "),
+        ({"base.source": "gsm8k"}, "base.source: expected a generated source, 'gsm8k' is not one"),
+        ({"evaluation.engine": "nope"}, "evaluation.engine: 'nope' is not defined; known are "),
+        ({"grid.0.engine": ["fp32", "nope"]}, "grid[0].engine: 'nope' is not defined; known are "),
+        ({"grid.1.method": "nope"}, "grid[1].method: 'nope' is not defined; known are "),
+        ({"report.task": "aime25"}, "report.task: 'aime25' is not defined; known are held_out"),
+        ({"report.reference": "nope"}, "report.reference: 'nope' is not defined; known are "),
+        ({"report.reference": "rloo_tis"}, "report.reference: method 'rloo_tis' is not in the grid"),
+        ({"training.deepspeed": "zero9"}, "training.deepspeed: "),
+        # Numbers that do not fit together.
+        ({"training.micro_batch_size": 5}, "training: micro_batch_size (5) must divide prompts_per_step × group_size"),
+        ({"base.architecture.kv_heads": 3}, "base.architecture: heads (2) must be a multiple of kv_heads (3)"),
+        ({"sources.stories_small.steps": [4, 2]}, "sources.stories_small: steps: expected [fewest, most], found"),
+        (
+            {"methods.odd": PLAIN | {"importance": {"lower": 3.0, "upper": 2.0}}},
+            "methods.odd.importance: lower (3.0) must not exceed upper (2.0)",
+        ),
+        # Numbers that cannot be.
+        ({"training.steps": 0}, "training.steps: "),
+        ({"training.steps": 2.0}, "training.steps: "),
+        ({"training.steps": "3"}, "training.steps: "),
+        ({"training.steps": True}, "training.steps: "),
+        ({"training.learning_rate": 0.0}, "training.learning_rate: "),
+        ({"training.learning_rate": "fast"}, "training.learning_rate: "),
+        ({"training.learning_rate": math.nan}, "training.learning_rate: "),
+        ({"training.learning_rate": math.inf}, "training.learning_rate: "),
+        ({"training.temperature": math.inf}, "training.temperature: "),
+        ({"training.adam_betas": [0.9]}, "training.adam_betas: "),
+        ({"training.adam_betas": [0.9, 1.0]}, "training.adam_betas.1: "),
+        ({"evaluation.top_p": 0.0}, "evaluation.top_p: "),
+        ({"seeds": [-1]}, "seeds.0: "),
+        ({"base.warm_start.careless_error": 1.5}, "base.warm_start.careless_error: "),
+        ({"base.kind": "magic"}, "base: "),
+        ({"base.kind": GONE}, "base: "),
+        ({"seeds": GONE}, "seeds: Field required"),
+        # What is there twice.
+        ({"seeds": [0, 1, 0]}, "seeds: 0 is listed twice"),
+        ({"grid.0.engine": ["fp32", "fp32"]}, "grid: run method~rloo/engine~fp32/rho~none/seed~0 is listed twice"),
+        ({"grid.1.method": "rloo", "grid.1.rho": GONE}, "grid: run method~rloo/engine~coarse/rho~none/seed~0 is"),
+        ({"grid.1.rho": [0.01, 1e-2]}, "grid: run method~dvp_mis/engine~coarse/rho~0.01/seed~0 is listed twice"),
+        # Tasks.
+        ({"evaluation.samples_per_problem.aime25": 4}, "evaluation.samples_per_problem: 'aime25' is not defined"),
+        ({"evaluation.samples_per_problem": {}}, "evaluation.samples_per_problem: 'held_out' is not defined"),
+        ({"evaluation.samples_per_problem.held_out": 0}, "evaluation.samples_per_problem.held_out: "),
+        ({"data.held_out": 0}, "data: no evaluation task; set data.held_out or data.evaluation"),
+        ({"data.evaluation": ["held_out"], "sources.held_out": HUB}, "data.evaluation: 'held_out' is reserved"),
+        ({"data.evaluation": ["aime25", "aime25"]}, "data.evaluation: aime25 is listed twice"),
+        # Sources and prompts.
+        ({"data.prompt_template": "Solve it."}, "data.prompt_template: expected a text that contains {problem}"),
+        ({"data.prompt_template": {"problem": None}}, "data.prompt_template: "),
+        ({"sources.remote": HUB, "data.train": "remote"}, "sources.remote.revision: not pinned; set it to the "),
+        ({"sources.remote": HUB | {"revision": REVISION[:7]}}, "sources.remote.revision: "),
+        ({"sources.remote": HUB | {"revision": "main"}}, "sources.remote.revision: "),
+        ({"base": {"kind": "hub", "path": "a/b"}}, "base.revision: Field required"),
+        ({"base": {"kind": "hub", "path": "a/b", "revision": REVISION + "0"}}, "base.revision: "),
+        ({"engines": None}, "engines: expected a mapping of names to entries"),
+        ({"sources": ["stories"]}, "sources: expected a mapping of names to entries"),
+        ({"engines": {"a/b": {"dtype": "float32"}}}, "engines.a/b.[key]: "),
+        # Its own name.
+        ({"name": "tiny"}, "name: expected 'smoke', as the file is called, found 'tiny'"),
+        ({"name": GONE}, "name: expected 'smoke', as the file is called, found None"),
+        ({"a\nb": 1}, "a b: unknown key"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line_that_names_the_key(refused, changes, message):
+    assert refused(changes).startswith(message)
+
+
+def test_an_unpinned_source_that_is_not_used_does_no_harm(edit):
+    edit({"sources.remote": HUB})
+
+
+def test_a_missing_deepspeed_file_is_named(refused, config):
+    assert refused({"training.deepspeed": "zero9"}) == (
+        f"training.deepspeed: {config / 'deepspeed' / 'zero9.json'} does not exist"
+    )
+
+
+@pytest.mark.parametrize("name", ["../x", "../experiments/tiny", "/etc/passwd", "a/b", "", ".tiny", "Tiny", "tiny\n"])
+def test_an_experiments_name_is_no_path(name, config):
+    with pytest.raises(DvpError, match=r"expected the name of a file in .*, without \.yaml"):
+        load_experiment(name, config)
+
+
+def test_an_unknown_experiment_and_a_missing_catalogue_are_named(config):
+    with pytest.raises(DvpError, match=r"/config/experiments/nope\.yaml: no such experiment; known are smoke, tiny$"):
+        load_experiment("nope", config)
+    (config / "catalogue" / "methods.yaml").unlink()
+    with pytest.raises(DvpError, match=r"/config/catalogue/methods\.yaml: no such file$"):
+        load_experiment("smoke", config)
+
+
+# --- ρ ---
+
+OPEN_UNIT = st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True)
+
+
+@given(OPEN_UNIT)
+def test_rho_is_read_back_from_every_way_to_write_it(rho):
+    assert parse_rho(rho) == rho
+    assert parse_rho(repr(rho)) == rho
+    assert parse_rho(f"{rho:.17e}") == rho
+
+
+@given(st.decimals(min_value="0.001", max_value=700, places=3))
+def test_rho_of_an_exponent(exponent):
+    assert parse_rho(f"e-{exponent}") == pytest.approx(math.exp(-float(exponent)), rel=1e-12)
+
+
+@given(st.one_of(st.floats().filter(lambda x: not 0 < x < 1), st.integers(), st.booleans(), st.none()))
+def test_rho_outside_the_unit_interval(rho):
+    with pytest.raises(ValueError, match=re.escape(repr(rho))):
+        parse_rho(rho)
+
+
+@given(st.text())
+def test_rho_as_a_text_is_a_plain_number_or_refused(text):
+    try:
+        rho = parse_rho(text)
+    except ValueError:
+        return
+    assert 0 < rho < 1
+    # It becomes part of a path.
+    assert re.fullmatch(r"[0-9eE.+-]+", text)
+
+
+@pytest.mark.parametrize("text", [" 0.01", "0.01\n", "0.0_1", "٠.٥", "e-13 ", "1e-2/3", "e-", "e13", "-0.5", ""])
+def test_rho_texts_that_would_make_odd_paths(text):
+    with pytest.raises(ValueError, match="ρ must lie in"):
+        parse_rho(text)
+
+
+def test_rho_keeps_all_its_digits(edit):
+    experiment = edit({"grid.1.rho": [0.123456789, 0.12345678, 0.9999999]})
+    assert [run.rho_value for run in experiment.runs if run.rho] == [0.123456789, 0.12345678, 0.9999999]
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_runs_path_says_what_it_is_and_finds_it(name):
+    experiment = load_experiment(name, ROOT / "config")
+    for run in experiment.runs:
+        match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)/seed~([0-9]+)", run.path)
+        method, engine, rho, seed = match.groups()
+        assert (method, engine, int(seed)) == (run.method, run.engine, run.seed)
+        assert rho == ("none" if run.rho is None else run.rho)
+        assert experiment.run(run.path) == run
+        assert (run.rho_value is not None) == experiment.methods[run.method].safe_vocabulary
+    assert len({run.path for run in experiment.runs}) == len(experiment.runs)
+
+
+def test_runs_of_tiny():
+    runs = load_experiment("tiny", ROOT / "config").runs
+    assert len(runs) == 14
+    assert runs[0] == Run(method="rloo", engine="fp32", rho=None, seed=0)
+    assert [run.path for run in runs if run.rho == "e-13"] == [
+        f"method~{method}/engine~coarse/rho~e-13/seed~{seed}" for method in ("dvp", "dvp_mis") for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("path", ["", "base", "method~rloo", "method~rloo/engine~fp32/rho~none/seed~2", "../x"])
+def test_an_unknown_run_is_named(path):
+    experiment = load_experiment("tiny", ROOT / "config")
+    with pytest.raises(DvpError, match=rf"^run '{re.escape(path)}' is not in the grid of experiment 'tiny'$"):
+        experiment.run(path)
+
+
+# --- identity ---
+
+RUN = Run(method="rloo", engine="coarse", rho=None, seed=0)
+PRUNED = Run(method="dvp_mis", engine="coarse", rho="0.01", seed=0)
+BEFORE = {"prepare", "base", "evaluate base"}
+OF_RUN = {"train", "convert", "evaluate"}
+ALL = BEFORE | OF_RUN
+
+
+def identities(experiment: Experiment, run: Run) -> dict[str, str]:
+    found = {stage: experiment.identity(stage, run, "held_out") for stage in OF_RUN}
+    found |= {stage: experiment.identity(stage) for stage in ("prepare", "base")}
+    return found | {"evaluate base": experiment.identity("evaluate", None, "held_out")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "changed"),
+    [
+        ({}, set()),
+        # How results are shown concerns no stage before the report.
+        ({"description": "x"}, set()),
+        ({"scale": "x"}, set()),
+        ({"methods.rloo.label": "x"}, set()),
+        ({"report.declarations": ["x"]}, set()),
+        ({"report.reference": "dvp_mis"}, set()),
+        # Nor do the other runs.
+        ({"seeds": [0, 1]}, set()),
+        ({"engines.bf16.dtype": "float16"}, set()),
+        ({"engines.bf16.tensor_parallel": 2}, set()),
+        ({"methods.dvp_mis.importance.upper": 3.0}, set()),
+        ({"grid.1.rho": ["0.01", "0.02"]}, set()),
+        ({"grid.0.engine": ["fp32", "coarse", "bf16"]}, set()),
+        ({"sources.stories.seed": 7}, set()),
+        # Its own engine and method.
+        ({"engines.coarse.weight_rounding": "int3"}, OF_RUN),
+        ({"methods.rloo.importance.level": "token"}, OF_RUN),
+        ({"training.learning_rate": 2e-4}, OF_RUN),
+        ({"training.deepspeed": "zero1"}, OF_RUN),
+        # Evaluation.
+        ({"evaluation.temperature": 0.5}, {"evaluate", "evaluate base"}),
+        ({"evaluation.samples_per_problem.held_out": 3}, {"evaluate", "evaluate base"}),
+        ({"evaluation.engine": "bf16"}, {"evaluate", "evaluate base"}),
+        ({"engines.fp32.kv_cache_dtype": "fp8"}, {"evaluate", "evaluate base"}),
+        # Upstream.
+        ({"base.warm_start.steps": 31}, ALL - {"prepare"}),
+        ({"base.seed": 1}, ALL - {"prepare"}),
+        ({"base.source": "stories"}, ALL - {"prepare"}),
+        ({"sources.stories_small.seed": 1}, ALL),
+        ({"data.held_out": 23}, ALL),
+        ({"data.prompt_template": "{problem}"}, ALL),
+        ({"data.decontamination.ngram": 12}, ALL),
+    ],
+)
+def test_a_stage_depends_on_its_own_parts_and_no_other(changes, changed):
+    resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
+    before = identities(parse_experiment(resolved, Path("x")), RUN)
+    after = identities(parse_experiment(put(resolved, changes), Path("x")), RUN)
+    assert {stage for stage in before if before[stage] != after[stage]} == changed
+
+
+def test_the_base_models_source_counts_even_where_nothing_is_trained_on_it():
+    resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
+    resolved["base"]["source"] = "stories"
+    before = identities(parse_experiment(resolved, Path("x")), RUN)
+    after = identities(parse_experiment(put(resolved, {"sources.stories.seed": 7}), Path("x")), RUN)
+    assert {stage for stage in before if before[stage] != after[stage]} == ALL - {"prepare"}
+
+
+def test_k_of_another_task_does_not_concern_this_one():
+    resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
+    resolved = put(resolved, {"data.evaluation": ["aime25"], "evaluation.samples_per_problem.aime25": 4})
+    before = parse_experiment(resolved, Path("x"))
+    after = parse_experiment(put(resolved, {"evaluation.samples_per_problem.aime25": 8}), Path("x"))
+    assert identities(before, RUN) == identities(after, RUN)
+    assert before.identity("evaluate", RUN, "aime25") != after.identity("evaluate", RUN, "aime25")
+    assert before.identity("evaluate", RUN, "aime25") != before.identity("evaluate", RUN, "held_out")
+
+
+def test_runs_that_differ_have_different_identities():
+    experiment = load_experiment("tiny", ROOT / "config")
+    for stage in OF_RUN:
+        assert len({experiment.identity(stage, run, "held_out") for run in experiment.runs}) == 14
+    for stage in ("prepare", "base"):
+        assert len({experiment.identity(stage, run) for run in experiment.runs}) == 1
+
+
+def test_any_change_concerns_the_report():
+    resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
+    identity = parse_experiment(resolved, Path("x")).identity("report")
+    assert re.fullmatch("[0-9a-f]{12}", identity)
+    for changes in ({"methods.rloo.label": "x"}, {"scale": "x"}, {"evaluation.seed": 1}, {"training.steps": 4}):
+        assert parse_experiment(put(resolved, changes), Path("x")).identity("report") != identity

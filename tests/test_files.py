@@ -1,0 +1,209 @@
+"""Files are whole or absent, and altered ones are noticed."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dvp.errors import DvpError
+from dvp.files import (
+    atomic_path,
+    checksums,
+    read_json,
+    sha256_file,
+    sha256_json,
+    verify_checksums,
+    write_json,
+    write_text,
+)
+
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def names(folder) -> list[str]:
+    """Everything below a folder, hidden things included."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_file_is_written_and_replaced_and_its_folder_made(tmp_path):
+    path = tmp_path / "a" / "b" / "x.txt"
+    for text in ("first ρ\n", "second\n"):
+        write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+        assert names(tmp_path) == ["a", "a/b", "a/b/x.txt"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path, error):
+    path = tmp_path / "x.txt"
+    path.write_text("old", encoding="utf-8")
+
+    def interrupted() -> None:
+        with atomic_path(path) as temporary:
+            temporary.write_text("half", encoding="utf-8")
+            assert path.read_text(encoding="utf-8") == "old"
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert path.read_text(encoding="utf-8") == "old"
+    assert names(tmp_path) == ["x.txt"]
+
+
+def test_a_new_file_that_fails_leaves_nothing(tmp_path):
+    def interrupted() -> None:
+        with atomic_path(tmp_path / "x.txt") as temporary:
+            temporary.write_text("half", encoding="utf-8")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert names(tmp_path) == []
+
+
+def test_a_block_that_writes_nothing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("old", encoding="utf-8")
+    with pytest.raises(FileNotFoundError), atomic_path(path):
+        pass
+    assert path.read_text(encoding="utf-8") == "old"
+    assert names(tmp_path) == ["x.txt"]
+
+
+def _fill(folder, text: str, *files: str) -> None:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text, encoding="utf-8")
+
+
+def test_a_folder_replaces_the_old_one_whole(tmp_path):
+    path = tmp_path / "model"
+    for files in (["a", "deep/b"], ["deep/c"]):
+        with atomic_path(path) as temporary:
+            _fill(temporary, "x", *files)
+        assert [name for name in names(path) if (path / name).is_file()] == files
+        assert names(tmp_path)[0] == "model"
+
+
+def test_a_folder_that_fails_half_way_leaves_the_old_one(tmp_path):
+    path = tmp_path / "model"
+    _fill(path, "old", "a", "deep/b")
+    before = checksums(path)
+
+    def interrupted() -> None:
+        with atomic_path(path) as temporary:
+            _fill(temporary, "new", "a", "deep/b", "c")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert checksums(path) == before
+    assert names(tmp_path) == ["model", "model/a", "model/deep", "model/deep/b"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 123)
+    _fill(tmp_path, "dead", ".model.123.tmp/old")
+    with atomic_path(tmp_path / "model") as temporary:
+        _fill(temporary, "x", "a")
+    assert names(tmp_path) == ["model", "model/a"]
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, value):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": {"b": [value]}})
+    assert read_json(path) == {"a": 1}
+    assert names(tmp_path) == ["x.json"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(value=st.dictionaries(st.text(), JSON, max_size=4))
+def test_json_is_read_back(tmp_path_factory, value):
+    path = tmp_path_factory.getbasetemp() / "same.json"
+    write_json(path, value)
+    assert read_json(path, *value) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file; the stage that writes it has not finished"),
+        (b"", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b'{"a": 1', "not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),
+        (b'{"a": "\xff"}', "not valid JSON ('utf-8' codec can't decode byte 0xff in position 7: invalid start byte)"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b"null", "expected a JSON object, found NoneType"),
+        (b'{"a": 1}', "key 'b' is missing"),
+    ],
+)
+def test_bad_json_is_named(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DvpError) as error:
+        read_json(path, "a", "b")
+    assert str(error.value) == f"{path}: {message}"
+
+
+def test_a_folder_instead_of_a_json_file_is_named(tmp_path):
+    with pytest.raises(DvpError) as error:
+        read_json(tmp_path)
+    assert str(error.value) == f"{tmp_path}: cannot be read (Is a directory)"
+
+
+# --- checksums ---
+
+
+def test_checksums_of_a_folder(tmp_path):
+    _fill(tmp_path, "", "a", "deep/b", ".hidden", "deep/.hidden")
+    assert checksums(tmp_path) == {"a": EMPTY, "deep/b": EMPTY}
+    assert sha256_file(tmp_path / "a") == EMPTY
+
+
+@given(value=st.dictionaries(st.text(), JSON, min_size=2, max_size=4))
+def test_the_hash_of_json_does_not_depend_on_the_order_of_keys(value):
+    assert sha256_json(value) == sha256_json(dict(reversed(value.items())))
+    assert sha256_json(value) != sha256_json(value | {next(iter(value)): "something else than before"})
+    assert sha256_json(value) == sha256_json(json.loads(json.dumps(value)))
+
+
+@pytest.mark.parametrize("position", [0, 499, 999])
+def test_one_flipped_bit_is_noticed_and_the_file_named(tmp_path, position):
+    _fill(tmp_path, "x" * 1000, "a", "deep/b")
+    expected = checksums(tmp_path)
+    verify_checksums(tmp_path, expected)
+    content = bytearray((tmp_path / "deep" / "b").read_bytes())
+    content[position] ^= 1
+    (tmp_path / "deep" / "b").write_bytes(content)
+    with pytest.raises(DvpError) as error:
+        verify_checksums(tmp_path, expected)
+    assert str(error.value).startswith(f"{tmp_path / 'deep' / 'b'}: altered since it was written")
+
+
+def test_a_missing_file_is_named_and_a_further_one_does_no_harm(tmp_path):
+    _fill(tmp_path, "x", "a", "deep/b")
+    expected = checksums(tmp_path)
+    _fill(tmp_path, "x", "c")
+    verify_checksums(tmp_path, expected)
+    (tmp_path / "deep" / "b").unlink()
+    with pytest.raises(DvpError) as error:
+        verify_checksums(tmp_path, expected)
+    assert str(error.value) == f"{tmp_path / 'deep' / 'b'}: missing, although its manifest lists it"
+    # A folder of that name is not the file.
+    (tmp_path / "deep" / "b").mkdir()
+    with pytest.raises(DvpError, match="missing"):
+        verify_checksums(tmp_path, expected)

@@ -1,0 +1,130 @@
+"""The Snakemake workflow without running it: form, dry run, bad input. Works on a copy, as a run may be going on."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("workflow")
+    for name in ("workflow", "config", "envs", "profiles"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "Snakefile", folder)
+    return folder
+
+
+@pytest.fixture
+def snakemake(place, monkeypatch):
+    """Run `snakemake …` there; returns (exit status, standard output, standard error)."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", *arguments],
+            cwd=place,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"},
+        )
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_the_snakefile_is_a_table_of_contents():
+    lines = (ROOT / "Snakefile").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    included = {line.split('"')[1] for line in lines if line.startswith("include:")}
+    assert included == {str(file.relative_to(ROOT)) for file in (ROOT / "workflow" / "rules").glob("*.smk")}
+
+
+def test_format():
+    # `python -m snakefmt` is its command line too.
+    done = subprocess.run(
+        [SCRIPTS / "snakefmt", "--check", "Snakefile", "workflow"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_lint(snakemake):
+    status, out, errors = snakemake("--lint")
+    assert status == 0, out + errors
+    assert "Congratulations, your workflow is in a good condition!" in out + errors
+
+
+@pytest.mark.parametrize(
+    ("experiment", "jobs"),
+    [
+        ("tiny", {"resolve": 1, "prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
+        ("smoke", {"resolve": 1, "prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
+    ],
+)
+def test_dry_run(snakemake, place, experiment, jobs):
+    status, out, errors = snakemake("-n", "--quiet", "rules", "--config", f"experiment={experiment}", "results=there")
+    assert status == 0, errors
+    counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
+    assert {rule: int(count) for rule, count in counted.items()} == jobs | {"all": 1, "total": sum(jobs.values()) + 1}
+    assert not (place / "there").exists()
+    assert not (place / "results").exists()
+
+
+def test_the_params_of_one_run_are_its_own(snakemake):
+    """Snakemake compares them with those of the last run; a shell command shows where results would go."""
+    goal = "there/smoke/runs/method~dvp_mis/engine~coarse/rho~0.01/seed~0/train.json"
+    arguments = ("-n", "--printshellcmds", goal, "--config", "experiment=smoke", "results=there")
+    status, out, errors = snakemake(*arguments)
+    assert status == 0, errors
+    assert "dvp train --config there/smoke/config.yaml --run method~dvp_mis/engine~coarse/rho~0.01/seed~0" in out
+    assert "dvp evaluate" not in out
+
+
+def test_an_unknown_experiment_is_named_in_one_line(snakemake):
+    status, out, errors = snakemake("-n", "--config", "experiment=nope")
+    assert status == 1
+    lines = [line for line in (out + errors).splitlines() if "nope" in line]
+    assert lines == ["config/experiments/nope.yaml: no such experiment; known are smoke, tiny"]
+
+
+def test_a_fault_of_an_experiment_is_named_in_one_line(snakemake, place):
+    text = (place / "config" / "experiments" / "smoke.yaml").read_text(encoding="utf-8")
+    bad = place / "config" / "experiments" / "bad.yaml"
+    bad.write_text(text.replace("name: smoke", "name: bad").replace("seeds:", "sedes:"), encoding="utf-8")
+    try:
+        status, out, errors = snakemake("-n", "--config", "experiment=bad")
+    finally:
+        bad.unlink()
+    assert status == 1
+    assert [line for line in (out + errors).splitlines() if "sedes" in line] == [
+        "config/experiments/bad.yaml: sedes: unknown key (and 1 more)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("experimnt=tiny", "Additional properties are not allowed ('experimnt' was unexpected)"),
+        ("experiment=3", "3 is not of type 'string'"),
+        ("results=[a]", "['a'] is not of type 'string'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_the_schema(snakemake, setting, message):
+    status, out, errors = snakemake("-n", "--config", setting)
+    assert status == 1
+    assert message in out + errors

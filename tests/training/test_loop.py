@@ -1,0 +1,223 @@
+"""The RL loop against independent references: batches, seeds, the gradient of a step, and continuing a run exactly."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from dvp.config import Run, TrainingConfig, load_experiment
+from dvp.errors import DvpError
+from dvp.rollout.engine import Completion
+from dvp.training import checkpoint
+from dvp.training.backend import Batch, Trainer
+from dvp.training.loop import Loop, derived_seed, prompt_rows, run_loop
+
+SETTINGS = {
+    "steps": 4,
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "micro_batch_size": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "max_response_tokens": 12,
+    "deepspeed": "zero1",
+    "checkpoint_every": 2,
+}
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 3))
+def test_every_problem_is_used_once_before_any_is_used_twice(count, batch, seed):
+    if count < batch:
+        with pytest.raises(DvpError, match=f"{count} problems are fewer"):
+            prompt_rows(count, batch, 1, seed)
+        return
+    per_epoch = count // batch
+    for epoch in range(2):
+        steps = range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch)
+        used = [row for step in steps for row in prompt_rows(count, batch, step, seed)]
+        assert len(used) == len(set(used)) == per_epoch * batch
+        assert set(used) <= set(range(count))
+
+
+def test_seeds_differ_by_run_step_and_problem_and_are_the_same_everywhere():
+    seeds = {derived_seed(run, step, row) for run in range(5) for step in range(20) for row in range(20)}
+    assert len(seeds) == 2000
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+class ScriptedEngine:
+    """Samples uniformly from the vocabulary, so that its log-probs are known and far from the trainer's."""
+
+    max_model_len = 64
+
+    def __init__(self, model, vocabulary=400, distance=0.0):
+        self.model, self.vocabulary, self.distance, self.pushed = model, vocabulary, distance, []
+
+    def generate(self, prompts, sampling, seeds):
+        groups = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            rng = np.random.default_rng(seed)
+            group = []
+            for index in range(sampling.n):
+                ids = rng.integers(2, self.vocabulary, rng.integers(3, 9)).tolist()
+                text = "Answer: 7\n" if index % 2 else "Answer: 8\n"
+                log_probs = (dense_log_probs(self.model, prompt, ids).detach() + self.distance).tolist()
+                group.append(Completion(ids, log_probs, text, "stop"))
+            groups.append(group)
+        return groups
+
+    def load_weights(self, weights):
+        weights = {name: value.clone() for name, value in weights}
+        self.pushed.append(weights)
+        self.model.load_state_dict(weights, strict=False)
+
+
+def dense_log_probs(model, prompt, response, rho=None):
+    """log p of each response token from dense logits, over the safe vocabulary if ρ is given."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    if rho is not None:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + np.log(rho), -torch.inf)
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.fixture
+def make_loop(tiny_model, root, monkeypatch):
+    """A loop on the tiny model with real DeepSpeed and the scripted engine."""
+    monkeypatch.chdir(root)
+
+    def make(method="rloo", rho=None, distance=0.0, **settings) -> Loop:
+        experiment = load_experiment("smoke")
+        training = TrainingConfig(**(SETTINGS | settings))
+        experiment = experiment.model_copy(update={"training": training})
+        run = Run(method=method, engine="fp32", rho=rho, seed=3)
+        problems = pd.DataFrame({"id": range(6), "answer": ["7"] * 6})
+        prompts = [[10 + i, 20 + i, 30 + i][: 2 + i % 2] for i in range(6)]
+        trainer = Trainer(tiny_model, training, root / "config/deepspeed" / f"{training.deepspeed}.json")
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        return Loop(experiment, run, problems, prompts, 1, trainer, ScriptedEngine(model, distance=distance))
+
+    return make
+
+
+@pytest.mark.parametrize("deepspeed", ["zero1", "zero2"])
+def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_model, deepspeed):
+    """Three steps against plain torch: dense logits, one backward pass, no micro-batches, no DeepSpeed."""
+    loop = make_loop(deepspeed=deepspeed)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    shadow = ScriptedEngine(reference)
+    for step in (1, 2, 3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, step / 2)
+        rows = prompt_rows(6, 2, step, 3)
+        sampling = type("S", (), {"n": 4})
+        groups = shadow.generate([loop.prompts[r] for r in rows], sampling, [derived_seed(3, step, r) for r in rows])
+        loss = 0.0
+        for row, group in zip(rows, groups, strict=True):
+            rewards = [1.0 if one.text == "Answer: 7\n" else 0.0 for one in group]
+            for index, one in enumerate(group):
+                others = (sum(rewards) - rewards[index]) / 3
+                log_prob = dense_log_probs(reference, loop.prompts[row], one.token_ids).sum()
+                loss = loss - (rewards[index] - others) * log_prob / 8
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        metrics = loop.step(step)
+        assert metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert metrics["reward"] == 0.5
+        assert abs(metrics["k1"]) < 1e-5
+        for name, value in loop.trainer.weights():
+            assert torch.allclose(value, reference.get_parameter(name), atol=1e-5), name
+        # What the engine received is what the trainer has.
+        assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in loop.trainer.weights())
+
+
+def test_a_batch_that_is_rejected_whole_skips_the_step_and_is_counted(make_loop):
+    """The engine claims log-probs one nat a token too high: every sequence ratio falls below MIS's lower bound."""
+    loop = make_loop(method="rloo_mis", distance=1.0)
+    before = {name: value.clone() for name, value in loop.trainer.weights()}
+    metrics = loop.step(1)
+    assert metrics["skipped"] is True
+    assert metrics["gradient_norm"] is None
+    assert metrics["masked_fraction"] == 1.0
+    assert metrics["k1"] == pytest.approx(1.0, abs=1e-4)
+    assert all(torch.equal(before[name], value) for name, value in loop.trainer.weights())
+
+
+def test_tokens_outside_the_safe_vocabulary_are_counted_and_do_not_move_the_weights(make_loop):
+    """Uniform samples under ρ = 0.5 lie outside V_S nearly always; DVP without a correction must zero them itself."""
+    metrics = make_loop(method="dvp", rho="0.5").step(1)
+    assert metrics["outside_safe_fraction"] > 0.9
+    assert metrics["masked_fraction"] == metrics["outside_safe_fraction"]
+    assert metrics["safe_size"] < 20
+    assert 0 < metrics["retained_mass"] < 1
+
+
+def test_a_prompt_longer_than_the_context_is_named(make_loop):
+    loop = make_loop()
+    experiment = load_experiment("smoke").model_copy(update={"training": loop.config})
+    problems = pd.DataFrame({"id": ["a", "b"], "answer": ["7", "7"]})
+    with pytest.raises(DvpError, match=r"data/train.parquet: row 1 \(id b\): its prompt has 60 tokens.*leaves 52"):
+        Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine)
+
+
+def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path):
+    """Stopped after step 3, with a checkpoint at step 2: the rest is as if nothing had happened."""
+    timings = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync", "tokens_per_second")
+
+    def rows(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key not in timings} for line in lines]
+
+    whole = make_loop()
+    final, _ = run_loop(whole, tmp_path / "whole", tmp_path / "whole/checkpoints", lambda row: None)
+    assert final.name == "step-000004"
+
+    def stop_at_3(row):
+        if row["step"] == 3:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(make_loop(), folder, folder / "checkpoints", stop_at_3)
+    assert len(rows(folder)) == 3
+    resumed = make_loop()
+    seen = []
+    run_loop(resumed, folder, folder / "checkpoints", lambda row: seen.append(row["step"]))
+    assert seen == [1, 2, 3, 4]
+    assert rows(folder) == rows(tmp_path / "whole")
+    expected = dict(whole.trainer.weights())
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.trainer.weights())
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_kept(make_loop, tmp_path):
+    loop = make_loop(steps=2)
+    final, _ = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    weights = next(final.rglob("*model_states.pt"))
+    whole = weights.read_bytes()
+    checkpoint.verify(final)
+    weights.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    with pytest.raises(DvpError, match=r"mp_rank_00_model_states.pt: altered"):
+        run_loop(make_loop(), tmp_path, tmp_path / "checkpoints", lambda row: None)
+    weights.unlink()
+    with pytest.raises(DvpError, match=r"mp_rank_00_model_states.pt: missing"):
+        checkpoint.verify(final)
+    assert final.is_dir()
+
+
+def test_only_the_newest_checkpoints_are_kept(make_loop, tmp_path):
+    run_loop(make_loop(checkpoint_every=1, keep_checkpoints=2), tmp_path, tmp_path / "c", lambda row: None)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "c")] == ["step-000003", "step-000004"]
+
+
+def test_batches_are_padded_on_the_right_and_cut_to_their_rows():
+    batch = Batch.collate([[5, 6], [7]], [[8], [9, 10, 11]], pad=1)
+    assert batch.tokens_BT.tolist() == [[5, 6, 8, 1], [7, 9, 10, 11]]
+    assert batch.response_BT.tolist() == [[False, False, True, False], [False, True, True, True]]
+    assert batch.rows(torch.tensor([0])).tokens_BT.tolist() == [[5, 6, 8]]

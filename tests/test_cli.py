@@ -41,14 +41,14 @@ def place(tmp_path_factory) -> Path:
 def resolved(place, request):
     """Write experiment `smoke` resolved, trained on the given lines; the file, relative to the place."""
 
-    def write(lines: list[str] | None = None, held_out: int = 1) -> str:
+    def write(lines: list[str] | None = None) -> str:
         value = load_experiment("smoke", ROOT / "config").model_dump(mode="json")
         if lines is not None:
             rows = place / f"{request.node.name}.jsonl"
             rows.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             columns = {"problem": "question", "answer": "meta.truth"}
             value["sources"]["rows"] = {"kind": "file", "path": rows.name, "columns": columns}
-            value["data"] |= {"train": "rows", "held_out": held_out}
+            value["data"] |= {"train": "rows", "held_out": 1}
         file = Path("results") / request.node.name / "config.yaml"
         write_text(place / file, dump_experiment(parse_experiment(value, file)))
         return str(file)
@@ -75,7 +75,7 @@ def refused(dvp, place):
 # --- help ---
 
 
-def test_help_lists_every_verb(dvp, capsys):
+def test_help_lists_every_verb(dvp):
     status, _, errors = dvp("--help")
     assert (status, errors) == (0, "")
     text = " ".join(parser().format_help().split())
@@ -145,27 +145,28 @@ GOOD = json.dumps({"question": "What is 1 + 1?", "meta": {"truth": "2"}})
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "held_out", "message"),
+    ("lines", "message"),
     [
-        (
-            "column",
+        pytest.param(
             [GOOD, json.dumps({"question": "x", "meta": {"true": "2"}})],
-            1,
             "{file}: row 2: no column 'meta.truth'; found question, meta.true",
+            id="column",
         ),
-        (
-            "answer",
-            [GOOD, GOOD, json.dumps({"question": "x", "meta": {"truth": "who knows, really"}})],
-            1,
-            "{file}: row 3: the answer 'who knows, really' is not a mathematical expression that math-verify can",
+        pytest.param(
+            [GOOD, GOOD, json.dumps({"question": "x", "meta": {"truth": "\\frac{1}{"}})],
+            "{file}: row 3: the answer '\\\\frac{1}{' is not a mathematical expression that math-verify can compare",
+            id="answer",
         ),
-        ("json", [GOOD, '{"question": "x", "meta"'], 1, "{file}: row 2: "),
-        ("empty", [GOOD, GOOD], 1, "data.train: no problem of source 'rows' is left: 2 rows read, 1 distinct problems"),
+        pytest.param([GOOD, '{"question": "x", "meta"'], "{file}: row 2: ", id="json"),
+        pytest.param(
+            [GOOD, GOOD],
+            "data.train: no problem of source 'rows' is left: 2 rows read, 1 distinct problems, 1 held out",
+            id="empty",
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
 )
-def test_prepare_names_file_row_and_column(refused, resolved, place, name, lines, held_out, message):
-    config = resolved(lines, held_out)
+def test_prepare_names_file_row_and_column(refused, resolved, place, lines, message):
+    config = resolved(lines)
     folder = (place / config).parent
     line = refused("prepare", "--config", config)
     file = read_yaml(place / config)["sources"]["rows"]["path"]
@@ -173,9 +174,10 @@ def test_prepare_names_file_row_and_column(refused, resolved, place, name, lines
     assert sorted(path.name for path in folder.rglob("*")) == ["config.yaml"]
 
 
-# --- dvp train, convert, evaluate ---
+# --- dvp train, convert, evaluate: torch and transformers are imported before anything is refused ---
 
 
+@pytest.mark.slow
 def test_train_before_base_names_the_missing_file(refused, resolved, place):
     config = resolved()
     folder = (place / config).parent
@@ -187,6 +189,7 @@ def test_train_before_base_names_the_missing_file(refused, resolved, place):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_train_takes_runs_of_the_grid_only(refused, resolved, place):
     config = resolved()
     run = RUN.replace("seed~0", "seed~7")
@@ -195,6 +198,7 @@ def test_train_takes_runs_of_the_grid_only(refused, resolved, place):
     assert [path.name for path in (place / config).parent.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_convert_notices_altered_files(refused, resolved, place):
     config = resolved()
     run = (place / config).parent / "runs" / RUN
@@ -209,6 +213,7 @@ def test_convert_notices_altered_files(refused, resolved, place):
     assert not ((place / config).parent / "models").exists()
 
 
+@pytest.mark.slow
 def test_evaluate_takes_tasks_of_the_experiment_only(refused, resolved, place):
     config = resolved()
     line = refused("evaluate", "--config", config, "--run", "base", "--task", "aime25")

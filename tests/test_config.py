@@ -313,6 +313,37 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected JSON with zero_optimization.stage"),
+        ("{}", "expected JSON with zero_optimization.stage"),
+        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage: expected 1 or 2, found 3"),
+        (
+            '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
+            "gradient_clipping: the experiment's `training` sets this; remove it here",
+        ),
+    ],
+)
+def test_a_deepspeed_file_that_cannot_be_run_is_named(config, content, message):
+    file = config / "deepspeed" / "zero1.json"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(DvpError) as error:
+        load_experiment("tiny", config)
+    assert str(error.value).startswith(f"{file}: {message}")
+
+
+def test_an_edited_deepspeed_file_is_another_training_and_the_same_base(config):
+    before = load_experiment("tiny", config)
+    (config / "deepspeed" / "zero1.json").write_text(
+        '{"zero_optimization": {"stage": 1, "overlap_comm": false}}', encoding="utf-8"
+    )
+    after = load_experiment("tiny", config)
+    run = before.runs[0]
+    assert after.identity("base") == before.identity("base")
+    assert after.identity("train", run) != before.identity("train", run)
+
+
 @pytest.mark.parametrize("name", ["../x", "../experiments/tiny", "/etc/passwd", "a/b", "", ".tiny", "Tiny", "tiny\n"])
 def test_an_experiments_name_is_no_path(name, config):
     with pytest.raises(DvpError, match=r"expected the name of a file in .*, without \.yaml"):

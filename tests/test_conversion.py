@@ -1,5 +1,6 @@
 """Real DeepSpeed checkpoints turned into Hugging Face models, and the refusals."""
 
+import json
 import os
 import shutil
 
@@ -30,7 +31,7 @@ def trained(tiny_model, root, folder, stage):
         deepspeed=f"zero{stage}",
         checkpoint_every=1,
     )
-    trainer = Trainer(tiny_model, settings, root / f"config/deepspeed/zero{stage}.json")
+    trainer = Trainer(tiny_model, settings, json.loads((root / f"config/deepspeed/zero{stage}.json").read_text()))
     batch = Batch.collate([[20, 30], [40]], [[50, 60], [70, 80, 90]], pad=1)
     trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
     path = checkpoint.save(folder / "checkpoints", 1, trainer, {"metrics_bytes": 0}, keep=1)

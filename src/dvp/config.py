@@ -9,6 +9,7 @@ What a stage depends on is its *identity*: a hash over just those parts of the e
 not train anything again and a changed learning rate does.
 """
 
+import json
 import math
 import re
 from itertools import product
@@ -26,6 +27,19 @@ Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+# DeepSpeed's keys that follow from `training`.
+SET_BY_TRAINING = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+}
 
 
 class Strict(BaseModel):
@@ -346,6 +360,8 @@ class Experiment(Strict):
     sources: dict[Name, Source]
     engines: dict[Name, EngineConfig]
     methods: dict[Name, Method]
+    deepspeed: dict[str, Any] = {}
+    """What the file named by training.deepspeed holds; filled in when the experiment is resolved."""
 
     @model_validator(mode="after")
     def _names_exist(self) -> "Experiment":
@@ -430,6 +446,7 @@ class Experiment(Strict):
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
         if stage in ("train", "convert", "evaluate") and run is not None:
             parts["training"] = self.training.model_dump(mode="json")
+            parts["deepspeed"] = self.deepspeed
             parts["run"] = run.model_dump(mode="json")
             parts["engine"] = self.engines[run.engine].model_dump(mode="json")
             parts["method"] = self.methods[run.method].model_dump(mode="json", exclude={"label"})
@@ -518,6 +535,8 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     value = read_yaml(path)
     if value.get("name") != name:
         raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
+    if "deepspeed" in value:
+        raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
     elsewhere = {}
     for table in ("sources", "engines", "methods"):
         own = value.get(table, {})
@@ -528,10 +547,27 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
         value[table] = catalogue | own
         elsewhere |= {(table, entry): file for entry in catalogue if entry not in own}
     experiment = parse_experiment(value, path, elsewhere)
-    deepspeed = config / "deepspeed" / f"{experiment.training.deepspeed}.json"
-    if not deepspeed.is_file():
-        raise DvpError(f"{path}: training.deepspeed: {deepspeed} does not exist")
-    return experiment
+    return experiment.model_copy(
+        update={"deepspeed": _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)}
+    )
+
+
+def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
+    """A DeepSpeed file: ZeRO stage 1 or 2 and no key that the experiment sets. Raises DvpError."""
+    try:
+        options = json.loads(file.read_text(encoding="utf-8"))
+        stage = options["zero_optimization"]["stage"]
+    except FileNotFoundError:
+        raise DvpError(f"{experiment}: training.deepspeed: {file} does not exist") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DvpError(
+            f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
+        ) from None
+    if stage not in (1, 2):
+        raise DvpError(f"{file}: zero_optimization.stage: expected 1 or 2, found {stage!r}")
+    for key in sorted(SET_BY_TRAINING & set(options)):
+        raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
+    return options
 
 
 def read_resolved(path: Path) -> Experiment:

@@ -19,21 +19,36 @@ def git_commit() -> str:
         return "unknown"
 
 
+# What each stage's result depends on; `dvp.stages` itself only moves files.
+STAGE_MODULES = {
+    "prepare": ("dvp.data.prepare",),
+    "base": ("dvp.training.base",),
+    "train": ("dvp.training.loop", "dvp.rollout.vllm", "dvp.data.prompts"),
+    "convert": ("dvp.conversion",),
+    "evaluate": ("dvp.evaluation.runner", "dvp.evaluation.tasks", "dvp.evaluation.tasks.utils", "dvp.rollout.vllm"),
+    "report": ("dvp.analysis.report",),
+}
+
+
 @cache
-def code_hash(module: str) -> str:
-    """Hash (12 hex digits) of a module of this package and of every module of it that it imports, however deep.
+def code_hash(stage: str) -> str:
+    """Hash (12 hex digits) of the modules that a stage runs, of all that they import here, and of their YAML files.
 
     Snakemake sees changes in a rule, not in the package that the rule runs; with this hash among a rule's params, an
     edited module re-runs the stages that depend on it, and no other.
     """
     digest = hashlib.sha256()
-    for name in sorted(_closure(module)):
-        digest.update(_file(name).read_bytes())
+    for name in sorted(_closure(*STAGE_MODULES[stage])):
+        file = _file(name)
+        digest.update(file.read_bytes())
+        if file.name == "__init__.py":
+            for data in sorted(file.parent.glob("*.yaml")):
+                digest.update(data.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _closure(module: str) -> set[str]:
-    found, waiting = set(), [module]
+def _closure(*modules: str) -> set[str]:
+    found, waiting = set(), list(modules)
     while waiting:
         name = waiting.pop()
         if name in found:

@@ -107,9 +107,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
     verify_checksums(place.base, base_manifest["files"])
     identity = experiment.identity("train", run)
     # Checkpoints of other settings, data or code are never continued; they stay where they are.
-    fingerprint = sha256_json(
-        [identity, data_manifest["files"], base_manifest["files"], code_hash("dvp.training.loop")]
-    )[:12]
+    fingerprint = sha256_json([identity, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
@@ -124,7 +122,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
         )
         torch.manual_seed(run.seed)
         settings = experiment.training
-        trainer = Trainer(place.base, settings, Path("config/deepspeed") / f"{settings.deepspeed}.json")
+        trainer = Trainer(place.base, settings, experiment.deepspeed)
         tokenizer = AutoTokenizer.from_pretrained(place.base)
         problems = pd.read_parquet(place.data / "train.parquet")
         encoded = [encode_prompt(tokenizer, prompt, experiment.data.chat) for prompt in problems["prompt"]]

@@ -97,7 +97,8 @@ def make_loop(tiny_model, root, monkeypatch):
         run = Run(method=method, engine="fp32", rho=rho, seed=3)
         problems = pd.DataFrame({"id": range(6), "answer": ["7"] * 6})
         prompts = [[10 + i, 20 + i, 30 + i][: 2 + i % 2] for i in range(6)]
-        trainer = Trainer(tiny_model, training, root / "config/deepspeed" / f"{training.deepspeed}.json")
+        options = json.loads((root / "config/deepspeed" / f"{training.deepspeed}.json").read_text())
+        trainer = Trainer(tiny_model, training, options)
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         return Loop(experiment, run, problems, prompts, 1, trainer, ScriptedEngine(model, distance=distance))
 

@@ -11,7 +11,7 @@ rule base:
     threads: 2
     params:
         identity=identity("base"),
-        code=code_hash("dvp.training.base"),
+        code=code_hash("base"),
     message:
         "making the base model"
     shell:

@@ -45,6 +45,16 @@ def identity(stage):
     return of_wildcards
 
 
+def local_files():
+    """Problems that come from files of this machine: when one changes, everything runs again."""
+    names = dict.fromkeys([EXPERIMENT.data.train, *EXPERIMENT.data.evaluation])
+    return [
+        str(EXPERIMENT.sources[name].path)
+        for name in names
+        if EXPERIMENT.sources[name].kind == "file"
+    ]
+
+
 def model_proof(wildcards):
     """What says that the model to evaluate is complete."""
     if wildcards.run == "base":

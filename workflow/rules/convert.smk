@@ -11,7 +11,7 @@ rule convert:
         "../../envs/dvp.yaml"
     params:
         identity=identity("convert"),
-        code=code_hash("dvp.conversion"),
+        code=code_hash("convert"),
     message:
         "converting {wildcards.run}"
     shell:

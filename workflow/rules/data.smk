@@ -21,6 +21,7 @@ rule resolve:
 rule prepare:
     input:
         config=CONFIG,
+        files=local_files(),
     output:
         f"{RESULTS}/data/manifest.json",
     log:
@@ -29,7 +30,7 @@ rule prepare:
         "../../envs/dvp.yaml"
     params:
         identity=identity("prepare"),
-        code=code_hash("dvp.data.prepare"),
+        code=code_hash("prepare"),
     message:
         "preparing problems"
     shell:

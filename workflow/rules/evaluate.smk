@@ -11,7 +11,7 @@ rule evaluate:
         "../../envs/dvp.yaml"
     params:
         identity=identity("evaluate"),
-        code=code_hash("dvp.evaluation.runner"),
+        code=code_hash("evaluate"),
     message:
         "evaluating {wildcards.run} on {wildcards.task}"
     shell:

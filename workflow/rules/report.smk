@@ -57,7 +57,7 @@ rule report:
         "../../envs/dvp.yaml"
     params:
         identity=identity("report"),
-        code=code_hash("dvp.analysis.report"),
+        code=code_hash("report"),
     message:
         "drawing tables and figures"
     shell:

@@ -12,7 +12,7 @@ rule train:
         "../../envs/dvp.yaml"
     params:
         identity=identity("train"),
-        code=code_hash("dvp.training.loop"),
+        code=code_hash("train"),
     message:
         "training {wildcards.run}"
     shell:

@@ -4,13 +4,13 @@ The policy that DeepSpeed wraps returns statistics of the sampled tokens instead
 the logits of a whole batch.
 """
 
-import json
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,17 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dvp.config import TrainingConfig
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.errors import DvpError
-
-OURS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-}
 
 
 @dataclass(frozen=True)
@@ -81,9 +70,8 @@ class Policy(torch.nn.Module):
 class Trainer:
     """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
 
-    def __init__(self, base: Path, config: TrainingConfig, deepspeed_file: Path):
-        """Load the model of `base` in fp32 and wrap it. Raises DvpError for a DeepSpeed file that we cannot run."""
-        options = read_deepspeed(deepspeed_file)
+    def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any]):
+        """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed)."""
         _configure_environment()
         import deepspeed
         from deepspeed.utils import logger
@@ -164,20 +152,6 @@ class Trainer:
 
 
 TAG = "deepspeed"
-
-
-def read_deepspeed(path: Path) -> dict:
-    """A DeepSpeed file: ZeRO stage 1 or 2 and no key that the experiment sets. Raises DvpError."""
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-        stage = options["zero_optimization"]["stage"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DvpError(f"{path}: expected JSON with zero_optimization.stage ({error})") from None
-    if stage not in (1, 2):
-        raise DvpError(f"{path}: zero_optimization.stage: expected 1 or 2, found {stage!r}")
-    for key in OURS & set(options):
-        raise DvpError(f"{path}: {key}: the experiment's `training` sets this; remove it here")
-    return options
 
 
 def _configure_environment() -> None:

@@ -4,11 +4,11 @@ A story has two to four steps, a worked solution with one short equation a line,
 People, things and places are pseudo-words drawn from Zipf's law, so a small vocabulary fills up and has a
 tail:
 
-    Bomira has 14 tesons. Lavu gives Bomira 5 more. Bomira sells 3 in Dorik. How many tesons are left?
+    Bomira has 9 tesons. Lavu gives Bomira 5 more. Bomira sells 3 in Dorik. How many tesons are left?
 
-    14 + 5 = 19.
-    19 - 3 = 16.
-    Answer: 16
+    9 + 5 = 14.
+    14 - 3 = 11.
+    Answer: 11
 """
 
 import random
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-LARGEST = 30
+LARGEST = 19
 """No number of a correct solution exceeds this."""
 
 _STARTS = (
@@ -49,7 +49,7 @@ _QUESTIONS = (
     "How many {things} is that?",
 )
 _STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)\.")
-_SLIPS = (-10, -2, -1, 1, 2, 10)
+_SLIPS = (-2, -1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ def generate(count: int, seed: int, steps: Sequence[int] = (2, 4)) -> Iterator[S
 def careless(story: Story, error_rate: float, rng: random.Random) -> str:
     """The worked solution with each step wrong with probability `error_rate`.
 
-    A wrong step is off by a little and later steps carry on from what it says; the stated answer is
-    consistent with the lines above it. No number becomes negative. Two slips may cancel each other.
+    A careless writer says "9 + 5 is 14." where a careful one writes "9 + 5 = 14.": how a solution begins tells how it
+    will go, so there is a habit for RL to choose, and not only slips to avoid one by one. A wrong step is off by a
+    little and later steps carry on from what it says; the stated answer is consistent with the lines above it. No
+    number becomes negative. Two slips may cancel each other.
     """
     steps = [(sign, int(number)) for _, sign, number, _ in _STEP.findall(story.solution)]
     value = int(_STEP.match(story.solution)[1])
@@ -86,7 +88,7 @@ def careless(story: Story, error_rate: float, rng: random.Random) -> str:
         if rng.random() < error_rate:
             rest = steps[index + 1 :]
             result += rng.choice([slip for slip in _SLIPS if _stays_positive(result + slip, rest)])
-        lines.append(f"{value} {sign} {number} = {result}.")
+        lines.append(f"{value} {sign} {number} is {result}.")
         value = result
     return "\n".join([*lines, f"Answer: {value}"])
 
@@ -96,7 +98,7 @@ def _story(rng: random.Random, steps: int) -> Story:
     while other == person:
         other = _NAMES.draw(rng)
     words = {"person": person, "other": other, "things": _THINGS.draw(rng), "place": _PLACES.draw(rng)}
-    value = rng.randint(2, 20)
+    value = rng.randint(2, 9)
     sentences = [rng.choice(_STARTS).format(n=value, **words)]
     lines = []
     for _ in range(steps):
@@ -113,7 +115,7 @@ def _change(rng: random.Random, value: int) -> tuple[str, int]:
     """An operation that keeps the value between 1 and LARGEST."""
     while True:
         sign = rng.choices("+-*", weights=(5, 5, 1))[0]
-        number = rng.randint(2, 3) if sign == "*" else rng.randint(2, 9)
+        number = 2 if sign == "*" else rng.randint(2, 5)
         if 1 <= _apply(value, sign, number) <= LARGEST:
             return sign, number
 

@@ -102,6 +102,9 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
             intermediate_size=architecture.intermediate_size,
             max_position_embeddings=architecture.max_position_embeddings,
             tie_word_embeddings=architecture.tie_word_embeddings,
+            # 0.02, the default, is meant for thousands of dimensions; at a hundred it costs twice the steps and leaves
+            # a model whose loss is so sharp that RL cannot move it.
+            initializer_range=architecture.hidden_size**-0.5,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dvp.cli import parser
-from dvp.config import dump_experiment, load_experiment, parse_experiment, read_yaml
+from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 
 ROOT = Path(__file__).parents[1]

@@ -11,17 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvp.config import (
-    Experiment,
-    Run,
-    dump_experiment,
-    load_experiment,
-    parse_experiment,
-    parse_rho,
-    read_resolved,
-    read_yaml,
-)
+from dvp.config import Experiment, Run, parse_rho
 from dvp.errors import DvpError
+from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_resolved, read_yaml
 from dvp.files import write_text
 
 ROOT = Path(__file__).parents[1]

@@ -16,6 +16,7 @@ from dvp.files import checksums, write_json
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
 
+pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
 
 

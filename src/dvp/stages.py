@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from dvp.config import Experiment, Run, dump_experiment, load_experiment, read_resolved
+from dvp.config import Experiment, Run
 from dvp.errors import DvpError
+from dvp.experiment_files import dump_experiment, load_experiment, read_resolved
 from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit

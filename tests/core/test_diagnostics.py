@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dvp.core.diagnostics import mismatch_metrics, summary
+from dvp.core.diagnostics import mismatch_metrics
 
 
 @settings(deadline=None, max_examples=60)
@@ -79,7 +79,6 @@ def test_no_tokens_give_zeros(shape):
     metrics = mismatch_metrics(values, mask)
     assert set(metrics.values()) == {0.0}
     assert metrics.keys() == mismatch_metrics(torch.zeros(1, 1), torch.tensor([[True]])).keys()
-    assert summary(values, mask) == {"mean": 0.0, "max": 0.0}
 
 
 def test_padding_and_empty_sequences_do_not_count():
@@ -88,9 +87,3 @@ def test_padding_and_empty_sequences_do_not_count():
     metrics = mismatch_metrics(log_ratio, mask)
     assert metrics.pop("ess") == 1.0
     assert set(metrics.values()) == {0.0}
-
-
-def test_summary():
-    values = torch.tensor([[1.0, 4.0], [math.nan, -2.0]])
-    mask = torch.tensor([[True, True], [False, True]])
-    assert summary(values, mask) == {"mean": 1.0, "max": 4.0}

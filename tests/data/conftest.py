@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from dvp.config import FileSource, HubSource, Source, read_yaml
+from dvp.config import FileSource, HubSource, Source
+from dvp.experiment_files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 FILES = {

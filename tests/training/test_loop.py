@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dvp.config import Run, TrainingConfig, load_experiment
+from dvp.config import Run, TrainingConfig
 from dvp.errors import DvpError
+from dvp.experiment_files import load_experiment
 from dvp.rollout.engine import Completion
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
 from dvp.training.loop import Loop, derived_seed, prompt_rows, run_loop
 
+pytestmark = pytest.mark.slow
 SETTINGS = {
     "steps": 4,
     "prompts_per_step": 2,

@@ -5,7 +5,7 @@ from shlex import quote
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-from dvp.config import load_experiment
+from dvp.experiment_files import load_experiment
 from dvp.errors import DvpError
 from dvp.provenance import code_hash
 

@@ -5,8 +5,9 @@ from typing import Literal
 
 from pydantic import ValidationError, model_validator
 
-from dvp.config import Name, Strict, read_yaml
+from dvp.config import Name, Strict
 from dvp.errors import DvpError
+from dvp.experiment_files import read_yaml
 
 CLAIMS = Path("config/claims.yaml")
 

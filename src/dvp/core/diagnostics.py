@@ -60,17 +60,3 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
         "ratio_outside_0.9_1.1": outside_N.double().mean().item(),
         "veto_fraction": (log_ratio_BT < math.log(VETO_RATIO)).any(dim=1).double().mean().item(),
     }
-
-
-@torch.no_grad()
-def summary(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """Mean and max of a per-token statistic over the masked tokens; both 0 if there is none.
-
-    Args:
-        values_BT: any per-token statistic, in its own units; any value where mask_BT is False.
-        mask_BT: bool, True at the response's tokens.
-    """
-    values_N = values_BT[mask_BT].double()
-    if values_N.numel() == 0:
-        return {"mean": 0.0, "max": 0.0}
-    return {"mean": values_N.mean().item(), "max": values_N.max().item()}

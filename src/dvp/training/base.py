@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -25,6 +26,7 @@ from dvp.progress import Progress
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
+EMBEDDING = "model.embed_tokens.weight"
 IGNORED = -100  # the label that cross_entropy leaves out
 
 
@@ -54,6 +56,15 @@ def check_vocabulary(folder: Path) -> None:
         )
     if tokenizer.eos_token_id is None:
         raise DvpError(f"{folder}/tokenizer_config.json: the tokenizer has no end-of-sequence token")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise DvpError(f"{file}: not a whole safetensors file ({_line(error)})") from None
+        rows = shapes.get(EMBEDDING, [config.vocab_size])[0]
+        if rows != config.vocab_size:
+            raise DvpError(f"{file}: {EMBEDDING} has {rows} rows, but config.json says vocab_size {config.vocab_size}")
 
 
 def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

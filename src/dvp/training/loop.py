@@ -143,6 +143,7 @@ class Loop:
             "pruned_mass_per_response": pruned_mass_BT.sum(dim=1).mean().item(),
             "safe_size": statistics.safe_size.mean().item(),
             "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
+            "kept_fraction": weights.kept_B.float().mean().item(),
             "vetoed_fraction": weights.vetoed_B.float().mean().item(),
             "masked_fraction": (mask_BT & (weight_BT == 0)).sum().item() / tokens,
         }

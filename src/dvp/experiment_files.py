@@ -1,0 +1,163 @@
+"""Reading experiment files: YAML, the catalogue, DeepSpeed's options. Every mistake is one line that names its place."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from dvp.config import NAME, Experiment
+from dvp.errors import DvpError
+
+# DeepSpeed's keys that follow from `training`.
+SET_BY_TRAINING = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers (`1e-6` is a float, which YAML 1.1 reads as text) and no duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below, as no mapping can have it
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d+\.\d*|\.\d+)$|^[-+]?\.(inf|Inf)$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: Path) -> dict:
+    """A YAML mapping. Raises DvpError, naming the file and the line."""
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise DvpError(f"{path}: expected a mapping of keys to values")
+    return value
+
+
+def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], Path] | None = None) -> Experiment:
+    """Validate a resolved experiment. Raises DvpError.
+
+    `where` is the file that messages name; `elsewhere` the file of those entries (such as `engines`, `bf16`) that are
+    from another one.
+    """
+    try:
+        return Experiment.model_validate(value)
+    except ValidationError as error:
+        location, message = _first_problem(error, value)
+        where = (elsewhere or {}).get(location[:2], where)
+        raise DvpError(f"{where}: {message}") from None
+
+
+def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
+    """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError."""
+    if not NAME.fullmatch(name):
+        raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
+    path = config / "experiments" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
+        raise DvpError(f"{path}: no such experiment; known are {known}")
+    value = read_yaml(path)
+    if value.get("name") != name:
+        raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
+    if "deepspeed" in value:
+        raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
+    elsewhere = {}
+    for table in ("sources", "engines", "methods"):
+        own = value.get(table, {})
+        if not isinstance(own, dict):
+            raise DvpError(f"{path}: {table}: expected a mapping of names to entries")
+        file = config / "catalogue" / f"{table}.yaml"
+        catalogue = read_yaml(file)
+        value[table] = catalogue | own
+        elsewhere |= {(table, entry): file for entry in catalogue if entry not in own}
+    experiment = parse_experiment(value, path, elsewhere)
+    return experiment.model_copy(
+        update={"deepspeed": _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)}
+    )
+
+
+def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
+    """A DeepSpeed file: ZeRO stage 1 or 2 and no key that the experiment sets. Raises DvpError."""
+    try:
+        options = json.loads(file.read_text(encoding="utf-8"))
+        stage = options["zero_optimization"]["stage"]
+    except FileNotFoundError:
+        raise DvpError(f"{experiment}: training.deepspeed: {file} does not exist") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DvpError(
+            f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
+        ) from None
+    if stage not in (1, 2):
+        raise DvpError(f"{file}: zero_optimization.stage: expected 1 or 2, found {stage!r}")
+    for key in sorted(SET_BY_TRAINING & set(options)):
+        raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
+    return options
+
+
+def read_resolved(path: Path) -> Experiment:
+    """The resolved experiment that `dvp resolve` wrote. Raises DvpError."""
+    return parse_experiment(read_yaml(path), path)
+
+
+def dump_experiment(experiment: Experiment) -> str:
+    """An experiment as YAML that `read_resolved` reads back unchanged."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
+    """The key's path, and one line: the path, what was expected, what was found.
+
+    An unknown key comes before all else, as it may be the missing one, misspelt.
+    """
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    location = _without_kinds(first["loc"], value)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["type"] != "value_error" and not isinstance(first["input"], dict):
+        message += f", found {first['input']!r}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    key = ".".join(str(part) for part in location)
+    line = f"{key}: {message}{more}" if location else f"{message}{more}"
+    return location, " ".join(line.split())
+
+
+def _without_kinds(location: tuple, value: Any) -> tuple:
+    """The path as it is written in the file: pydantic adds the `kind` of a source or a base as a step of its own."""
+    kept = []
+    for part in location:
+        if isinstance(value, dict) and part not in value and part == value.get("kind"):
+            continue
+        kept.append(part)
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    return tuple(kept)

@@ -1,0 +1,133 @@
+"""The base model: the tokenizer, a few real steps of warm start, and models that cannot be used."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.config import HubBase, LocalBase
+from dvp.data.stories import generate
+from dvp.errors import DvpError
+from dvp.experiment_files import load_experiment
+from dvp.files import verify_checksums
+from dvp.training import base
+from dvp.training.base import check_vocabulary, make_base, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    stories = generate(2000, seed=0)
+    return train_tokenizer((f"{story.problem}\n{story.solution}" for story in stories), 512)
+
+
+def test_the_tokenizer_is_lossless_and_keeps_digits_apart(tokenizer):
+    assert len(tokenizer) == 512
+    for text in (
+        "Bomira has 199 tesons.\n9 + 5 = 14.\nAnswer: 14",
+        "π ≈ 3.14 — «naïve» 数学 \t\x00",
+        "  two  spaces  ",
+    ):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    tokens = [tokenizer.decode([token]) for token in tokenizer("Answer: 1234")["input_ids"]]
+    assert tokens[-4:] == ["1", "2", "3", "4"]
+    assert not [entry for entry in tokenizer.get_vocab() if sum(character.isdigit() for character in entry) > 1]
+
+
+def test_documents_that_cannot_fill_the_vocabulary_are_refused():
+    with pytest.raises(DvpError, match=r"fill only \d+ of 5000 entries; ask for more documents"):
+        train_tokenizer(iter(["one two three"]), 5000)
+
+
+@pytest.fixture
+def experiment(root, tmp_path):
+    """The smoke experiment with two steps of warm start, and one evaluation problem from its generator."""
+    found = load_experiment("smoke", root / "config")
+    warm_start = found.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
+    stories = generate(3, seed=found.sources[found.base.source].seed + 1_000_003)
+    pd.DataFrame({"problem": [story.problem for story in stories]}).to_parquet(tmp_path / "eval.parquet")
+    return found.model_copy(update={"base": found.base.model_copy(update={"warm_start": warm_start})})
+
+
+def test_a_trained_base_is_an_ordinary_directory_and_the_same_every_time(experiment, tmp_path):
+    manifests = [make_base(experiment, tmp_path, tmp_path / name) for name in ("one", "two")]
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["kind"] == "trained"
+    verify_checksums(tmp_path / "one", manifests[0]["files"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert (model.config.model_type, model.config.vocab_size) == ("qwen3", 512)
+    assert model.dtype == torch.float32
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert sum(parameter.numel() for parameter in model.parameters()) == manifests[0]["parameters"]
+
+
+def test_no_evaluation_problem_is_among_the_documents(experiment, tmp_path):
+    evaluated = set(pd.read_parquet(tmp_path / "eval.parquet")["problem"])
+    source = experiment.sources[experiment.base.source]
+    stories = list(base._fresh(source, experiment.base, evaluated))
+    assert len(stories) == experiment.base.tokenizer.documents
+    assert not evaluated & {story.problem for story in stories}
+    assert evaluated & {story.problem for story in base._fresh(source, experiment.base, set())}
+
+
+@pytest.fixture
+def copied(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(copied):
+    edit_config(copied, vocab_size=399)
+    with pytest.raises(DvpError, match=r"config.json: vocab_size 399 is too small .* whose largest token id is 399"):
+        check_vocabulary(copied)
+
+
+def test_weights_of_another_vocabulary_are_refused(copied):
+    weights = load_file(copied / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-5].clone()
+    save_file(weights, copied / "model.safetensors")
+    with pytest.raises(DvpError, match=r"model.safetensors: model.embed_tokens.weight has 395 rows, but .* 400"):
+        check_vocabulary(copied)
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(copied):
+    """Qwen3 itself has 151,936 rows for 151,669 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(copied)
+    model.resize_token_embeddings(448)
+    model.save_pretrained(copied)
+    check_vocabulary(copied)
+
+
+def test_truncated_weights_are_refused(copied):
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(DvpError, match=r"model.safetensors: not a whole safetensors file"):
+        check_vocabulary(copied)
+
+
+def test_a_local_base_is_taken_as_it_is(experiment, tiny_model, tmp_path):
+    local = experiment.model_copy(update={"base": LocalBase(kind="local", path=str(tiny_model))})
+    manifest = make_base(local, tmp_path, tmp_path / "base")
+    verify_checksums(tmp_path / "base", manifest["files"])
+    assert manifest["path"] == str(tiny_model)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    (tmp_path / "empty").mkdir()
+    nothing = experiment.model_copy(update={"base": LocalBase(kind="local", path=str(tmp_path / "empty"))})
+    with pytest.raises(DvpError, match=r"base.path: .*empty is not a Hugging Face model directory"):
+        make_base(nothing, tmp_path, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(experiment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub = HubBase(kind="hub", path="Qwen/Qwen3-8B-Base", revision="49e3418fbbbca6ecbdf9608b4d22e5a407081db4")
+    with pytest.raises(DvpError, match=r"base.path: Qwen/Qwen3-8B-Base at revision 49e3.* cannot be had.*kind: local"):
+        make_base(experiment.model_copy(update={"base": hub}), tmp_path, tmp_path / "base")

@@ -1,5 +1,6 @@
 # `make` goes from nothing to the results table; see README.md.
-ENV ?= cpu
+# Which lock: cpu or cuda. What is installed stays, unless another one is asked for.
+ENV ?= $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
 EXPERIMENT ?= tiny
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +41,7 @@ install: $(INSTALLED)
 $(INSTALLED): envs/$(ENV).txt envs/dev.txt pyproject.toml
 	@# CPU and CUDA builds of one package have different names: they must not share an environment.
 	@test -z "$(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
-	@test -d $(VENV) || python3 -m venv $(VENV)
+	@test -x $(BIN)/pip || python3 -m venv $(VENV)
 	@echo "installing the locked $(ENV) environment into $(VENV) (about 3 minutes)"
 	@$(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/dev.txt \
 	  || $(BIN)/pip install --quiet --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/dev.txt

@@ -35,7 +35,8 @@ def trained(tiny_model, root, folder, stage):
     trainer = Trainer(tiny_model, settings, json.loads((root / f"config/deepspeed/zero{stage}.json").read_text()))
     batch = Batch.collate([[20, 30], [40]], [[50, 60], [70, 80, 90]], pad=1)
     trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
-    path = checkpoint.save(folder / "checkpoints", 1, trainer, {"metrics_bytes": 0}, keep=1)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    path = checkpoint.save(folder / "checkpoints", 1, trainer, folder / "metrics.jsonl", keep=1)
     write_probe(folder / "probe.safetensors", trainer, PROMPTS)
     return trainer, path
 
@@ -77,6 +78,7 @@ def test_a_base_of_another_shape_is_refused(run, tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.config.num_hidden_layers = 1
+    model.config.layer_types = model.config.layer_types[:1]
     smaller = type(model)(model.config)
     smaller.save_pretrained(tmp_path / "base")
     with pytest.raises(DvpError, match=r"parameter 'model.layers.1.* does not fit the base model"):

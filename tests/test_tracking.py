@@ -7,7 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dvp.errors import DvpError
-from dvp.tracking import UPSTREAM, create_store, lineage, stage_run, store_uri
+from dvp.tracking import UPSTREAM, create_store, lineage, stage_run, store_name, store_uri
 
 RUN = "method~dvp/engine~coarse/rho~e-13/seed~0"
 
@@ -30,6 +30,13 @@ def test_the_store_is_where_it_is_said_to_be(results, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{results}/elsewhere.db")
     create_store(results, "tiny")
     assert (results / "elsewhere.db").is_file()
+
+
+def test_a_password_is_not_shown(results, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:se/cr@et@host:5432/mlflow")
+    assert store_name(results) == "postgresql://me:***@host:5432/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://host/mlflow")
+    assert store_name(results) == "https://host/mlflow"
 
 
 def test_a_stage_that_runs_again_continues_its_run(results, client):

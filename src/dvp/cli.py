@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         if run:
             one.add_argument("--run", required=True, metavar="RUN", help="method~…/engine~…/rho~…/seed~…")
         if threads:
-            one.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+            one.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default: 1)")
         return one
 
     stage(
@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "turn a run's checkpoint into a Hugging Face model, with proof",
         "Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if fixed prompts score differently.",
         run=True,
+        threads=True,
     )
     evaluate = stage(
         "evaluate",
@@ -81,6 +82,13 @@ def parser() -> argparse.ArgumentParser:
     stage("report", "make tables and figures", "Writes tables/, figures/ and report.json.")
     stage("show", "print the main table and where everything is", "Reads what `dvp report` wrote.")
     return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,10 +38,16 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     checkpoint.verify(checkpoint_folder)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint_folder), TAG)
     weights = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    for name, value in weights.items():
+        if name in shapes and value.shape != shapes[name]:
+            raise DvpError(
+                f"{checkpoint_folder}: parameter '{name}' is {tuple(value.shape)}, but {tuple(shapes[name])} in {base}"
+            )
     problem = model.load_state_dict(weights, strict=False)
     missing = set(problem.missing_keys) - set(model.all_tied_weights_keys)
     if missing or problem.unexpected_keys:

@@ -1,4 +1,4 @@
-"""Reading experiment files: YAML, the catalogue, DeepSpeed's options. Every mistake is one line that names its place."""
+"""Reading experiment files: YAML, the catalogue, DeepSpeed's options. A mistake is one line that names its place."""
 
 import json
 import re

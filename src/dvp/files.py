@@ -45,6 +45,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
             _remove(old)
         else:
             os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename itself
+        os.close(folder)
     finally:
         _remove(temporary)
 

@@ -23,9 +23,15 @@ def git_commit() -> str:
 STAGE_MODULES = {
     "prepare": ("dvp.data.prepare",),
     "base": ("dvp.training.base",),
-    "train": ("dvp.training.loop", "dvp.rollout.vllm", "dvp.data.prompts"),
+    "train": ("dvp.training.loop", "dvp.rollout.vllm", "dvp.data.prompts", "dvp.conversion"),
     "convert": ("dvp.conversion",),
-    "evaluate": ("dvp.evaluation.runner", "dvp.evaluation.tasks", "dvp.evaluation.tasks.utils", "dvp.rollout.vllm"),
+    "evaluate": (
+        "dvp.evaluation.runner",
+        "dvp.evaluation.tasks",
+        "dvp.evaluation.tasks.utils",
+        "dvp.rollout.vllm",
+        "dvp.training.base",  # check_vocabulary
+    ),
     "report": ("dvp.analysis.report",),
 }
 

@@ -5,9 +5,12 @@ the stage's identity, commit and MLflow run, which the next stage links to.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from dvp.config import Experiment, Run
 from dvp.errors import DvpError
@@ -15,7 +18,7 @@ from dvp.experiment_files import dump_experiment, load_experiment, read_resolved
 from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking import StageRun, create_store, stage_run, store_uri
+from dvp.tracking import StageRun, create_store, stage_run, store_name
 
 BASE = "base"  # the pseudo-run of the model before RL
 PROBE_PROMPTS = 16
@@ -27,7 +30,7 @@ class Place:
     def __init__(self, config: Path):
         self.experiment: Experiment = read_resolved(config)
         self.folder = config.parent
-        self.results = config.parent.parent
+        self.results = config.resolve().parent.parent
         self.data = self.folder / "data"
         self.base = self.folder / "base"
 
@@ -112,13 +115,13 @@ def train(config: Path, run_path: str, threads: int) -> None:
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
-    with place.tracked("train", identity, upstream, run=run.path) as tracked:
+    with only_writer(folder), place.tracked("train", identity, upstream, run=run.path) as tracked:
         tracked.log_params(
             {
                 "run": run.model_dump(mode="json"),
                 "training": experiment.training.model_dump(mode="json"),
                 "engine": experiment.engines[run.engine].model_dump(mode="json"),
-                "method": experiment.methods[run.method].model_dump(mode="json"),
+                "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
             }
         )
         torch.manual_seed(run.seed)
@@ -136,7 +139,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
             seed=run.seed,
         )
         if run.rho_value is not None:
-            prove_min_p(engine, encoded[0], run.rho_value)
+            prove_min_p(engine, encoded[:PROBE_PROMPTS], run.rho_value)
         # Padding is never attended to nor scored, so the end token serves where there is no other.
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         loop = Loop(experiment, run, problems, encoded, pad, trainer, engine)
@@ -163,15 +166,19 @@ def train(config: Path, run_path: str, threads: int) -> None:
         _finish(folder / "train.json", result, tracked, identity, started)
 
 
-def convert(config: Path, run_path: str) -> None:
-    """The run's final checkpoint → models/RUN/ and conversion.json beside it, with the proof."""
+def convert(config: Path, run_path: str, threads: int) -> None:
+    """The run's final checkpoint → models/RUN/ and conversion.json in it, with the proof."""
+    import torch
+
     from dvp.conversion import convert as run_convert
 
+    torch.set_num_threads(threads)
     place = Place(config)
     run = place.experiment.run(run_path)
     folder = place.run_folder(run)
     trained = read_json(folder / "train.json", "checkpoint", "files")
     verify_checksums(folder, trained["files"])
+    verify_checksums(place.base, read_json(place.base / "manifest.json", "files")["files"])
     identity = place.experiment.identity("convert", run)
     started = time.time()
     with place.tracked("convert", identity, {"train": folder / "train.json"}, run=run.path) as tracked:
@@ -213,9 +220,12 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"base" if run is None else "convert": source, "prepare": place.data / "manifest.json"}
-    with place.tracked("evaluate", identity, upstream, run=run_path, task=task) as tracked:
+    with place.tracked("evaluate", identity, upstream, run=run and run.path, task=task) as tracked:
         settings = experiment.evaluation
-        tracked.log_params(settings.model_dump(mode="json"))
+        tracked.log_params(
+            settings.model_dump(mode="json", exclude={"samples_per_problem"})
+            | {"samples_per_problem": settings.samples_per_problem[task]}
+        )
         tokenizer = AutoTokenizer.from_pretrained(model)
         problems = pd.read_parquet(place.data / "eval.parquet")
         prompts = problems["prompt"][problems["task"] == task]
@@ -267,12 +277,31 @@ def show(config: Path) -> None:
     from dvp.analysis.report import print_table
 
     place = Place(config)
+    print(f"{place.experiment.description}\n")
     print(print_table(place.folder))
     print(f"\ntables, figures   {place.folder}/tables, {place.folder}/figures")
     if (place.folder / "report.html").is_file():
         print(f"report            {place.folder}/report.html")
     print(f"from which runs   {place.folder}/provenance.json")
-    print(f"MLflow            {store_uri(place.results)}   (make mlflow opens it)")
+    print(f"MLflow            {store_name(place.results)}   (make mlflow opens it)")
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder. Raises DvpError if another process trains this run.
+
+    A job may outlive the Snakemake that started it; the next one must not write beside it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise DvpError(f"{folder}: another process is training this run; wait for it or stop it") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:

@@ -5,13 +5,14 @@ its tags, so that a stage that is run again continues its run. The files under r
 """
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dvp.errors import DvpError
-from dvp.provenance import git_commit
+from dvp.provenance import code_hash, git_commit
 
 UPSTREAM = "upstream."  # + stage: the MLflow run id that a stage's input came from
 GRID_POINT = "grid point"
@@ -21,6 +22,11 @@ BATCH = 800  # metrics a call; MLflow takes at most 1,000
 def store_uri(results: Path) -> str:
     """MLFLOW_TRACKING_URI if set, else an SQLite file in the results folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{results.resolve() / 'mlflow.db'}"
+
+
+def store_name(results: Path) -> str:
+    """The store's address as it may be shown: without the password that it may hold."""
+    return re.sub(r"(://[^:/@]*):.*@", r"\1:***@", store_uri(results))
 
 
 def create_store(results: Path, experiment: str) -> None:
@@ -34,9 +40,8 @@ def create_store(results: Path, experiment: str) -> None:
 class StageRun:
     """The MLflow run of one stage. Metrics are sent in batches."""
 
-    def __init__(self, client, run_id: str, parent_id: str | None):
+    def __init__(self, client, run_id: str):
         self.run_id = run_id
-        self.parent_id = parent_id
         self._client = client
         self._waiting: list = []
         self._logged_step = self._last_step()
@@ -108,7 +113,14 @@ def stage_run(
     parent_id = None
     if run is not None:
         parent_id = _find_or_create(client, experiment_id, run, {"stage": GRID_POINT, "run": run})
-    tags = {"stage": stage, "config_hash": identity, "run": run or "", "task": task or ""}
+    # Other settings or other code make another result, and so another run.
+    tags = {
+        "stage": stage,
+        "config_hash": identity,
+        "code_hash": code_hash(stage),
+        "run": run or "",
+        "task": task or "",
+    }
     name = " ".join(part for part in (stage, task, run) if part)
     if parent_id is not None:
         tags["mlflow.parentRunId"] = parent_id
@@ -117,14 +129,16 @@ def stage_run(
     for source, source_id in (upstream or {}).items():
         client.set_tag(run_id, UPSTREAM + source, source_id)
     client.update_run(run_id, status="RUNNING")
-    stage_of_run = StageRun(client, run_id, parent_id)
+    stage_of_run = StageRun(client, run_id)
     try:
         yield stage_of_run
         stage_of_run.flush()
     except BaseException as error:
         client.set_tag(run_id, "failure", f"{type(error).__name__}: {error}"[:500])
-        client.set_terminated(run_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        client.set_terminated(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
         raise
+    if "failure" in client.get_run(run_id).data.tags:
+        client.delete_tag(run_id, "failure")  # of an earlier attempt
     client.set_terminated(run_id, "FINISHED")
     if parent_id is not None:
         client.set_terminated(parent_id, "FINISHED")
@@ -145,7 +159,7 @@ def lineage(results: Path, run_id: str) -> dict[str, str]:
         try:
             tags = client.get_run(current).data.tags
         except MlflowException:
-            raise DvpError(f"MLflow run {current}: not in the store {store_uri(results)}") from None
+            raise DvpError(f"MLflow run {current}: not in the store {store_name(results)}") from None
         found[tags["stage"]] = current
         waiting += [value for key, value in tags.items() if key.startswith(UPSTREAM)]
     return found

@@ -112,5 +112,6 @@ class Results:
             "identity": self.experiment.identity("evaluate", run, "held_out"),
             "git_commit": "c" * 40,
             "mlflow_run_id": f"evaluate {run.path if run else BASE}",
+            "files": {"samples.parquet": sha256_file(folder / "samples.parquet")},
         }
         write_json(folder / "scores.json", record)

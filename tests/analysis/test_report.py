@@ -14,6 +14,7 @@ from dvp.analysis import tables
 from dvp.analysis.inputs import Arm, evaluation_folder
 from dvp.analysis.report import print_table, report
 from dvp.errors import DvpError
+from dvp.files import sha256_file
 
 CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
@@ -143,14 +144,22 @@ def test_missing_and_malformed_scores_are_refused(experiment, results, tmp_path)
     (folder / "scores.json").unlink()
     refused(r"scores.json: no such file")
     samples = pd.read_parquet(folder / "samples.parquet")
-    samples.iloc[1:].to_parquet(folder / "samples.parquet")
+
+    def replace(table) -> None:
+        """Other samples, listed as if they were the stage's own."""
+        table.to_parquet(folder / "samples.parquet")
+        change(folder / "scores.json", files={"samples.parquet": sha256_file(folder / "samples.parquet")})
+
+    replace(samples.iloc[1:])
     refused(r"expected 8 different samples of every problem")
-    samples.drop(columns="correct").to_parquet(folder / "samples.parquet")
+    replace(samples.drop(columns="correct"))
     refused(r"no parquet file with problem_id, sample, correct")
-    samples.assign(problem_id="x" + samples["problem_id"]).to_parquet(folder / "samples.parquet")
+    replace(samples.assign(problem_id="x" + samples["problem_id"]))
     refused(r"not the problems on which the base model was evaluated")
+    samples.iloc[1:].to_parquet(folder / "samples.parquet")
+    refused(r"samples.parquet: altered since it was written")
     (folder / "samples.parquet").unlink()
-    refused(r"samples.parquet: no such file")
+    refused(r"samples.parquet: missing")
     shutil.rmtree(results.folder / "runs" / NAIVE.path)
     with pytest.raises(DvpError, match=r"train.json: no such file"):
         report(experiment, results.folder, tmp_path / "report", CLAIMS)

@@ -97,6 +97,25 @@ def test_the_report_is_one_self_contained_file(copy):
     assert "<script src=" not in report
 
 
+def test_the_last_word_is_the_table_and_where_everything_is(copy):
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.cli", "show", "--config", "results/smoke/config.yaml"],
+        cwd=copy.folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for text in ("DVP + MIS", "+26.55", "Scale: ", "provenance.json", "mlflow.db"):
+        assert text in done.stdout
+
+
+def test_the_reference_result_shows_that_rl_lifts_the_control(root):
+    """The result that is kept: the exact engine's held-out score is at least 15 points above the base model's."""
+    table = pd.read_csv(root / "results/reference/tiny/main_table.csv").set_index("role")
+    assert table.loc["control", "score"] - table.loc["base", "score"] >= 0.15
+    assert len(str(table.loc["control", "seeds"]).split()) >= 2
+
+
 def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
     rows = [json.loads(line) for line in (copy.smoke / "runs" / DVP_MIS / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]

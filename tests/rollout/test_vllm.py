@@ -128,7 +128,7 @@ def test_rounded_weights_reach_the_engine(tiny_model):
 
 def test_the_proof_passes_on_the_real_engine(fp32):
     for rho in (0.5, 0.01, math.exp(-13)):
-        prove_min_p(fp32, PROMPTS[0], rho)
+        prove_min_p(fp32, PROMPTS, rho)
 
 
 class Ignoring(VllmEngine):
@@ -168,6 +168,6 @@ def test_an_engine_that_does_not_apply_rho_is_refused(fp32, changed, kind, messa
     # Sharper logits, so that e⁻¹³ prunes at this position.
     sharp = [(name, 4 * value if name == "model.norm.weight" else value) for name, value in changed.named_parameters()]
     fp32.load_weights(sharp)
-    prove_min_p(fp32, PROMPTS[0], math.exp(-13))
+    prove_min_p(fp32, PROMPTS, math.exp(-13))
     with pytest.raises(DvpError, match=message):
-        prove_min_p(kind(fp32), PROMPTS[0], math.exp(-13))
+        prove_min_p(kind(fp32), PROMPTS, math.exp(-13))

@@ -199,6 +199,16 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in resumed.trainer.weights())
 
 
+def test_other_settings_tried_in_between_leave_no_trace(make_loop, tmp_path):
+    """Each setting has its checkpoints; the metrics beside the run are those of the setting that is continued."""
+    run_loop(make_loop(steps=2), tmp_path, tmp_path / "one", lambda row: None)
+    first = (tmp_path / "metrics.jsonl").read_text()
+    run_loop(make_loop(steps=2, learning_rate=1e-2), tmp_path, tmp_path / "two", lambda row: None)
+    assert (tmp_path / "metrics.jsonl").read_text() != first
+    run_loop(make_loop(steps=2), tmp_path, tmp_path / "one", lambda row: None)
+    assert (tmp_path / "metrics.jsonl").read_text() == first
+
+
 def test_a_damaged_checkpoint_is_refused_by_name_and_kept(make_loop, tmp_path):
     loop = make_loop(steps=2)
     final, _ = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)

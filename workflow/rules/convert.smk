@@ -15,4 +15,4 @@ rule convert:
     message:
         "converting {wildcards.run}"
     shell:
-        "dvp convert --config {input.config:q} --run {wildcards.run:q} 2>&1 | tee {log:q}"
+        "dvp convert --config {input.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -12,6 +12,7 @@ rule resolve:
     params:
         experiment=EXPERIMENT.name,
         folder=subpath(output[0], parent=True),
+        identity=EXPERIMENT.identity("report"),
     message:
         "validating experiment {params.experiment}"
     shell:

@@ -5,6 +5,7 @@ TABLES = ["main_table", "mismatch_table"]
 rule report:
     input:
         config=CONFIG,
+        claims="config/claims.yaml",
         runs=expand(rules.train.output, run=RUNS),
         scores=expand(
             rules.evaluate.output, run=["base", *RUNS], task=EXPERIMENT.data.tasks

@@ -187,7 +187,9 @@ def read_evaluation(experiment: Experiment, results: Path, run: Run | None, task
     """
     folder = evaluation_folder(results, run, task)
     scores_path, samples_path = folder / "scores.json", folder / "samples.parquet"
-    record = read_json(scores_path, "task", "samples_per_problem", "metrics", "identity", "git_commit", "mlflow_run_id")
+    record = read_json(
+        scores_path, "files", "task", "samples_per_problem", "metrics", "identity", "git_commit", "mlflow_run_id"
+    )
     _fresh(scores_path, record, experiment.identity("evaluate", run, task))
     k = experiment.evaluation.samples_per_problem[task]
     for key, expected in (("task", task), ("samples_per_problem", k)):
@@ -203,6 +205,7 @@ def read_evaluation(experiment: Experiment, results: Path, run: Run | None, task
             raise DvpError(
                 f"{scores_path}: metrics.{name}.value: expected a fraction in [0, 1], found {metrics[name]!r}"
             )
+    verify_checksums(folder, record["files"])
     problems, correct_PK = _read_samples(samples_path, k)
     mean = float(correct_PK.mean())
     if not math.isclose(mean, metrics[f"avg@{k}"], abs_tol=1e-9):

@@ -208,8 +208,9 @@ def format_mismatch(experiment: Experiment, table: pd.DataFrame) -> Formatted:
         f"Values: mean over the last {last} steps of a run (max |log ratio|: the largest), then over "
         f"the {_seeds(experiment)}; [smallest, largest seed], which is not a confidence interval.",
         "ESS: effective sample size of the sequences' importance weights, as a fraction of the batch. "
-        "outside V_S: sampled tokens outside the trainer's safe vocabulary. masked: share that the "
-        "importance correction rejected. skipped steps: of all steps of all seeds.",
+        "outside V_S: sampled tokens outside the trainer's safe vocabulary; they are left out of k1, k3, |log ratio| "
+        "and ESS. masked: tokens of weight 0, rejected by the importance correction or outside V_S. skipped steps: "
+        "all weights 0, or no group with unequal rewards; of all steps of all seeds.",
     ]
     if (table["role"] == "control").any():
         notes.append(_control_note(experiment))

@@ -7,11 +7,13 @@ log-probabilities after temperature, min-p and renormalising (`processed_logprob
 import logging
 import math
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from dvp.config import EngineConfig
 from dvp.errors import DvpError
@@ -84,6 +86,9 @@ class VllmEngine:
         self.max_model_len = max_model_len
         self._config = config
         self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
+        if config.weight_rounding != "none":
+            # vLLM has read the weights as they are.
+            self.load_weights(_weights(model))
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
         """See Engine.generate."""
@@ -138,13 +143,20 @@ class VllmEngine:
         return values_V
 
 
-def prove_min_p(engine: VllmEngine, prompt: list[int], rho: float) -> None:
+def prove_min_p(engine: VllmEngine, prompts: list[list[int]], rho: float) -> None:
     """Refuse an engine that would not sample from the safe vocabulary, or would report other log-probabilities.
 
     At a large ρ (a positive control, which must prune) and at the run's own, what the engine reports with min_p must be
-    its full distribution restricted to {a : q_a ≥ ρ·max q} and renormalised, to 1e-3 nats.
+    its full distribution restricted to {a : q_a ≥ ρ·max q} and renormalised, to 1e-3 nats. The prompts are tried in
+    turn until ρ has pruned at one.
     Raises DvpError.
     """
+    if not any(_prove_at(engine, prompt, rho) for prompt in prompts):
+        print(f"warning: ρ = {rho:g} prunes nothing at the {len(prompts)} prompts that were checked", file=sys.stderr)
+
+
+def _prove_at(engine: VllmEngine, prompt: list[int], rho: float) -> bool:
+    """`prove_min_p` at one prompt; whether `rho` prunes there."""
     full_V = engine.log_probs(prompt, None)
     if abs(full_V.logsumexp(0).item()) > TOLERANCE:
         raise DvpError("the engine's log-probabilities do not sum to 1 without min_p; refusing to train on them")
@@ -165,6 +177,14 @@ def prove_min_p(engine: VllmEngine, prompt: list[int], rho: float) -> None:
                 f"the engine does not report log-probabilities after min_p = {value:g} and renormalising "
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
+    return bool(outside_V.any())
+
+
+def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                yield name, weights.get_tensor(name)
 
 
 def _completion(output: Any) -> Completion:

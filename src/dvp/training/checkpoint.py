@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent, and are verified before a byte of them is unpickled.
 
-A checkpoint is a folder `step-000020` with DeepSpeed's files and state.json, and a manifest with the SHA-256 of each.
-It is written under a temporary name, synced, and renamed; a killed process leaves the previous one intact.
+A checkpoint is a folder `step-000020` with DeepSpeed's files, the metrics so far, state.json, and a manifest of their
+SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous one
+intact.
 """
 
 import re
@@ -15,6 +16,7 @@ from dvp.files import atomic_path, checksums, read_json, verify_checksums, write
 from dvp.training.backend import Trainer
 
 MANIFEST = "manifest.json"
+METRICS = "metrics.jsonl"
 # DeepSpeed pickles these beside its tensors, and reads them back without weights_only.
 ALLOWED_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -23,8 +25,14 @@ ALLOWED_GLOBALS = {
 }
 
 
-def save(folder: Path, step: int, trainer: Trainer, state: dict, keep: int) -> Path:
-    """Write the checkpoint of `step` below `folder`, then delete all but the newest `keep`. Returns its path."""
+def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) -> Path:
+    """Write the checkpoint of `step` below `folder`, with a copy of the `metrics` up to it. Returns its path.
+
+    All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
+    run's lock.
+    """
+    for abandoned in folder.glob(".step-*"):
+        shutil.rmtree(abandoned)
     path = folder / f"step-{step:06d}"
     with atomic_path(path) as temporary:
         temporary.mkdir()
@@ -32,7 +40,8 @@ def save(folder: Path, step: int, trainer: Trainer, state: dict, keep: int) -> P
         # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
         for script in temporary.glob("*.py"):
             script.unlink()
-        write_json(temporary / "state.json", {"step": step, **state})
+        shutil.copyfile(metrics, temporary / METRICS)
+        write_json(temporary / "state.json", {"step": step})
         write_json(temporary / MANIFEST, {"files": checksums(temporary)})
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
@@ -56,7 +65,10 @@ def verify(path: Path) -> dict:
     for file in sorted(path.rglob("*.pt")):
         if str(file.relative_to(path)) not in manifest["files"]:
             raise DvpError(f"{file}: not listed in the checkpoint's manifest")
-        foreign = set(get_unsafe_globals_in_checkpoint(file)) - ALLOWED_GLOBALS
+        try:
+            foreign = set(get_unsafe_globals_in_checkpoint(file)) - ALLOWED_GLOBALS
+        except (ValueError, RuntimeError) as error:
+            raise DvpError(f"{file}: not a checkpoint of torch ({' '.join(str(error).split())[:200]})") from None
         if foreign:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
     return read_json(path / "state.json", "step")

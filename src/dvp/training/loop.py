@@ -25,6 +25,7 @@ from dvp.core.importance import ImportanceRule, importance_weights
 from dvp.core.objective import reinforce_loss, zero_outside_safe
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
+from dvp.files import write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
@@ -135,8 +136,9 @@ class Loop:
         pruned_mass_BT = _unflatten(1 - statistics.retained_mass, mask_BT)
         tokens = mask_BT.sum().item()
         metrics = {
-            # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones.
-            **mismatch_metrics(log_ratio_BT, mask_BT),
+            # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
+            # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
+            **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT),
             "entropy": statistics.entropy.mean().item(),
             "sum_p_squared": statistics.sum_p_squared.mean().item(),
             "retained_mass": statistics.retained_mass.mean().item(),
@@ -208,30 +210,32 @@ def run_loop(
             on_step(row)
             if step % config.checkpoint_every == 0 or step == config.steps:
                 os.fsync(file.fileno())
-                state = {"metrics_bytes": file.tell()}
-                checkpoint.save(checkpoints, step, loop.trainer, state, config.keep_checkpoints)
+                checkpoint.save(checkpoints, step, loop.trainer, metrics_file, config.keep_checkpoints)
     return checkpoint.checkpoints(checkpoints)[-1], rows
 
 
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
-    """Load the newest checkpoint, if any, and cut metrics.jsonl back to it; the rows that remain."""
+    """Load the newest checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
     saved = checkpoint.checkpoints(checkpoints)
     if not saved:
         metrics_file.unlink(missing_ok=True)
         return []
     state = checkpoint.verify(saved[-1])
-    kept = metrics_file.read_bytes()[: state["metrics_bytes"]] if metrics_file.is_file() else b""
-    rows = [json.loads(line) for line in kept.splitlines()]
+    # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
+    metrics = (saved[-1] / checkpoint.METRICS).read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in metrics.splitlines()]
     if len(rows) != state["step"]:
-        raise DvpError(f"{metrics_file}: expected the {state['step']} rows of {saved[-1].name}, found {len(rows)}")
+        raise DvpError(f"{saved[-1]}: expected {state['step']} rows of metrics, found {len(rows)}")
     loop.trainer.load(saved[-1])
-    os.truncate(metrics_file, state["metrics_bytes"])
+    write_text(metrics_file, metrics)
     print(f"continuing from {saved[-1]}", file=sys.stderr)
     return rows
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
-    """The rows of the training set used at a step (1-based): every row once before any row twice.
+    """The rows of the training set used at a step (1-based), in an order of its own for each pass.
+
+    No row is used twice in a pass; the count % batch rows that do not fill a batch sit it out.
 
     Raises DvpError if the set is smaller than a batch, which would put a problem into it twice.
     """

@@ -18,6 +18,12 @@ include: "workflow/rules/report.smk"
 report: "workflow/report/workflow.rst"
 
 
+onstart:
+    shell(
+        f"dvp resolve --experiment {quote(EXPERIMENT.name)} --folder {quote(RESULTS)}"
+    )
+
+
 rule all:
     default_target: True
     input:

@@ -71,8 +71,8 @@ def test_lint(snakemake):
 @pytest.mark.parametrize(
     ("experiment", "jobs"),
     [
-        ("tiny", {"resolve": 1, "prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
-        ("smoke", {"resolve": 1, "prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
+        ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
+        ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):

@@ -1,6 +1,5 @@
 rule base:
     input:
-        config=CONFIG,
         data=rules.prepare.output,
     output:
         f"{RESULTS}/base/manifest.json",
@@ -10,9 +9,10 @@ rule base:
         "../../envs/dvp.yaml"
     threads: 2
     params:
+        config=RESOLVED,
         identity=identity("base"),
         code=code_hash("base"),
     message:
         "making the base model"
     shell:
-        "dvp base --config {input.config:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp base --config {params.config:q} --threads {threads} 2>&1 | tee {log:q}"

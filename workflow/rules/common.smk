@@ -24,9 +24,9 @@ except DvpError as error:
 RESULTS = f"{config['results']}/{EXPERIMENT.name}"
 LOGS = f"{RESULTS}/logs"
 RUNS = [run.path for run in EXPERIMENT.runs]
-# The resolved experiment. A stage depends on those parts of it that its `identity` hashes, not on the file's age.
+# The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
+# that its `identity` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
 RESOLVED = f"{RESULTS}/config.yaml"
-CONFIG = ancient(RESOLVED)
 
 
 wildcard_constraints:

@@ -1,6 +1,5 @@
 rule convert:
     input:
-        config=CONFIG,
         base=rules.base.output,
         trained=rules.train.output,
     output:
@@ -10,9 +9,10 @@ rule convert:
     conda:
         "../../envs/dvp.yaml"
     params:
+        config=RESOLVED,
         identity=identity("convert"),
         code=code_hash("convert"),
     message:
         "converting {wildcards.run}"
     shell:
-        "dvp convert --config {input.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp convert --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

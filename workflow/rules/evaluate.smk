@@ -1,6 +1,5 @@
 rule evaluate:
     input:
-        config=CONFIG,
         data=rules.prepare.output,
         model=model_proof,
     output:
@@ -10,10 +9,11 @@ rule evaluate:
     conda:
         "../../envs/dvp.yaml"
     params:
+        config=RESOLVED,
         identity=identity("evaluate"),
         code=code_hash("evaluate"),
     message:
         "evaluating {wildcards.run} on {wildcards.task}"
     shell:
-        "dvp evaluate --config {input.config:q} --run {wildcards.run:q} --task {wildcards.task:q}"
+        "dvp evaluate --config {params.config:q} --run {wildcards.run:q} --task {wildcards.task:q}"
         " --threads {threads} 2>&1 | tee {log:q}"

@@ -4,7 +4,6 @@ TABLES = ["main_table", "mismatch_table"]
 
 rule report:
     input:
-        config=CONFIG,
         claims="config/claims.yaml",
         runs=expand(rules.train.output, run=RUNS),
         scores=expand(
@@ -57,9 +56,10 @@ rule report:
     conda:
         "../../envs/dvp.yaml"
     params:
+        config=RESOLVED,
         identity=identity("report"),
         code=code_hash("report"),
     message:
         "drawing tables and figures"
     shell:
-        "dvp report --config {input.config:q} 2>&1 | tee {log:q}"
+        "dvp report --config {params.config:q} 2>&1 | tee {log:q}"

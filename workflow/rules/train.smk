@@ -1,7 +1,6 @@
 # Checkpoints are not declared as outputs: Snakemake deletes the outputs of a failed job, and training goes on from them.
 rule train:
     input:
-        config=CONFIG,
         data=rules.prepare.output,
         base=rules.base.output,
     output:
@@ -11,9 +10,10 @@ rule train:
     conda:
         "../../envs/dvp.yaml"
     params:
+        config=RESOLVED,
         identity=identity("train"),
         code=code_hash("train"),
     message:
         "training {wildcards.run}"
     shell:
-        "dvp train --config {input.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -18,6 +18,7 @@ FILES = {
     "aime25": ("aime25.jsonl", {}),
     "dapo_math_17k": ("dapo_math_sample.jsonl", {}),
     "gsm8k": ("gsm8k_train.jsonl", {}),
+    "gsm8k_test": ("gsm8k_test.jsonl", {}),
     "math500": ("math500.jsonl", {}),
 }
 

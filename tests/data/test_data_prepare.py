@@ -8,7 +8,7 @@ from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, normalised, pr
 from dvp.errors import DvpError
 from dvp.files import sha256_file
 
-TASKS = ["aime24", "aime25", "amc23", "math500"]
+TASKS = ["aime24", "aime25", "amc23", "math500", "gsm8k_test"]
 WORDS = [f"word{i}" for i in range(14)]
 
 
@@ -23,7 +23,7 @@ def test_real_sources(tmp_path, real_sources, train, held_out, distinct):
     training, evaluation = tables(tmp_path)
     assert tuple(training.columns) == TRAIN_COLUMNS
     assert tuple(evaluation.columns) == EVAL_COLUMNS
-    sizes = {"held_out": held_out, "aime24": 30, "aime25": 30, "amc23": 40, "math500": 500}
+    sizes = {"held_out": held_out, "aime24": 30, "aime25": 30, "amc23": 40, "math500": 500, "gsm8k_test": 1319}
     assert manifest["counts"]["evaluation"] == sizes == evaluation.groupby("task").size().to_dict()
     assert manifest["counts"]["train"] == len(training)
     assert len(training) + len(manifest["contaminated"]) + held_out == distinct

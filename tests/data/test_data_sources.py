@@ -10,6 +10,7 @@ from dvp.errors import DvpError
 ROWS = {
     "dapo_math_17k": 12,
     "gsm8k": 7473,
+    "gsm8k_test": 1319,
     "aime25": 30,
     "aime24": 30,
     "amc23": 40,
@@ -37,7 +38,7 @@ def test_the_instruction_of_dapo_is_removed(real_sources):
 
 def test_every_hub_source_of_the_catalogue_is_pinned(catalogue):
     hub = [source for source in catalogue.values() if isinstance(source, HubSource)]
-    assert len(hub) == 6
+    assert len(hub) == 7
     assert all(source.revision for source in hub)
 
 

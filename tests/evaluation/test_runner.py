@@ -246,7 +246,7 @@ def test_every_task_file_is_called_as_its_task_and_shares_the_template():
         "aime24",
         "aime25",
         "amc23",
-        "gsm8k",
+        "gsm8k_test",
         "held_out",
         "math",
         "math500",

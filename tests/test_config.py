@@ -265,7 +265,10 @@ def test_impossible_rho(refused, rho, listed):
         # What is there twice.
         ({"seeds": [0, 1, 0]}, "seeds: 0 is listed twice"),
         ({"grid.0.engine": ["fp32", "fp32"]}, "grid: run method~rloo/engine~fp32/rho~none/seed~0 is listed twice"),
-        ({"grid.1.method": "rloo", "grid.1.rho": GONE}, "grid: run method~rloo/engine~coarse/rho~none/seed~0 is"),
+        (
+            {"grid.0.engine": "coarse", "grid.1.method": "rloo", "grid.1.rho": GONE},
+            "grid: run method~rloo/engine~coarse/rho~none/seed~0 is listed twice",
+        ),
         ({"grid.1.rho": [0.01, 1e-2]}, "grid: run method~dvp_mis/engine~coarse/rho~0.01/seed~0 is listed twice"),
         # Tasks.
         ({"evaluation.samples_per_problem.aime25": 4}, "evaluation.samples_per_problem: 'aime25' is not defined"),

@@ -72,7 +72,7 @@ def test_lint(snakemake):
     ("experiment", "jobs"),
     [
         ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
-        ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
+        ("smoke", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 3, "report": 1}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):

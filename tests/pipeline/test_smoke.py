@@ -65,7 +65,7 @@ def copy(tmp_path_factory, root) -> Copy:
 def jobs(output: str) -> dict[str, int]:
     """How many jobs of each rule a dry run lists."""
     lines = (line.split() for line in output.splitlines())
-    return {parts[0]: int(parts[1]) for parts in lines if len(parts) == 2 and parts[1].isdigit()}
+    return {one[0]: int(one[1]) for one in lines if len(one) == 2 and one[1].isdigit() and not one[0].endswith(":")}
 
 
 def test_a_second_run_has_nothing_to_do(copy):
@@ -76,7 +76,7 @@ def test_a_second_run_has_nothing_to_do(copy):
 
 def test_the_table_has_a_row_per_method_with_seeds_and_intervals(copy):
     table = pd.read_csv(copy.smoke / "tables/main_table.csv")
-    assert list(table["label"]) == ["base model", "RLOO (naive)", "RLOO (naive)", "DVP + MIS"]
+    assert list(table["label"]) == ["base model", "RLOO (naive)", "DVP + MIS"]
     assert (table["score_low"] <= table["score"]).all()
     assert (table["score"] <= table["score_high"]).all()
     assert (table["seeds"].iloc[1:].astype(str) != "").all()

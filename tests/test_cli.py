@@ -10,6 +10,8 @@ from dvp.cli import parser
 from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 
+pytestmark = pytest.mark.slow  # each call is a process of its own
+
 ROOT = Path(__file__).parents[1]
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 WRITES = {

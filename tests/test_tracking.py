@@ -7,7 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dvp.errors import DvpError
-from dvp.tracking import UPSTREAM, create_store, lineage, stage_run, store_name, store_uri
+from dvp.tracking import create_store, lineage, stage_run, store_name, store_uri
 
 RUN = "method~dvp/engine~coarse/rho~e-13/seed~0"
 
@@ -37,6 +37,23 @@ def test_a_password_is_not_shown(results, monkeypatch):
     assert store_name(results) == "postgresql://me:***@host:5432/mlflow"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://host/mlflow")
     assert store_name(results) == "https://host/mlflow"
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////dev/null/mlflow.db"])
+def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, uri):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(DvpError) as error:
+        create_store(tmp_path, "tiny")
+    assert str(error.value).startswith(f"MLflow store {uri}: cannot be used (")
+    assert "\n" not in str(error.value)
+
+
+def test_other_inputs_make_another_run(results):
+    ids = set()
+    for inputs in ("one", "two", "one"):
+        with stage_run(results, "tiny", "train", identity="abc", inputs=inputs, run=RUN) as tracked:
+            ids.add(tracked.run_id)
+    assert len(ids) == 2
 
 
 def test_a_stage_that_runs_again_continues_its_run(results, client):
@@ -95,7 +112,6 @@ def test_lineage_follows_the_links_upstream(results):
     assert lineage(results, ids["base"]) == {name: ids[name] for name in ("prepare", "base")}
     with pytest.raises(DvpError, match="not in the store"):
         lineage(results, "0" * 32)
-    assert UPSTREAM == "upstream."
 
 
 def write_many(results: Path, number: int, steps: int) -> None:

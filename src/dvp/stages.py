@@ -43,7 +43,9 @@ class Place:
 
     def tracked(self, stage: str, identity: str, upstream: dict[str, Path], run: str | None = None, **more: str):
         """The stage's MLflow run, linked to those of its inputs (JSON files with an `mlflow_run_id`)."""
-        links = {name: read_json(path, "mlflow_run_id")["mlflow_run_id"] for name, path in upstream.items()}
+        read = {name: read_json(path, "mlflow_run_id", "files") for name, path in upstream.items()}
+        links = {name: record["mlflow_run_id"] for name, record in read.items()}
+        more["inputs"] = sha256_json([record["files"] for record in read.values()])[:12]
         return stage_run(self.results, self.experiment.name, stage, identity=identity, run=run, upstream=links, **more)
 
 

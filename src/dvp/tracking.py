@@ -34,7 +34,7 @@ def create_store(results: Path, experiment: str) -> None:
 
     Called once before the stages: several processes that create an SQLite store at the same moment would collide.
     """
-    _experiment_id(_client(results), results, experiment)
+    _open(results, experiment)
 
 
 class StageRun:
@@ -99,25 +99,27 @@ def stage_run(
     stage: str,
     *,
     identity: str,
+    inputs: str = "",
     run: str | None = None,
     task: str | None = None,
     upstream: dict[str, str] | None = None,
 ) -> Iterator[StageRun]:
     """The MLflow run of a stage, begun or continued; marked failed if the block raises.
 
+    inputs : hash of the files that the stage reads.
     run : path of the grid point, None for the stages before the grid.
     upstream : MLflow run id of each stage whose output this one reads.
     """
-    client = _client(results)
-    experiment_id = _experiment_id(client, results, experiment)
+    client, experiment_id = _open(results, experiment)
     parent_id = None
     if run is not None:
         parent_id = _find_or_create(client, experiment_id, run, {"stage": GRID_POINT, "run": run})
-    # Other settings or other code make another result, and so another run.
+    # Other settings, other code or other input make another result, and so another run.
     tags = {
         "stage": stage,
         "config_hash": identity,
         "code_hash": code_hash(stage),
+        "inputs_hash": inputs,
         "run": run or "",
         "task": task or "",
     }
@@ -171,6 +173,21 @@ def _client(results: Path):
 
     results.mkdir(parents=True, exist_ok=True)
     return MlflowClient(tracking_uri=store_uri(results))
+
+
+def _open(results: Path, experiment: str):
+    """A client and the experiment's id. Raises DvpError if the store cannot be used."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        client = _client(results)
+        return client, _experiment_id(client, results, experiment)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        reason = " ".join(str(error).replace(store_uri(results), store_name(results)).split())[:200]
+        raise DvpError(
+            f"MLflow store {store_name(results)}: cannot be used ({reason}); is MLFLOW_TRACKING_URI right?"
+        ) from None
 
 
 def _experiment_id(client, results: Path, name: str) -> str:

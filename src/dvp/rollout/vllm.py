@@ -183,7 +183,7 @@ def _prove_at(engine: VllmEngine, prompt: list[int], rho: float) -> bool:
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118
+            for name in weights.offset_keys():
                 yield name, weights.get_tensor(name)
 
 

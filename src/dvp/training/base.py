@@ -59,7 +59,7 @@ def check_vocabulary(folder: Path) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as weights:
-                shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+                shapes = {name: weights.get_slice(name).get_shape() for name in weights.offset_keys()}
         except SafetensorError as error:
             raise DvpError(f"{file}: not a whole safetensors file ({_line(error)})") from None
         rows = shapes.get(EMBEDDING, [config.vocab_size])[0]

@@ -10,17 +10,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dvp.core.head import token_statistics
-from dvp.core.safe_vocabulary import safe_mask
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, safe_mask
 from dvp.errors import DvpError
 
 V, H, CHUNK = 37, 5, 3
 RHO = 0.05
 
 
+def rule(rho):
+    return None if rho is None else FixedRho(rho)
+
+
 def of_logits(logits, targets, rho, **options):
     """Statistics of given logits: the head is the identity, so hidden states and logits are the same."""
     identity = torch.eye(logits.shape[1])
-    return token_statistics(logits, identity, torch.as_tensor(targets), rho=rho, chunk_size=CHUNK, **options)
+    return token_statistics(logits, identity, torch.as_tensor(targets), safe=rule(rho), chunk_size=CHUNK, **options)
 
 
 def numpy_reference(logits, target, rho):
@@ -34,7 +38,10 @@ def numpy_reference(logits, target, rho):
         "log_prob": z[target] - z.max() - np.log(np.exp(z - z.max()).sum()),
         "pruned_log_prob": z_mp[target] - z.max() - np.log(q.sum()),
         "entropy": -(p[p > 0] * np.log(p[p > 0])).sum(),
+        "pruned_entropy": -sum(a * np.log(a) for a in q / q.sum() if a > 0),
         "sum_p_squared": (p**2).sum(),
+        "pruned_sum_p_squared": ((q / q.sum()) ** 2).sum(),
+        "pruned_mass": p[~safe].sum(),
         "retained_mass": p[safe].sum(),
         "safe_size": safe.sum(),
         "target_in_safe": safe[target],
@@ -90,22 +97,31 @@ def random_problem(rows=8, dtype=torch.float32, seed=0):
     return hidden, weight, targets
 
 
-def dense_log_probs(hidden, weight, targets, rho, temperature):
+def dense_float64(hidden, weight, targets, rho, temperature):
+    """What carries a gradient, by autograd over the whole logits; V_S by exact omission."""
     logits = hidden @ weight.T / temperature
-    log_prob = logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
-    if rho is None:
-        return log_prob, log_prob
     maximum = logits.detach().amax(dim=1, keepdim=True)
-    masked = torch.where(logits >= maximum + math.log(rho), logits, maximum - 50)
-    return log_prob, masked.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    safe = torch.ones_like(logits, dtype=torch.bool) if rho is None else logits >= maximum + math.log(rho)
+    full, pruned = logits.log_softmax(dim=1), logits.masked_fill(~safe, -torch.inf).log_softmax(dim=1)
+    minus_50 = torch.where(safe, logits, maximum - 50).log_softmax(dim=1)
+    at_target = targets[:, None]
+    return {
+        "log_prob": full.gather(1, at_target)[:, 0],
+        "pruned_log_prob": minus_50.gather(1, at_target)[:, 0],
+        "entropy": -(full.exp() * full).sum(dim=1),
+        "pruned_entropy": -(pruned.exp() * pruned.masked_fill(~safe, 0.0)).sum(dim=1),
+    }
 
 
-@pytest.mark.parametrize("which", ["log_prob", "pruned_log_prob"])
+DIFFERENTIABLE = ["log_prob", "pruned_log_prob", "entropy", "pruned_entropy"]
+
+
+@pytest.mark.parametrize("which", DIFFERENTIABLE)
 @pytest.mark.parametrize("rho", [None, RHO])
-@pytest.mark.parametrize("chunk_size", [1, CHUNK, 100])
+@pytest.mark.parametrize("chunk_size", [1, CHUNK, None])
 def test_gradients_against_dense_float64(which, rho, chunk_size):
     hidden, weight, targets = random_problem()
-    statistics = token_statistics(hidden, weight, targets, rho=rho, temperature=0.7, chunk_size=chunk_size)
+    statistics = token_statistics(hidden, weight, targets, safe=rule(rho), temperature=0.7, chunk_size=chunk_size)
     if rho is not None:  # both kinds of target are in the sample
         assert statistics.target_in_safe.any()
         assert not statistics.target_in_safe.all()
@@ -113,25 +129,76 @@ def test_gradients_against_dense_float64(which, rho, chunk_size):
     actual = torch.autograd.grad((getattr(statistics, which) * coefficients).sum(), [hidden, weight])
 
     hidden64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    dense = dense_log_probs(hidden64, weight64, targets, rho, 0.7)[which == "pruned_log_prob"]
+    dense = dense_float64(hidden64, weight64, targets, rho, 0.7)[which]
     expected = torch.autograd.grad((dense * coefficients.double()).sum(), [hidden64, weight64])
     torch.testing.assert_close(getattr(statistics, which).double(), dense, atol=1e-5, rtol=0)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, atol=1e-5, rtol=0)
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    logits=hnp.arrays(np.float32, (7, V), elements=st.integers(-60, 60).map(lambda k: k / 8)),
+    targets=st.lists(st.integers(0, V - 1), min_size=7, max_size=7),
+    coefficients=hnp.arrays(np.float32, (4, 7), elements=st.floats(-2, 2, width=32)),
+    rho=st.sampled_from([None, RHO, 2e-6]),
+)
+def test_all_gradients_together_against_dense_float64(logits, targets, coefficients, rho):
+    """Ties among the logits are common here, all-equal rows and rows with one safe token among them."""
+    logits[0], logits[1], logits[1, 5] = 2.0, -7.0, 7.0
+    hidden = torch.tensor(logits, requires_grad=True)
+    statistics = of_logits(hidden, targets, rho)
+    hidden64 = hidden.detach().double().requires_grad_()
+    dense = dense_float64(hidden64, torch.eye(V, dtype=torch.float64), torch.tensor(targets), rho, 1.0)
+    pairs = zip(DIFFERENTIABLE, torch.tensor(coefficients), strict=True)
+    loss, loss64 = 0.0, 0.0
+    for name, coefficients_N in pairs:
+        loss = loss + (getattr(statistics, name) * coefficients_N).sum()
+        loss64 = loss64 + (dense[name] * coefficients_N.double()).sum()
+    (actual,) = torch.autograd.grad(loss, hidden)
+    (expected,) = torch.autograd.grad(loss64, hidden64)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("safe", [MassBudget(0.02), EntropyScaled(RHO, 1.0, 2.0, 1e-3, 0.3)])
+def test_rules_that_choose_rho_by_state_prune_what_they_say(safe):
+    hidden, weight, targets = random_problem(rows=30)
+    statistics = token_statistics(hidden, weight, targets, safe=safe, temperature=0.7, chunk_size=CHUNK)
+    mask = safe_mask(hidden @ weight.T / 0.7, safe)
+    logits64 = hidden.double() @ weight.double().T / 0.7
+    expected = logits64.masked_fill(~mask, -torch.inf).log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    inside = statistics.target_in_safe
+    assert len(set(statistics.safe_size.tolist())) > 3
+    assert torch.equal(inside, mask.gather(1, targets[:, None])[:, 0])
+    assert torch.equal(statistics.safe_size, mask.sum(dim=1).float())
+    torch.testing.assert_close(statistics.pruned_log_prob[inside].double(), expected[inside], atol=1e-5, rtol=0)
+
+
+def test_rows_without_a_gradient_are_left_out_of_the_backward_pass():
+    """A rejected token costs no product, and what is not finite in it stays in it."""
+    hidden, weight, targets = random_problem()
+    whole = token_statistics(hidden, weight, targets, safe=FixedRho(RHO)).pruned_log_prob
+    expected = torch.autograd.grad(whole[:5].sum(), [hidden, weight])
+    with torch.no_grad():
+        hidden[6] = torch.nan
+    statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), chunk_size=CHUNK)
+    actual = torch.autograd.grad(statistics.pruned_log_prob[:5].sum(), [hidden, weight])
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
 def test_omission_agrees_with_the_minus_50_mask():
     hidden, weight, targets = random_problem(rows=30)
-    pruned = token_statistics(hidden, weight, targets, rho=RHO).pruned_log_prob
-    _, masked = dense_log_probs(hidden.double(), weight.double(), targets, RHO, 1.0)
+    pruned = token_statistics(hidden, weight, targets, safe=FixedRho(RHO)).pruned_log_prob
+    masked = dense_float64(hidden.double(), weight.double(), targets, RHO, 1.0)["pruned_log_prob"]
     # Relative to the value: fp32 cannot hold a log-prob of −50 to 1e-6.
     torch.testing.assert_close(pruned.double(), masked, atol=1e-6, rtol=1e-6)
 
 
-def test_only_the_two_log_probs_carry_gradients():
-    statistics = token_statistics(*random_problem(), rho=RHO)
+def test_only_log_probs_and_entropies_carry_gradients():
+    statistics = token_statistics(*random_problem(), safe=FixedRho(RHO))
     carrying = {name for name, value in vars(statistics).items() if value.requires_grad}
-    assert carrying == {"log_prob", "pruned_log_prob"}
+    assert carrying == set(DIFFERENTIABLE)
     assert {value.dtype for name, value in vars(statistics).items() if name != "target_in_safe"} == {torch.float32}
     assert statistics.target_in_safe.dtype == torch.bool
 
@@ -168,13 +235,13 @@ def test_shift_invariance(shift):
 
 def test_chunking_changes_nothing():
     problem = random_problem(rows=10)
-    whole = token_statistics(*problem, rho=RHO, chunk_size=100)
-    for name, value in vars(token_statistics(*problem, rho=RHO, chunk_size=CHUNK)).items():
+    whole = token_statistics(*problem, safe=FixedRho(RHO), chunk_size=100)
+    for name, value in vars(token_statistics(*problem, safe=FixedRho(RHO), chunk_size=CHUNK)).items():
         torch.testing.assert_close(value, getattr(whole, name), msg=name)
 
 
 def test_without_rho_nothing_is_pruned():
-    statistics = token_statistics(*random_problem(), rho=None)
+    statistics = token_statistics(*random_problem(), safe=None)
     assert torch.equal(statistics.pruned_log_prob, statistics.log_prob)
     assert statistics.retained_mass.tolist() == [1] * 8
     assert statistics.safe_size.tolist() == [V] * 8
@@ -184,7 +251,7 @@ def test_without_rho_nothing_is_pruned():
 @pytest.mark.parametrize("rho", [None, RHO])
 def test_no_tokens(rho):
     hidden, weight, targets = random_problem(rows=0)
-    statistics = token_statistics(hidden, weight, targets, rho=rho)
+    statistics = token_statistics(hidden, weight, targets, safe=rule(rho))
     assert all(value.shape == (0,) for value in vars(statistics).values())
     loss = statistics.log_prob.sum() + statistics.pruned_log_prob.sum()
     assert loss.item() == 0
@@ -194,9 +261,26 @@ def test_no_tokens(rho):
 
 def test_bf16_inputs_give_fp32_statistics():
     hidden, weight, targets = random_problem(dtype=torch.bfloat16)
-    statistics = token_statistics(hidden, weight, targets, rho=RHO)
+    statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO))
     logits = torch.nn.functional.linear(hidden, weight).float()
     torch.testing.assert_close(statistics.log_prob, logits.log_softmax(1).gather(1, targets[:, None])[:, 0])
+
+
+@pytest.mark.parametrize(("inputs", "logits"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_type_of_the_logits_is_a_choice(inputs, logits):
+    """The product is taken in the type that was asked for; the gradients come back in the inputs' own."""
+    inputs, logits = getattr(torch, inputs), getattr(torch, logits)
+    hidden, weight, targets = random_problem(rows=40, dtype=inputs)
+    statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), logits_dtype=logits, chunk_size=CHUNK)
+    expected = torch.nn.functional.linear(hidden.to(logits), weight.to(logits)).float()
+    torch.testing.assert_close(statistics.max_logit, expected.amax(dim=1), rtol=0, atol=0)
+    torch.testing.assert_close(statistics.log_prob, expected.log_softmax(1).gather(1, targets[:, None])[:, 0])
+    gradients = torch.autograd.grad(statistics.log_prob.sum(), [hidden, weight])
+    assert [gradient.dtype for gradient in gradients] == [inputs, inputs]
+    dense = dense_float64(hidden.double(), weight.double(), targets, RHO, 1.0)["log_prob"]
+    for a, e in zip(gradients, torch.autograd.grad(dense.sum(), [hidden, weight]), strict=True):
+        # bf16 keeps 8 bits of each of the 40 rows that are added up.
+        torch.testing.assert_close(a.float(), e.float(), atol=0.1, rtol=0.05)
 
 
 class LiveLogits(TorchDispatchMode):
@@ -226,9 +310,9 @@ def test_one_chunk_of_logits_is_alive_at_a_time(rho):
         hidden, weight, targets = random_problem(rows=chunks * CHUNK)
         head = weight.detach()  # its gradient has V rows, and would be counted
         with LiveLogits() as live:
-            statistics = token_statistics(hidden, head, targets, rho=rho, chunk_size=CHUNK)
+            statistics = token_statistics(hidden, head, targets, safe=rule(rho), chunk_size=CHUNK)
             forward_peak = live.peak
-            assert live.rows() <= H  # the transposed view of the weight, no logits
+            assert live.rows() <= 2 * H  # transposed views of the weight, no logits
             live.peak = 0
             (statistics.log_prob.sum() + statistics.pruned_log_prob.sum()).backward()
             peaks.append((forward_peak, live.peak))
@@ -256,24 +340,24 @@ def test_the_log_ratio_obeys_the_sharp_bound(logits, noise, target):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rho": 1.5}, "rho"),
-        ({"rho": None, "temperature": 0.0}, "temperature"),
-        ({"rho": None, "chunk_size": 0}, "chunk_size"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"logits_dtype": torch.float16}, "logits_dtype"),
     ],
 )
 def test_impossible_options(options, message):
     with pytest.raises(DvpError, match=message):
-        token_statistics(*random_problem(), **options)
+        token_statistics(*random_problem(), safe=None, **options)
 
 
 def test_rows_and_targets_must_match():
     hidden, weight, targets = random_problem()
     with pytest.raises(DvpError, match="targets_N"):
-        token_statistics(hidden, weight, targets[1:], rho=None)
+        token_statistics(hidden, weight, targets[1:], safe=None)
 
 
 def test_safe_size_is_that_of_the_safe_mask():
     hidden, weight, targets = random_problem()
-    expected = safe_mask(hidden @ weight.T / 2.0, RHO).sum(dim=1)
-    statistics = token_statistics(hidden, weight, targets, rho=RHO, temperature=2.0)
+    expected = safe_mask(hidden @ weight.T / 2.0, FixedRho(RHO)).sum(dim=1)
+    statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), temperature=2.0)
     assert torch.equal(statistics.safe_size, expected.float())

@@ -1,31 +1,35 @@
 """Per-token statistics of the language-model head, full and pruned vocabulary in one pass.
 
-Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{V_S}(z) (METHOD.md, "Dynamic
-vocabulary pruning") with the read-outs that OTB and the diagnostics need. The logits of N tokens over
-V ≈ 150,000 entries do not fit in memory at once, so rows go through in chunks and each chunk is recomputed
-in the backward pass.
+Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{V_S}(z) (METHOD.md, "Dynamic vocabulary
+pruning") with the read-outs that OTB and the diagnostics need. The logits of N tokens over V ≈ 150,000 entries do not
+fit in memory at once, so rows go through one buffer in chunks: a matrix product, then the sums of dvp.core.rows. The
+backward pass makes the logits again and turns them into their gradient in place.
 
-Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
+Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from dvp.core.safe_vocabulary import safe_mask
+from dvp.core.rows import RowCoefficients, row_gradient_, row_sums
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 
 # The paper's mask value, taken relative to max z: as an absolute logit it would not be shift-invariant.
 MASK_LOGIT = -50.0
+# Logits held at once. Larger chunks make better matrix products; these keep 128 MiB (fp32) on a CPU, 1 GiB on a GPU.
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+# Rows of the weight whose gradient is widened from bf16 at once.
+SLICE = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
-    """Statistics of N tokens, each (N,) float32 but for `target_in_safe`; log-probs and entropy in nats.
+    """Statistics of N tokens, each (N,) float32 but for `target_in_safe`; log-probs and entropies in nats.
 
-    Only `log_prob` and `pruned_log_prob` carry gradients.
+    The log-probs and the entropies carry gradients.
     """
 
     log_prob: torch.Tensor
@@ -34,10 +38,14 @@ class TokenStatistics:
     """log p^mp(y), over V_S; see `token_statistics` for a target outside V_S."""
     entropy: torch.Tensor
     """−Σ_a p(a) log p(a), over the full vocabulary."""
+    pruned_entropy: torch.Tensor
+    """−Σ_{a∈V_S} p^mp(a) log p^mp(a)."""
     sum_p_squared: torch.Tensor
     """Σ_a p(a)², over the full vocabulary (OTB's proxy)."""
-    retained_mass: torch.Tensor
-    """Z = Σ_{a∈V_S} p(a), in (0, 1], exactly 1 where nothing is pruned."""
+    pruned_sum_p_squared: torch.Tensor
+    """Σ_{a∈V_S} p^mp(a)²."""
+    pruned_mass: torch.Tensor
+    """1 − Z = Σ_{a∉V_S} p(a), in [0, 1), exactly 0 where nothing is pruned."""
     safe_size: torch.Tensor
     """|V_S|, a count."""
     target_in_safe: torch.Tensor
@@ -45,20 +53,26 @@ class TokenStatistics:
     max_logit: torch.Tensor
     """max_a z_a, after temperature."""
 
+    @property
+    def retained_mass(self) -> torch.Tensor:
+        """Z = Σ_{a∈V_S} p(a), in (0, 1]."""
+        return 1.0 - self.pruned_mass
+
 
 def token_statistics(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets_N: torch.Tensor,
     *,
-    rho: float | None,
+    safe: SafeVocabulary | None,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    logits_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None,
 ) -> TokenStatistics:
     """Compute the statistics of the targets under the head z = hidden · weightᵀ / temperature.
 
-    The product is taken in the inputs' type, then everything is fp32. At most `chunk_size` rows of logits
-    are alive at any time, forward or backward. V_S is constant under the gradient.
+    Sums and statistics are fp32 whatever the logits are. One chunk of logits is alive at any time, forward or
+    backward, and rows without an incoming gradient are not made again. V_S is constant under the gradient.
 
     A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
     is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it
@@ -66,15 +80,17 @@ def token_statistics(
     Such tokens must not reach the loss: see `dvp.core.objective.zero_outside_safe`.
 
     Args:
-        hidden_NH: last hidden states, one row a target; N = 0 is legal and keeps the graph.
-        weight_VH: the head's weight.
+        hidden_NH: last hidden states, one row a target (leave out prompts and padding); N = 0 is legal and keeps the
+            graph.
+        weight_VH: the head's weight, of the hidden states' type.
         targets_N: int64 token ids in [0, V).
-        rho: min-p ratio ρ of V_S; None prunes nothing and builds no mask: pruned_log_prob is log_prob.
+        safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
         temperature: sampling temperature, > 0.
-        chunk_size: rows of logits held at once, ≥ 1.
+        logits_dtype: float32 or bfloat16, the type of the product and of the logits; None takes the inputs' own.
+        chunk_size: rows of logits held at once, ≥ 1; None chooses by device and vocabulary.
 
     Raises:
-        DvpError: shapes that do not match, or ρ, temperature or chunk size out of range.
+        DvpError: shapes that do not match, or temperature, chunk size or type out of range.
     """
     if hidden_NH.shape[:1] != targets_N.shape:
         raise DvpError(
@@ -82,72 +98,169 @@ def token_statistics(
         )
     if not temperature > 0.0:
         raise DvpError(f"temperature: expected a number above 0, got {temperature}")
+    logits_dtype = logits_dtype or hidden_NH.dtype
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise DvpError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
+    if chunk_size is None:
+        chunk_size = max(1, CHUNK_ELEMENTS[hidden_NH.device.type] // len(weight_VH))
     if chunk_size < 1:
         raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
+    return TokenStatistics(
+        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, logits_dtype, chunk_size)
+    )
 
-    # There is nothing random to replay in the recomputation, and saving the generators' state costs a sync.
-    chunks = [
-        checkpoint(
-            _chunk_statistics,
-            hidden_chunk_NH,
+
+class _Head(torch.autograd.Function):
+    """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, logits_dtype, chunk_size):
+        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+        chunks = []
+        for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
+            log_rho_n = _log_rho(logits_nV, safe)
+            target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
+            chunks.append((*row_sums(logits_nV, log_rho_n), target_logit_n, log_rho_n))
+        (
+            maximum_N,
+            safe_size_N,
+            safe_sum_N,
+            pruned_sum_N,
+            safe_dot_N,
+            pruned_dot_N,
+            safe_squares_N,
+            pruned_squares_N,
+            target_logit_N,
+            log_rho_N,
+        ) = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+        # Where nothing is pruned the pruned sums are 0, and both forms are equal to the last bit.
+        sum_N = safe_sum_N + pruned_sum_N
+        target_shift_N = target_logit_N - maximum_N
+        target_in_safe_N = target_shift_N >= log_rho_N
+        lse_N, safe_lse_N = sum_N.log(), safe_sum_N.log()
+        entropy_N = lse_N - (safe_dot_N + pruned_dot_N) / sum_N
+        pruned_entropy_N = safe_lse_N - safe_dot_N / safe_sum_N
+
+        ctx.save_for_backward(
+            hidden_NH,
             weight_VH,
-            targets_chunk_N,
-            rho,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
+            targets_N,
+            maximum_N,
+            log_rho_N,
+            lse_N,
+            safe_lse_N,
+            entropy_N,
+            pruned_entropy_N,
+            target_in_safe_N,
         )
-        for hidden_chunk_NH, targets_chunk_N in zip(
-            hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True
+        ctx.options = scale, logits_dtype, chunk_size
+        ctx.set_materialize_grads(False)
+        constants = (
+            (safe_squares_N + pruned_squares_N) / sum_N.square(),
+            safe_squares_N / safe_sum_N.square(),
+            pruned_sum_N / sum_N,
+            safe_size_N,
+            target_in_safe_N,
+            maximum_N,
         )
-    ]
-    return TokenStatistics(
-        **{field.name: torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(TokenStatistics)}
-    )
+        ctx.mark_non_differentiable(*constants)
+        return (
+            target_shift_N - lse_N,
+            torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N,
+            entropy_N,
+            pruned_entropy_N,
+            *constants,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy, *_):
+        (
+            hidden_NH,
+            weight_VH,
+            targets_N,
+            maximum_N,
+            log_rho_N,
+            lse_N,
+            safe_lse_N,
+            entropy_N,
+            pruned_entropy_N,
+            target_in_safe_N,
+        ) = ctx.saved_tensors
+        scale, logits_dtype, chunk_size = ctx.options
+        full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
+            torch.zeros_like(maximum_N) if gradient is None else gradient
+            for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
+        )
+        # ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and
+        # log p_a = shift_a − lse; the same over V_S for the pruned ones.
+        slope_N = -entropy_grad_N / lse_N.exp()
+        safe_slope_N = -pruned_entropy_grad_N / safe_lse_N.exp()
+        coefficients = RowCoefficients(
+            constant=-full_N / lse_N.exp() + slope_N * (entropy_N - lse_N),
+            slope=slope_N,
+            safe_constant=-pruned_N / safe_lse_N.exp() + safe_slope_N * (pruned_entropy_N - safe_lse_N),
+            safe_slope=safe_slope_N,
+        )
+        target_gradient_N = full_N + torch.where(target_in_safe_N, pruned_N, 0.0)
+
+        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        # Chunks are added up in fp32.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
+        active_N = (full_N != 0) | (pruned_N != 0) | (entropy_grad_N != 0) | (pruned_entropy_grad_N != 0)
+        for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(chunk_size)):
+            row_gradient_(
+                logits_nV, maximum_N[rows], log_rho_N[rows], RowCoefficients(*(part[rows] for part in coefficients))
+            )
+            logits_nV.scatter_add_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
+            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH)
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
-def _chunk_statistics(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_N: torch.Tensor,
-    rho: float | None,
-    temperature: float,
-) -> TokenStatistics:
-    """`token_statistics` of one chunk; the differentiable part first, where the recomputation stops."""
-    logits_NV = functional.linear(hidden_NH, weight_VH).float() / temperature
-    max_logit_N1 = logits_NV.detach().amax(dim=-1, keepdim=True)
-    # Everything below is shift-invariant, and fp32 keeps more of a log-prob near 0 than near max z.
-    shifted_NV = logits_NV - max_logit_N1
-    shifted_target_N = shifted_NV.gather(1, targets_N[:, None]).squeeze(1)
-    log_prob_N = shifted_target_N - shifted_NV.logsumexp(dim=-1)
-    if rho is None:
-        pruned_log_prob_N = log_prob_N
-    else:
-        safe_NV = safe_mask(logits_NV, rho)
-        target_in_safe_N = safe_NV.gather(1, targets_N[:, None]).squeeze(1)
-        # −inf is exact omission here: logsumexp turns it into a weight of 0, and V_S is never empty.
-        pruned_lse_N = shifted_NV.masked_fill(~safe_NV, -torch.inf).logsumexp(dim=-1)
-        pruned_log_prob_N = torch.where(target_in_safe_N, shifted_target_N, MASK_LOGIT) - pruned_lse_N
+class _Product:
+    """z = scale · hidden · weightᵀ in one type, chunk by chunk through one buffer, and its gradients."""
 
-    with torch.no_grad():
-        p_NV = shifted_NV.softmax(dim=-1)
-        entropy_N = torch.special.entr(p_NV).sum(dim=-1)
-        sum_p_squared_N = p_NV.square().sum(dim=-1)
-        if rho is None:
-            retained_mass_N = torch.ones_like(entropy_N)
-            safe_size_N = torch.full_like(entropy_N, weight_VH.shape[0])
-            target_in_safe_N = torch.ones_like(targets_N, dtype=torch.bool)
-        else:
-            # From the pruned side: 1 − Z is the small number that is reported, and Z cannot round above 1.
-            retained_mass_N = 1.0 - p_NV.masked_fill(safe_NV, 0.0).sum(dim=-1)
-            safe_size_N = safe_NV.sum(dim=-1).float()
-    return TokenStatistics(
-        log_prob=log_prob_N,
-        pruned_log_prob=pruned_log_prob_N,
-        entropy=entropy_N,
-        sum_p_squared=sum_p_squared_N,
-        retained_mass=retained_mass_N,
-        safe_size=safe_size_N,
-        target_in_safe=target_in_safe_N,
-        max_logit=max_logit_N1.squeeze(1),
-    )
+    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, scale: float, dtype: torch.dtype):
+        self.hidden_NH = hidden_NH.to(dtype)
+        self.weight_VH = weight_VH.to(dtype)
+        self.scale = scale
+
+    def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each group of rows with its logits, which hold only until the next one is asked for."""
+        buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH))
+        for group in groups:
+            rows = group.to(self.hidden_NH.device)
+            logits_nV = buffer_nV[: len(rows)]
+            torch.addmm(logits_nV, self.hidden_NH[rows], self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
+            yield rows, logits_nV
+
+    def backward(
+        self,
+        rows: torch.Tensor,
+        gradient_nV: torch.Tensor,
+        grad_hidden_NH: torch.Tensor | None,
+        grad_weight_VH: torch.Tensor | None,
+    ) -> None:
+        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight."""
+        if grad_hidden_NH is not None:
+            grad_hidden_NH[rows] = (self.scale * (gradient_nV @ self.weight_VH)).to(grad_hidden_NH.dtype)
+        if grad_weight_VH is None:
+            return
+        if gradient_nV.dtype == grad_weight_VH.dtype:
+            grad_weight_VH.addmm_(gradient_nV.t(), self.hidden_NH[rows], alpha=self.scale)
+            return
+        # A narrow product comes out narrow: widen it a slice of the vocabulary at a time, not as a second V × H.
+        for part in torch.arange(len(grad_weight_VH)).split(SLICE):
+            piece = slice(int(part[0]), int(part[-1]) + 1)
+            grad_weight_VH[piece].add_(gradient_nV[:, piece].t() @ self.hidden_NH[rows], alpha=self.scale)
+
+
+def _log_rho(logits_NV: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
+    if safe is None:
+        return logits_NV.new_full((len(logits_NV),), -torch.inf, dtype=torch.float32)
+    return safe.log_rho(logits_NV)

@@ -1,0 +1,144 @@
+"""The three forms of the row sums against float64, and each other: tiles, compiled, and Triton's kernels."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dvp.core import rows
+from dvp.core.rows import RowCoefficients, RowSums, row_gradient_, row_sums
+
+V = 37
+
+
+def float64_sums(logits, log_rho):
+    """RowSums, one row and one entry at a time."""
+    results = []
+    for z_V, threshold in zip(np.asarray(logits, dtype=np.float64), log_rho, strict=True):
+        shift_V = z_V - z_V.max()
+        parts = {True: [0.0, 0.0, 0.0, 0.0], False: [0.0, 0.0, 0.0, 0.0]}
+        for shift in shift_V:
+            of = parts[bool(np.float32(shift) >= np.float32(threshold))]
+            of[0] += 1
+            of[1] += np.exp(shift)
+            of[2] += np.exp(shift) * shift
+            of[3] += np.exp(2 * shift)
+        safe, pruned = parts[True], parts[False]
+        results.append([z_V.max(), safe[0], safe[1], pruned[1], safe[2], pruned[2], safe[3], pruned[3]])
+    return np.array(results).T
+
+
+def float64_gradient(logits, log_rho, coefficients):
+    shift = np.asarray(logits, dtype=np.float64)
+    shift = shift - shift.max(axis=1, keepdims=True)
+    a, b, c, d = (np.asarray(part, dtype=np.float64)[:, None] for part in coefficients)
+    safe = shift.astype(np.float32) >= np.asarray(log_rho, dtype=np.float32)[:, None]
+    return np.exp(shift) * (a + b * shift + safe * (c + d * shift))
+
+
+# Differences of multiples of 1/8 are exact, so that fp32 and float64 agree on who is safe.
+LOGITS = hnp.arrays(np.float32, (5, V), elements=st.integers(-80, 80).map(lambda k: k / 8))
+LOG_RHO = hnp.arrays(np.float32, (5,), elements=st.sampled_from([-np.inf, -13.0, -3.1, -0.01, 0.0]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(logits=LOGITS, log_rho=LOG_RHO, coefficients=hnp.arrays(np.float32, (4, 5), elements=st.floats(-2, 2, width=32)))
+def test_sums_and_gradient_against_float64(logits, log_rho, coefficients):
+    z, threshold = torch.tensor(logits), torch.tensor(log_rho)
+    sums = row_sums(z, threshold)
+    np.testing.assert_allclose(torch.stack(sums), float64_sums(logits, log_rho), rtol=2e-6, atol=1e-7)
+    row_gradient_(z, sums.maximum, threshold, RowCoefficients(*torch.tensor(coefficients)))
+    np.testing.assert_allclose(z, float64_gradient(logits, log_rho, coefficients), rtol=1e-5, atol=1e-6)
+
+
+def problem(row_count, vocabulary, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(row_count, vocabulary, generator=generator)).to(dtype)
+    log_rho = torch.tensor([-torch.inf, -13.0, -3.1])[torch.arange(row_count) % 3]
+    coefficients = RowCoefficients(*torch.randn(4, row_count, generator=generator))
+    return logits, log_rho, coefficients
+
+
+@pytest.mark.parametrize("tile", [1, 5 * V, 10**9])
+def test_tiles_change_nothing(tile, monkeypatch):
+    logits, log_rho, coefficients = problem(12, V, torch.float32)
+    expected = rows._row_sums(logits, log_rho)
+    monkeypatch.setattr(rows, "TILE", tile)
+    sums = row_sums(logits, log_rho)
+    for actual, wanted in zip(sums, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    whole = logits.clone()
+    rows._row_gradient_(whole, sums.maximum, log_rho, *coefficients)
+    row_gradient_(logits, sums.maximum, log_rho, coefficients)
+    torch.testing.assert_close(logits, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_form_agrees_with_the_plain_one(dtype):
+    """A vocabulary large enough to be compiled; the plain form is the reference that the tests above have checked."""
+    logits, log_rho, coefficients = problem(5, rows.COMPILED_VOCABULARY + 3, dtype)
+    if torch._dynamo.config.disable:
+        pytest.skip("TORCHDYNAMO_DISABLE is set")
+    assert rows._compiled(rows._row_sums) is not None
+    plain, compiled = rows._row_sums(logits, log_rho), row_sums(logits, log_rho)
+    for name, actual, wanted in zip(RowSums._fields, compiled, plain, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=1e-6, msg=name)
+    expected = logits.clone()
+    rows._row_gradient_(expected, plain.maximum, log_rho, *coefficients)
+    row_gradient_(logits, plain.maximum, log_rho, coefficients)
+    torch.testing.assert_close(logits, expected, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-5)
+
+
+def test_without_a_compiler_the_plain_form_runs_and_says_so():
+    """In a process of its own, whose PATH has no C++ compiler and whose cache is empty."""
+    code = (
+        "import torch; from dvp.core import rows; rows.COMPILED_VOCABULARY = 8\n"
+        "sums = rows.row_sums(torch.zeros(2, 9), torch.zeros(2))\n"
+        "print(sums.safe_sum.tolist())"
+    )
+    environment = {"PATH": "/nonexistent", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CXX": "/nonexistent/c++"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[9.0, 9.0]"
+    assert "warning: torch cannot compile here" in result.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_kernels_agree_with_the_plain_form(dtype):
+    """Triton's interpreter runs the kernels on the CPU; it must be asked for before triton is imported."""
+    code = f"""
+import torch
+from dvp.core import rows, rows_triton
+from test_rows import problem
+rows_triton.BLOCK = 16  # a row takes several blocks, the last one partly filled
+logits, log_rho, coefficients = problem(5, {V}, torch.{dtype})
+logits[4] = 1.0
+plain = rows._row_sums(logits, log_rho)
+actual = rows_triton.row_sums(logits, log_rho)
+for name, a, b in zip(rows.RowSums._fields, actual, plain):
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
+expected = logits.clone()
+rows._row_gradient_(expected, plain.maximum, log_rho, *coefficients)
+view = torch.empty(5, {V} + 3, dtype=torch.{dtype})[:, :{V}]
+view.copy_(logits)  # a row's stride is not its length
+rows_triton.row_gradient_(view, plain.maximum, log_rho, coefficients)
+# The interpreter cuts bf16 off where a GPU rounds.
+torch.testing.assert_close(view, expected, rtol=1e-5 if view.dtype == torch.float32 else 1e-2, atol=1e-6)
+empty = rows_triton.row_sums(logits[:0], log_rho[:0])
+assert all(part.shape == (0,) for part in empty)
+broken = logits.clone()
+broken[2, 20] = torch.nan
+nan = rows_triton.row_sums(broken, log_rho)
+assert (nan.safe_sum + nan.pruned_sum).isnan().tolist() == [False, False, True, False, False]
+print("agreed")
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().endswith("agreed")

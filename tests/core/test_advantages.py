@@ -1,48 +1,364 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dvp.core.advantages import rloo
+from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
 from dvp.errors import DvpError
+
+NAMES = list(ADVANTAGES)
+PER_RESPONSE = ["rloo", "grpo", "dr_grpo", "opo", "reinforce_pp"]
+TOKEN_BASELINES = ["otb", "otb_leave_one_out"]
 
 
 @st.composite
-def batches(draw):
-    group_size = draw(st.integers(2, 5))
-    rewards = draw(
-        st.lists(st.lists(st.floats(-3, 3), min_size=group_size, max_size=group_size), min_size=1, max_size=4)
+def batches(draw, min_group=1, full=False):
+    """Responses of uneven length, with holes and with empty ones; `full`: every position is a model token."""
+    group_size = draw(st.integers(min_group, 4))
+    responses, tokens = group_size * draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rewards = rng.integers(0, 2, responses).astype(float) if draw(st.booleans()) else rng.normal(size=responses)
+    mask = np.ones((responses, tokens), bool) if full else rng.random((responses, tokens)) < rng.random((responses, 1))
+    return build(rewards, mask, group_size, rng.uniform(0.01, 1.9, mask.shape), np.exp(rng.normal(0, 0.5, mask.shape)))
+
+
+def build(rewards, mask, group_size, proxy=None, ratio=None):
+    mask = torch.tensor(np.asarray(mask))
+    ones = torch.ones(mask.shape, dtype=torch.float64)
+    return Responses(
+        rewards_B=torch.tensor(np.asarray(rewards, dtype=float)),
+        mask_BT=mask,
+        group_size=group_size,
+        proxy_BT=ones if proxy is None else torch.tensor(np.asarray(proxy, dtype=float)),
+        ratio_BT=ones if ratio is None else torch.tensor(np.asarray(ratio, dtype=float)),
     )
-    return np.array(rewards)
+
+
+def replaced(responses, **changes):
+    return Responses(**{**vars(responses), **changes})
+
+
+def reference(name, responses):
+    """METHOD.md's table, one number at a time."""
+    rewards, mask = responses.rewards_B.tolist(), responses.mask_BT.numpy()
+    step = (responses.proxy_BT * responses.ratio_BT**2).numpy()
+    size = responses.group_size
+    groups = [range(first, first + size) for first in range(0, len(rewards), size)]
+    group_of = {i: group for group in groups for i in group}
+    mean = {i: math.fsum(rewards[j] for j in group_of[i]) / size for i in group_of}
+    lengths = mask.sum(axis=1)
+    # W[i][k]: summed over the response's first k + 1 model tokens
+    energy = [[math.fsum(step[i][mask[i]][: k + 1]) for k in range(lengths[i])] for i in range(len(rewards))]
+    batch_std = math.sqrt(sum((rewards[i] - mean[i]) ** 2 for i in mean) / max(len(rewards) - 1, 1))
+
+    def advantage(i, k):
+        group = group_of[i]
+        match name:
+            case "rloo":
+                others = [rewards[j] for j in group if j != i]
+                return rewards[i] - (sum(others) / len(others) if others else 0.0)
+            case "grpo":
+                std = np.std([rewards[j] for j in group], ddof=1) if size > 1 else 0.0
+                return (rewards[i] - mean[i]) / (std + 1e-6)
+            case "dr_grpo":
+                return rewards[i] - mean[i]
+            case "opo":
+                return rewards[i] - sum(lengths[j] * rewards[j] for j in group) / sum(lengths[j] for j in group)
+            case "reinforce_pp":
+                return (rewards[i] - mean[i]) / (batch_std + 1e-6)
+            case "otb":
+                alive = [j for j in group if lengths[j] > k]
+                if len(alive) == 1:
+                    return rewards[i]
+                total = sum(energy[j][k] for j in alive) + 1e-8
+                return rewards[i] - sum(rewards[j] * energy[j][k] for j in alive) / total
+            case "otb_leave_one_out":
+                others = [j for j in group if lengths[j] > k and j != i]
+                if not others:
+                    return rewards[i]
+                return rewards[i] - sum(rewards[j] * energy[j][k] for j in others) / sum(energy[j][k] for j in others)
+
+    expected = np.zeros(mask.shape)
+    for i in range(len(rewards)):
+        for k, t in enumerate(np.flatnonzero(mask[i])):
+            expected[i, t] = advantage(i, k)
+    return expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=60)
+@given(responses=batches())
+def test_every_advantage_is_its_formula_and_zero_outside_the_mask(name, responses):
+    np.testing.assert_allclose(ADVANTAGES[name](responses), reference(name, responses), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2, full=True))
+def test_a_group_sums_to_zero(name, responses):
+    advantage_PG = ADVANTAGES[name](responses)[:, 0].reshape(-1, responses.group_size)
+    np.testing.assert_allclose(advantage_PG.sum(dim=1), 0, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2, full=True))
+def test_reinforce_pp_is_white_over_the_batch(responses):
+    advantage_B = ADVANTAGES["reinforce_pp"](responses)[:, 0]
+    assert advantage_B.mean().item() == pytest.approx(0, abs=1e-9)
+    if advantage_B.any():
+        assert advantage_B.std().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(), seed=st.integers(0, 1000))
+def test_order_of_responses_and_of_groups_is_immaterial(name, responses, seed):
+    rng = np.random.default_rng(seed)
+    count, size = len(responses.rewards_B), responses.group_size
+    order = np.arange(count).reshape(-1, size)[rng.permutation(count // size)]
+    order = rng.permuted(order, axis=1).flatten()
+    shuffled = replaced(
+        responses, **{field: getattr(responses, field)[order] for field in vars(responses) if field != "group_size"}
+    )
+    torch.testing.assert_close(ADVANTAGES[name](shuffled), ADVANTAGES[name](responses)[order])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2))
+def test_what_stands_outside_the_mask_is_immaterial(name, responses):
+    garbage = torch.tensor(math.nan, dtype=torch.float64)
+    spoiled = replaced(
+        responses,
+        proxy_BT=torch.where(responses.mask_BT, responses.proxy_BT, garbage),
+        ratio_BT=torch.where(responses.mask_BT, responses.ratio_BT, garbage),
+    )
+    advantage_BT = ADVANTAGES[name](responses)
+    assert torch.equal(ADVANTAGES[name](spoiled), advantage_BT)
+    assert otb_variance_readouts(advantage_BT, spoiled, 1.0) == otb_variance_readouts(advantage_BT, responses, 1.0)
+
+
+@pytest.mark.parametrize("name", PER_RESPONSE)
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2), shift=st.floats(-3, 3))
+def test_a_constant_added_to_all_rewards_changes_no_advantage(name, responses, shift):
+    shifted = replaced(responses, rewards_B=responses.rewards_B + shift)
+    # GRPO divides a group's rounding errors by as little as 1e-6.
+    torch.testing.assert_close(ADVANTAGES[name](shifted), ADVANTAGES[name](responses), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+@settings(deadline=None, max_examples=60)
+@given(responses=batches(), shift=st.floats(-3, 3))
+def test_a_constant_added_to_all_rewards_reaches_the_tail_of_otb_and_nothing_else(name, responses, shift):
+    """Past the second-longest response B = 0: what the longest learns there depends on where 0 lies."""
+    shifted = ADVANTAGES[name](replaced(responses, rewards_B=responses.rewards_B + shift))
+    length_PG = responses.mask_BT.sum(dim=1).reshape(-1, responses.group_size)
+    second_P = length_PG.sort(dim=1).values[:, -2] if responses.group_size > 1 else torch.zeros(len(length_PG))
+    nth_BT = responses.mask_BT.cumsum(dim=1)  # 1 at the first model token
+    tail_BT = responses.mask_BT & (nth_BT > second_P.repeat_interleave(responses.group_size)[:, None])
+    # 3e-6: the published 1e-8 beside W ≥ 0.01 · e^{-2.5}
+    torch.testing.assert_close(shifted - ADVANTAGES[name](responses), shift * tail_BT.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PER_RESPONSE)
+def test_a_group_that_agrees_teaches_nothing_even_in_floats(name):
+    """In float32 the mean of seven 0.7 is not 0.7, and GRPO would divide the difference by 1e-6."""
+    ones = torch.ones(14, 2)
+    rewards = torch.tensor([0.7] * 7 + [0.0] * 3 + [1.0] * 4)
+    advantage_BT = ADVANTAGES[name](Responses(rewards, ones.bool(), 7, ones, ones))
+    assert torch.equal(advantage_BT[:7], torch.zeros(7, 2))
+    assert advantage_BT[7:].all()
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_a_group_that_agrees_gives_otb_nothing_before_the_tail_and_the_reward_in_it(name):
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True], [True, False, False, False]])
+    responses = Responses(torch.full((3,), 0.1), mask, 3, torch.full((3, 4), 0.5), torch.ones(3, 4))
+    expected = torch.zeros(3, 4)
+    expected[1, 2:] = 0.1
+    torch.testing.assert_close(ADVANTAGES[name](responses), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_of_one_keeps_its_reward_or_is_its_own_mean(name):
+    responses = build([1.0, 0.0, -2.0], [[True, True], [True, False], [True, False]], 1)
+    keeps = name in {"rloo", "otb", "otb_leave_one_out"}
+    expected = [[1.0, 1.0], [0.0, 0.0], [-2.0, 0.0]] if keeps else [[0.0, 0.0]] * 3
+    assert ADVANTAGES[name](responses).tolist() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("responses", "tokens"), [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.filterwarnings("error")
+def test_no_responses_and_no_tokens(name, responses, tokens):
+    empty = torch.zeros(responses, tokens)
+    batch = Responses(torch.ones(responses), empty.bool(), 2, empty, empty)
+    assert ADVANTAGES[name](batch).shape == (responses, tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rewards_type_is_kept(name):
+    wide = torch.rand(4, 3, dtype=torch.float64)
+    responses = Responses(torch.rand(4), torch.ones(4, 3, dtype=torch.bool), 2, wide, wide)
+    assert ADVANTAGES[name](responses).dtype == torch.float32
+
+
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2, full=True))
+def test_with_equal_weights_otb_is_the_group_mean_and_leave_one_out_is_rloo(responses):
+    proxy_BT = torch.zeros_like(responses.proxy_BT)
+    proxy_BT[:, 0] = 1.0  # W ≡ 1
+    flat = replaced(responses, proxy_BT=proxy_BT, ratio_BT=torch.ones_like(proxy_BT))
+    torch.testing.assert_close(ADVANTAGES["otb"](flat), ADVANTAGES["dr_grpo"](flat), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ADVANTAGES["otb_leave_one_out"](flat), ADVANTAGES["rloo"](flat))
+
+
+@settings(deadline=None, max_examples=30)
+@given(responses=batches(min_group=2))
+def test_with_lengths_for_weights_otb_is_opo_while_all_are_alive(responses):
+    """OPO weighs by whole responses, so W must reach the length before the first member ends: at token 1."""
+    first_BT = responses.mask_BT & (responses.mask_BT.cumsum(dim=1) == 1)
+    length_BT = responses.mask_BT.sum(dim=1, keepdim=True).expand_as(first_BT).double()
+    weighed = replaced(
+        responses, proxy_BT=torch.where(first_BT, length_BT, 0.0), ratio_BT=torch.ones_like(responses.ratio_BT)
+    )
+    shortest_P = length_BT[:, 0].reshape(-1, responses.group_size).min(dim=1).values
+    all_alive_BT = responses.mask_BT.cumsum(dim=1) <= shortest_P.repeat_interleave(responses.group_size)[:, None]
+    torch.testing.assert_close(
+        ADVANTAGES["otb"](weighed) * all_alive_BT, ADVANTAGES["opo"](weighed) * all_alive_BT, rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+@settings(deadline=None, max_examples=40)
+@given(responses=batches(min_group=2))
+def test_a_multi_turn_batch_equals_the_same_batch_without_the_environments_tokens(name, responses):
+    mask = responses.mask_BT
+    length_B = mask.sum(dim=1)
+    alone_BK = torch.arange(int(length_B.max())) < length_B[:, None]
+
+    model_first_BK = (~mask).int().argsort(dim=1, stable=True)[:, : alone_BK.shape[1]]
+    without = replaced(
+        responses,
+        mask_BT=alone_BK,
+        proxy_BT=responses.proxy_BT.gather(1, model_first_BK),
+        ratio_BT=responses.ratio_BT.gather(1, model_first_BK),
+    )
+    torch.testing.assert_close(ADVANTAGES[name](responses)[mask], ADVANTAGES[name](without)[alone_BK])
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000))
+def test_a_single_turn_batch_with_prompts_of_any_length_gives_the_plain_formula(name, seed):
+    rng = np.random.default_rng(seed)
+    group, width = 3, 9
+    lengths, offsets = rng.integers(1, 5, group), rng.integers(0, 5, group)
+    rewards = rng.normal(size=group)
+    proxies = [rng.uniform(0.01, 1.9, n) for n in lengths]
+    mask, proxy = np.zeros((group, width), bool), np.full((group, width), math.nan)
+    for i in range(group):
+        mask[i, offsets[i] : offsets[i] + lengths[i]] = True
+        proxy[i][mask[i]] = proxies[i]
+    advantage = ADVANTAGES[name](build(rewards, mask, group, proxy)).numpy()
+
+    for i in range(group):
+        for t in range(lengths[i]):
+            if sum(lengths > t) == 1:
+                baseline = 0.0
+            else:
+                others = [j for j in range(group) if lengths[j] > t and (name == "otb" or j != i)]
+                cumulative = np.array([proxies[j][: t + 1].sum() for j in others])
+                baseline = (cumulative * rewards[others]).sum() / (cumulative.sum() + (1e-8 if name == "otb" else 0))
+            assert advantage[i, offsets[i] + t] == pytest.approx(rewards[i] - baseline, abs=1e-12)
+
+
+def test_a_response_rejected_by_its_importance_weight_does_not_enter_the_others_baseline():
+    ratio = [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    rejected = build([1.0, 0.0, 1.0], np.ones((3, 2), bool), 3, ratio=ratio)
+    pair = build([1.0, 0.0], np.ones((2, 2), bool), 2)
+    for name in TOKEN_BASELINES:
+        torch.testing.assert_close(ADVANTAGES[name](rejected)[:2], ADVANTAGES[name](pair))
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_without_any_weight_the_baseline_is_zero(name):
+    responses = build([1.0, 0.5], np.ones((2, 2), bool), 2, ratio=np.zeros((2, 2)))
+    assert ADVANTAGES[name](responses).tolist() == [[1.0, 1.0], [0.5, 0.5]]
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches())
-def test_rloo_is_leave_one_out_and_sums_to_zero(rewards):
-    prompts, group_size = rewards.shape
-    advantages = rloo(torch.tensor(rewards).flatten(), group_size).view(prompts, group_size).numpy()
-    for p in range(prompts):
-        for i in range(group_size):
-            others = [rewards[p, j] for j in range(group_size) if j != i]
-            assert advantages[p, i] == pytest.approx(rewards[p, i] - sum(others) / len(others), abs=1e-12)
-    np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-12)
+@given(st.integers(0, 10_000), st.integers(2, 8), st.floats(0.1, 20))
+def test_the_proxy_is_the_squared_norm_of_the_gradient_over_the_logits(seed, vocabulary, scale):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(vocabulary, generator=generator, dtype=torch.float64)).requires_grad_()
+    log_p = logits.log_softmax(dim=0)
+    for token in range(vocabulary):
+        (gradient,) = torch.autograd.grad(log_p[token], logits, retain_graph=True)
+        sum_p_squared = (logits.mul(2).logsumexp(0) - 2 * logits.logsumexp(0)).exp()
+        proxy = optimal_token_proxy(log_p[token], sum_p_squared)
+        assert not proxy.requires_grad
+        assert proxy.item() == pytest.approx(gradient.square().sum().item(), rel=1e-6, abs=1e-12)
+        p = log_p[token].exp()
+        assert proxy.item() == pytest.approx((1 - 2 * p + sum_p_squared).item(), abs=1e-14)
 
 
-def test_a_group_of_one_keeps_its_reward():
-    rewards = torch.tensor([1.0, 0.0, -1.0])
-    assert torch.equal(rloo(rewards, 1), rewards)
+@pytest.mark.parametrize("margin", [4.0, 8.0, 10.0, 12.0, 14.0])
+def test_the_proxy_of_a_nearly_certain_token_is_positive_and_of_the_right_size_in_float32(margin):
+    """1 − 2p + Σp² cancels there: at margin 12 float32 leaves no digit of it."""
+    logits = torch.cat([torch.tensor([margin]), torch.linspace(-1.0, 1.0, 50)])
+    exact_p = logits.double().softmax(dim=0)
+    exact = ((1 - exact_p[0]) ** 2 + exact_p[1:].square().sum()).item()
+    log_p = logits.log_softmax(dim=0)[0]
+    for rounding in [-2e-6, 0.0, 2e-6]:  # of p², in float32
+        proxy = optimal_token_proxy(log_p, exact_p.square().sum().float() + rounding).item()
+        assert 0.4 * exact < proxy < 2.1 * exact
 
 
-def test_a_group_that_agrees_teaches_nothing():
-    assert torch.equal(rloo(torch.tensor([1.0, 1.0, 0.0, 0.0]), 2), torch.zeros(4))
+@settings(deadline=None, max_examples=30)
+@given(responses=batches())
+def test_readouts_against_a_loop(responses):
+    advantage_BT = ADVANTAGES["otb"](responses)
+    readouts = otb_variance_readouts(advantage_BT, responses, 0.5)
+    count, power = len(responses.rewards_B), 0.0
+    for i, t in zip(*np.nonzero(responses.mask_BT.numpy()), strict=True):
+        power += (advantage_BT[i, t] ** 2 * responses.ratio_BT[i, t] ** 2 * responses.proxy_BT[i, t]).item() / count
+    assert readouts["otb_signal"] == 0.25
+    assert readouts["otb_power"] == pytest.approx(power)
+    if count == 1:
+        assert readouts["otb_noise"] is None
+    else:
+        assert readouts["otb_noise"] == pytest.approx((power - 0.25) / (count - 1))
 
 
-def test_no_responses():
-    assert rloo(torch.zeros(0), 4).shape == (0,)
-
-
-@pytest.mark.parametrize("group_size", [0, -1, 2])
-def test_groups_that_do_not_divide(group_size):
-    with pytest.raises(DvpError, match="group_size"):
-        rloo(torch.zeros(3), group_size)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
+        ({"group_size": -1}, "group_size: expected at least 1, got -1"),
+        ({"group_size": 4}, "group_size: 6 responses do not divide into groups of 4"),
+        ({"rewards_B": torch.zeros(6, 1)}, r"rewards_B: expected floats of shape \(B,\)"),
+        ({"rewards_B": torch.zeros(6, dtype=torch.long)}, "rewards_B: expected floats"),
+        ({"mask_BT": torch.ones(6, 3)}, r"mask_BT: expected bool of shape \(6, T\), got torch.float32"),
+        ({"mask_BT": torch.ones(6, dtype=torch.bool)}, r"mask_BT: .*got torch.bool of shape \(6,\)"),
+        ({"mask_BT": torch.ones(5, 3, dtype=torch.bool)}, r"mask_BT: .*got torch.bool of shape \(5, 3\)"),
+        ({"proxy_BT": torch.ones(6, 2)}, r"proxy_BT: expected floats of shape \(6, 3\)"),
+        ({"ratio_BT": torch.ones(6)}, r"ratio_BT: expected floats of shape \(6, 3\)"),
+        ({"ratio_BT": torch.ones(6, 3, dtype=torch.bool)}, "ratio_BT: expected floats"),
+    ],
+)
+def test_responses_that_do_not_fit_together(changes, message):
+    ones = torch.ones(6, 3)
+    valid = {
+        "rewards_B": torch.zeros(6),
+        "mask_BT": torch.ones(6, 3, dtype=torch.bool),
+        "group_size": 3,
+        "proxy_BT": ones,
+        "ratio_BT": ones,
+    }
+    with pytest.raises(DvpError, match=message):
+        Responses(**{**valid, **changes})

@@ -1,32 +1,244 @@
 """Advantages of outcome rewards (METHOD.md, "Advantages").
 
-Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
+Every advantage is a function of `Responses` and gives one value a token, so that the loss need not know which one it
+got. All but the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
+
+Shape suffixes: B responses, T token positions, P prompts, G responses to one prompt, K model tokens (the k-th token
+that the model itself wrote, whatever its position).
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from dvp.errors import DvpError
 
+# Both as published: in the divisor of GRPO's standard deviation and of OTB's Σ W.
+STD_EPSILON = 1e-6
+ENERGY_EPSILON = 1e-8
 
-def rloo(rewards_B: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Leave-one-out advantage A_i = R_i − mean_{j≠i} R_j = G/(G−1) · (R_i − R̄); for G = 1, A = R.
 
-    Args:
-        rewards_B: one float reward a response; the G responses to a prompt are consecutive rows.
-        group_size: G ≥ 1.
-
-    Returns:
-        (B,), in the rewards' units and type; sums to zero over each group when G > 1.
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """B graded responses; the G responses to a prompt are consecutive rows.
 
     Raises:
-        DvpError: G below 1, or B not a multiple of G.
+        DvpError: G below 1, B not a multiple of G, or a tensor of another shape or kind than stated here.
     """
-    if group_size < 1:
-        raise DvpError(f"group_size: expected at least 1, got {group_size}")
-    if len(rewards_B) % group_size:
-        raise DvpError(f"group_size: {len(rewards_B)} responses do not divide into groups of {group_size}")
-    if group_size == 1:
-        return rewards_B
-    rewards_PG = rewards_B.reshape(-1, group_size)  # P prompts
-    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    return (group_size / (group_size - 1) * centred_PG).flatten()
+
+    rewards_B: torch.Tensor
+    """One float reward a response."""
+    mask_BT: torch.Tensor
+    """bool, True at the tokens that the model wrote: False at prompt and padding, and in a multi-turn response also
+    where the environment wrote."""
+    group_size: int
+    """G ≥ 1."""
+    proxy_BT: torch.Tensor
+    """w_t of `optimal_token_proxy`; any value, NaN too, where mask_BT is False."""
+    ratio_BT: torch.Tensor
+    """The importance weights r_t that the loss applies, which enter W as squares; ones when there is no correction.
+    Any value, NaN too, where mask_BT is False."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise DvpError(f"group_size: expected at least 1, got {self.group_size}")
+        if self.rewards_B.dim() != 1 or not self.rewards_B.is_floating_point():
+            raise DvpError(f"rewards_B: expected floats of shape (B,), got {_described(self.rewards_B)}")
+        responses = len(self.rewards_B)
+        if responses % self.group_size:
+            raise DvpError(f"group_size: {responses} responses do not divide into groups of {self.group_size}")
+        if self.mask_BT.dim() != 2 or len(self.mask_BT) != responses or self.mask_BT.dtype != torch.bool:
+            raise DvpError(f"mask_BT: expected bool of shape ({responses}, T), got {_described(self.mask_BT)}")
+        for name in ("proxy_BT", "ratio_BT"):
+            value = getattr(self, name)
+            if value.shape != self.mask_BT.shape or not value.is_floating_point():
+                raise DvpError(f"{name}: expected floats of shape {tuple(self.mask_BT.shape)}, got {_described(value)}")
+
+
+@torch.no_grad()
+def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tensor) -> torch.Tensor:
+    """OTB's proxy w_t = 1 − 2p_t(y_t) + Σ_v p_t(v)² of the squared norm of a token's gradient.
+
+    It is the squared norm in logit space: ∇_z log p(y) = e_y − p, and ‖e_y − p‖² = (1 − p_y)² + Σ_{v≠y} p_v². Computed
+    in this second form, with the sum held between 0 and (1 − p_y)², its largest possible value: the first form
+    cancels where p_y → 1, and in float32 gives negative "norms" that can make OTB divide by nothing.
+
+    Args:
+        log_prob_BT: log p of the sampled tokens (nats).
+        sum_p_squared_BT: Σ_v p(v)², of the same distribution: full with full, pruned with pruned.
+
+    Returns:
+        w, same shape, in [0, 2); no gradient. Garbage in padding gives garbage there.
+    """
+    rest_BT = -torch.expm1(log_prob_BT)  # 1 − p_y
+    others_BT = (sum_p_squared_BT - log_prob_BT.exp().square()).clamp(min=0.0)
+    return rest_BT.square() + torch.minimum(others_BT, rest_BT.square())
+
+
+def rloo(responses: Responses) -> torch.Tensor:
+    """Leave-one-out: A_i = R_i − mean_{j≠i} R_j = G/(G−1) · (R_i − R̄); for G = 1, A = R. Unbiased."""
+    if responses.group_size == 1:
+        return _constant(responses, _grouped_rewards(responses))
+    return _constant(responses, responses.group_size / (responses.group_size - 1) * _centred(responses))
+
+
+def grpo(responses: Responses) -> torch.Tensor:
+    """A_i = (R_i − R̄) / (std + 1e-6), std of the group with divisor G − 1; for G = 1, A = 0."""
+    return _constant(responses, _over_std(_centred(responses), dim=1))
+
+
+def dr_grpo(responses: Responses) -> torch.Tensor:
+    """A_i = R_i − R̄, which is (G−1)/G times RLOO's; for G = 1, A = 0."""
+    return _constant(responses, _centred(responses))
+
+
+def opo(responses: Responses) -> torch.Tensor:
+    """A_i = R_i − Σ_j len_j R_j / Σ_j len_j, len in model tokens; for G = 1, A = 0."""
+    relative_PG = _relative(responses)
+    length_PG = responses.mask_BT.sum(dim=1).reshape(relative_PG.shape)
+    # 0/0 for a group without any token, which has nowhere to put it.
+    baseline_P1 = (length_PG * relative_PG).sum(dim=1, keepdim=True) / length_PG.sum(dim=1, keepdim=True)
+    return _constant(responses, relative_PG - baseline_P1)
+
+
+def reinforce_pp(responses: Responses) -> torch.Tensor:
+    """REINFORCE++ with group baseline: R_i − R̄, whitened over the batch.
+
+    That is, divided by its standard deviation over the B responses (divisor B − 1; plus 1e-6); its mean over them is 0
+    already. Each response counts once, whatever its length: whitening over tokens would give responses a push
+    even where their group agrees.
+    """
+    return _constant(responses, _over_std(_centred(responses), dim=(0, 1)))
+
+
+def otb(responses: Responses) -> torch.Tensor:
+    """Optimal token baseline as published: A_{i,t} = R_i − B_t, t counting model tokens only.
+
+    B_t = Σ_i R_i W_{i,t} / (Σ_i W_{i,t} + 1e-8) over the group's members still alive at t, with
+    W_{i,t} = Σ_{j≤t} w_{i,j} r_{i,j}². It minimises Σ_i W_{i,t} (R_i − B)². B_t includes response i itself, and so
+    shrinks the gradient, and not along its own direction only.
+
+    Past the second-longest response (one member alive) and for G = 1, B = 0 and A = R: there, and by the 1e-8 where
+    Σ W is not far above it, a group whose rewards are all equal does not give 0.
+    """
+    energy_PGK, alive_PGK = _energy(responses)
+    rewards_PG1 = _grouped_rewards(responses)[:, :, None]
+    weighted_P1K = (rewards_PG1 * energy_PGK).sum(dim=1, keepdim=True)
+    baseline_P1K = weighted_P1K / (energy_PGK.sum(dim=1, keepdim=True) + ENERGY_EPSILON)
+    compared_P1K = alive_PGK.sum(dim=1, keepdim=True) > 1
+    return _at_tokens(responses, rewards_PG1 - torch.where(compared_P1K, baseline_P1K, 0.0), alive_PGK)
+
+
+def otb_leave_one_out(responses: Responses) -> torch.Tensor:
+    """OTB without self-inclusion: B_{i,t} = Σ_{j≠i} R_j W_{j,t} / Σ_{j≠i} W_{j,t} over the others alive at t.
+
+    Unbiased, since B does not depend on response i (not published; ours, to tell OTB's variance reduction from its
+    shrinkage). B = 0, hence A = R, wherever the others have no weight: no other is alive, G = 1, or all their r are 0.
+    """
+    energy_PGK, alive_PGK = _energy(responses)
+    rewards_PG1 = _grouped_rewards(responses)[:, :, None]
+    # Not total − own: that cancels where one response holds nearly all the weight.
+    others_GG = 1.0 - torch.eye(responses.group_size, dtype=energy_PGK.dtype, device=energy_PGK.device)
+    total_PGK = others_GG @ energy_PGK
+    baseline_PGK = others_GG @ (rewards_PG1 * energy_PGK) / torch.where(total_PGK > 0, total_PGK, 1.0)
+    return _at_tokens(responses, rewards_PG1 - baseline_PGK, alive_PGK)
+
+
+ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {
+    "rloo": rloo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "opo": opo,
+    "reinforce_pp": reinforce_pp,
+    "otb": otb,
+    "otb_leave_one_out": otb_leave_one_out,
+}
+"""Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
+
+
+def otb_variance_readouts(
+    advantage_BT: torch.Tensor, responses: Responses, gradient_norm: float
+) -> dict[str, float | None]:
+    """OTB's own variance read-outs (METHOD.md, "Advantages" [O]) of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p.
+
+    Usable with every advantage. N = B: all responses count as independent, so differences between prompts' gradients
+    count as noise, and what members of a group share through their baseline does not.
+
+    Args:
+        advantage_BT: what the loss applied.
+        gradient_norm: ‖ḡ‖ as measured in the parameters, before clipping, of the sum over tokens averaged over the N
+            responses (`reinforce_loss` with denominator N); 0 for a skipped step. It cannot come from the proxy: each
+            response has logits of its own, so over logits ‖ḡ‖² is mean(A²W)/N whatever the gradients' directions.
+
+    Returns:
+        otb_signal: ‖ḡ‖².
+        otb_power: mean(A²W) = mean_i Σ_t A² r² w, the proxy of mean ‖ĝ_i‖²; for a constant A it is A² W at the last
+            token, and for a token-level A the sum stays exact in logit space (verl's metric averages A first).
+        otb_noise: (power − signal)/(N − 1); None for N = 1. If power were mean ‖ĝ_i‖² itself, this would be the
+            unbiased estimate of the trace of ḡ's variance. Signal is measured over parameters and power over
+            logits, so they differ by the network's Jacobian: follow it over one run, do not read it as a variance.
+            Not cut at 0: negative says that this scale is far from 1.
+    """
+    energy_BT = advantage_BT.double().square() * responses.ratio_BT.double().square() * responses.proxy_BT.double()
+    count = len(responses.rewards_B)
+    power = torch.where(responses.mask_BT, energy_BT, 0.0).sum().item() / count
+    signal = gradient_norm**2
+    return {
+        "otb_signal": signal,
+        "otb_power": power,
+        "otb_noise": (power - signal) / (count - 1) if count > 1 else None,
+    }
+
+
+def _grouped_rewards(responses: Responses) -> torch.Tensor:
+    """(P, G)."""
+    return responses.rewards_B.reshape(-1, responses.group_size)
+
+
+def _relative(responses: Responses) -> torch.Tensor:
+    """Rewards less the first of their group: exactly 0 if all are equal, which R − R̄ in floats need not be."""
+    rewards_PG = _grouped_rewards(responses)
+    return rewards_PG - rewards_PG[:, :1]
+
+
+def _centred(responses: Responses) -> torch.Tensor:
+    """R_i − R̄, (P, G)."""
+    relative_PG = _relative(responses)
+    return relative_PG - relative_PG.mean(dim=1, keepdim=True)
+
+
+def _over_std(centred_PG: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """Values of mean 0 over their standard deviation along `dim`; 0 where there is but one."""
+    sum_of_squares = centred_PG.square().sum(dim=dim, keepdim=True)
+    count = centred_PG.numel() // max(sum_of_squares.numel(), 1)
+    return centred_PG / ((sum_of_squares / max(count - 1, 1)).sqrt() + STD_EPSILON)
+
+
+def _constant(responses: Responses, advantage_PG: torch.Tensor) -> torch.Tensor:
+    """One value a response, at its model tokens."""
+    return torch.where(responses.mask_BT, advantage_PG.reshape(-1, 1), 0.0)
+
+
+def _energy(responses: Responses) -> tuple[torch.Tensor, torch.Tensor]:
+    """W aligned on model tokens, (P, G, K), 0 where no longer alive; and which are alive."""
+    mask_BT = responses.mask_BT
+    length_B1 = mask_BT.sum(dim=1, keepdim=True)
+    alive_BK = torch.arange(mask_BT.shape[1], device=mask_BT.device) < length_B1
+    # Both masks have len_i True entries in row i, in order: row-major selection pairs them up.
+    step_N = (responses.proxy_BT[mask_BT] * responses.ratio_BT[mask_BT].square()).to(responses.rewards_B.dtype)
+    step_BK = torch.zeros(mask_BT.shape, dtype=step_N.dtype, device=step_N.device).masked_scatter(alive_BK, step_N)
+    energy_BK = torch.where(alive_BK, step_BK.cumsum(dim=1), 0.0)
+    groups = (len(mask_BT) // responses.group_size, responses.group_size, mask_BT.shape[1])
+    return energy_BK.reshape(groups), alive_BK.reshape(groups)
+
+
+def _at_tokens(responses: Responses, advantage_PGK: torch.Tensor, alive_PGK: torch.Tensor) -> torch.Tensor:
+    """Values aligned on model tokens back at their positions."""
+    mask_BT = responses.mask_BT
+    zeros_BT = torch.zeros(mask_BT.shape, dtype=advantage_PGK.dtype, device=mask_BT.device)
+    return zeros_BT.masked_scatter(mask_BT, advantage_PGK[alive_PGK])
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -8,51 +9,140 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.core.importance import PRESETS, ImportanceRule, importance_weights
 from dvp.errors import DvpError
 
-MIS = ImportanceRule("sequence", "mask", 0.5, 2.0, None)
-RULES = [
-    ImportanceRule(level, action, 0.5, 2.0, veto)
-    for level in ("none", "token", "sequence")
+MIS = PRESETS["mis"]
+UNBOUNDED = ImportanceRule("sequence", "truncate")
+BOUNDED = [
+    ImportanceRule(level, action, 0.5 if action == "mask" else 0.0, 2.0)
+    for level in ("token", "sequence", "geometric")
     for action in ("truncate", "mask")
-    for veto in (None, 1e-4)
+]
+RULES = [
+    ImportanceRule(),
+    *PRESETS.values(),
+    ImportanceRule(veto=1e-4, k3_max=0.01, denominator="kept"),
+    *(dataclasses.replace(rule, veto=1e-4) for rule in BOUNDED),
+    *(dataclasses.replace(rule, k3_max=0.05, denominator="kept") for rule in BOUNDED),
+    *(dataclasses.replace(rule, veto=1e-4, self_normalise=True) for rule in BOUNDED),
+    *(dataclasses.replace(rule, veto=1e-4, self_normalise=True, denominator="kept") for rule in BOUNDED),
 ]
 
 
+def batches(rows=4, columns=5):
+    """Log-ratios near 0 (where Geo-RS keeps), around the bounds, and absurd ones; with masks, empty rows included."""
+    elements = st.one_of(st.floats(-1e-3, 1e-3), st.floats(-0.4, 0.4), st.floats(-60, 60))
+    return st.tuples(hnp.arrays(np.float64, (rows, columns), elements=elements), hnp.arrays(np.bool_, (rows, columns)))
+
+
+def every_token(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
 def reference(log_ratio, mask, rule):
-    """Token by token in plain Python, from METHOD.md's table."""
+    """Token by token in plain Python, from METHOD.md's table and the rule's docstrings."""
     weight = np.zeros(mask.shape)
     vetoed = np.zeros(len(mask), bool)
+    filtered = np.zeros(len(mask), bool)
     for i, row in enumerate(log_ratio):
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        vetoed[i] = rule.veto is not None and any(math.exp(row[t]) < rule.veto for t in tokens)
+        if not tokens:
+            continue
+        ratios = [math.exp(row[t]) for t in tokens]
+        vetoed[i] = rule.veto is not None and any(r < rule.veto for r in ratios)
+        k3 = sum(r - math.log(r) - 1 for r in ratios) / len(tokens)
+        filtered[i] = rule.k3_max is not None and k3 > rule.k3_max
         total = sum(row[t] for t in tokens)
         for t in tokens:
-            log_r = row[t] if rule.level == "token" else total
-            r = math.exp(min(max(log_r, -20), 20))
-            if rule.level == "none":
-                w = 1.0
-            elif rule.action == "truncate":
-                w = min(r, rule.upper)
-            else:
-                w = r if rule.lower <= r <= rule.upper else 0.0
-            weight[i, t] = 0.0 if vetoed[i] else w
-    return weight, vetoed
+            log_r = {"none": 0.0, "token": row[t], "sequence": total, "geometric": total / len(tokens)}[rule.level]
+            w = math.exp(min(max(log_r, -20), 20))
+            if rule.action == "truncate":
+                w = min(w, rule.upper)
+            elif not rule.lower <= math.exp(log_r) <= rule.upper:
+                w = 0.0
+            weight[i, t] = 0.0 if vetoed[i] or filtered[i] else w
+    kept = (weight > 0).any(axis=1)
+    if rule.self_normalise and kept.any():
+        counted = [i for i in range(len(mask)) if mask[i].any() and (kept[i] or rule.denominator == "all")]
+        if rule.level == "token":
+            units = [weight[i, t] for i in counted for t in range(mask.shape[1]) if mask[i, t]]
+        else:
+            units = [max(weight[i]) for i in counted]
+        weight = weight / (sum(units) / len(units))
+    return weight, kept, vetoed, filtered
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    log_ratio=hnp.arrays(np.float64, (4, 5), elements=st.one_of(st.floats(-0.4, 0.4), st.floats(-60, 60))),
-    mask=hnp.arrays(np.bool_, (4, 5)),
-)
+@settings(deadline=None, max_examples=15)
+@given(batch=batches())
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_every_rule_against_plain_python(rule, log_ratio, mask):
+def test_every_rule_against_plain_python(rule, batch):
+    log_ratio, mask = batch
     weights = importance_weights(torch.tensor(log_ratio), torch.tensor(mask), rule)
-    expected, vetoed = reference(log_ratio, mask, rule)
-    np.testing.assert_allclose(weights.weight_BT.numpy(), expected, rtol=1e-12)
-    assert (weights.vetoed_B.numpy() == vetoed).all()
-    assert (weights.kept_B.numpy() == (expected > 0).any(axis=1)).all()
+    expected, kept, vetoed, filtered = reference(log_ratio, mask, rule)
+    np.testing.assert_allclose(weights.weight_BT.numpy(), expected, rtol=1e-11)
+    np.testing.assert_array_equal(weights.kept_B.numpy(), kept)
+    np.testing.assert_array_equal(weights.vetoed_B.numpy(), vetoed)
+    np.testing.assert_array_equal(weights.filtered_B.numpy(), filtered)
+    assert weights.denominator == (kept.sum() if rule.denominator == "kept" else len(mask))
+
+
+def test_no_rule_is_no_correction():
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    weights = importance_weights(torch.tensor([[9.0, -30.0]]).expand(3, 2), mask, ImportanceRule())
+    assert weights.weight_BT.tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert weights.kept_B.tolist() == [True, True, False]
+    assert weights.denominator == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "expected"),
+    [
+        # Each token's ratio above 2 is cut; one below is left alone, however small.
+        ("tis", [0.01, 1.5, 3.0], [0.01, 1.5, 2.0]),
+        # Products: 3 is cut to 2, 0.06 left alone.
+        ("seq_tis", [1.5, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ("seq_tis", [0.1, 2.0, 0.3], [0.06, 0.06, 0.06]),
+        # Products, kept between 1/2 and 2 and then the weight itself.
+        ("mis", [0.25, 6.0, 1.0], [1.5, 1.5, 1.5]),
+        ("mis", [1.3, 1.3, 1.3], [0.0, 0.0, 0.0]),
+        ("mis", [0.7, 0.7, 1.0], [0.0, 0.0, 0.0]),
+        ("icepop", [0.49, 0.51, 4.99], [0.0, 0.51, 4.99]),
+        ("icepop", [5.01, 1.0, 1.0], [0.0, 1.0, 1.0]),
+        # Cube roots: 1.0027^(1/3) ≈ 1.0009, 1.0033^(1/3) ≈ 1.0011.
+        ("geo_rs", [1.0027, 1.0, 1.0], [1.0027 ** (1 / 3)] * 3),
+        ("geo_rs", [1.0033, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        ("geo_rs", [0.9967, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        # r − log r − 1 of 1.27 is 0.030983, of 1.26 is 0.028888; the threshold is a sum of 0.03 over three tokens.
+        ("k3", [1.26, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        ("k3", [1.27, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        ("veto", [1.01e-4, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        ("veto", [0.99e-4, 1.0, 1.0], [0.0, 0.0, 0.0]),
+    ],
+)
+def test_each_preset_has_the_numbers_of_the_method(name, ratios, expected):
+    log_ratio = torch.tensor([ratios], dtype=torch.float64).log()
+    weights = importance_weights(log_ratio, every_token(1, 3), PRESETS[name])
+    torch.testing.assert_close(weights.weight_BT, torch.tensor([expected], dtype=torch.float64))
+
+
+def test_the_presets_are_those_of_the_method():
+    assert set(PRESETS) == {"tis", "seq_tis", "mis", "icepop", "geo_rs", "k3", "veto"}
+
+
+@settings(deadline=None, max_examples=20)
+@given(log_ratio=hnp.arrays(np.float64, (3, 1), elements=st.floats(-3, 3)))
+@pytest.mark.parametrize("action", ["truncate", "mask"])
+def test_all_levels_agree_on_sequences_of_one_token(action, log_ratio):
+    lower = 0.5 if action == "mask" else 0.0
+    token, sequence, geometric = (
+        importance_weights(
+            torch.tensor(log_ratio), every_token(3, 1), ImportanceRule(level, action, lower, 2.0)
+        ).weight_BT
+        for level in ("token", "sequence", "geometric")
+    )
+    assert torch.equal(token, sequence)
+    assert torch.equal(token, geometric)
 
 
 def test_sequence_importance_sampling_identity():
@@ -65,8 +155,7 @@ def test_sequence_importance_sampling_identity():
     log_q = torch.stack([torch.stack([log_q0[a], log_q1[a, b]]) for a, b in paths])
     f = torch.tensor(rng.normal(size=len(paths)))
 
-    rule = ImportanceRule("sequence", "truncate", 0.0, math.inf, None)
-    weight = importance_weights(log_p - log_q, torch.ones(len(paths), 2, dtype=torch.bool), rule).weight_BT
+    weight = importance_weights(log_p - log_q, every_token(len(paths), 2), UNBOUNDED).weight_BT
     assert torch.equal(weight[:, 0], weight[:, 1])
     under_q = (log_q.sum(1).exp() * weight[:, 0] * f).sum()
     under_p = (log_p.sum(1).exp() * f).sum()
@@ -77,58 +166,171 @@ def test_mis_drops_exactly_the_sequences_out_of_bounds():
     ratios = torch.tensor([0.49, 0.5, 1.0, 2.0, 2.01], dtype=torch.float64)
     # Split into tokens that are themselves out of bounds: only the product counts.
     log_ratio = torch.stack([ratios.log() - 3.0, torch.full((5,), 3.0, dtype=torch.float64)], dim=1)
-    weights = importance_weights(log_ratio, torch.ones(5, 2, dtype=torch.bool), MIS)
-    # The two at the bound itself are left out: exp(log x) need not round back to x.
+    weights = importance_weights(log_ratio, every_token(5, 2), MIS)
+    # The two at the bound itself are left out: log x − 3 + 3 need not round back to log x.
     assert weights.kept_B[[0, 2, 4]].tolist() == [False, True, False]
-    nudged = ImportanceRule("sequence", "mask", 0.5 - 1e-12, 2.0 + 1e-12, None)
-    weights = importance_weights(log_ratio, torch.ones(5, 2, dtype=torch.bool), nudged)
+    nudged = dataclasses.replace(MIS, lower=0.5 - 1e-12, upper=2.0 + 1e-12)
+    weights = importance_weights(log_ratio, every_token(5, 2), nudged)
     assert weights.kept_B.tolist() == [False, True, True, True, False]
     torch.testing.assert_close(weights.weight_BT[1:4, 1], ratios[1:4])
 
 
 def test_bounds_are_inclusive():
-    rule = ImportanceRule("token", "mask", 1.0, 1.0, None)
-    weights = importance_weights(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), rule)
-    assert weights.weight_BT.tolist() == [[1.0, 1.0]]
+    rule = ImportanceRule("token", "mask", 1.0, 1.0)
+    assert importance_weights(torch.zeros(1, 2), every_token(1, 2), rule).weight_BT.tolist() == [[1.0, 1.0]]
+
+
+def test_narrow_bounds_hold_over_thousands_of_fp32_tokens():
+    """Geo-RS is on the mean, the sum of 8192 fp32 log-ratios of ±5 that cancel but for a mean of 9e-4 or 1.1e-3."""
+    noise = torch.tensor([5.0, -5.0]).repeat(4096)
+    log_ratio = torch.stack([noise + 9e-4, noise + 1.1e-3])
+    weights = importance_weights(log_ratio, every_token(2, 8192), PRESETS["geo_rs"])
+    assert weights.kept_B.tolist() == [True, False]
+    assert weights.weight_BT.dtype == torch.float32
 
 
 def test_veto_sees_the_unclamped_ratio_and_only_valid_tokens():
     log_ratio = torch.tensor([[-25.0, 0.0], [0.0, -25.0], [-21.0, 0.0]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
-    rule = ImportanceRule("none", "truncate", 0.0, 2.0, math.exp(-22))
-    weights = importance_weights(log_ratio, mask, rule)
+    weights = importance_weights(log_ratio, mask, ImportanceRule(veto=math.exp(-22)))
     assert weights.vetoed_B.tolist() == [True, False, False]
     assert weights.weight_BT.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
+def test_the_veto_is_one_sided():
+    log_ratio = torch.tensor([[50.0, 0.0], [-50.0, 0.0]])
+    weights = importance_weights(log_ratio, every_token(2, 2), PRESETS["veto"])
+    assert weights.vetoed_B.tolist() == [False, True]
+    assert weights.weight_BT.tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_vetoed_sequence_is_dropped_even_where_its_product_is_in_bounds():
+    log_ratio = torch.tensor([[-12.0, 12.0], [-2.0, 2.0]])
+    weights = importance_weights(log_ratio, every_token(2, 2), dataclasses.replace(MIS, veto=1e-4))
+    assert weights.weight_BT.tolist() == [[0, 0], [1, 1]]
+    assert weights.vetoed_B.tolist() == [True, False]
+
+
+def test_the_k3_filter_is_two_sided_and_a_mean_over_the_tokens():
+    log_ratio = torch.tensor([[0.3, 0.0, 0.0], [-0.3, 0.0, 0.0], [0.3, 0.0, 0.0], [0.3, 7.0, 9.0], [1e4, 0.0, 0.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    # One token of 0.3 has 0.0499, of −0.3 has 0.0408.
+    weights = importance_weights(log_ratio, mask, ImportanceRule(k3_max=0.03))
+    assert weights.filtered_B.tolist() == [True, True, False, True, True]
+    assert not weights.vetoed_B.any()
+    assert weights.kept_B.tolist() == [False, False, True, False, False]
+
+
 def test_clamping_keeps_ratios_finite():
-    rule = ImportanceRule("sequence", "truncate", 0.0, math.inf, None)
     log_ratio = torch.tensor([[300.0, 300.0], [-300.0, -300.0], [300.0, -300.0]])
-    weight = importance_weights(log_ratio, torch.ones(3, 2, dtype=torch.bool), rule).weight_BT
+    weight = importance_weights(log_ratio, every_token(3, 2), UNBOUNDED).weight_BT
     # The sum is clamped, not its terms.
     torch.testing.assert_close(weight[:, 0], torch.tensor([math.exp(20), math.exp(-20), 1.0]))
 
 
+def test_a_bound_beyond_the_clamp_still_rejects():
+    rule = ImportanceRule("token", "mask", 1e-12, 1e12)
+    weights = importance_weights(torch.tensor([[-30.0, -25.0, 25.0, 30.0]]), every_token(1, 4), rule)
+    expected = torch.tensor([[0.0, math.exp(-20), math.exp(20), 0.0]])
+    torch.testing.assert_close(weights.weight_BT, expected, atol=0, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=20)
+@given(batch=batches())
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("rule", BOUNDED, ids=str)
+def test_self_normalised_weights_average_to_one(rule, denominator, batch):
+    log_ratio, mask = torch.tensor(batch[0]), torch.tensor(batch[1])
+    rule = dataclasses.replace(rule, self_normalise=True, denominator=denominator, veto=1e-4)
+    weights = importance_weights(log_ratio, mask, rule)
+    if not weights.kept_B.any():
+        assert not weights.weight_BT.any()
+        return
+    counted = weights.kept_B if denominator == "kept" else mask.any(dim=1)
+    if rule.level == "token":
+        mean = weights.weight_BT.sum() / mask[counted].sum()
+    else:
+        mean = torch.stack([row.max() for row in weights.weight_BT]).sum() / counted.sum()
+    assert mean.item() == pytest.approx(1.0)
+
+
+@settings(deadline=None, max_examples=20)
+@given(batch=batches(), factor=st.floats(0.1, 10))
+def test_self_normalisation_forgets_a_common_factor(batch, factor):
+    log_ratio, mask = torch.tensor(batch[0]).clamp(-2, 2), torch.tensor(batch[1])
+    rule = ImportanceRule("sequence", "truncate", self_normalise=True)
+    scaled = log_ratio + math.log(factor) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(
+        importance_weights(scaled, mask, rule).weight_BT, importance_weights(log_ratio, mask, rule).weight_BT
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(batch=batches())
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_self_normalised_sequences_weigh_the_same_with_either_denominator(level, batch):
+    """Σ w f / Σ w, whether rejected sequences are counted or not."""
+    log_ratio, mask = torch.tensor(batch[0]), torch.tensor(batch[1]) | torch.tensor([True, False, False, False, False])
+    rule = ImportanceRule(level, "mask", 0.5, 2.0, self_normalise=True)
+    everything = importance_weights(log_ratio, mask, rule)
+    kept = importance_weights(log_ratio, mask, dataclasses.replace(rule, denominator="kept"))
+    if kept.denominator == 0:
+        return
+    torch.testing.assert_close(everything.weight_BT / everything.denominator, kept.weight_BT / kept.denominator)
+
+
 @pytest.mark.parametrize("padding", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_padding_is_never_looked_at(rule, padding):
+def test_padding_and_empty_responses_are_never_looked_at(rule, padding):
     mask = torch.tensor([[True, False], [False, False]])
     weights = importance_weights(torch.tensor([[0.0, padding]]).expand(2, 2), mask, rule)
     assert weights.weight_BT.tolist() == [[1, 0], [0, 0]]
     assert weights.kept_B.tolist() == [True, False]
-    assert weights.vetoed_B.tolist() == [False, False]
+    assert weights.vetoed_B.tolist() == weights.filtered_B.tolist() == [False, False]
+    assert weights.denominator == (1 if rule.denominator == "kept" else 2)
 
 
-def test_everything_rejected_is_a_result():
-    weights = importance_weights(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), MIS)
-    assert not weights.weight_BT.any()
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", [ImportanceRule(), MIS, PRESETS["veto"]], ids=str)
+def test_a_log_ratio_that_is_no_number_is_an_error_that_names_its_place(rule, value):
+    log_ratio = torch.tensor([[0.0, 0.0], [0.0, value]])
+    with pytest.raises(DvpError, match=f"response 1, position 1: expected a finite number, got {value}"):
+        importance_weights(log_ratio, every_token(2, 2), rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "log_ratio"),
+    [
+        (MIS, 4.0),
+        (dataclasses.replace(MIS, self_normalise=True), 4.0),
+        (dataclasses.replace(PRESETS["icepop"], self_normalise=True), -3.0),
+        (PRESETS["geo_rs"], 0.1),
+        (PRESETS["k3"], 1.0),
+        (PRESETS["veto"], -10.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_everything_rejected_is_a_result(rule, log_ratio, denominator):
+    rule = dataclasses.replace(rule, denominator=denominator)
+    weights = importance_weights(torch.full((2, 3), log_ratio), every_token(2, 3), rule)
+    assert torch.equal(weights.weight_BT, torch.zeros(2, 3))
     assert not weights.kept_B.any()
-    assert not weights.vetoed_B.any()
+    assert weights.vetoed_B.all() == (rule.veto is not None)
+    assert weights.filtered_B.all() == (rule.k3_max is not None)
+    assert weights.denominator == (0 if denominator == "kept" else 2)
 
 
 def test_no_gradient_flows():
     log_ratio = torch.zeros(1, 2, requires_grad=True)
-    assert not importance_weights(log_ratio, torch.ones(1, 2, dtype=torch.bool), MIS).weight_BT.requires_grad
+    for rule in RULES:
+        assert not importance_weights(log_ratio, every_token(1, 2), rule).weight_BT.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_weights_come_in_the_type_of_the_log_ratios(dtype):
+    weights = importance_weights(torch.zeros(1, 2, dtype=dtype), every_token(1, 2), MIS)
+    assert weights.weight_BT.dtype == dtype
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
@@ -136,22 +338,33 @@ def test_no_gradient_flows():
 def test_empty_batches(rule, shape):
     weights = importance_weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), rule)
     assert weights.weight_BT.shape == shape
-    assert weights.kept_B.tolist() == weights.vetoed_B.tolist() == [False] * shape[0]
+    assert weights.kept_B.tolist() == weights.vetoed_B.tolist() == weights.filtered_B.tolist() == [False] * shape[0]
+    assert weights.denominator == (0 if rule.denominator == "kept" else shape[0])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("geometric", "mask", 0.5, 2.0, None), "level"),
-        (("token", "clip", 0.5, 2.0, None), "action"),
-        (("token", "mask", -0.5, 2.0, None), "bounds"),
-        (("token", "mask", 3.0, 2.0, None), "bounds"),
-        (("token", "mask", 0.0, 0.0, None), "bounds"),
-        (("token", "mask", 0.5, math.nan, None), "bounds"),
-        (("token", "mask", 0.5, 2.0, 0.0), "veto"),
-        (("token", "mask", 0.5, 2.0, 1.0), "veto"),
+        ({"level": "harmonic"}, r"importance\.level: expected one of .*'geometric'.*, got 'harmonic'"),
+        ({"level": "token", "action": "clip"}, "action"),
+        ({"denominator": "tokens"}, "denominator"),
+        ({"level": "token", "action": "mask", "lower": -0.5}, "bounds"),
+        ({"level": "token", "action": "mask", "lower": 3.0, "upper": 2.0}, "bounds"),
+        ({"level": "token", "action": "mask", "upper": 0.0}, "bounds"),
+        ({"level": "token", "action": "mask", "upper": math.nan}, "bounds"),
+        ({"level": "token", "action": "mask", "lower": math.inf}, "bounds"),
+        ({"level": "token", "action": "truncate", "lower": 0.5}, "truncate has no lower bound"),
+        ({"level": "none", "upper": 2.0}, "none has no ratio"),
+        ({"level": "none", "action": "mask"}, "none has no ratio"),
+        ({"level": "none", "self_normalise": True}, "self_normalise"),
+        ({"veto": 0.0}, "veto"),
+        ({"veto": 1.0}, "veto"),
+        ({"veto": math.nan}, "veto"),
+        ({"k3_max": 0.0}, "k3_max"),
+        ({"k3_max": math.inf}, "k3_max"),
+        ({"k3_max": math.nan}, "k3_max"),
     ],
 )
 def test_impossible_rules(arguments, message):
     with pytest.raises(DvpError, match=message):
-        ImportanceRule(*arguments)
+        ImportanceRule(**arguments)

@@ -1,12 +1,7 @@
 """Importance weights between the trainer's and the engine's policy (METHOD.md, "Importance corrections").
 
 log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughout, with p and q both pruned or
-both full. The named methods are settings of one rule:
-
-    token TIS       token, truncate, upper 2
-    sequence TIS    sequence, truncate, upper 2
-    MIS             sequence, mask, [0.5, 2]
-    IcePop          token, mask, [0.5, 5]
+both full. Every named method of the field is a setting of one rule: see `PRESETS`.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
@@ -19,43 +14,74 @@ import torch
 
 from dvp.errors import DvpError
 
-Level = Literal["none", "token", "sequence"]
+Level = Literal["none", "token", "sequence", "geometric"]
 Action = Literal["truncate", "mask"]
+Denominator = Literal["all", "kept"]
 
 # e^±20 is far outside any useful bound, and keeps a weight finite in fp32 and in bf16.
 LOG_RATIO_CLAMP = 20.0
+# exp(709.8) overflows float64; any K3 threshold is far below e^700.
+MAX_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
 class ImportanceRule:
-    """How a ratio becomes a weight.
+    """How a ratio becomes a weight, and which responses are dropped. `ImportanceRule()` corrects nothing.
 
     Raises:
-        DvpError: an unknown level or action, or bounds or veto out of range.
+        DvpError: an unknown name, a number out of range, or a setting that could have no effect.
     """
 
-    level: Level
-    """The ratio of each token, the product over the sequence, or none (weight 1)."""
-    action: Action
+    level: Level = "none"
+    """The ratio: each token's, the product over the sequence, its geometric mean over the sequence's tokens, or none
+    (weight 1). It is both what is bounded and the weight."""
+    action: Action = "truncate"
     """Outside the bounds: cut the ratio to `upper` (truncate), or reject it with weight 0 (mask)."""
-    lower: float
+    lower: float = 0.0
     """Smallest ratio that `mask` keeps, ≥ 0; `truncate` has no lower bound."""
-    upper: float
+    upper: float = math.inf
     """Largest ratio, > 0 and ≥ lower; infinity means unbounded."""
-    veto: float | None
-    """Drop a sequence with any token ratio below this, in (0, 1); None never does. Applies at every level."""
+    veto: float | None = None
+    """Drop a sequence with any token ratio below this, in (0, 1); None never does. One-sided, and at every level."""
+    k3_max: float | None = None
+    """Drop a sequence whose mean of r − log r − 1 over its tokens exceeds this, > 0; None never does. Every level."""
+    denominator: Denominator = "all"
+    """The loss is a mean over all responses, or over those that keep a token."""
+    self_normalise: bool = False
+    """Divide the weights by their mean, so that they average to 1. The mean is over tokens at token level, else over
+    sequences that have a token; of all responses (rejected ones count as 0) or of the kept ones, as `denominator`
+    says. Past token level, and with no response empty, the loss is then Σ w ℓ / Σ w with either denominator."""
 
     def __post_init__(self) -> None:
-        if self.level not in get_args(Level):
-            raise DvpError(f"importance.level: expected one of {get_args(Level)}, got {self.level!r}")
-        if self.action not in get_args(Action):
-            raise DvpError(f"importance.action: expected one of {get_args(Action)}, got {self.action!r}")
-        if not (0.0 <= self.lower <= self.upper and self.upper > 0.0):
+        for name, choices in (("level", Level), ("action", Action), ("denominator", Denominator)):
+            if getattr(self, name) not in get_args(choices):
+                raise DvpError(f"importance.{name}: expected one of {get_args(choices)}, got {getattr(self, name)!r}")
+        if not (0.0 <= self.lower <= self.upper and self.lower < math.inf and self.upper > 0.0):
             raise DvpError(
                 f"importance bounds: expected 0 ≤ lower ≤ upper, 0 < upper, got [{self.lower}, {self.upper}]"
             )
+        if self.action == "truncate" and self.lower != 0.0:
+            raise DvpError(f"importance.lower: truncate has no lower bound, got {self.lower}; mask has one")
+        if self.level == "none" and (self.action != "truncate" or self.upper != math.inf):
+            raise DvpError("importance.level: none has no ratio for an action and its bounds; choose another level")
+        if self.level == "none" and self.self_normalise:
+            raise DvpError("importance.self_normalise: level none has no weights; denominator: kept does what is meant")
         if self.veto is not None and not 0.0 < self.veto < 1.0:
             raise DvpError(f"importance.veto: expected a ratio strictly between 0 and 1, got {self.veto}")
+        if self.k3_max is not None and not 0.0 < self.k3_max < math.inf:
+            raise DvpError(f"importance.k3_max: expected a finite number above 0, got {self.k3_max}")
+
+
+PRESETS: dict[str, ImportanceRule] = {
+    "tis": ImportanceRule("token", "truncate", upper=2.0),
+    "seq_tis": ImportanceRule("sequence", "truncate", upper=2.0),
+    "mis": ImportanceRule("sequence", "mask", 0.5, 2.0),
+    "icepop": ImportanceRule("token", "mask", 0.5, 5.0),
+    "geo_rs": ImportanceRule("geometric", "mask", 0.999, 1.001),
+    "k3": ImportanceRule(k3_max=0.01),
+    "veto": ImportanceRule(veto=1e-4),
+}
+"""The named corrections with METHOD.md's default bounds; `dataclasses.replace` combines or changes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,37 +91,77 @@ class ImportanceWeights:
     weight_BT: torch.Tensor
     """In the log-ratio's type, ≥ 0; 0 at padding and wherever the token or its sequence was rejected."""
     kept_B: torch.Tensor
-    """bool: the sequence has a token with weight > 0."""
+    """bool: the sequence has a token that was not rejected. False for a response without tokens."""
     vetoed_B: torch.Tensor
     """bool: the veto dropped the sequence."""
+    filtered_B: torch.Tensor
+    """bool: the K3 filter dropped the sequence (the veto may have, too)."""
+    denominator: int
+    """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
 
 
 @torch.no_grad()
 def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: ImportanceRule) -> ImportanceWeights:
     """Turn log-ratios into stop-gradient weights.
 
-    Log-ratios (a token's, or their sum over the sequence) are clamped to ±20 before exp; the veto looks at
-    the unclamped ones. A batch in which everything is rejected is a legal result: all weights 0.
+    Whatever rejects (bounds of `mask`, veto, K3 filter) looks at the unclamped ratios; for the weights' values
+    log-ratios (a token's, or their sum or mean over the sequence) are clamped to ±20 before exp. Bounds are inclusive.
+    A batch in which everything is rejected is a legal result: all weights 0.
 
     Args:
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
         mask_BT: bool, True at the response's tokens.
-        rule: the correction.
-    """
-    log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0)
-    log_veto = -math.inf if rule.veto is None else math.log(rule.veto)
-    vetoed_B = (log_ratio_BT < log_veto).any(dim=1)
+        rule: the correction. With self_normalise the mean is over this call's responses: hand in the whole batch.
 
-    if rule.level == "none":
-        weight_BT = torch.ones_like(log_ratio_BT)
+    Raises:
+        DvpError: a log-ratio of the mask is NaN or infinite. Neither policy can give a sampled token such a
+            log-prob, so it is an error of one side and no mismatch to be corrected.
+    """
+    bad_BT = mask_BT & ~log_ratio_BT.isfinite()
+    if bad_BT.any():
+        row, position = bad_BT.nonzero()[0].tolist()
+        value = log_ratio_BT[row, position].item()
+        raise DvpError(f"log-ratio of response {row}, position {position}: expected a finite number, got {value}")
+
+    # float64: bounds 1e-3 from 1 must not depend on the rounding of a sum over thousands of tokens.
+    token_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()
+    length_B = mask_BT.sum(dim=1).clamp(min=1)
+    vetoed_B = (token_BT < _log(rule.veto or 0.0)).any(dim=1)
+    # expm1 keeps the digits of ratios near 1.
+    k3_B = (token_BT.clamp(max=MAX_EXPONENT).expm1() - token_BT).sum(dim=1) / length_B
+    filtered_B = k3_B > (math.inf if rule.k3_max is None else rule.k3_max)
+
+    if rule.level == "sequence":
+        log_weight_BT = token_BT.sum(dim=1, keepdim=True).expand_as(token_BT)
+    elif rule.level == "geometric":
+        log_weight_BT = (token_BT.sum(dim=1) / length_B)[:, None].expand_as(token_BT)
+    elif rule.level == "token":
+        log_weight_BT = token_BT
     else:
-        if rule.level == "sequence":
-            log_ratio_BT = log_ratio_BT.sum(dim=1, keepdim=True).expand_as(log_ratio_BT)
-        ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-        if rule.action == "truncate":
-            weight_BT = ratio_BT.clamp(max=rule.upper)
+        log_weight_BT = torch.zeros_like(token_BT)
+    accepted_BT = mask_BT & ~(vetoed_B | filtered_B)[:, None]
+    weight_BT = log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    if rule.action == "truncate":
+        weight_BT = weight_BT.clamp(max=rule.upper)
+    else:
+        accepted_BT &= (log_weight_BT >= _log(rule.lower)) & (log_weight_BT <= _log(rule.upper))
+    weight_BT = torch.where(accepted_BT, weight_BT, 0.0)
+    kept_B = accepted_BT.any(dim=1)
+
+    if rule.self_normalise and kept_B.any():
+        counted_B = kept_B if rule.denominator == "kept" else mask_BT.any(dim=1)
+        if rule.level == "token":
+            weight_BT = weight_BT / weight_BT[mask_BT & counted_B[:, None]].mean()
         else:
-            within_BT = (ratio_BT >= rule.lower) & (ratio_BT <= rule.upper)
-            weight_BT = torch.where(within_BT, ratio_BT, 0.0)
-    weight_BT = torch.where(mask_BT & ~vetoed_B[:, None], weight_BT, 0.0)
-    return ImportanceWeights(weight_BT=weight_BT, kept_B=(weight_BT > 0).any(dim=1), vetoed_B=vetoed_B)
+            weight_BT = weight_BT / weight_BT[counted_B].amax(dim=1).mean()
+    return ImportanceWeights(
+        weight_BT=weight_BT.to(log_ratio_BT.dtype),
+        kept_B=kept_B,
+        vetoed_B=vetoed_B,
+        filtered_B=filtered_B,
+        denominator=int(kept_B.sum()) if rule.denominator == "kept" else len(kept_B),
+    )
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0.0 else -math.inf

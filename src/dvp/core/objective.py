@@ -1,48 +1,175 @@
-"""The policy-gradient loss: REINFORCE with stop-gradient importance weights (METHOD.md item 4 [P Thm 5.3]).
+"""Policy-gradient losses with stop-gradient importance weights (METHOD.md item 4 [P Thm 5.3], and "Losses").
 
-Its negative gradient is the batch mean of ĝ = w · A · ∇log p^mp(y). Rejected tokens are cut out of the graph
-and not merely multiplied by zero: 0 · NaN is NaN, in the value and in the gradient.
+Two ratios are kept apart: the weights correct the engine for the trainer, π_old/π_infer, and are constants
+(`dvp.core.importance`); the losses clip what the optimiser changed since the rollout, π_θ/π_old. On the first
+optimiser step on a batch the latter is 1.
+
+Rejected tokens are cut out of the graph and not merely multiplied by zero: 0 · NaN is NaN, in the value and in
+the gradient.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
 import torch
 
+from dvp.core.importance import LOG_RATIO_CLAMP
 from dvp.errors import DvpError
 
+Kind = Literal["reinforce", "ppo", "gspo", "cispo"]
 
-def reinforce_loss(
-    log_prob_BT: torch.Tensor,
-    weight_BT: torch.Tensor,
-    advantage_B: torch.Tensor,
-    mask_BT: torch.Tensor,
-    denominator: float,
-) -> torch.Tensor:
-    """−(1/denominator) Σ_i Σ_t stopgrad(w_it) · A_i · log p_it, over the tokens of the mask.
 
-    The sum over a sequence is not divided by its length: that is ∇log p of the sequence, and any other
-    division would favour short or long answers.
-
-    Args:
-        log_prob_BT: log-probs of the sampled tokens (nats), with gradient; non-finite values are harmless
-            wherever the weight is 0 or the mask is False.
-        weight_BT: importance weights; no gradient flows through them.
-        advantage_B: one advantage a response.
-        mask_BT: bool, True at the response's tokens.
-        denominator: how many responses the sum is averaged over (all, or kept), > 0; the caller decides,
-            since micro-batches and ranks share one.
-
-    Returns:
-        A scalar, exactly 0 with zero gradients when every token is rejected.
+@dataclass(frozen=True)
+class LossRule:
+    """Which loss, and how far π_θ/π_old may go from 1.
 
     Raises:
-        DvpError: denominator not above 0. Where it counts kept responses, skip the step when none is kept.
+        DvpError: an unknown kind, clips out of range, or a clip where there is none.
     """
-    if not denominator > 0.0:
+
+    kind: Kind = "reinforce"
+    """Of each token: log π_θ (reinforce), the clipped ratio (ppo), log π_θ times the truncated ratio as a constant
+    (cispo); of each sequence: the clipped geometric mean of the ratios (gspo)."""
+    clip_low: float | None = None
+    """The ratio's lower bound is 1 − clip_low, in [0, 1]; 1 sets none. None for reinforce only."""
+    clip_high: float | None = None
+    """The ratio's upper bound is 1 + clip_high, ≥ 0; infinity sets none. None for reinforce only."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise DvpError(f"loss.kind: expected one of {get_args(Kind)}, got {self.kind!r}")
+        if self.kind == "reinforce":
+            if self.clip_low is not None or self.clip_high is not None:
+                raise DvpError("loss.kind: reinforce has no ratio to clip; leave clip_low and clip_high out")
+            return
+        if self.clip_low is None or not 0.0 <= self.clip_low <= 1.0:
+            raise DvpError(f"loss.clip_low: {self.kind} expects a number in [0, 1], got {self.clip_low}")
+        if self.clip_high is None or not 0.0 <= self.clip_high <= math.inf:
+            raise DvpError(f"loss.clip_high: {self.kind} expects a number of at least 0, got {self.clip_high}")
+
+
+LOSSES: dict[str, LossRule] = {
+    "reinforce": LossRule(),
+    "ppo": LossRule("ppo", 0.2, 0.2),  # arXiv 1707.06347
+    "clip_higher": LossRule("ppo", 0.2, 0.28),  # DAPO, arXiv 2503.14476
+    "gspo": LossRule("gspo", 3e-4, 4e-4),  # arXiv 2507.18071
+    # arXiv 2506.13585 sets no lower bound and prints no upper one; ScaleRL (arXiv 2510.13786) caps the ratio at 5.
+    "cispo": LossRule("cispo", 1.0, 4.0),
+}
+"""The named losses with their published clips."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """The loss of some responses, to be minimised."""
+
+    loss: torch.Tensor
+    """Scalar with gradient; exactly 0 with zero gradients when every token is rejected."""
+    clipped_BT: torch.Tensor
+    """bool: the ratio was cut, so that no gradient flows (ppo, gspo) or a smaller one (cispo). A ratio past a bound on
+    the side on which ppo and gspo do not clip (above for a negative advantage, below for a positive one) does not
+    count; one held at e^±20 does. False at rejected tokens; for gspo the same at all tokens of a sequence."""
+
+
+def policy_loss(
+    rule: LossRule,
+    log_prob_BT: torch.Tensor,
+    old_log_prob_BT: torch.Tensor,
+    weight_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    denominator: int,
+) -> PolicyLoss:
+    """−(1/denominator) Σ_i Σ_t stopgrad(w_it) · ℓ_it over the tokens that are not rejected, with r = π_θ/π_old and
+
+        reinforce  ℓ_it = A_it log π_θ
+        ppo        ℓ_it = min(r A, clip(r, 1 − clip_low, 1 + clip_high) A)
+        cispo      ℓ_it = stopgrad(clip(r, 1 − clip_low, 1 + clip_high)) · A log π_θ
+        gspo       one term a sequence, as ppo's with s = exp(mean_t log r) for r
+
+    At r = 1 the gradients of reinforce, ppo and cispo are the same. The sum over a sequence is not divided by its
+    length: that is ∇log p of the sequence, and any other division would favour short or long answers. Log-ratios are
+    clamped to ±20 before exp.
+
+    Args:
+        log_prob_BT: log π_θ of the sampled tokens (nats), with gradient; non-finite values are harmless
+            wherever the weight is 0 or the mask is False, here and in the other tensors.
+        old_log_prob_BT: the same under the trainer's weights that the rollout was made with; not used by reinforce.
+        weight_BT: importance weights ≥ 0, 0 meaning rejected; no gradient flows through them.
+        advantage_BT: one advantage a token; no gradient flows through them.
+        mask_BT: bool, True at the response's tokens.
+        denominator: `ImportanceWeights.denominator`, > 0: of the whole batch, since micro-batches and ranks share it.
+
+    For gspo a sequence has one weight (level none, sequence or geometric) and one advantage. Tokens of weight 0 are
+    left out of s, so that those outside V_S can be zeroed here too.
+
+    Raises:
+        DvpError: shapes that differ; denominator not above 0 (nothing was kept: skip the step); for gspo, weights or
+            advantages that differ between the tokens of a sequence, those of weight 0 aside.
+    """
+    for name, tensor in (
+        ("old_log_prob_BT", old_log_prob_BT),
+        ("weight_BT", weight_BT),
+        ("advantage_BT", advantage_BT),
+        ("mask_BT", mask_BT),
+    ):
+        # A (B,) advantage would broadcast along the tokens where B happens to equal T.
+        if tensor.shape != log_prob_BT.shape:
+            raise DvpError(f"{name}: expected the shape {tuple(log_prob_BT.shape)}, got {tuple(tensor.shape)}")
+    if not denominator > 0:
         raise DvpError(f"denominator: expected a number above 0, got {denominator}")
+
     active_BT = mask_BT & (weight_BT != 0)
-    coefficient_BT = torch.where(active_BT, weight_BT * advantage_B[:, None], 0.0).detach()
-    return -(coefficient_BT * torch.where(active_BT, log_prob_BT, 0.0)).sum() / denominator
+    log_prob_BT = torch.where(active_BT, log_prob_BT, 0.0)
+    coefficient_BT = torch.where(active_BT, weight_BT * advantage_BT, 0.0).detach()
+    if rule.kind == "reinforce" or not active_BT.any():
+        return PolicyLoss(-(coefficient_BT * log_prob_BT).sum() / denominator, torch.zeros_like(active_BT))
+
+    log_ratio_BT = log_prob_BT - torch.where(active_BT, old_log_prob_BT, 0.0).detach()
+    if rule.kind == "gspo":
+        coefficient_B1 = _of_sequence("weight", weight_BT, active_BT) * _of_sequence(
+            "advantage", advantage_BT, active_BT
+        )
+        log_ratio_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / active_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        term, clipped = _clipped_term(rule, log_ratio_B1, coefficient_B1)
+    elif rule.kind == "ppo":
+        term, clipped = _clipped_term(rule, log_ratio_BT, coefficient_BT)
+    else:
+        ratio_BT = log_ratio_BT.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+        truncated_BT = ratio_BT.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
+        term = coefficient_BT * truncated_BT * log_prob_BT
+        clipped = (truncated_BT != ratio_BT) | (log_ratio_BT.abs() > LOG_RATIO_CLAMP)
+    return PolicyLoss(-term.sum() / denominator, clipped & active_BT)
+
+
+def _clipped_term(
+    rule: LossRule, log_ratio: torch.Tensor, coefficient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """min(r c, clip(r) c) with its gradient in r, and where that is cut off; c is a constant, w · A."""
+    ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    # The minimum is the clipped term exactly where going on in the advantage's direction is to be stopped.
+    stopped = torch.where(
+        coefficient > 0, ratio > 1.0 + rule.clip_high, (coefficient < 0) & (ratio < 1.0 - rule.clip_low)
+    )
+    bounded = torch.where(stopped, ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high), ratio)
+    return coefficient * bounded, stopped | (log_ratio.abs() > LOG_RATIO_CLAMP)
+
+
+def _of_sequence(name: str, values_BT: torch.Tensor, active_BT: torch.Tensor) -> torch.Tensor:
+    """The one value of each sequence, (B, 1), constant; 0 where no token is active."""
+    largest_B = torch.where(active_BT, values_BT, -torch.inf).amax(dim=1)
+    smallest_B = torch.where(active_BT, values_BT, torch.inf).amin(dim=1)
+    differs_B = smallest_B < largest_B
+    if differs_B.any():
+        row = differs_B.nonzero()[0].item()
+        raise DvpError(
+            f"gspo: the {name} of response {row} differs between its tokens ({smallest_B[row].item():g} to "
+            f"{largest_B[row].item():g}); expected one a sequence"
+        )
+    return torch.where(active_BT.any(dim=1), largest_B, 0.0).detach()[:, None]
 
 
 def zero_outside_safe(weight_BT: torch.Tensor, target_in_safe_BT: torch.Tensor) -> torch.Tensor:

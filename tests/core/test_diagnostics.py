@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dvp.core.diagnostics import mismatch_metrics
+from dvp.core.diagnostics import (
+    literal_bound,
+    mismatch_by_probability,
+    mismatch_metrics,
+    mismatch_over_vocabulary,
+    overlap,
+    pruned_mass_metrics,
+    self_noise,
+    sharp_bounds,
+    tail_mismatch,
+)
+from dvp.errors import DvpError
 
 
 @settings(deadline=None, max_examples=60)
@@ -27,7 +38,7 @@ def test_against_numpy(log_ratio, mask):
         "ess": w.sum() ** 2 / (w**2).sum() / len(w),
         "max_abs_log_ratio": np.abs(tokens).max(),
         "ratio_outside_0.9_1.1": np.mean((r < 0.9) | (r > 1.1)),
-        "veto_fraction": np.mean([(np.exp(row) < 1e-4).any() for row in rows]),
+        "ratio_below_1e-4_fraction": np.mean([(np.exp(row) < 1e-4).any() for row in rows]),
     }
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert 0 < metrics["ess"] <= 1
@@ -87,3 +98,270 @@ def test_padding_and_empty_sequences_do_not_count():
     metrics = mismatch_metrics(log_ratio, mask)
     assert metrics.pop("ess") == 1.0
     assert set(metrics.values()) == {0.0}
+
+
+# Other read-outs of one batch
+
+
+def test_self_noise_is_the_mismatch_of_two_scorings():
+    once = torch.tensor([[-1.0, -2.0, -0.5]])
+    again = torch.tensor([[-1.25, -2.0, -0.25]])
+    mask = torch.tensor([[True, True, False]])
+    expected = mismatch_metrics(once - again, mask)
+    assert self_noise(once, again, mask) == {f"self_noise_{name}": value for name, value in expected.items()}
+    assert self_noise(once, again, mask)["self_noise_k1"] == -0.125
+    assert self_noise(once, again, mask)["self_noise_max_abs_log_ratio"] == 0.25
+
+
+def test_tail_mismatch_looks_at_unlikely_tokens_only():
+    probability = torch.tensor([[0.5, 0.009, 0.011, 1e-6], [1e-3, 1e-9, 0.9, 0.9]])
+    log_ratio = torch.tensor([[3.0, -0.5, 4.0, 1.0], [0.25, math.nan, 5.0, 5.0]])
+    mask = torch.tensor([[True, True, True, True], [True, False, True, False]])
+    assert tail_mismatch(log_ratio, probability.log(), mask) == pytest.approx((0.5 + 1.0 + 0.25) / 3)
+    assert tail_mismatch(log_ratio, torch.zeros(2, 4), mask) == 0.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    mass=hnp.arrays(np.float64, (4, 3), elements=st.floats(0, 1)),
+    mask=hnp.arrays(np.bool_, (4, 3)).filter(np.any),
+)
+def test_pruned_mass_against_loops(mass, mask):
+    tokens = [mass[b, t] for b in range(4) for t in range(3) if mask[b, t]]
+    responses = [sum(mass[b, t] for t in range(3) if mask[b, t]) for b in range(4) if mask[b].any()]
+    expected = {
+        "pruned_mass_mean": sum(tokens) / len(tokens),
+        "pruned_mass_max": max(tokens),
+        "pruned_mass_per_response_mean": sum(responses) / len(responses),
+        "pruned_mass_per_response_max": max(responses),
+    }
+    padded = np.where(mask, mass, np.nan)
+    assert pruned_mass_metrics(torch.tensor(padded), torch.tensor(mask)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_no_tokens_have_no_pruned_mass(shape):
+    metrics = pruned_mass_metrics(torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool))
+    assert list(metrics.values()) == [0.0] * 4
+
+
+masks = hnp.arrays(np.bool_, (3, 6)).map(lambda mask: mask | (np.arange(6) == 2))
+
+
+@settings(deadline=None, max_examples=50)
+@given(masks, masks)
+def test_overlap_against_sets(train, infer):
+    jaccard, infer_in_train, train_in_infer = [], [], []
+    for row in range(3):
+        a, b = set(np.flatnonzero(train[row])), set(np.flatnonzero(infer[row]))
+        jaccard.append(len(a & b) / len(a | b))
+        infer_in_train.append(len(a & b) / len(b))
+        train_in_infer.append(len(a & b) / len(a))
+    assert overlap(torch.tensor(train), torch.tensor(infer)) == pytest.approx(
+        {
+            "jaccard": np.mean(jaccard),
+            "infer_in_train": np.mean(infer_in_train),
+            "train_in_infer": np.mean(train_in_infer),
+            "safe_size_train": train.sum() / 3,
+            "safe_size_infer": infer.sum() / 3,
+        }
+    )
+
+
+def test_overlap_tells_which_side_lacks_what():
+    train, infer = torch.tensor([[True, True, True, True]]), torch.tensor([[True, False, False, False]])
+    metrics = overlap(train, infer)
+    assert (metrics["infer_in_train"], metrics["train_in_infer"], metrics["jaccard"]) == (1.0, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((0, 3), (0, 3))])
+def test_overlap_needs_the_same_states(shapes):
+    with pytest.raises(DvpError, match="overlap"):
+        overlap(*(torch.ones(shape, dtype=torch.bool) for shape in shapes))
+
+
+# Bounds
+
+
+def perturbed(logits, epsilon):
+    """log p, log q in float64 numpy."""
+    log_p = logits - np.log(np.exp(logits).sum())
+    noisy = logits + epsilon
+    return log_p, noisy - np.log(np.exp(noisy).sum())
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    hnp.arrays(np.float64, 6, elements=st.floats(-8, 8)),
+    hnp.arrays(np.float64, 6, elements=st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0]))),
+    st.floats(1e-4, 4.0),
+)
+def test_bounds_on_the_log_ratio(logits, direction, scale):
+    """METHOD.md, Theory 2: the sharp pair always, the literal bound on the side q > p."""
+    epsilon_max = scale * np.abs(direction).max()
+    log_p, log_q = perturbed(logits, scale * direction)
+    log_ratio, p = log_p - log_q, torch.tensor(np.exp(log_p))
+    lower, upper = (bound.numpy() for bound in sharp_bounds(p, epsilon_max))
+    assert (lower - 1e-12 <= log_ratio).all()
+    assert (log_ratio <= upper + 1e-12).all()
+    overrated = log_ratio < 0
+    assert (np.abs(log_ratio) <= literal_bound(p, epsilon_max).numpy() + 1e-12)[overrated].all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_sharp_bounds_are_attained(sign):
+    logits = np.array([1.0, 0.0, -2.0])
+    log_p, log_q = perturbed(logits, 0.3 * sign * np.array([1, -1, -1]))
+    lower, upper = sharp_bounds(torch.tensor(np.exp(log_p)), 0.3)
+    assert log_p[0] - log_q[0] == pytest.approx((lower if sign == 1 else upper)[0].item(), rel=1e-12)
+
+
+def test_the_literal_bound_fails_where_the_engine_underrates():
+    log_p, log_q = perturbed(np.zeros(2), np.array([-0.1, 0.1]))
+    log_ratio = log_p[0] - log_q[0]
+    assert log_ratio == pytest.approx(0.10499, abs=1e-5)
+    assert log_ratio > literal_bound(torch.tensor(0.5), 0.1).item() == pytest.approx(0.1)
+
+
+def test_a_certain_token_cannot_be_mismatched():
+    lower, upper = sharp_bounds(torch.ones(1), 5.0)
+    assert lower.item() == upper.item() == literal_bound(torch.ones(1), 5.0).item() == 0.0
+
+
+@pytest.mark.parametrize("epsilon", [-1e-9, 351.0, math.nan])
+def test_epsilon_max_outside_its_range(epsilon):
+    with pytest.raises(DvpError, match="epsilon_max"):
+        sharp_bounds(torch.ones(1), epsilon)
+
+
+# By probability
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    d=hnp.arrays(np.float64, 30, elements=st.one_of(st.floats(-3, 3), st.sampled_from([0.0, 0.5]))),
+    probability=hnp.arrays(np.float64, 30, elements=st.sampled_from([0.0, 1e-9, 1e-4, 0.003, 0.01, 0.5, 1.0])),
+    weight=st.one_of(st.none(), hnp.arrays(np.float64, 30, elements=st.sampled_from([0.0, 1.0, 2.0, 5.0]))),
+)
+def test_bins_against_loops(d, probability, weight):
+    edges = [1e-6, 1e-4, 1e-2, 1.0]
+    rows = mismatch_by_probability(
+        torch.tensor(d), torch.tensor(probability), edges, None if weight is None else torch.tensor(weight)
+    )
+    assert [(row["lower"], row["upper"]) for row in rows] == [(1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 1.0)]
+    whole_weights = np.ones(30) if weight is None else weight
+    for row in rows:
+        last = row["upper"] == 1.0
+        entries = [
+            (x, w)
+            for x, p, w in zip(d, probability, whole_weights, strict=True)
+            if w > 0 and row["lower"] <= p and (p < row["upper"] or (last and p == 1.0))
+        ]
+        assert row["count"] == len(entries)
+        total = sum(w for _, w in entries)
+        assert row["weight"] == total
+        if not entries:
+            assert row["mean"] is row["median"] is row["mode"] is row["positive"] is row["q95"] is None
+            continue
+        assert row["mean"] == pytest.approx(sum(x * w for x, w in entries) / total, abs=1e-12)
+        assert row["positive"] == pytest.approx(sum(w for x, w in entries if x > 0) / total)
+        assert row["max_abs"] == max(abs(x) for x, _ in entries)
+        for name, level in {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}.items():
+            enough = [x for x, _ in entries if sum(w for y, w in entries if y <= x) >= level * total]
+            assert row[name] == min(enough)
+        assert min(x for x, _ in entries) <= row["mode"] <= max(x for x, _ in entries)
+
+
+def one_bin(d, weight=None):
+    return mismatch_by_probability(torch.tensor(d), torch.full((len(d),), 0.5), [0.0, 1.0], weight)[0]
+
+
+@pytest.mark.parametrize("centre", [-0.3, 0.0, 2.0])
+def test_the_mode_of_a_normal_sample(centre):
+    d = np.random.default_rng(0).normal(centre, 0.1, 20_000)
+    assert one_bin(d)["mode"] == pytest.approx(centre, abs=0.02)
+
+
+def test_the_mode_is_neither_mean_nor_median():
+    """Log-normal with σ = 0.8: mode e^−0.64, median 1, mean e^0.32."""
+    d = np.random.default_rng(0).lognormal(0.0, 0.8, 50_000)
+    row = one_bin(d)
+    assert row["mode"] == pytest.approx(math.exp(-0.64), abs=0.06)
+    assert row["median"] == pytest.approx(1.0, abs=0.02)
+    assert row["mean"] == pytest.approx(math.exp(0.32), abs=0.03)
+
+
+def test_the_mode_follows_the_weights():
+    d = np.random.default_rng(0).normal(0.0, 1.0, 200_000)
+    # Tilting a standard normal density by e^(x/2) moves it by 1/2.
+    assert one_bin(d, torch.tensor(np.exp(0.5 * d)))["mode"] == pytest.approx(0.5, abs=0.1)
+    assert one_bin(d)["mode"] == pytest.approx(0.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("d", "mode"), [([0.25], 0.25), ([0.1] * 9, 0.1), ([0.0] * 8 + [5.0, -3.0], 0.0), ([1e-300, 2e-300], 1e-300)]
+)
+def test_the_mode_of_hardly_anything(d, mode):
+    assert one_bin(d)["mode"] == pytest.approx(mode)
+
+
+@pytest.mark.parametrize("edges", [[], [0.5], [0.5, 0.5], [0.1, 0.01], [0.1, math.nan]])
+def test_edges_must_increase(edges):
+    with pytest.raises(DvpError, match="edges"):
+        mismatch_by_probability(torch.zeros(1), torch.ones(1), edges)
+
+
+def test_over_the_vocabulary_a_bin_has_the_mass_of_whose_tokens_it_holds():
+    generator = torch.Generator().manual_seed(0)
+    train = 3 * torch.randn(5, 40, generator=generator)
+    infer = train + torch.randn(5, 40, generator=generator)
+    p, q = train.double().softmax(1), infer.double().softmax(1)
+    edges = [0.0, 1e-2, 1.0]
+    tail = p < 1e-2
+    for weighting, weights in {"infer": q, "train": p}.items():
+        rows = mismatch_over_vocabulary(train, infer, edges, weighting)
+        assert sum(row["count"] for row in rows) == 200
+        assert rows[0]["weight"] == pytest.approx(weights[tail].sum().item())
+        expected = (weights * (q / p).log())[tail].sum() / weights[tail].sum()
+        assert rows[0]["mean"] == pytest.approx(expected.item())
+
+
+def test_the_means_over_all_bins_are_the_two_divergences():
+    generator = torch.Generator().manual_seed(0)
+    log_p, log_q = torch.randn(2, 6, 30, generator=generator, dtype=torch.float64).log_softmax(dim=-1)
+    (infer,) = mismatch_over_vocabulary(log_p, log_q, [0.0, 1.0], "infer")
+    (train,) = mismatch_over_vocabulary(log_p, log_q, [0.0, 1.0], "train")
+    assert infer["mean"] == pytest.approx((log_q.exp() * (log_q - log_p)).sum(1).mean().item())
+    assert -train["mean"] == pytest.approx((log_p.exp() * (log_p - log_q)).sum(1).mean().item())
+
+
+def test_entries_that_the_engine_never_samples_have_no_weight():
+    infer = torch.tensor([[0.0, -math.inf, 0.0]])
+    (row,) = mismatch_over_vocabulary(torch.zeros(1, 3), infer, [0.0, 1.0], "infer")
+    assert row["count"] == 2
+    assert row["mean"] == pytest.approx(math.log(1.5))
+
+
+def test_the_engine_overrates_what_it_samples_from_the_tail_and_only_that():
+    """METHOD.md, Theory 3: the sign of the mode, and the control that isolates the selection effect.
+
+    With ε ~ N(0, σ²) the mean of d is σ²(1/2 − 2p + 3/2 Σp²) for a token sampled from q and −σ²/2 (1 − Σp²) for one
+    from p, both to second order in σ.
+    """
+    sigma = 0.3
+    generator = torch.Generator().manual_seed(0)
+    # One token with p = 0.4, the rest spread over 400 of the tail: Σp² ≈ 0.161.
+    state = torch.cat([torch.tensor([0.4]), torch.full((400,), 0.6 / 400)]).double()
+    train = state.log().expand(3000, -1)
+    infer = train + sigma * torch.randn(train.shape, generator=generator, dtype=torch.float64)
+    edges = [1e-4, 1e-2, 1.0]
+    sum_p_squared = state.square().sum().item()
+    tail, head = mismatch_over_vocabulary(train, infer, edges, "infer")
+    control, _ = mismatch_over_vocabulary(train, infer, edges, "train")
+    assert tail["mean"] == pytest.approx(sigma**2 * (0.5 + 1.5 * sum_p_squared), rel=0.1)
+    assert head["mean"] == pytest.approx(sigma**2 * (0.5 - 0.8 + 1.5 * sum_p_squared), abs=0.1 * sigma**2)
+    assert control["mean"] == pytest.approx(-0.5 * sigma**2 * (1 - sum_p_squared), rel=0.1)
+    assert tail["mode"] > 0.02
+    assert tail["positive"] > 0.55
+    assert control["mode"] < 0
+    assert control["positive"] < 0.5

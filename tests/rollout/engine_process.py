@@ -1,5 +1,7 @@
 """Run by the tests in a process of its own (one engine a process): sample with an engine, optionally after an update.
 
+Fails if the engine does not prune as each kind of rule says.
+
 usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
 """
 
@@ -8,10 +10,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from dvp.rollout.vllm import VllmEngine, configure_environment
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
+from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
 SEEDS = [11, 22, 33]
+RULES = [FixedRho(0.02), MassBudget(0.02), EntropyScaled(0.05, 1.5, 3.0, 1e-4, 0.5)]
 
 
 def main() -> None:
@@ -30,6 +34,8 @@ def main() -> None:
         engine.generate(PROMPTS, Sampling(max_tokens=8), SEEDS)  # something that the caches must forget
         model = AutoModelForCausalLM.from_pretrained(sys.argv[3], dtype=torch.float32)
         engine.load_weights(model.named_parameters())
+    for rule in RULES:
+        prove_safe_vocabulary(engine, PROMPTS, rule)
     groups = engine.generate(PROMPTS, Sampling(max_tokens=24, n=4), SEEDS)
     print(json.dumps([[asdict(one) for one in group] for group in groups]))
 

@@ -1,6 +1,7 @@
 """The real vLLM, its CPU build: what it reports is what it sampled from, and a reloaded engine is a fresh one."""
 
 import copy
+import dataclasses
 import json
 import math
 import subprocess
@@ -12,14 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.config import EngineConfig
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
 from dvp.rollout.engine import Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
-from dvp.rollout.vllm import VllmEngine, prove_min_p
+from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
 SEEDS = [11, 22, 33]
+# Prunes differently where the tiny model is sure than where it is not, without reaching its limits everywhere.
+ENTROPY = EntropyScaled(rho=0.05, alpha=1.5, target_entropy=3.0, lowest=1e-4, highest=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,17 @@ def changed(tiny_model):
     return model
 
 
-def reference_log_probs(model, prompt, response, rho, temperature=1.0):
-    """log q of the response in float64, from dense logits, over the safe vocabulary if ρ is given."""
-    ids = torch.tensor([prompt + response])
+def dense_logits(model, prompt, response, temperature=1.0):
+    """Logits (T, V) of the response's positions in float64."""
     with torch.no_grad():
-        logits = model.double()(ids).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = model.double()(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
     model.float()
+    return logits
+
+
+def reference_log_probs(model, prompt, response, rho=None, temperature=1.0):
+    """log q of the response in float64, from dense logits, over the safe vocabulary if ρ is given."""
+    logits = dense_logits(model, prompt, response, temperature)
     if rho is not None:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(rho), -math.inf)
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
@@ -54,12 +63,62 @@ def reference_log_probs(model, prompt, response, rho, temperature=1.0):
 def test_reported_log_probs_are_those_of_the_sampled_distribution(fp32, tiny_model, rho, temperature):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     fp32.load_weights(model.named_parameters())
-    sampling = Sampling(max_tokens=24, n=3, min_p=rho, temperature=temperature)
+    rule = None if rho is None else FixedRho(rho)
+    sampling = Sampling(max_tokens=24, n=3, safe_vocabulary=rule, temperature=temperature)
     for prompt, group in zip(PROMPTS, fp32.generate(PROMPTS, sampling, SEEDS), strict=True):
         assert len(group) == 3
         for one in group:
             expected = reference_log_probs(model, prompt, one.token_ids, rho, temperature)
             assert torch.allclose(torch.tensor(one.log_probs).double(), expected, atol=2e-5)
+
+
+def in_budget(p_V, budget):
+    """The safe set under a budget of mass, least likely entries first; the tiny model's have no ties."""
+    pruned, safe = 0.0, torch.ones(len(p_V), dtype=torch.bool)
+    for entry in p_V.argsort():
+        pruned += p_V[entry].item()
+        if pruned > budget:
+            return safe
+        safe[entry] = False
+    raise AssertionError("a budget below 1 leaves something")
+
+
+def by_entropy(p_V, rule):
+    log_rho = math.log(rule.rho) + rule.alpha * (rule.target_entropy + (p_V * p_V.log()).sum().item())
+    return p_V >= p_V.max() * min(max(math.exp(log_rho), rule.lowest), rule.highest)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("rule", [MassBudget(0.3), MassBudget(0.02), ENTROPY])
+def test_a_rule_by_state_is_applied_to_each_state(fp32, tiny_model, rule, temperature):
+    """After temperature, at every position of requests that end at different times and so change rows."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    fp32.load_weights(model.named_parameters())
+    sampling = Sampling(max_tokens=40, n=6, safe_vocabulary=rule, temperature=temperature)
+    groups = fp32.generate(PROMPTS, sampling, SEEDS)
+    sizes, lengths = set(), set()
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for one in group:
+            lengths.add(len(one.token_ids))
+            p_TV = dense_logits(model, prompt, one.token_ids, temperature).softmax(-1)
+            for p_V, token, reported in zip(p_TV, one.token_ids, one.log_probs, strict=True):
+                safe_V = in_budget(p_V, rule.budget) if isinstance(rule, MassBudget) else by_entropy(p_V, rule)
+                assert safe_V[token]
+                assert reported == pytest.approx((p_V[token] / p_V[safe_V].sum()).log().item(), abs=5e-5)
+                sizes.add(safe_V.sum().item())
+    assert len(sizes) > 5
+    assert min(sizes) < 400
+    assert len(lengths) > 1 or temperature < 1  # cold, the tiny model ends hardly any
+
+
+def test_a_mass_budget_keeps_its_promise_in_the_engine(fp32, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    fp32.load_weights(model.named_parameters())
+    for prompt in PROMPTS:
+        full, kept = fp32.log_probs(prompt, None), fp32.log_probs(prompt, MassBudget(0.05)).isfinite()
+        pruned = full.double().exp()[~kept].sum().item()
+        assert pruned <= 0.05
+        assert pruned + full.double().exp()[kept].min().item() > 0.05
 
 
 def test_the_same_seed_gives_the_same_responses_and_another_does_not(fp32):
@@ -100,7 +159,11 @@ def completions(process: subprocess.Popen) -> list:
 
 @pytest.mark.parametrize("precision", [{"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}])
 def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, changed, tmp_path):
-    """The tied-embeddings trap: without lm_head.weight in the stream the packed head silently keeps the old weights."""
+    """The tied-embeddings trap: without lm_head.weight in the stream the packed head silently keeps the old weights.
+
+    Both processes also prove that they prune: in bf16, logits are full of ties, and one step of theirs is many times
+    the proof's tolerance.
+    """
     changed.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
     setting = json.dumps(precision)
@@ -127,47 +190,77 @@ def test_rounded_weights_reach_the_engine(tiny_model):
 
 
 def test_the_proof_passes_on_the_real_engine(fp32):
-    for rho in (0.5, 0.01, math.exp(-13)):
-        prove_min_p(fp32, PROMPTS, rho)
+    for rule in [FixedRho(0.5), FixedRho(math.exp(-13)), MassBudget(0.02), MassBudget(0.0), ENTROPY]:
+        prove_safe_vocabulary(fp32, PROMPTS, rule)
 
 
 class Ignoring(VllmEngine):
-    """An engine whose server drops min_p."""
+    """An engine whose server drops the rule."""
 
     def __init__(self, engine):
         self.llm = engine.llm
 
-    def log_probs(self, prompt, min_p):
+    def log_probs(self, prompt, rule):
         return super().log_probs(prompt, None)
 
 
 class IgnoringSmall(Ignoring):
     """vLLM's old V0: values up to 1e-5 were taken for 0."""
 
-    def log_probs(self, prompt, min_p):
-        return VllmEngine.log_probs(self, prompt, min_p if min_p and min_p > 1e-5 else None)
+    def log_probs(self, prompt, rule):
+        return VllmEngine.log_probs(self, prompt, rule if rule and rule.rho > 1e-5 else None)
 
 
 class NotRenormalised(Ignoring):
     """Masks, but reports the log-probs of before."""
 
-    def log_probs(self, prompt, min_p):
+    def log_probs(self, prompt, rule):
         full = VllmEngine.log_probs(self, prompt, None)
-        return full.where(VllmEngine.log_probs(self, prompt, min_p) > -50, -math.inf)
+        return full.where(VllmEngine.log_probs(self, prompt, rule).isfinite(), -math.inf)
+
+
+class BudgetTooLarge(Ignoring):
+    """Prunes a little more than it should."""
+
+    def log_probs(self, prompt, rule):
+        return VllmEngine.log_probs(self, prompt, rule and MassBudget(1.2 * rule.budget))
+
+
+class BudgetTooSmall(Ignoring):
+    """Prunes a little less than it should."""
+
+    def log_probs(self, prompt, rule):
+        return VllmEngine.log_probs(self, prompt, rule and MassBudget(0.8 * rule.budget))
+
+
+class BeforeTemperature(Ignoring):
+    """Takes the entropy of other logits than those it samples from."""
+
+    def log_probs(self, prompt, rule):
+        if rule is None:
+            return VllmEngine.log_probs(self, prompt, None)
+        return VllmEngine.log_probs(self, prompt, dataclasses.replace(rule, target_entropy=rule.target_entropy + 0.3))
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "rule", "message"),
     [
-        (Ignoring, "ignores min_p = 0.3"),
-        (IgnoringSmall, "ignores min_p = 2.26"),
-        (NotRenormalised, "does not report log-probabilities after min_p = 0.3"),
+        (Ignoring, FixedRho(math.exp(-13)), r"ignores FixedRho\(rho=0.3\)"),
+        (IgnoringSmall, FixedRho(math.exp(-13)), r"ignores FixedRho\(rho=2.26"),
+        (NotRenormalised, FixedRho(math.exp(-13)), r"does not report log-probabilities after FixedRho\(rho=0.3\)"),
+        (Ignoring, MassBudget(0.02), r"ignores MassBudget\(budget=0.3\)"),
+        (NotRenormalised, MassBudget(0.02), r"does not report log-probabilities after MassBudget\(budget=0.3\)"),
+        (BudgetTooLarge, MassBudget(0.02), r"does not report log-probabilities after MassBudget"),
+        (BudgetTooSmall, MassBudget(0.02), r"ignores MassBudget"),
+        (Ignoring, ENTROPY, r"ignores EntropyScaled\(rho=0.3"),
+        (NotRenormalised, ENTROPY, "does not report log-probabilities after EntropyScaled"),
+        (BeforeTemperature, ENTROPY, "does not report log-probabilities after EntropyScaled"),
     ],
 )
-def test_an_engine_that_does_not_apply_rho_is_refused(fp32, changed, kind, message):
+def test_an_engine_that_does_not_apply_the_rule_is_refused(fp32, changed, kind, rule, message):
     # Sharper logits, so that e⁻¹³ prunes at this position.
     sharp = [(name, 4 * value if name == "model.norm.weight" else value) for name, value in changed.named_parameters()]
     fp32.load_weights(sharp)
-    prove_min_p(fp32, PROMPTS, math.exp(-13))
+    prove_safe_vocabulary(fp32, PROMPTS, rule)
     with pytest.raises(DvpError, match=message):
-        prove_min_p(kind(fp32), PROMPTS, math.exp(-13))
+        prove_safe_vocabulary(kind(fp32), PROMPTS, rule)

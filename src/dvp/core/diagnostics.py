@@ -1,18 +1,26 @@
 """Read-outs of the train/inference mismatch (METHOD.md, "Diagnostics").
 
 Every statistic is of the unclamped, untruncated ratios r = exp(log_ratio), in float64, where log_ratio is
-log p − log q of tokens sampled from q: what the corrections cut off is the very thing to be watched.
+log p − log q of tokens sampled from q, and d = −log_ratio: what the corrections cut off is the very thing to be
+watched.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
 import math
+from itertools import pairwise
+from typing import Literal
 
 import torch
 
-VETO_RATIO = 1e-4
+from dvp.errors import DvpError
+
+LOW_RATIO = 1e-4
 # exp(709.8) overflows float64; r or r² past e^700 counts as e^700.
 MAX_EXPONENT = 700.0
+# p below which a sampled token counts as one of the tail: there the factor 1 − p of the bounds no longer falls.
+TAIL_PROBABILITY = 1e-2
+QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
 @torch.no_grad()
@@ -31,7 +39,7 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
             max_abs_log_ratio, ratio_outside_0.9_1.1 (a fraction of the tokens).
         Sequence level, over the sequences that have a token:
             ess: (Σw)² / Σw² / count with w = ∏r, the effective fraction of the sample, in (0, 1].
-            veto_fraction: sequences with any r < 1e-4.
+            ratio_below_1e-4_fraction: sequences with any r < 1e-4, whatever veto the run's own rule has.
         Exponents are cut at 700, so the values are finite for finite log-ratios. With no token at all every
         value is 0; ess = 0 occurs in no other case.
     """
@@ -40,7 +48,7 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
     log_ratio_N = log_ratio_BT[mask_BT[sequence_B]]
     count = log_ratio_N.numel()
     if count == 0:
-        names = ("k1", "k3", "chi2", "ess", "max_abs_log_ratio", "ratio_outside_0.9_1.1", "veto_fraction")
+        names = ("k1", "k3", "chi2", "ess", "max_abs_log_ratio", "ratio_outside_0.9_1.1", "ratio_below_1e-4_fraction")
         return dict.fromkeys(names, 0.0)
 
     # expm1 keeps the digits of ratios near 1; dividing before the sum, e^700s cannot add up to infinity.
@@ -58,5 +66,225 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
         "ess": min(ess.item(), 1.0),
         "max_abs_log_ratio": log_ratio_N.abs().max().item(),
         "ratio_outside_0.9_1.1": outside_N.double().mean().item(),
-        "veto_fraction": (log_ratio_BT < math.log(VETO_RATIO)).any(dim=1).double().mean().item(),
+        "ratio_below_1e-4_fraction": (log_ratio_BT < math.log(LOW_RATIO)).any(dim=1).double().mean().item(),
     }
+
+
+@torch.no_grad()
+def self_noise(log_prob_BT: torch.Tensor, again_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
+    """The control: `mismatch_metrics` between two scorings of the same tokens by the trainer, prefix "self_noise_".
+
+    The two differ in batch shape or precision only. What the engine adds to the mismatch is what exceeds this.
+
+    Args:
+        log_prob_BT: log p as the run scores it, in the place of p.
+        again_BT: log p as scored otherwise, in the place of q.
+        mask_BT: bool, True at the response's tokens.
+    """
+    metrics = mismatch_metrics(log_prob_BT - again_BT, mask_BT)
+    return {f"self_noise_{name}": value for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Mean |d| (nats) of the sampled tokens that the trainer finds unlikely, p < 0.01; 0 if there is none.
+
+    Args:
+        log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
+        log_prob_BT: log p over the full vocabulary.
+        mask_BT: bool, True at the response's tokens.
+    """
+    d_N = log_ratio_BT[mask_BT & (log_prob_BT < math.log(TAIL_PROBABILITY))].double().abs()
+    return d_N.mean().item() if len(d_N) else 0.0
+
+
+@torch.no_grad()
+def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
+    """What pruning takes away, which bounds the bias of J: |J_mp − J| ≤ R_max · Σ_t (1 − Z_t) (METHOD.md item 5).
+
+    Args:
+        pruned_mass_BT: 1 − Z; any value where mask_BT is False.
+        mask_BT: bool, True at the response's tokens.
+
+    Returns:
+        pruned_mass_mean and pruned_mass_max over tokens; pruned_mass_per_response_mean and
+        pruned_mass_per_response_max of Σ_t (1 − Z_t), over the sequences that have a token. All 0 with no token.
+    """
+    mass_BT = torch.where(mask_BT, pruned_mass_BT, 0.0).double()[mask_BT.any(dim=1)]
+    names = ("mean", "max", "per_response_mean", "per_response_max")
+    if len(mass_BT) == 0:
+        values = [0.0] * len(names)
+    else:
+        mass_B = mass_BT.sum(dim=1)
+        values = [
+            (mass_B.sum() / mask_BT.sum()).item(),
+            mass_BT.max().item(),
+            mass_B.mean().item(),
+            mass_B.max().item(),
+        ]
+    return {f"pruned_mass_{name}": value for name, value in zip(names, values, strict=True)}
+
+
+@torch.no_grad()
+def overlap(safe_train_NV: torch.Tensor, safe_infer_NV: torch.Tensor) -> dict[str, float]:
+    """Compare the trainer's V_S with the engine's V'_S in the same N states, each a bool mask without an empty row.
+
+    Returns:
+        Means over the states:
+            jaccard: |V_S ∩ V'_S| / |V_S ∪ V'_S|.
+            infer_in_train: |V_S ∩ V'_S| / |V'_S|, the containment that the trainer's margin is for.
+            train_in_infer: |V_S ∩ V'_S| / |V_S|, on which the support of q^mp depends.
+            safe_size_train, safe_size_infer: |V_S|, |V'_S|.
+
+    Raises:
+        DvpError: shapes that differ, or no state at all.
+    """
+    if safe_train_NV.shape != safe_infer_NV.shape or len(safe_train_NV) == 0:
+        raise DvpError(
+            f"overlap: expected two masks of the same states, got {tuple(safe_train_NV.shape)} and "
+            f"{tuple(safe_infer_NV.shape)}"
+        )
+    train_N, infer_N = safe_train_NV.sum(dim=1).double(), safe_infer_NV.sum(dim=1).double()
+    both_N = (safe_train_NV & safe_infer_NV).sum(dim=1).double()
+    return {
+        "jaccard": (both_N / (train_N + infer_N - both_N)).mean().item(),
+        "infer_in_train": (both_N / infer_N).mean().item(),
+        "train_in_infer": (both_N / train_N).mean().item(),
+        "safe_size_train": train_N.mean().item(),
+        "safe_size_infer": infer_N.mean().item(),
+    }
+
+
+def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The range of log_ratio that logits no further apart than ε_max allow (METHOD.md, Theory 2, the sharp pair).
+
+    log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained.
+
+    Args:
+        probability: p = π_train of a token, any shape.
+        epsilon_max: largest |z_infer − z_train| in the state (nats), in [0, 350].
+
+    Returns:
+        (lower, upper), float64, of the same shape.
+
+    Raises:
+        DvpError: ε_max out of range.
+    """
+    if not 0.0 <= epsilon_max <= MAX_EXPONENT / 2:
+        raise DvpError(f"epsilon_max: expected a number of nats between 0 and {MAX_EXPONENT / 2:g}, got {epsilon_max}")
+    rest = 1.0 - probability.double()
+    return torch.log1p(rest * math.expm1(-2.0 * epsilon_max)), torch.log1p(rest * math.expm1(2.0 * epsilon_max))
+
+
+def literal_bound(probability: torch.Tensor, epsilon_max: float) -> torch.Tensor:
+    """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see METHOD.md, Theory 2."""
+    return 2.0 * epsilon_max * (1.0 - probability.double())
+
+
+@torch.no_grad()
+def mismatch_by_probability(
+    d_N: torch.Tensor, probability_N: torch.Tensor, edges: list[float], weight_N: torch.Tensor | None = None
+) -> list[dict[str, float | None]]:
+    """Statistics of d = log q − log p in bins of a token's probability (METHOD.md, Theory 2 and 3).
+
+    Args:
+        d_N: log q − log p (nats), finite where the weight is not 0.
+        probability_N: what the bins are of, usually p = π_train.
+        edges: increasing probabilities; a bin holds [edge, next edge), the last one its upper edge too. What lies
+            outside all bins is left out.
+        weight_N: how much each entry counts, ≥ 0; None for sampled tokens, which count 1 each.
+
+    Returns:
+        A row a bin: `lower`, `upper`, `count` of entries with a weight above 0, their total `weight`, and of d: `mean`,
+        `median`, `mode`, `positive` = P(d > 0), `max_abs`, and the quantiles `q05`, `q25`, `q75`, `q95`. A quantile is
+        the smallest d with at least that share of the weight at or below it; the mode is the maximum of a Gaussian
+        kernel density with Silverman's bandwidth. Without an entry the statistics are None.
+
+    Raises:
+        DvpError: edges that are fewer than two or do not increase.
+    """
+    if len(edges) < 2 or not all(low < high for low, high in pairwise(edges)):
+        raise DvpError(f"edges: expected at least two increasing probabilities, got {edges}")
+    d_N = d_N.double()
+    weight_N = torch.ones_like(d_N) if weight_N is None else weight_N.double()
+    rows = []
+    for lower, upper in pairwise(edges):
+        below_N = probability_N <= upper if upper == edges[-1] else probability_N < upper
+        inside_N = (probability_N >= lower) & below_N & (weight_N > 0)
+        rows.append({"lower": lower, "upper": upper, **_distribution(d_N[inside_N], weight_N[inside_N])})
+    return rows
+
+
+@torch.no_grad()
+def mismatch_over_vocabulary(
+    logits_train_NV: torch.Tensor,
+    logits_infer_NV: torch.Tensor,
+    edges: list[float],
+    weighting: Literal["infer", "train"],
+) -> list[dict[str, float | None]]:
+    """`mismatch_by_probability` of every vocabulary entry in N states, weighted by how often it would be sampled.
+
+    Exact expectations in the place of samples, of which the tail yields hardly any: weighted by q as if tokens were
+    sampled from the engine, by p as if from the trainer, which is the control for the selection effect. Bins are of
+    p = π_train. Holds a dozen float64 values for each of N · V entries.
+
+    Args:
+        logits_train_NV: the trainer's logits or log-probs, after temperature (nats).
+        logits_infer_NV: the engine's, of the same states; −inf is legal under the weighting "infer".
+        edges: of the bins of p.
+        weighting: whose probabilities are the weights.
+    """
+    log_p_NV = logits_train_NV.double().log_softmax(dim=-1)
+    log_q_NV = logits_infer_NV.double().log_softmax(dim=-1)
+    weight_NV = (log_q_NV if weighting == "infer" else log_p_NV).exp()
+    d_NV = log_q_NV - log_p_NV
+    return mismatch_by_probability(d_NV.flatten(), log_p_NV.exp().flatten(), edges, weight_NV.flatten())
+
+
+def _distribution(d_N: torch.Tensor, weight_N: torch.Tensor) -> dict[str, float | None]:
+    """The statistics of one bin."""
+    names = ("mean", *QUANTILES, "mode", "positive", "max_abs")
+    if len(d_N) == 0:
+        return {"count": 0, "weight": 0.0} | dict.fromkeys(names)
+    d_N, order_N = d_N.sort()
+    weight_N = weight_N[order_N]
+    cumulative_N = weight_N.cumsum(dim=0)
+    total = cumulative_N[-1]
+    share_N = weight_N / total
+
+    def quantile(level: float) -> float:
+        return d_N[(cumulative_N < level * total).sum()].item()
+
+    mean = (share_N * d_N).sum()
+    deviation = (share_N * (d_N - mean).square()).sum().sqrt().item()
+    quantiles = {name: quantile(level) for name, level in QUANTILES.items()}
+    # A normal distribution's quartiles are 1.349 σ apart.
+    spread = min(deviation, (quantiles["q75"] - quantiles["q25"]) / 1.349)
+    bandwidth = 0.9 * spread * share_N.square().sum().item() ** 0.2
+    # Where most of the weight is on one value, that value is the mode.
+    mode = quantiles["median"]
+    if bandwidth > 0.0:
+        mode = _densest(d_N, share_N, quantile(0.01), quantile(0.99), bandwidth)
+    return {
+        "count": len(d_N),
+        "weight": total.item(),
+        "mean": mean.item(),
+        **quantiles,
+        "mode": mode,
+        "positive": share_N[d_N > 0].sum().item(),
+        "max_abs": d_N.abs().max().item(),
+    }
+
+
+def _densest(d_N: torch.Tensor, share_N: torch.Tensor, low: float, high: float, bandwidth: float) -> float:
+    """Where in [low, high] the Gaussian kernel density is highest, to an eighth of the bandwidth."""
+    step = max(bandwidth / 8, (high - low) / 2**16)
+    cells = max(1, math.ceil((high - low) / step))
+    inside_N = (d_N >= low) & (d_N <= high)
+    cell_N = ((d_N[inside_N] - low) / step).long().clamp_(max=cells - 1)
+    histogram = torch.zeros(cells, dtype=torch.float64, device=d_N.device).index_add_(0, cell_N, share_N[inside_N])
+    reach = math.ceil(4 * bandwidth / step)
+    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device=d_N.device) * step / bandwidth
+    kernel = (-0.5 * offsets.square()).exp()
+    density = torch.nn.functional.conv1d(histogram[None, None], kernel[None, None], padding=reach)
+    return min(low + (density.argmax().item() + 0.5) * step, high)

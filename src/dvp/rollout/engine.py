@@ -10,16 +10,18 @@ from typing import Protocol
 
 import torch
 
+from dvp.core.safe_vocabulary import SafeVocabulary
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `min_p` is ρ, None for the full vocabulary; `n` responses are drawn per prompt."""
+    """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt."""
 
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    min_p: float | None = None
+    safe_vocabulary: SafeVocabulary | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Engine(Protocol):
         """`sampling.n` responses for each prompt (token ids), the same for the same seed, whatever shares the batch.
 
         Raises DvpError, naming the prompt's index, when prompt and response cannot fit into `max_model_len`.
+        """
+
+    def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
+        """Log-probabilities (V,) float32 with which the engine would sample the token after `prompt`, at temperature 1.
+
+        `rule` is the safe vocabulary, None for the full one; −inf where it masks. The logits behind two calls with the
+        same prompt are the same to the last bit, whatever the rule.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

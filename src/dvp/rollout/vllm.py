@@ -1,7 +1,8 @@
 """vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
 
 The engine lives in the trainer's process (no second copy of Python, weights handed over in memory). It reports
-log-probabilities after temperature, min-p and renormalising (`processed_logprobs`; vLLM's default is before all three).
+log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all
+three).
 """
 
 import logging
@@ -9,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 from safetensors import safe_open
 
 from dvp.config import EngineConfig
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary
 from dvp.errors import DvpError
-from dvp.rollout.engine import Completion, Sampling
+from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 
-CONTROL_RHO = 0.3  # prunes nearly the whole vocabulary at any position
+CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
@@ -35,6 +38,8 @@ def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights are handed over in memory
+        # The V2 runner, the default on a GPU, calls logits processors before temperature and through another interface.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         # Two jobs on one machine must not bind the same core; the number of threads is what matters.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,6 +62,8 @@ class VllmEngine:
         """
         from vllm import LLM
 
+        from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor
+
         logging.getLogger("vllm").setLevel(logging.ERROR)
         options: dict[str, Any] = {}
         if torch.cuda.is_available():
@@ -74,8 +81,9 @@ class VllmEngine:
                 # generator cannot do.
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
-                max_logprobs=-1,  # the whole vocabulary, which the check of min-p reads
+                max_logprobs=-1,  # the whole vocabulary, which the check of pruning reads
                 logprobs_mode="processed_logprobs",
+                logits_processors=[SafeVocabularyProcessor],
                 seed=seed,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
@@ -94,6 +102,8 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
+        from dvp.rollout.safe_vocabulary import sampling_arguments
+
         for index, prompt in enumerate(prompts):
             if len(prompt) + sampling.max_tokens > self.max_model_len:
                 raise DvpError(
@@ -106,10 +116,10 @@ class VllmEngine:
                 n=sampling.n,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                min_p=sampling.min_p or 0.0,
                 max_tokens=sampling.max_tokens,
                 seed=seed % 2**62,  # vLLM adds the response's index
                 logprobs=0,  # of the sampled token only
+                **sampling_arguments(sampling.safe_vocabulary),
             )
             for seed in seeds
         ]
@@ -131,11 +141,15 @@ class VllmEngine:
             if self._tied and name == "model.embed_tokens.weight":
                 yield "lm_head.weight", value
 
-    def log_probs(self, prompt: list[int], min_p: float | None) -> torch.Tensor:
-        """Log-probabilities (V,) that the engine reports for the token after `prompt`; −inf where it masks."""
+    def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
+        """See Engine.log_probs."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=1.0, min_p=min_p or 0.0, max_tokens=1, logprobs=-1, seed=0)
+        from dvp.rollout.safe_vocabulary import sampling_arguments
+
+        params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, seed=0, **sampling_arguments(rule))
+        # A prompt of which the cache holds a part is computed in another shape, which rounds otherwise.
+        self.llm.reset_prefix_cache()
         output = self.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]
         reported = output.outputs[0].logprobs[0]
         values_V = torch.full((self.llm.llm_engine.model_config.get_vocab_size(),), -math.inf)
@@ -143,41 +157,68 @@ class VllmEngine:
         return values_V
 
 
-def prove_min_p(engine: VllmEngine, prompts: list[list[int]], rho: float) -> None:
+def prove_safe_vocabulary(engine: Engine, prompts: list[list[int]], rule: SafeVocabulary) -> None:
     """Refuse an engine that would not sample from the safe vocabulary, or would report other log-probabilities.
 
-    At a large ρ (a positive control, which must prune) and at the run's own, what the engine reports with min_p must be
-    its full distribution restricted to {a : q_a ≥ ρ·max q} and renormalised, to 1e-3 nats. The prompts are tried in
-    turn until ρ has pruned at one.
+    At each prompt, with a control of the same kind that must prune and with the run's own rule, what the engine reports
+    must be its full distribution restricted to the rule's set and renormalised, to 1e-3 nats. Warns if the run's own
+    rule prunes at none of them.
     Raises DvpError.
     """
-    if not any(_prove_at(engine, prompt, rho) for prompt in prompts):
-        print(f"warning: ρ = {rho:g} prunes nothing at the {len(prompts)} prompts that were checked", file=sys.stderr)
+    pruned = [_prove_at(engine, prompt, rule) for prompt in prompts]
+    if not any(pruned):
+        print(f"warning: {rule} prunes nothing at the {len(prompts)} prompts that were checked", file=sys.stderr)
 
 
-def _prove_at(engine: VllmEngine, prompt: list[int], rho: float) -> bool:
-    """`prove_min_p` at one prompt; whether `rho` prunes there."""
+def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
+    """`prove_safe_vocabulary` at one prompt; whether the rule prunes there."""
     full_V = engine.log_probs(prompt, None)
     if abs(full_V.logsumexp(0).item()) > TOLERANCE:
-        raise DvpError("the engine's log-probabilities do not sum to 1 without min_p; refusing to train on them")
-    for value in (CONTROL_RHO, rho):
-        reported_V = engine.log_probs(prompt, value)
-        distance_V = full_V - full_V.max() - math.log(value)  # from the threshold
-        inside_V, outside_V = distance_V > TOLERANCE, distance_V < -TOLERANCE
-        if value == CONTROL_RHO and not outside_V.any():
-            raise DvpError(f"the check of min_p needs a position where ρ = {value} prunes; choose another prompt")
-        if (reported_V[outside_V] > -50).any():
-            raise DvpError(
-                f"the engine ignores min_p = {value:g}: it gives probability to tokens outside the safe vocabulary"
-            )
-        expected_V = full_V[inside_V] - full_V[reported_V > -50].logsumexp(0)
+        raise DvpError("the engine's full log-probabilities do not sum to 1; refusing to train on them")
+    gap_V = full_V - full_V.max()
+    control = _control(rule)
+    for one in (control, rule):
+        reported_V = engine.log_probs(prompt, one)
+        thresholds = [moved.log_rho(full_V[None]).item() for moved in _moved(one)]
+        # The most likely entry is inside even where the threshold is its own gap, 0.
+        inside_V = gap_V >= min(max(thresholds) + TOLERANCE, 0.0)
+        outside_V = gap_V < min(thresholds) - TOLERANCE
+        if one is control and not outside_V.any():
+            raise DvpError(f"the check of pruning needs a position where {one} prunes; choose another prompt")
+        if reported_V[outside_V].isfinite().any():
+            raise DvpError(f"the engine ignores {one}: it gives probability to tokens outside the safe vocabulary")
+        expected_V = full_V[inside_V] - full_V[reported_V.isfinite()].logsumexp(0)
         error = (reported_V[inside_V] - expected_V).abs().max().item()
         if not error <= TOLERANCE:
             raise DvpError(
-                f"the engine does not report log-probabilities after min_p = {value:g} and renormalising "
+                f"the engine does not report log-probabilities after {one} and renormalising "
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
     return bool(outside_V.any())
+
+
+def _control(rule: SafeVocabulary) -> SafeVocabulary:
+    """A rule of the same kind that prunes nearly everywhere."""
+    match rule:
+        case FixedRho():
+            return FixedRho(CONTROL)
+        case MassBudget():
+            return MassBudget(CONTROL)
+        case EntropyScaled():
+            # Still a function of the entropy, but never below 0.1.
+            return replace(rule, rho=CONTROL, lowest=CONTROL / 3, highest=max(rule.highest, CONTROL))
+    raise DvpError(f"no way to prove that an engine applies {rule}")
+
+
+def _moved(rule: SafeVocabulary) -> list[SafeVocabulary]:
+    """The rule as it is and, if what it reads off rounded logits may move its ρ, as far as TOLERANCE moves it."""
+    match rule:
+        case MassBudget(budget):
+            # Logits that move by TOLERANCE change the ratio of any two masses by e^(2 · TOLERANCE).
+            return [MassBudget(min(budget * math.exp(move), 1 - 1e-9)) for move in (-2 * TOLERANCE, 2 * TOLERANCE)]
+        case EntropyScaled(target_entropy=target):
+            return [replace(rule, target_entropy=max(target + move, 0.0)) for move in (-TOLERANCE, TOLERANCE)]
+    return [rule]
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

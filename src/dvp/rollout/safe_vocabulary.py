@@ -1,0 +1,99 @@
+"""vLLM's side of a safe vocabulary whose ρ depends on the state: a logits processor that applies the core's rule.
+
+A fixed ρ needs none of this: it is vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule
+travels as {"rule": NAME, its fields}. Import this only after dvp.rollout.vllm.configure_environment.
+"""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary, safe_mask
+from dvp.errors import DvpError
+
+ARGUMENT = "safe_vocabulary"  # the key in SamplingParams.extra_args
+RULES = {"mass_budget": MassBudget, "entropy_scaled": EntropyScaled}
+
+
+def sampling_arguments(rule: SafeVocabulary | None) -> dict[str, Any]:
+    """What SamplingParams needs in order to sample from the safe vocabulary; None is the full one."""
+    if rule is None:
+        return {}
+    if isinstance(rule, FixedRho):
+        return {"min_p": rule.rho}
+    return {"extra_args": {ARGUMENT: to_args(rule)}}
+
+
+def to_args(rule: SafeVocabulary) -> dict[str, Any]:
+    """A state-dependent rule as plain data.
+
+    Raises:
+        DvpError: a rule that vLLM's processor does not know.
+    """
+    for name, kind in RULES.items():
+        if type(rule) is kind:
+            return {"rule": name, **asdict(rule)}
+    raise DvpError(f"safe_vocabulary: vLLM has no processor for {rule}; it knows {', '.join(RULES)}")
+
+
+def from_args(args: Any) -> SafeVocabulary:
+    """The rule that `to_args` made plain.
+
+    Raises:
+        DvpError: anything but exactly a known rule and all of its fields, each a number in its range.
+    """
+    if not isinstance(args, dict) or not isinstance(args.get("rule"), str) or args["rule"] not in RULES:
+        raise DvpError(f"safe_vocabulary: expected 'rule' to be one of {', '.join(RULES)}, got {args!r}")
+    kind = RULES[args["rule"]]
+    expected = {"rule"} | {field.name for field in fields(kind)}
+    if args.keys() != expected:
+        raise DvpError(f"safe_vocabulary: expected exactly {', '.join(sorted(expected))}, got {args!r}")
+    values = {name: value for name, value in args.items() if name != "rule"}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DvpError(f"safe_vocabulary: {name}: expected a number, got {value!r}")
+    return kind(**values)
+
+
+class SafeVocabularyProcessor(LogitsProcessor):
+    """Sets the logits of the entries outside a request's safe vocabulary to −inf.
+
+    In vLLM's V1 model runner it comes after temperature, where min_p does, because it leaves the argmax alone.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self._rules: dict[int, SafeVocabulary] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuse a request whose rule cannot be read. Raises ValueError, as vLLM wants it."""
+        try:
+            _requested(sampling_params)
+        except DvpError as error:
+            raise ValueError(str(error)) from error
+
+    def is_argmax_invariant(self) -> bool:
+        """The most likely entry is always safe."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests as they enter, leave and change rows."""
+        process_dict_updates(self._rules, batch_update, lambda params, prompt, output: _requested(params))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask the rows (one a request) of the requests that have a rule, in place."""
+        for rule in set(self._rules.values()):
+            rows = torch.tensor([row for row, one in self._rules.items() if one == rule], device=logits.device)
+            logits_NV = logits[rows]
+            logits[rows] = logits_NV.masked_fill(~safe_mask(logits_NV, rule), -torch.inf)
+        return logits
+
+
+def _requested(params: SamplingParams) -> SafeVocabulary | None:
+    args = (params.extra_args or {}).get(ARGUMENT)
+    return None if args is None else from_args(args)

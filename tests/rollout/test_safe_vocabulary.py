@@ -1,0 +1,114 @@
+"""vLLM's processor by itself: rules as plain data, and requests that come, go and change rows."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, safe_mask
+from dvp.errors import DvpError
+
+pytestmark = pytest.mark.slow  # imports vllm
+
+BUDGET = MassBudget(0.01)
+ENTROPY = EntropyScaled(rho=1e-2, alpha=0.5, target_entropy=1.0, lowest=1e-4, highest=0.3)
+
+
+@pytest.mark.parametrize("rule", [BUDGET, ENTROPY, MassBudget(0)])
+def test_a_rule_survives_being_made_plain(rule):
+    from dvp.rollout.safe_vocabulary import from_args, to_args
+
+    plain = to_args(rule)
+    assert from_args(json.loads(json.dumps(plain))) == rule
+    assert plain["rule"] in {"mass_budget", "entropy_scaled"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(MassBudget):
+    """A rule that the processor does not know, however much it looks like one."""
+
+
+def test_only_known_rules_are_sent():
+    from dvp.rollout.safe_vocabulary import to_args
+
+    with pytest.raises(DvpError, match="no processor for Own"):
+        to_args(Own(0.1))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("mass_budget", "'rule' to be one of"),
+        ([], "'rule' to be one of"),
+        ({}, "'rule' to be one of"),
+        ({"rule": "fixed_rho", "rho": 0.1}, "'rule' to be one of"),
+        ({"rule": ["mass_budget"], "budget": 0.1}, "'rule' to be one of"),
+        ({"rule": "mass_budget"}, "expected exactly budget, rule"),
+        ({"rule": "mass_budget", "budget": 0.1, "rho": 0.1}, "expected exactly budget, rule"),
+        ({"rule": "mass_budget", "budget": "0.1"}, "budget: expected a number, got '0.1'"),
+        ({"rule": "mass_budget", "budget": True}, "budget: expected a number, got True"),
+        ({"rule": "mass_budget", "budget": 1.0}, r"budget: expected a probability in \[0, 1\)"),
+        ({"rule": "mass_budget", "budget": math.nan}, "budget"),
+        ({"rule": "entropy_scaled", **dataclasses.asdict(ENTROPY), "alpha": math.inf}, "alpha"),
+    ],
+)
+def test_anything_else_is_refused(args, message):
+    from vllm import SamplingParams
+
+    from dvp.rollout.safe_vocabulary import ARGUMENT, SafeVocabularyProcessor, from_args
+
+    with pytest.raises(DvpError, match=message):
+        from_args(args)
+    # vLLM asks the processor when a request arrives and wants a ValueError.
+    with pytest.raises(ValueError, match=message):
+        SafeVocabularyProcessor.validate_params(SamplingParams(extra_args={ARGUMENT: args}))
+
+
+def test_a_fixed_rho_is_vllms_own_min_p():
+    from dvp.rollout.safe_vocabulary import sampling_arguments, to_args
+
+    assert sampling_arguments(FixedRho(0.02)) == {"min_p": 0.02}
+    assert sampling_arguments(None) == {}
+    assert sampling_arguments(BUDGET) == {"extra_args": {"safe_vocabulary": to_args(BUDGET)}}
+    with pytest.raises(DvpError, match="no processor for FixedRho"):
+        to_args(FixedRho(0.02))
+
+
+def test_the_processor_follows_requests_from_row_to_row():
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor, sampling_arguments
+
+    processor = SafeVocabularyProcessor(None, torch.device("cpu"), False)
+    assert processor.is_argmax_invariant()
+    logits = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+
+    def check(rules):
+        expected = logits[: len(rules)].clone()
+        for row, rule in enumerate(rules):
+            if rule is not None:
+                expected[row, ~safe_mask(logits[row : row + 1], rule)[0]] = -math.inf
+        assert torch.equal(processor.apply(logits[: len(rules)].clone()), expected)
+
+    def update(size, *, added=(), removed=(), moved=()):
+        new = [(row, SamplingParams(**sampling_arguments(rule)), [1], []) for row, rule in added]
+        processor.update_state(BatchUpdate(size, removed, new, moved))
+
+    check([None] * 4)
+    update(4, added=[(0, BUDGET), (1, None), (2, ENTROPY), (3, MassBudget(0.2))])
+    check([BUDGET, None, ENTROPY, MassBudget(0.2)])
+    processor.update_state(None)
+    check([BUDGET, None, ENTROPY, MassBudget(0.2)])
+    update(4, moved=[(0, 2, MoveDirectionality.SWAP)])
+    check([ENTROPY, None, BUDGET, MassBudget(0.2)])
+    # Request 1 ends, the last row takes its place.
+    update(3, removed=[1], moved=[(3, 1, MoveDirectionality.UNIDIRECTIONAL)])
+    check([ENTROPY, MassBudget(0.2), BUDGET])
+    # A request without a rule in the row of one with a rule; two that share a rule.
+    update(3, added=[(0, None), (1, BUDGET)])
+    check([None, BUDGET, BUDGET])
+    update(0, removed=[0, 1, 2])
+    check([None] * 3)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
-PLAIN = {"label": "x", "advantage": "rloo", "safe_vocabulary": False}
+PLAIN = {"label": "x", "advantage": "rloo"}
 GONE = object()
 STAGES = ("prepare", "base", "train", "convert", "evaluate")
 
@@ -102,13 +102,15 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
             "data.prompt_template": "ρ “{problem}”: #\n\n",
             "evaluation.samples_per_problem": {"held_out": 1, "local": 2, "remote": 3},
             "methods.masked": PLAIN | {"label": "yes", "importance": {"level": "token", "veto": 1e-9}},
-            "grid.0.method": ["rloo", "masked"],
+            "methods.clipped": PLAIN | {"importance": "seq_tis", "loss": {"kind": "gspo", "clip_low": 0.1}},
+            "methods.mass": PLAIN | {"safe_vocabulary": {"rule": "mass_budget", "delta": 0.1}},
+            "grid.0.method": ["rloo", "masked", "clipped", "mass"],
             "grid.1.rho": ["e-13", 0.123456789, "1e-2"],
         }
     )
     write_text(tmp_path / "config.yaml", dump_experiment(experiment))
     assert read_resolved(tmp_path / "config.yaml") == experiment
-    assert experiment.methods["masked"].importance.upper == math.inf
+    assert experiment.methods["clipped"].importance.preset == "seq_tis"
     assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
 
 
@@ -244,6 +246,32 @@ def test_impossible_rho(refused, rho, listed):
             {"methods.odd": PLAIN | {"importance": {"lower": 3.0, "upper": 2.0}}},
             "methods.odd.importance: lower (3.0) must not exceed upper (2.0)",
         ),
+        (
+            {"methods.odd": PLAIN | {"importance": "icepop", "loss": "gspo"}},
+            "methods.odd: loss gspo takes an importance correction of level none, sequence or geometric",
+        ),
+        (
+            {"methods.odd": PLAIN | {"advantage": "otb", "loss": "gspo"}},
+            "methods.odd: loss gspo takes one advantage a sequence; otb gives one a token",
+        ),
+        (
+            {"methods.odd": PLAIN | {"loss": {"kind": "reinforce", "clip_low": 0.2}}},
+            "methods.odd.loss: reinforce takes no clip_low",
+        ),
+        ({"methods.odd": PLAIN | {"loss": "ppo2"}}, "methods.odd.loss.kind: "),
+        ({"methods.odd": PLAIN | {"importance": "mis2"}}, "methods.odd.importance.preset: "),
+        ({"methods.odd": PLAIN | {"safe_vocabulary": "best"}}, "methods.odd.safe_vocabulary: "),
+        ({"methods.odd": PLAIN | {"safe_vocabulary": "mass_budget"}}, "methods.odd.safe_vocabulary.delta: "),
+        (
+            {"methods.odd": PLAIN | {"safe_vocabulary": {"rule": "margin", "epsilon": -1.0}}},
+            "methods.odd.safe_vocabulary.epsilon: ",
+        ),
+        ({"training.minibatches": 3}, "training: minibatches (3) must divide prompts_per_step (4)"),
+        (
+            {"training.synchronise_every": 3},
+            "training: checkpoint_every (2) must be a multiple of synchronise_every (3)",
+        ),
+        ({"training.collapse": {"window": 8}}, "training.collapse: warmup (32) must not exceed window (8)"),
         # Numbers that cannot be.
         ({"training.steps": 0}, "training.steps: "),
         ({"training.steps": 2.0}, "training.steps: "),
@@ -410,7 +438,7 @@ def test_a_runs_path_says_what_it_is_and_finds_it(name):
         assert (method, engine, int(seed)) == (run.method, run.engine, run.seed)
         assert rho == ("none" if run.rho is None else run.rho)
         assert experiment.run(run.path) == run
-        assert (run.rho_value is not None) == experiment.methods[run.method].safe_vocabulary
+        assert (run.rho_value is not None) == experiment.methods[run.method].takes_rho
     assert len({run.path for run in experiment.runs}) == len(experiment.runs)
 
 

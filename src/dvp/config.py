@@ -15,22 +15,14 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dvp.errors import DvpError
 from dvp.files import sha256_json
+from dvp.methods import Method
+from dvp.strict import Fraction, Name, Positive, PositiveFloat, Strict
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
-Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
-Positive = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-
-
-class Strict(BaseModel):
-    """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Columns(Strict):
@@ -203,32 +195,25 @@ class EngineConfig(Strict):
     tensor_parallel: Positive = 1
 
 
-class Importance(Strict):
-    """Importance correction by its mathematics (dvp.core.importance)."""
+class Collapse(Strict):
+    """When a run counts as collapsed (dvp.core.collapse). It goes on all the same: a collapse is a result."""
 
-    level: Literal["none", "token", "sequence"] = "none"
-    action: Literal["truncate", "mask"] = "truncate"
-    lower: Annotated[float, Field(ge=0)] = 0.0
-    upper: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
-    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sequence with any token ratio below this is dropped."""
+    window: Positive = 128
+    sigmas: PositiveFloat = 6.0
+    """A spike: k3 or the gradient's norm above mean + this many σ of its last `window` values."""
+    warmup: Annotated[int, Field(ge=2)] = 32
+    """Values that a metric needs before it can spike."""
+    kl_above: PositiveFloat | None = None
+    entropy_below: PositiveFloat | None = None
+    reward_below: PositiveFloat | None = None
+    patience: Positive = 8
+    """Steps in a row that entropy or reward must be low."""
 
     @model_validator(mode="after")
-    def _bounds(self) -> "Importance":
-        if self.lower > self.upper:
-            raise ValueError(f"lower ({self.lower}) must not exceed upper ({self.upper})")
+    def _warms_up(self) -> "Collapse":
+        if self.warmup > self.window:
+            raise ValueError(f"warmup ({self.warmup}) must not exceed window ({self.window})")
         return self
-
-
-class Method(Strict):
-    """A name for {advantage, safe vocabulary, importance correction}; the loss is REINFORCE with fixed weights."""
-
-    advantage: Literal["rloo"]
-    safe_vocabulary: bool
-    """Whether trainer and engine are restricted to the min-p safe vocabulary; its ρ comes from the grid."""
-    importance: Importance = Importance()
-    label: str
-    """How figures and tables call it."""
 
 
 class TrainingConfig(Strict):
@@ -247,6 +232,11 @@ class TrainingConfig(Strict):
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_tokens: Positive
+    minibatches: Positive = 1
+    """Optimiser steps per rollout batch, each on as many of its prompts."""
+    synchronise_every: Positive = 1
+    """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
+    collapse: Collapse = Collapse()
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
     checkpoint_every: Positive
@@ -258,6 +248,13 @@ class TrainingConfig(Strict):
         if batch % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size ({batch})"
+            )
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")
+        if self.checkpoint_every % self.synchronise_every:
+            raise ValueError(
+                f"checkpoint_every ({self.checkpoint_every}) must be a multiple of synchronise_every "
+                f"({self.synchronise_every}): a run goes on with the engine's weights equal to the trainer's"
             )
         return self
 
@@ -385,8 +382,8 @@ class Experiment(Strict):
                 known(f"grid[{index}].engine", name, self.engines)
             for name in entry.method:
                 known(f"grid[{index}].method", name, self.methods)
-                if self.methods[name].safe_vocabulary != (entry.rho is not None):
-                    expected = "needs" if self.methods[name].safe_vocabulary else "takes no"
+                if self.methods[name].takes_rho != (entry.rho is not None):
+                    expected = "needs" if self.methods[name].takes_rho else "takes no"
                     raise ValueError(f"grid[{index}]: method '{name}' {expected} rho")
         distinct("grid: run", [run.path for run in self.runs])
         if all(self.report.reference not in entry.method for entry in self.grid):

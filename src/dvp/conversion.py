@@ -78,7 +78,7 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
 
 @torch.no_grad()
 def _score(model: PreTrainedModel, batch: Batch, temperature: float) -> torch.Tensor:
-    return Policy(model.eval())(batch, rho=None, temperature=temperature).log_prob
+    return Policy(model.eval())(batch, safe=None, temperature=temperature).log_prob
 
 
 def _probe_batch(prompts: list[list[int]]) -> Batch:

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dvp.config import NAME, Experiment
+from dvp.config import Experiment
 from dvp.errors import DvpError
+from dvp.strict import NAME
 
 # DeepSpeed's keys that follow from `training`.
 SET_BY_TRAINING = {
@@ -150,10 +151,11 @@ def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
 
 
 def _without_kinds(location: tuple, value: Any) -> tuple:
-    """The path as it is written in the file: pydantic adds the `kind` of a source or a base as a step of its own."""
+    """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
     kept = []
     for part in location:
-        if isinstance(value, dict) and part not in value and part == value.get("kind"):
+        kinds = (value.get("kind"), value.get("rule")) if isinstance(value, dict) and part not in value else (value,)
+        if isinstance(part, str) and part in kinds:
             continue
         kept.append(part)
         try:

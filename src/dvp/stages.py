@@ -51,7 +51,10 @@ class Place:
 
 def resolve(name: str, folder: Path) -> None:
     """Validate an experiment, write it resolved, and create the tracking store."""
+    from dvp.training.method import check_methods
+
     experiment = load_experiment(name)
+    check_methods(experiment)
     create_store(folder.parent, experiment.name)
     write_text(folder / "config.yaml", dump_experiment(experiment))
 
@@ -92,7 +95,7 @@ def base(config: Path, threads: int) -> None:
 
 def train(config: Path, run_path: str, threads: int) -> None:
     """RL of one grid point → runs/RUN/train.json, metrics.jsonl, checkpoints/."""
-    from dvp.rollout.vllm import VllmEngine, configure_environment, prove_min_p
+    from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
 
     configure_environment(threads)
     import torch
@@ -140,11 +143,11 @@ def train(config: Path, run_path: str, threads: int) -> None:
             max_num_seqs=settings.prompts_per_step * settings.group_size,
             seed=run.seed,
         )
-        if run.rho_value is not None:
-            prove_min_p(engine, encoded[:PROBE_PROMPTS], run.rho_value)
         # Padding is never attended to nor scored, so the end token serves where there is no other.
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         loop = Loop(experiment, run, problems, encoded, pad, trainer, engine)
+        if loop.safe.engine is not None:
+            prove_safe_vocabulary(engine, encoded[:PROBE_PROMPTS], loop.safe.engine)
         progress = Progress(run.path, settings.steps)
 
         def on_step(row: dict) -> None:
@@ -161,6 +164,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
             "run": run.path,
             "steps": len(rows),
             "skipped_steps": sum(row["skipped"] for row in rows),
+            "collapsed_at": loop.collapse.collapsed_at,
+            "collapse_reason": loop.collapse.reason,
             "seconds_training": sum(row["seconds"] for row in rows),
             "checkpoint": str(final.relative_to(folder)),
             "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", "probe.safetensors")},

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from dvp.config import Run, TrainingConfig
 from dvp.errors import DvpError
 from dvp.experiment_files import load_experiment
-from dvp.rollout.engine import Completion
+from dvp.methods import Method
+from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
 from dvp.training.loop import Loop, derived_seed, prompt_rows, run_loop
@@ -95,7 +96,10 @@ def make_loop(tiny_model, root, monkeypatch):
     def make(method="rloo", rho=None, distance=0.0, **settings) -> Loop:
         experiment = load_experiment("smoke")
         training = TrainingConfig(**(SETTINGS | settings))
-        experiment = experiment.model_copy(update={"training": training})
+        methods = experiment.methods
+        if isinstance(method, dict):
+            methods, method = methods | {"own": Method(label="own", **method)}, "own"
+        experiment = experiment.model_copy(update={"training": training, "methods": methods})
         run = Run(method=method, engine="fp32", rho=rho, seed=3)
         problems = pd.DataFrame({"id": range(6), "answer": ["7"] * 6})
         prompts = [[10 + i, 20 + i, 30 + i][: 2 + i % 2] for i in range(6)]
@@ -141,6 +145,87 @@ def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_mod
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in loop.trainer.weights())
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"advantage": "dr_grpo", "importance": "tis"},
+        {"advantage": "dr_grpo", "loss": {"kind": "ppo", "clip_low": 0.002, "clip_high": 0.004}},
+    ],
+)
+def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_loop, tiny_model, method):
+    """REINFORCE takes its weights anew before the second step; PPO keeps the policy of the rollout as its old one."""
+    loop = make_loop(method, minibatches=2, distance=0.01, learning_rate=3e-3)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
+    groups = loop.engine.generate(
+        [loop.prompts[row] for row in prompt_rows(6, 2, 1, 3)],
+        Sampling(max_tokens=12, n=4),
+        [derived_seed(3, 1, row) for row in prompt_rows(6, 2, 1, 3)],
+    )
+    old = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    clipped = 0
+    for update, (row, group) in enumerate(zip(prompt_rows(6, 2, 1, 3), groups, strict=True)):
+        loss = 0.0
+        for index, one in enumerate(group):
+            now = dense_log_probs(reference, loop.prompts[row], one.token_ids)
+            advantage = (1.0 if index % 2 else 0.0) - 0.5
+            if "loss" in method:
+                ratio = (now - dense_log_probs(old, loop.prompts[row], one.token_ids).detach()).exp()
+                terms = torch.minimum(ratio * advantage, ratio.clamp(0.998, 1.004) * advantage)
+                clipped += (terms != ratio * advantage).sum().item()
+            else:
+                ratio = (now.detach() - torch.tensor(one.log_probs)).exp()
+                terms = ratio.clamp(max=2.0) * now * advantage
+            loss = loss - terms.sum() / len(group)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        for options in optimizer.param_groups:
+            options["lr"] = 3e-3 * min(1.0, (update + 1) / 2)
+        optimizer.step()
+    metrics = loop.step(1)
+    assert metrics["updates"] == 2
+    assert metrics["clipped_fraction"] == pytest.approx(
+        clipped / 2 / (sum(len(one.token_ids) for group in groups for one in group) / 2)
+    )
+    assert (clipped > 0) == ("loss" in method)
+    for name, value in loop.trainer.weights():
+        assert torch.allclose(value, reference.get_parameter(name), atol=2e-5), name
+
+
+def test_a_stale_engine_gets_weights_every_so_many_steps(make_loop, tmp_path):
+    loop = make_loop(synchronise_every=2)
+    _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert len(loop.engine.pushed) == 3  # at the start, after step 2 and after step 4
+    mismatch = [row["max_abs_log_ratio"] for row in rows]
+    assert max(mismatch[0], mismatch[2]) < 1e-4
+    assert min(mismatch[1], mismatch[3]) > 1e-3
+
+
+def test_the_optimal_token_baseline_under_a_mass_budget(make_loop):
+    """Each state may lose 0.6 / 12 of its probability; OTB takes the pruned policy's proxy, and reports on itself."""
+    metrics = make_loop({"advantage": "otb", "safe_vocabulary": {"rule": "mass_budget", "delta": 0.6}}).step(1)
+    assert 0 < metrics["pruned_mass_mean"] < metrics["pruned_mass_max"] <= 0.05
+    assert metrics["rho"] is None
+    assert metrics["pruned_entropy"] < metrics["entropy"]
+    assert metrics["otb_signal"] == pytest.approx(metrics["gradient_norm"] ** 2)
+    assert metrics["otb_power"] > 0
+
+
+def test_the_first_step_measures_the_trainers_own_noise(make_loop):
+    loop = make_loop()
+    first, second = loop.step(1), loop.step(2)
+    assert first["self_noise_max_abs_log_ratio_shape"] < 1e-4 < first["self_noise_max_abs_log_ratio_bf16"]
+    assert not any(name.startswith("self_noise") for name in second)
+
+
+def test_a_collapse_is_marked_and_the_run_goes_on(make_loop, tmp_path):
+    loop = make_loop(collapse={"reward_below": 0.6, "patience": 2})
+    _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert [row["collapsed"] for row in rows] == [False, True, True, True]
+    assert (loop.collapse.collapsed_at, loop.collapse.reason) == (2, "reward was below 0.6 for 2 steps")
+
+
 def test_a_batch_that_is_rejected_whole_skips_the_step_and_is_counted(make_loop):
     """The engine claims log-probs one nat a token too high: every sequence ratio falls below MIS's lower bound."""
     loop = make_loop(method="rloo_mis", distance=1.0)
@@ -159,7 +244,7 @@ def test_tokens_outside_the_safe_vocabulary_are_counted_and_do_not_move_the_weig
     assert metrics["outside_safe_fraction"] > 0.9
     assert metrics["masked_fraction"] == metrics["outside_safe_fraction"]
     assert metrics["safe_size"] < 20
-    assert 0 < metrics["retained_mass"] < 1
+    assert 0 < metrics["pruned_mass_mean"] < metrics["pruned_mass_max"] < 1
 
 
 def test_a_prompt_longer_than_the_context_is_named(make_loop):
@@ -170,7 +255,21 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
         Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine)
 
 
-def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path):
+FEEDBACK = {"rule": "feedback", "signal": "k3", "low": 1e-9, "high": 1e-6, "factor": 2.0, "patience": 1}
+CONTINUED = {
+    "plain": {},
+    "stale engine, two minibatches, feedback on rho": {
+        "method": {"advantage": "otb", "safe_vocabulary": FEEDBACK | {"lowest": 1e-6, "highest": 0.1}},
+        "rho": "1e-3",
+        "synchronise_every": 2,
+        "minibatches": 2,
+        "collapse": {"reward_below": 0.6, "patience": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("settings", CONTINUED.values(), ids=CONTINUED)
+def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings):
     """Stopped after step 3, with a checkpoint at step 2: the rest is as if nothing had happened."""
     timings = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync", "tokens_per_second")
 
@@ -178,7 +277,7 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return [{key: value for key, value in line.items() if key not in timings} for line in lines]
 
-    whole = make_loop()
+    whole = make_loop(**settings)
     final, _ = run_loop(whole, tmp_path / "whole", tmp_path / "whole/checkpoints", lambda row: None)
     assert final.name == "step-000004"
 
@@ -188,13 +287,16 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path):
 
     folder = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
-        run_loop(make_loop(), folder, folder / "checkpoints", stop_at_3)
+        run_loop(make_loop(**settings), folder, folder / "checkpoints", stop_at_3)
     assert len(rows(folder)) == 3
-    resumed = make_loop()
+    resumed = make_loop(**settings)
     seen = []
     run_loop(resumed, folder, folder / "checkpoints", lambda row: seen.append(row["step"]))
     assert seen == [1, 2, 3, 4]
     assert rows(folder) == rows(tmp_path / "whole")
+    if "rho" in settings:
+        assert len({row["rho"] for row in rows(folder)}) > 1
+        assert [row["collapsed"] for row in rows(folder)] == [False, False, True, True]
     expected = dict(whole.trainer.weights())
     assert all(torch.equal(value, expected[name]) for name, value in resumed.trainer.weights())
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dvp.config import TrainingConfig
 from dvp.core.head import TokenStatistics, token_statistics
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 
 
@@ -53,7 +54,7 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, *, rho: float | None, temperature: float) -> TokenStatistics:
+    def forward(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
         # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
         hidden_BTH = self.model.model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
@@ -62,8 +63,10 @@ class Policy(torch.nn.Module):
             hidden_BTH[scored_BT],
             self.model.lm_head.weight,
             batch.tokens_BT[:, 1:][scored_BT],
-            rho=rho,
+            safe=safe,
             temperature=temperature,
+            # The head's product is out of autocast's sight.
+            logits_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
         )
 
 
@@ -110,20 +113,27 @@ class Trainer:
         self._micro_batch = config.micro_batch_size
 
     @torch.no_grad()
-    def score(self, batch: Batch, rho: float | None) -> TokenStatistics:
-        """Statistics of every response token of the batch (flattened), without gradients."""
-        parts = [
-            self._engine(self._to_device(batch.rows(rows)), rho=rho, temperature=self._temperature)
-            for rows in torch.arange(len(batch.tokens_BT)).split(self._micro_batch)
-        ]
+    def score(
+        self, batch: Batch, safe: SafeVocabulary | None, *, micro_batch: int | None = None, bf16: bool = False
+    ) -> TokenStatistics:
+        """Statistics of every response token of the batch (flattened), without gradients.
+
+        `micro_batch` responses at a time (default: as in training), in bf16 if asked for.
+        """
+        # DeepSpeed's engine would switch autocast off; without gradients it does nothing else for a forward pass.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            parts = [
+                self.policy(self._to_device(batch.rows(rows)), safe=safe, temperature=self._temperature)
+                for rows in torch.arange(len(batch.tokens_BT)).split(micro_batch or self._micro_batch)
+            ]
         return TokenStatistics(
             **{name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in parts[0].__dict__}
         )
 
-    def forward_backward(self, batch: Batch, rho: float | None, loss, last: bool) -> None:
+    def forward_backward(self, batch: Batch, safe: SafeVocabulary | None, loss, last: bool) -> None:
         """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch."""
         self._engine.set_gradient_accumulation_boundary(last)
-        statistics = self._engine(self._to_device(batch), rho=rho, temperature=self._temperature)
+        statistics = self._engine(self._to_device(batch), safe=safe, temperature=self._temperature)
         self._engine.backward(loss(statistics))
         self._engine.step()
 

@@ -1,7 +1,8 @@
-"""The RL loop: rollouts by the engine, rewards by the verifier, one update by the trainer, weights back to the engine.
+"""The RL loop: rollouts by the engine, rewards by the verifier, updates by the trainer, weights back to the engine.
 
-Each step draws fresh responses from the current weights (fully on-policy): whatever differs between trainer and engine
-differs because of the engine's numerics. metrics.jsonl is the source of truth; MLflow is fed from the same rows.
+By default each step draws fresh responses from the current weights and takes one optimiser step (fully on-policy):
+whatever differs between trainer and engine then differs because of the engine's numerics. metrics.jsonl is the source
+of truth; MLflow is fed from the same rows.
 """
 
 import hashlib
@@ -11,24 +12,28 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
 import torch
 
 from dvp.config import Experiment, Run
-from dvp.core.advantages import rloo
-from dvp.core.diagnostics import mismatch_metrics
-from dvp.core.importance import ImportanceRule, importance_weights
-from dvp.core.objective import reinforce_loss, zero_outside_safe
+from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
+from dvp.core.collapse import CollapseDetector
+from dvp.core.diagnostics import mismatch_metrics, pruned_mass_metrics, self_noise, tail_mismatch
+from dvp.core.head import TokenStatistics
+from dvp.core.importance import ImportanceWeights, importance_weights
+from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
+from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,22 @@ class Rollout:
     """log q of each response token as the engine sampled it; 0 elsewhere. Aligned with batch.tokens_BT."""
     rewards_B: torch.Tensor
     truncated_B: torch.Tensor
+
+    def rows(self, rows_b: torch.Tensor) -> "Rollout":
+        """These responses only, at full width."""
+        batch = Batch(self.batch.tokens_BT[rows_b], self.batch.response_BT[rows_b])
+        return Rollout(batch, self.infer_log_prob_BT[rows_b], self.rewards_B[rows_b], self.truncated_B[rows_b])
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimiser step is made of: a weight and an advantage for each token of some responses."""
+
+    weights: ImportanceWeights
+    weight_BT: torch.Tensor
+    """The weights with those of tokens outside V_S set to 0."""
+    responses: Responses
+    advantage_BT: torch.Tensor
 
 
 class Loop:
@@ -57,9 +78,12 @@ class Loop:
     ):
         self.config = experiment.training
         self.run = run
-        self.method = experiment.methods[run.method]
-        self.rho = run.rho_value
-        self.rule = ImportanceRule(**self.method.importance.model_dump())
+        method = experiment.methods[run.method]
+        self.safe = SafeVocabularies(method, run.rho_value, self.config.max_response_tokens)
+        self.rule = importance_rule(method.importance)
+        self.loss_rule = loss_rule(method.loss)
+        self.advantage = ADVANTAGES[method.advantage]
+        self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine
         self.pad = pad
@@ -83,21 +107,23 @@ class Loop:
                 max_tokens=self.config.max_response_tokens,
                 n=self.config.group_size,
                 temperature=self.config.temperature,
-                min_p=self.rho,
+                safe_vocabulary=self.safe.engine,
             ),
             [derived_seed(self.run.seed, step, row) for row in rows],
         )
         rolled_out = time.perf_counter()
         rollout = self._graded(rows, completions)
         rewarded = time.perf_counter()
-        metrics = self._update(rollout)
+        metrics = self._update(rollout, control=step == 1)
         updated = time.perf_counter()
-        self.engine.load_weights(self.trainer.weights())
+        if step % self.config.synchronise_every == 0:
+            self.engine.load_weights(self.trainer.weights())
         synchronised = time.perf_counter()
         response_tokens = int(rollout.batch.response_BT.sum())
-        return {
+        row = {
             "step": step,
             "reward": rollout.rewards_B.mean().item(),
+            "rho": self.safe.rho,
             **metrics,
             "response_tokens_mean": response_tokens / len(rollout.rewards_B),
             "truncated_fraction": rollout.truncated_B.float().mean().item(),
@@ -108,6 +134,13 @@ class Loop:
             "seconds_sync": synchronised - updated,
             "seconds": synchronised - started,
         }
+        self.observe(row)
+        return row | {"collapsed": self.collapse.collapsed_at is not None}
+
+    def observe(self, row: dict) -> None:
+        """Let what follows a run from step to step see a finished one: a step of now, or of a checkpoint."""
+        self.safe.observe(row)
+        self.collapse.observe(row["step"], row)
 
     def _graded(self, rows: list[int], completions: list[list[Completion]]) -> Rollout:
         """Responses side by side, each with its reward."""
@@ -122,64 +155,137 @@ class Loop:
         ]
         return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))
 
-    def _update(self, rollout: Rollout) -> dict:
-        """One optimiser step on the batch, or none if every weight is zero. Returns the diagnostics."""
-        mask_BT = rollout.batch.response_BT
-        statistics = self.trainer.score(rollout.batch, self.rho)
-        log_prob_BT = _unflatten(statistics.pruned_log_prob, mask_BT)
-        safe_BT = _unflatten(statistics.target_in_safe, mask_BT)
-        log_ratio_BT = log_prob_BT - rollout.infer_log_prob_BT
-        weights = importance_weights(log_ratio_BT, mask_BT, self.rule)
-        weight_BT = zero_outside_safe(weights.weight_BT, safe_BT) * mask_BT
-        advantage_B = rloo(rollout.rewards_B, self.config.group_size)
+    def _update(self, rollout: Rollout, control: bool) -> dict:
+        """The step's optimiser steps, each on a minibatch of whole groups that is a batch of its own.
 
-        pruned_mass_BT = _unflatten(1 - statistics.retained_mass, mask_BT)
+        A minibatch whose weights or advantages are all zero takes no step. Returns the diagnostics of the rollout as
+        the trainer saw it before the first one. With `control` the trainer's own noise is among them.
+        """
+        statistics = self._score(rollout)
+        metrics = self._diagnose(rollout, statistics)
+        if control:
+            metrics |= self._noise(rollout, statistics)
+        responses = torch.arange(len(rollout.rewards_B))
+        done = []
+        for index, rows_b in enumerate(responses.split(len(responses) // self.config.minibatches)):
+            part = rollout.rows(rows_b)
+            old = {name: values_BT[rows_b] for name, values_BT in statistics.items()}
+            # REINFORCE knows no ratio to the policy of the rollout, so its weights must be those of the policy now.
+            moved = index > 0 and self.loss_rule.kind == "reinforce"
+            done.append(self._optimise(part, self._score(part) if moved else old))
+        taken = [one for one in done if one]
+        metrics |= {"skipped": not taken, "updates": len(taken)}
+        for name in ("gradient_norm", "clipped_fraction", "otb_signal", "otb_power", "otb_noise"):
+            values = [one[name] for one in taken if one[name] is not None]
+            metrics[name] = fmean(values) if values else None
+        return metrics
+
+    def _score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
+        """The statistics of every response token, each (B, T), 0 elsewhere."""
+        statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
+        mask_BT = rollout.batch.response_BT
+        return {one.name: _unflatten(getattr(statistics, one.name), mask_BT) for one in fields(TokenStatistics)}
+
+    def _prepare(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
+        """Weights and advantages of some responses from the trainer's statistics of them."""
+        mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
+        weights = importance_weights(log_prob_BT - rollout.infer_log_prob_BT, mask_BT, self.rule)
+        weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
+        proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
+        responses = Responses(rollout.rewards_B, mask_BT, self.config.group_size, proxy_BT, weight_BT)
+        return Update(weights, weight_BT, responses, self.advantage(responses))
+
+    def _diagnose(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
+        """The read-outs of METHOD.md, "Diagnostics", of a whole rollout."""
+        mask_BT, safe_BT = rollout.batch.response_BT, statistics["target_in_safe"]
+        update = self._prepare(rollout, statistics)
+        log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
+        means = {name: values_BT[mask_BT].float().mean().item() for name, values_BT in statistics.items()}
         tokens = mask_BT.sum().item()
-        metrics = {
+        return {
             # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
             # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
             **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT),
-            "entropy": statistics.entropy.mean().item(),
-            "sum_p_squared": statistics.sum_p_squared.mean().item(),
-            "retained_mass": statistics.retained_mass.mean().item(),
-            "pruned_mass_per_response": pruned_mass_BT.sum(dim=1).mean().item(),
-            "safe_size": statistics.safe_size.mean().item(),
+            "tail_mismatch": tail_mismatch(log_ratio_BT, statistics["log_prob"], mask_BT & safe_BT),
+            "entropy": means["entropy"],
+            "pruned_entropy": means["pruned_entropy"],
+            "sum_p_squared": means["sum_p_squared"],
+            **pruned_mass_metrics(statistics["pruned_mass"], mask_BT),
+            "safe_size": means["safe_size"],
             "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
-            "kept_fraction": weights.kept_B.float().mean().item(),
-            "vetoed_fraction": weights.vetoed_B.float().mean().item(),
-            "masked_fraction": (mask_BT & (weight_BT == 0)).sum().item() / tokens,
+            "kept_fraction": update.weights.kept_B.float().mean().item(),
+            "vetoed_fraction": update.weights.vetoed_B.float().mean().item(),
+            "filtered_fraction": update.weights.filtered_B.float().mean().item(),
+            "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
         }
-        # A group whose rewards are all equal, and a rejected response, contribute exactly nothing: left out.
-        useful_B = (weight_BT != 0).any(dim=1) & (advantage_B != 0)
-        micro_batches = useful_B.nonzero().squeeze(1).split(self.config.micro_batch_size)
-        skipped = not useful_B.any().item()
-        if not skipped:
-            for index, rows_b in enumerate(micro_batches):
-                self.trainer.forward_backward(
-                    rollout.batch.rows(rows_b),
-                    self.rho,
-                    self._loss(rows_b, rollout, weight_BT, advantage_B),
-                    last=index == len(micro_batches) - 1,
-                )
-        norm = None if skipped else self.trainer.gradient_norm
-        if norm is not None and not math.isfinite(norm):
-            raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
-        return metrics | {"skipped": skipped, "gradient_norm": norm}
 
-    def _loss(
-        self, rows_b: torch.Tensor, rollout: Rollout, weight_BT: torch.Tensor, advantage_B: torch.Tensor
-    ) -> Callable:
-        """The loss of some rows as a function of their statistics, normalised over the whole batch."""
-        mask_bT = rollout.batch.rows(rows_b).response_BT.to(self.trainer.device)
-        weight_bT = weight_BT[rows_b, : mask_bT.shape[1]].to(self.trainer.device)
-        advantage_b = advantage_B[rows_b].to(self.trainer.device)
-        return lambda statistics: reinforce_loss(
-            _unflatten(statistics.pruned_log_prob, mask_bT),
-            weight_bT,
-            advantage_b,
-            mask_bT,
-            denominator=len(advantage_B),
-        )
+    def _noise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
+        """The control without which no mismatch can be blamed on the engine: the trainer against itself.
+
+        At another batch shape, and in bf16.
+        """
+        mask_BT = rollout.batch.response_BT
+        others = {"shape": {"micro_batch": 1}, "bf16": {"bf16": True}}
+        return {
+            f"{name}_{kind}": value
+            for kind, options in others.items()
+            for name, value in self_noise(
+                statistics["log_prob"], self._score(rollout, **options)["log_prob"], mask_BT
+            ).items()
+        }
+
+    def _optimise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict | None:
+        """One optimiser step on some responses; None if nothing would move the weights."""
+        update = self._prepare(rollout, statistics)
+        # A group whose rewards are all equal, and a rejected response, contribute exactly nothing: left out.
+        useful_B = ((update.weight_BT != 0) & (update.advantage_BT != 0)).any(dim=1)
+        if not useful_B.any():
+            return None
+        clipped = []
+        micro_batches = useful_B.nonzero().squeeze(1).split(self.config.micro_batch_size)
+        for index, rows_b in enumerate(micro_batches):
+            batch = rollout.batch.rows(rows_b)
+            width = batch.tokens_BT.shape[1]
+            mask_bT, old_bT, weight_bT, advantage_bT = (
+                values_BT[rows_b, :width].to(self.trainer.device)
+                for values_BT in (
+                    rollout.batch.response_BT,
+                    statistics["pruned_log_prob"],
+                    update.weight_BT,
+                    update.advantage_BT,
+                )
+            )
+
+            def loss(
+                statistics: TokenStatistics,
+                mask_bT=mask_bT,
+                old_bT=old_bT,
+                weight_bT=weight_bT,
+                advantage_bT=advantage_bT,
+            ) -> torch.Tensor:
+                result = policy_loss(
+                    self.loss_rule,
+                    _unflatten(statistics.pruned_log_prob, mask_bT),
+                    old_bT,
+                    weight_bT,
+                    advantage_bT,
+                    mask_bT,
+                    update.weights.denominator,
+                )
+                clipped.append(result.clipped_BT.sum().item())
+                return result.loss
+
+            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == len(micro_batches) - 1)
+        norm = self.trainer.gradient_norm
+        if not math.isfinite(norm):
+            raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
+        # OTB's read-outs are of the mean over all responses.
+        mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
+        return {
+            "gradient_norm": norm,
+            "clipped_fraction": sum(clipped) / rollout.batch.response_BT.sum().item(),
+            **otb_variance_readouts(update.advantage_BT, update.responses, mean_norm),
+        }
 
 
 def run_loop(
@@ -198,6 +304,7 @@ def run_loop(
     metrics_file = folder / "metrics.jsonl"
     rows = _restore(loop, metrics_file, checkpoints)
     for row in rows:
+        loop.observe(row)
         on_step(row)
     loop.engine.load_weights(loop.trainer.weights())
     folder.mkdir(parents=True, exist_ok=True)

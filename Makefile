@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(ENV)
 # Where pip finds the CPU build of torch if the package index that it is set to has none.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
 
-.PHONY: run smoke test check format mlflow install clean
+.PHONY: run smoke test check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
@@ -27,6 +27,9 @@ check: install
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(SNAKEMAKE) --lint
 	$(BIN)/pytest -q -m "not slow"
+
+bench: install
+	$(BIN)/python -m dvp.benchmark
 
 format: install
 	$(BIN)/ruff format .

@@ -64,11 +64,13 @@ class FixedSafe(Strict):
 
 
 class MarginSafe(Strict):
-    """The engine prunes at ρ, the trainer at ρ·e^(−2ε̂): V'_S lies in V_S as long as no logit is off by more than ε̂."""
+    """One side prunes at ρ, the other at ρ·e^(−2ε̂) and so contains its set as long as no logit is off by more than ε̂."""
 
     rule: Literal["margin"]
     epsilon: Annotated[float, Field(ge=0)]
     """ε̂, nats."""
+    side: Literal["trainer", "engine"] = "trainer"
+    """Which side has the margin: the trainer's leaves no sampled token outside V_S, the engine's no bias."""
 
 
 class MassBudgetSafe(Strict):

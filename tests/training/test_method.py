@@ -43,6 +43,8 @@ def test_the_rules_of_both_sides():
     margin = sides({"rule": "margin", "epsilon": 0.5})
     assert (margin.engine, margin.rho) == (FixedRho(0.01), 0.01)
     assert margin.trainer.rho == pytest.approx(0.01 * math.exp(-1))
+    other = sides({"rule": "margin", "epsilon": 0.5, "side": "engine"})
+    assert (other.trainer, other.engine) == (margin.engine, margin.trainer)
     mass = sides({"rule": "mass_budget", "delta": 0.1}, None)
     assert mass.trainer == mass.engine == MassBudget(0.1 / 50)
     entropy = {"alpha": 1.0, "target_entropy": 2.0, "lowest": 1e-6, "highest": 0.1}

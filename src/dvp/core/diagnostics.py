@@ -34,7 +34,8 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
     Returns:
         Token level, over the masked tokens:
             k1: mean(log q − log p) = mean(d), an unbiased estimate of KL(q‖p), of either sign.
-            k3: mean(r − log r − 1), the same, never negative but for rounding.
+            k3: mean(r − log r − 1), the same, never negative but for rounding; low by the mass that p has where q
+                has none, when both are pruned and V_S is not within V'_S.
             chi2: mean(r²) − 1.
             max_abs_log_ratio, ratio_outside_0.9_1.1 (a fraction of the tokens).
         Sequence level, over the sequences that have a token:
@@ -100,7 +101,10 @@ def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT
 
 @torch.no_grad()
 def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """What pruning takes away, which bounds the bias of J: |J_mp − J| ≤ R_max · Σ_t (1 − Z_t) (METHOD.md item 5).
+    """What pruning takes away: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
+
+    (METHOD.md item 5.) The expectation is over the trainer's responses, full or pruned. The mean over the engine's,
+    which is what is measured, estimates it as well as the two agree; a bound it is not.
 
     Args:
         pruned_mass_BT: 1 − Z; any value where mask_BT is False.

@@ -142,10 +142,15 @@ class EntropyScaled:
 
 
 def with_margin(rho: float, epsilon: float) -> FixedRho:
-    """The trainer's rule beside an engine that samples with min_p = ρ: ρ·e^{−2ε̂} (METHOD.md, "Margin").
+    """The rule of one side beside another side that prunes at ρ: ρ·e^{−2ε̂} (METHOD.md, "Margin").
 
-    If no logit of the engine is further than `epsilon` nats from the trainer's, V'_S ⊆ V_S, up to the rounding of
-    the thresholds in fp32.
+    If no logit of the engine is further than `epsilon` nats from the trainer's, the set with the margin contains the
+    other one, up to the rounding of the thresholds in fp32. Which side has it decides what that is good for:
+
+    - the trainer's, as METHOD.md has it: V'_S ⊆ V_S, so no sampled token lies outside V_S. What the engine never draws
+      stays a bias of the gradient.
+    - the engine's: V_S ⊆ V'_S, the condition of the constrained gradient's unbiasedness (METHOD.md item 4); sampled
+      tokens outside V_S have ratio 0.
 
     Raises:
         DvpError: ρ outside (0, 1), ε̂ negative, or so large that nothing would be pruned at any logits.

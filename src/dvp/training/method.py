@@ -56,7 +56,8 @@ class SafeVocabularies:
         elif isinstance(settings, EntropySafe):
             self.trainer = self.engine = EntropyScaled(rho, **settings.model_dump(exclude={"rule"}))
         elif isinstance(settings, MarginSafe):
-            self.trainer, self.engine = with_margin(rho, settings.epsilon), FixedRho(rho)
+            wide, narrow = with_margin(rho, settings.epsilon), FixedRho(rho)
+            self.trainer, self.engine = (wide, narrow) if settings.side == "trainer" else (narrow, wide)
         elif isinstance(settings, FeedbackSafe):
             self._feedback = FeedbackRho(rho, **settings.model_dump(exclude={"rule"}))
             self.trainer = self.engine = FixedRho(self._feedback.rho)

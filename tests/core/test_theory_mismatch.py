@@ -1,0 +1,316 @@
+"""Theorems on the log-ratio between trainer and engine (METHOD.md, "Theory", items 2 and 3), in float64.
+
+Item 2 is exact. Item 3 is exact for the most likely noise; for the distribution of d it is a simulation with fixed
+seeds, held against second-order predictions.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from decision_process import log_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dvp.core.diagnostics import literal_bound, sharp_bounds
+
+LOGITS = hnp.arrays(np.float64, 5, elements=st.floats(-12, 12))
+EPSILON_MAX = st.floats(1e-3, 3)
+ROUNDING = 1e-12
+
+
+def log_ratios(logits_V: torch.Tensor, epsilon_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log p − log q, p and q of every token under each perturbation."""
+    log_p_V = logits_V.log_softmax(dim=-1)
+    log_q_NV = (logits_V + epsilon_NV).log_softmax(dim=-1)
+    return log_p_V - log_q_NV, log_p_V.exp().expand_as(log_q_NV), log_q_NV.exp()
+
+
+def corners(vocabulary: int, epsilon_max: float) -> torch.Tensor:
+    """All perturbations of ±ε_max, (2^V, V)."""
+    return epsilon_max * torch.tensor(list(itertools.product([-1.0, 1.0], repeat=vocabulary)), dtype=torch.float64)
+
+
+def perturbations(epsilon_max: float, seed: int) -> torch.Tensor:
+    """All corners of the box |ε| ≤ ε_max for five tokens, and points inside it."""
+    generator = torch.Generator().manual_seed(seed)
+    inside_NV = epsilon_max * (2.0 * torch.rand(30, 5, generator=generator, dtype=torch.float64) - 1.0)
+    return torch.cat([corners(5, epsilon_max), inside_NV])
+
+
+# Proposition 4.2: bounds on the log-ratio.
+
+
+@settings(deadline=None, max_examples=80)
+@given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
+def test_the_sharp_pair_holds_and_is_attained_by_the_extremal_perturbation(logits, epsilon_max, seed):
+    """log_ratio_a falls in ε_a and rises in every other ε_k, so its extremes over |ε| ≤ ε_max are at the two corners in
+    which ε_a stands against all the others, and the pair is what they give. All 2^V corners and random points obey."""
+    logits_V = torch.tensor(logits)
+    log_ratio_NV, p_NV, _ = log_ratios(logits_V, perturbations(epsilon_max, seed))
+    lower_V, upper_V = sharp_bounds(p_NV[0], epsilon_max)
+    assert (log_ratio_NV >= lower_V - ROUNDING).all()
+    assert (log_ratio_NV <= upper_V + ROUNDING).all()
+    against_VV = epsilon_max * (2.0 * torch.eye(5, dtype=torch.float64) - 1.0)
+    for extremal_VV, bound_V in ((against_VV, lower_V), (-against_VV, upper_V)):
+        torch.testing.assert_close(
+            log_ratios(logits_V, extremal_VV)[0].diagonal(), bound_V, atol=ROUNDING, rtol=ROUNDING
+        )
+
+
+@settings(deadline=None, max_examples=80)
+@given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
+def test_the_form_with_the_smaller_probability_always_holds(logits, epsilon_max, seed):
+    """|log_ratio_a| ≤ 2 ε_max (1 − min(p_a, q_a))."""
+    log_ratio_NV, p_NV, q_NV = log_ratios(torch.tensor(logits), perturbations(epsilon_max, seed))
+    assert (log_ratio_NV.abs() <= literal_bound(torch.minimum(p_NV, q_NV), epsilon_max) + ROUNDING).all()
+
+
+@settings(deadline=None, max_examples=80)
+@given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
+def test_the_papers_bound_holds_on_the_side_where_the_engine_overrates(logits, epsilon_max, seed):
+    """|log_ratio_a| ≤ 2 ε_max (1 − p_a) where q_a > p_a: Jensen's inequality on the lower member of the sharp pair."""
+    log_ratio_NV, p_NV, q_NV = log_ratios(torch.tensor(logits), perturbations(epsilon_max, seed))
+    overrated_NV = q_NV > p_NV
+    assert overrated_NV.any()
+    assert (log_ratio_NV.abs() <= literal_bound(p_NV, epsilon_max) + ROUNDING)[overrated_NV].all()
+
+
+def test_the_papers_bound_fails_on_the_other_side():
+    """The documented instance, ε = 0.1 and p = 0.5: log_ratio = 0.10499 > 2 ε (1 − p) = 0.1."""
+    log_ratio_NV, p_NV, q_NV = log_ratios(torch.zeros(2, dtype=torch.float64), torch.tensor([[-0.1, 0.1]]).double())
+    assert p_NV[0, 0] > q_NV[0, 0]
+    assert literal_bound(p_NV[0, 0], 0.1).item() == pytest.approx(0.1)
+    assert log_ratio_NV[0, 0].item() == pytest.approx(0.10499, abs=5e-6)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.99])
+def test_the_papers_bound_fails_at_second_order(p):
+    """The excess of the attained maximum over 2 ε (1 − p) is 2 ε² p (1 − p) + O(ε³), for every p in (0, 1)."""
+    logits_V = torch.tensor([p, 1.0 - p], dtype=torch.float64).log()
+    for epsilon in (1e-2, 1e-3, 1e-4):
+        log_ratio_NV, p_NV, _ = log_ratios(logits_V, epsilon * torch.tensor([[-1.0, 1.0]], dtype=torch.float64))
+        excess = (log_ratio_NV - literal_bound(p_NV, epsilon))[0, 0].item()
+        assert excess / epsilon**2 == pytest.approx(2.0 * p * (1.0 - p), abs=2.0 * epsilon)
+
+
+def test_pruning_both_sides_obeys_the_bounds_where_the_safe_sets_are_equal_and_only_there():
+    """A token that one side alone prunes rescales all the others: their ratio jumps by −log of its mass, however small
+    the perturbation. Here ε_max = 0.01 and half of the mass is at the threshold."""
+    logits_V = torch.tensor([0.0, -0.5, -0.5, -3.0], dtype=torch.float64)
+    epsilon_NV = corners(4, 0.01)
+    equal_V = torch.tensor([True, True, True, False])
+    log_p_V = log_policy(logits_V, equal_V)
+    log_q_NV = log_policy(logits_V + epsilon_NV, equal_V.expand(16, 4))
+    lower_V, upper_V = sharp_bounds(log_p_V.exp(), 0.01)
+    log_ratio_NV = (log_p_V - log_q_NV)[:, :3]
+    assert (log_ratio_NV >= lower_V[:3] - ROUNDING).all()
+    assert (log_ratio_NV <= upper_V[:3] + ROUNDING).all()
+
+    alone_V = torch.tensor([True, False, False, False])
+    pruned_mass = 1.0 - log_p_V[0].exp()
+    jump = log_p_V[0] - log_policy(logits_V, alone_V)[0]
+    assert jump.item() == pytest.approx(math.log1p(-pruned_mass))
+    assert jump < 10 * lower_V[0]
+
+
+# Proposition 4.3: tokens that the engine samples are those that it overrates.
+
+
+def squared_distance(p_V, token):
+    """‖e_a − p‖² = 1 − 2 p_a + Σ p²."""
+    return 1.0 - 2.0 * p_V[token] + (p_V**2).sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(hnp.arrays(np.float64, 30, elements=st.floats(-8, 8)), st.floats(0.01, 0.5), st.integers(0, 29))
+def test_proposition_4_3_under_the_most_likely_noise_the_engine_overrates_what_it_sampled(logits, sigma, token):
+    """Exact. Given that a was sampled from q, the density of the noise is ∝ exp(−‖ε‖²/2σ²) q_a(ε), log-concave; its
+    mode solves ε = σ² (e_a − q(ε)), a contraction for σ² < 2. There d ≥ ‖ε‖²/2σ² > 0 (compare with ε = 0), and
+    d = σ² (1 − 2 p_a + Σ p²) + O(σ⁴): METHOD.md's d*."""
+    p_V = np.exp(logits - logits.max())
+    p_V /= p_V.sum()
+    noise_V = np.zeros(30)
+    for _ in range(60):
+        q_V = p_V * np.exp(noise_V)
+        q_V /= q_V.sum()
+        noise_V = sigma**2 * ((np.arange(30) == token) - q_V)
+    d = noise_V[token] - math.log((p_V * np.exp(noise_V)).sum())
+    assert d >= (noise_V**2).sum() / (2.0 * sigma**2) - 1e-15
+    assert d > 0 or p_V[token] > 1.0 - 1e-6
+    assert d / sigma**2 == pytest.approx(squared_distance(p_V, token), abs=2.0 * sigma**2)
+
+
+VOCABULARY = 400
+CHUNK = 4000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens, one for each draw of the noise, and their d = log q − log p."""
+
+    token_N: np.ndarray
+    d_N: np.ndarray
+
+    def of(self, token: int) -> np.ndarray:
+        """d of the tokens that are as likely as `token` under the policy of `with_tail`."""
+        return self.d_N[np.minimum(self.token_N, 2) == token]
+
+
+HEAD, SECOND, TAIL = 0, 1, 2
+
+
+def with_tail(head: float) -> np.ndarray:
+    """A policy of a head, a token of a fifth of the rest, and 398 equal ones: their d are alike and can be pooled."""
+    rest = 1.0 - head
+    return np.array([head, rest / 5, *[0.8 * rest / (VOCABULARY - 2)] * (VOCABULARY - 2)])
+
+
+def simulate(p_V: np.ndarray, sigma: float, count: int, *, sampled_from: str, noisy_trainer: bool, seed: int) -> Sample:
+    """Noise N(0, σ²) on the engine's logits, and independently on the trainer's if asked; one token a draw, by float64
+    inverse CDF (fp32 sampling distorts the tail)."""
+    rng = np.random.default_rng(seed)
+    tokens, ds = [], []
+    rows = np.arange(CHUNK)
+    for _ in range(count // CHUNK):
+        engine_NV = rng.standard_normal((CHUNK, VOCABULARY)) * sigma
+        trainer_NV = rng.standard_normal((CHUNK, VOCABULARY)) * sigma if noisy_trainer else np.zeros((1, VOCABULARY))
+        q_NV, p_NV = (p_V * np.exp(noise_NV) for noise_NV in (engine_NV, trainer_NV))
+        cdf_NV = np.cumsum(q_NV if sampled_from == "engine" else p_NV, axis=1)
+        token_N = (cdf_NV < rng.random((CHUNK, 1)) * cdf_NV[:, -1:]).sum(axis=1)
+        log_q_N, log_p_N = (
+            np.log(np.broadcast_to(w_NV, q_NV.shape)[rows, token_N] / w_NV.sum(axis=1)) for w_NV in (q_NV, p_NV)
+        )
+        tokens.append(token_N)
+        ds.append(log_q_N - log_p_N)
+    return Sample(np.concatenate(tokens), np.concatenate(ds))
+
+
+def mean(d_N: np.ndarray) -> tuple[float, float]:
+    """With its standard error."""
+    return d_N.mean(), d_N.std() / math.sqrt(len(d_N))
+
+
+def mode(d_N: np.ndarray) -> tuple[float, float]:
+    """Maximum of a cubic through the logarithm of a histogram within ±1.5 deviations, with its standard error."""
+    centre, deviation = d_N.mean(), d_N.std()
+    counts, edges = np.histogram((d_N - centre) / deviation, bins=40, range=(-1.5, 1.5))
+    # A bin's log-count has a variance of 1/count.
+    coefficients, covariance = np.polyfit(
+        (edges[1:] + edges[:-1]) / 2, np.log(counts), 3, w=np.sqrt(counts), cov="unscaled"
+    )
+    slope = np.polyder(coefficients)
+    roots = np.roots(slope)
+    x = roots[np.argmin(np.abs(roots))].real
+    gradient = np.array([3.0 * x**2, 2.0 * x, 1.0, 0.0]) / np.polyval(np.polyder(slope), x)
+    return centre + deviation * x, deviation * math.sqrt(gradient @ covariance @ gradient)
+
+
+def assert_near(measured: tuple[float, float], predicted: float, remainder: float) -> None:
+    """Within 6 standard errors (by chance: 2e-9) and what the expansion leaves out."""
+    value, error = measured
+    assert abs(value - predicted) <= 6.0 * error + remainder, (value, error, predicted)
+
+
+SIGMA = 0.3
+# The terms of order σ⁴ that the predictions leave out.
+REMAINDER = SIGMA**4
+P_V = with_tail(0.5)
+
+
+@pytest.fixture(scope="module")
+def engine_sampled() -> Sample:
+    return simulate(P_V, SIGMA, 200_000, sampled_from="engine", noisy_trainer=False, seed=1)
+
+
+@pytest.fixture(scope="module")
+def trainer_sampled() -> Sample:
+    return simulate(P_V, SIGMA, 200_000, sampled_from="trainer", noisy_trainer=False, seed=2)
+
+
+def mean_without_selection(p_V):
+    """E[d_a] = −½ σ² (1 − Σ p²) + O(σ⁴), the same for every token: log Σ p e^ε is convex in the noise."""
+    return -0.5 * SIGMA**2 * (1.0 - (p_V**2).sum())
+
+
+def skew_correction(p_V, token):
+    """Mode minus mean of d, −κ₃/2κ₂ = 1.5 σ² Var_p(e_a − p) / ‖e_a − p‖²: d is a little skewed to the left."""
+    direction_V = -p_V.copy()
+    direction_V[token] += 1.0
+    variance = p_V @ direction_V**2 - (p_V @ direction_V) ** 2
+    return 1.5 * SIGMA**2 * variance / squared_distance(p_V, token)
+
+
+@pytest.mark.parametrize("token", [HEAD, SECOND, TAIL])
+def test_proposition_4_3_selection_shifts_d_by_sigma_squared_times_the_squared_distance(
+    engine_sampled, trainer_sampled, token
+):
+    """A statistical check. Sampling from q weights the distribution of d_a by e^{d_a}, which moves its mean by its
+    variance, σ² (1 − 2 p_a + Σ p²). Sampling from p does not weight it: the selection effect, that is the dependence on
+    the token, vanishes."""
+    without = mean_without_selection(P_V)
+    assert_near(mean(trainer_sampled.of(token)), without, REMAINDER)
+    assert_near(mean(engine_sampled.of(token)), without + SIGMA**2 * squared_distance(P_V, token), REMAINDER)
+
+
+def test_proposition_4_3_the_mode_is_positive_for_sampled_tail_tokens_and_not_for_the_controls(
+    engine_sampled, trainer_sampled
+):
+    """A statistical check, by more than 10 standard errors, and 5 for the control. With noise on
+    the engine's side alone the histogram's mode is d* = σ² (1 − 2 p_a + Σ p²), less ½ σ² (1 − Σ p²), plus the skew: in
+    a flat policy half of d*."""
+    value, error = mode(engine_sampled.of(TAIL))
+    assert value > 10.0 * error
+    predicted = mean_without_selection(P_V) + skew_correction(P_V, TAIL)
+    assert_near((value, error), predicted + SIGMA**2 * squared_distance(P_V, TAIL), REMAINDER)
+    control, control_error = mode(trainer_sampled.of(TAIL))
+    assert control < -5.0 * control_error
+    assert_near((control, control_error), predicted, REMAINDER)
+    # d* itself, which is d under the most likely noise, is not the histogram's mode here.
+    assert SIGMA**2 * squared_distance(P_V, TAIL) > value + 6.0 * error
+
+
+def test_proposition_4_3_in_a_flat_policy_the_mode_is_half_of_d_star():
+    """A statistical check: p = 1/V: the normaliser is all but constant, log Σ p e^ε ≈ σ²/2, and d ~ N(σ²/2, σ²)."""
+    flat_V = np.full(VOCABULARY, 1.0 / VOCABULARY)
+    sample = simulate(flat_V, SIGMA, 100_000, sampled_from="engine", noisy_trainer=False, seed=3)
+    value, error = mode(sample.d_N)
+    assert_near((value, error), 0.5 * SIGMA**2, SIGMA**2 / VOCABULARY + REMAINDER / 10)
+    assert value + 6.0 * error < 0.75 * SIGMA**2 * squared_distance(flat_V, 0)
+
+
+def test_proposition_4_3_the_mean_is_slightly_negative_for_the_top_token(engine_sampled):
+    """A statistical check: −0.11 σ² here, against +0.86 σ² in the tail. Not for every policy: the sign is
+    that of 1 − 2 p_a + Σ p² − ½ (1 − Σ p²)."""
+    value, error = mean(engine_sampled.of(HEAD))
+    assert value < -6.0 * error
+    assert abs(value) < 0.25 * mean(engine_sampled.of(TAIL))[0]
+
+
+def test_proposition_4_3_the_mode_goes_to_zero_as_p_goes_to_one():
+    """Statistical, at p = 0.3, 0.9, 0.99, 0.999: the top token's is below 2 (1 − p) σ² within 6 standard errors."""
+    previous = math.inf
+    for head in (0.3, 0.9, 0.99, 0.999):
+        sample = simulate(with_tail(head), SIGMA, 40_000, sampled_from="engine", noisy_trainer=False, seed=4)
+        value, error = mode(sample.of(HEAD))
+        assert abs(value) < 2.0 * (1.0 - head) * SIGMA**2 + 6.0 * error
+        assert 6.0 * error < 0.2 * (1.0 - head) * SIGMA
+        assert abs(value) < previous
+        previous = abs(value)
+
+
+@pytest.mark.parametrize(("sampled_from", "sign"), [("engine", 1.0), ("trainer", -1.0)])
+def test_proposition_4_3_with_independent_noise_on_both_sides_the_mode_is_d_star_and_flips_with_the_sampler(
+    sampled_from, sign
+):
+    """A statistical check. The two normalisers' shifts and skews cancel, so the histogram's mode is ± d* =
+    ± σ² (1 − 2 p_a + Σ p²), for tokens sampled from the engine and from the trainer."""
+    sample = simulate(P_V, SIGMA, 100_000, sampled_from=sampled_from, noisy_trainer=True, seed=5)
+    for token in (HEAD, TAIL):
+        value, error = mode(sample.of(token))
+        assert sign * value > 6.0 * error
+        assert_near((value, error), sign * SIGMA**2 * squared_distance(P_V, token), REMAINDER)

@@ -64,7 +64,7 @@ class FixedSafe(Strict):
 
 
 class MarginSafe(Strict):
-    """One side prunes at ρ, the other at ρ·e^(−2ε̂) and so contains its set as long as no logit is off by more than ε̂."""
+    """One side prunes at ρ, the other at ρ·e^(−2ε̂): it has all that the first has if no logit is off by more than ε̂."""
 
     rule: Literal["margin"]
     epsilon: Annotated[float, Field(ge=0)]

@@ -109,6 +109,21 @@ def test_without_a_compiler_the_plain_form_runs_and_says_so():
     assert "warning: torch cannot compile here" in result.stderr
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_agrees_with_the_cpu(dtype):
+    logits, log_rho, coefficients = problem(9, 10_007, dtype)
+    sums = row_sums(logits, log_rho)
+    on_gpu = row_sums(logits.cuda(), log_rho.cuda())
+    for name, actual, wanted in zip(RowSums._fields, on_gpu, sums, strict=True):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=2e-5, atol=1e-6, msg=name)
+    gradient = logits.cuda()
+    moved = RowCoefficients(*(part.cuda() for part in coefficients))
+    row_gradient_(gradient, on_gpu.maximum, log_rho.cuda(), moved)
+    row_gradient_(logits, sums.maximum, log_rho, coefficients)
+    torch.testing.assert_close(gradient.cpu(), logits, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_triton_kernels_agree_with_the_plain_form(dtype):
     """Triton's interpreter runs the kernels on the CPU; it must be asked for before triton is imported."""

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from dvp.config import Experiment, Run, parse_rho
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_resolved, read_yaml
+from dvp.experiment_files import (
+    dump_experiment,
+    load_experiment,
+    parse_experiment,
+    read_resolved,
+    read_settings,
+    read_yaml,
+)
 from dvp.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -240,6 +247,15 @@ def test_impossible_rho(refused, rho, listed):
         ({"training.deepspeed": "zero9"}, "training.deepspeed: "),
         # Numbers that do not fit together.
         ({"training.micro_batch_size": 5}, "training: micro_batch_size (5) must divide prompts_per_step × group_size"),
+        ({"training.gpus": 3}, "training: gpus × nodes (3) must divide prompts_per_step × group_size (16)"),
+        (
+            {"training.gpus": 2, "training.nodes": 2},
+            "training: micro_batch_size (8) must divide prompts_per_step × group_size / (gpus × nodes) (4)",
+        ),
+        (
+            {"engines.coarse": {"dtype": "bfloat16", "tensor_parallel": 4}, "training.gpus": 2},
+            "grid[1].engine: tensor_parallel of 'coarse' (4) must divide training.gpus (2)",
+        ),
         ({"base.architecture.kv_heads": 3}, "base.architecture: heads (2) must be a multiple of kv_heads (3)"),
         ({"sources.stories_small.steps": [4, 2]}, "sources.stories_small: steps: expected [fewest, most], found"),
         (
@@ -341,7 +357,11 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
     [
         ("{", "expected JSON with zero_optimization.stage"),
         ("{}", "expected JSON with zero_optimization.stage"),
-        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage: expected 1 or 2, found 3"),
+        ('{"zero_optimization": {"stage": 0}}', "zero_optimization.stage: expected 1, 2 or 3, found 0"),
+        (
+            '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "float16"}}',
+            'torch_autocast: expected {"enabled": true, "dtype": "bfloat16"} or no such key',
+        ),
         (
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
             "gradient_clipping: the experiment's `training` sets this; remove it here",
@@ -354,6 +374,15 @@ def test_a_deepspeed_file_that_cannot_be_run_is_named(config, content, message):
     with pytest.raises(DvpError) as error:
         load_experiment("tiny", config)
     assert str(error.value).startswith(f"{file}: {message}")
+
+
+def test_a_deepspeed_file_says_in_which_type_the_trainer_multiplies(config):
+    assert load_experiment("tiny", config).trainer_dtype == "float32"
+    (config / "deepspeed" / "zero1.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',
+        encoding="utf-8",
+    )
+    assert load_experiment("tiny", config).trainer_dtype == "bfloat16"
 
 
 def test_an_edited_deepspeed_file_is_another_training_and_the_same_base(config):
@@ -374,11 +403,28 @@ def test_an_experiments_name_is_no_path(name, config):
 
 
 def test_an_unknown_experiment_and_a_missing_catalogue_are_named(config):
-    with pytest.raises(DvpError, match=r"/config/experiments/nope\.yaml: no such experiment; known are smoke, tiny$"):
+    known = ", ".join(EXPERIMENTS)
+    with pytest.raises(DvpError, match=rf"/config/experiments/nope\.yaml: no such experiment; known are {known}$"):
         load_experiment("nope", config)
     (config / "catalogue" / "methods.yaml").unlink()
     with pytest.raises(DvpError, match=r"/config/catalogue/methods\.yaml: no such file$"):
         load_experiment("smoke", config)
+
+
+# --- settings, as Snakemake's --config takes them ---
+
+
+def test_settings_on_the_command_line_replace_those_of_the_file(config):
+    assert read_settings([], config) == {"experiment": "tiny", "results": "results"}
+    assert read_settings(["experiment=smoke", "results=a=b"], config) == {"experiment": "smoke", "results": "a=b"}
+
+
+@pytest.mark.parametrize("pair", ["experimnt=tiny", "experiment", "=tiny", ""])
+def test_a_setting_that_does_not_exist_is_refused(config, pair):
+    with pytest.raises(
+        DvpError, match=f"^--config {pair}: expected KEY=VALUE with one of the keys experiment, results$"
+    ):
+        read_settings([pair], config)
 
 
 # --- ρ ---
@@ -491,6 +537,8 @@ def identities(experiment: Experiment, run: Run) -> dict[str, str]:
         ({"grid.1.rho": ["0.01", "0.02"]}, set()),
         ({"grid.0.engine": ["fp32", "coarse", "bf16"]}, set()),
         ({"sources.stories.seed": 7}, set()),
+        # Over how many GPUs a run is spread is part of it: sums are taken in another order.
+        ({"training.gpus": 2}, OF_RUN),
         # Its own engine and method.
         ({"engines.coarse.weight_rounding": "int3"}, OF_RUN),
         ({"methods.rloo.importance.level": "token"}, OF_RUN),
@@ -516,6 +564,16 @@ def test_a_stage_depends_on_its_own_parts_and_no_other(changes, changed):
     before = identities(parse_experiment(resolved, Path("x")), RUN)
     after = identities(parse_experiment(put(resolved, changes), Path("x")), RUN)
     assert {stage for stage in before if before[stage] != after[stage]} == changed
+
+
+def test_what_only_a_plan_reckons_with_concerns_no_stage():
+    resolved = yaml.safe_load(dump_experiment(load_experiment("paper_8b", ROOT / "config")))
+    before = parse_experiment(resolved, Path("x"))
+    changes = {"base.architecture": None, "sources.aime25.problems": 31, "sources.dapo_math_17k.problems": None}
+    after = parse_experiment(put(resolved, changes), Path("x"))
+    for stage in STAGES:
+        run = before.runs[0]
+        assert before.identity(stage, run, "aime25") == after.identity(stage, run, "aime25")
 
 
 def test_the_base_models_source_counts_even_where_nothing_is_trained_on_it():

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.config import TrainingConfig
+from dvp.config import BF16_AUTOCAST, TrainingConfig
 from dvp.conversion import convert, write_probe
 from dvp.errors import DvpError
 from dvp.files import checksums, write_json
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
 
 
-def trained(tiny_model, root, folder, stage):
-    """A trainer after one real update, its checkpoint, and its probe."""
+def trained(tiny_model, root, folder, stage, **options):
+    """A trainer after one real update, its checkpoint, and its probe. `options` are more of DeepSpeed's."""
     settings = TrainingConfig(
         steps=1,
         prompts_per_step=1,
@@ -32,7 +32,8 @@ def trained(tiny_model, root, folder, stage):
         deepspeed=f"zero{stage}",
         checkpoint_every=1,
     )
-    trainer = Trainer(tiny_model, settings, json.loads((root / f"config/deepspeed/zero{stage}.json").read_text()))
+    options |= json.loads((root / f"config/deepspeed/zero{stage}.json").read_text())
+    trainer = Trainer(tiny_model, settings, options)
     batch = Batch.collate([[20, 30], [40]], [[50, 60], [70, 80, 90]], pad=1)
     trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -61,6 +62,16 @@ def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (tmp_path / "model/model.safetensors").is_file()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == len(AutoTokenizer.from_pretrained(tiny_model))
+
+
+def test_a_trainer_that_multiplies_in_bf16_is_held_to_the_same_proof(tiny_model, root, tmp_path):
+    """The proof is about weights, which are fp32: the trainer scores the probe without its autocast."""
+    trainer, path = trained(tiny_model, root, tmp_path, 2, torch_autocast=BF16_AUTOCAST)
+    proof = convert(path, tiny_model, tmp_path / "probe.safetensors", tmp_path / "model", temperature=1.0)
+    assert proof["max_abs_delta_log_prob_live"] <= 1e-5
+    batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
+    exact, rounded = trainer.score(batch, None, bf16=False).log_prob, trainer.score(batch, None).log_prob
+    assert 1e-4 < (exact - rounded).abs().max() < 1
 
 
 def test_a_model_that_scores_differently_is_refused_and_not_left_behind(run, tiny_model, tmp_path):

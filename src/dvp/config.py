@@ -23,6 +23,8 @@ from dvp.methods import Method
 from dvp.strict import Fraction, Name, Positive, PositiveFloat, Strict
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+# In a DeepSpeed file: the trainer multiplies in bf16; weights, gradients' sums and optimiser stay fp32.
+BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 
 
 class Columns(Strict):
@@ -68,6 +70,8 @@ class HubSource(_Table):
     split: str
     revision: Revision | None = None
     """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
+    problems: Positive | None = None
+    """How many problems it has: what `dvp plan` reckons with until `dvp prepare` has counted them."""
 
 
 class FileSource(_Table):
@@ -122,8 +126,8 @@ class TokenizerConfig(Strict):
     documents: Positive
 
 
-class Architecture(Strict):
-    """A Qwen3 model (transformers' own classes)."""
+class _Transformer(Strict):
+    """The shape of a Qwen3 model: grouped queries with normalised heads, SwiGLU."""
 
     hidden_size: Positive
     layers: Positive
@@ -131,14 +135,25 @@ class Architecture(Strict):
     kv_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
-    max_position_embeddings: Positive
     tie_word_embeddings: bool = True
 
     @model_validator(mode="after")
-    def _grouped(self) -> "Architecture":
+    def _grouped(self) -> "_Transformer":
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         return self
+
+
+class Architecture(_Transformer):
+    """A model to be made (transformers' own classes); its vocabulary is the tokenizer's."""
+
+    max_position_embeddings: Positive
+
+
+class PretrainedArchitecture(_Transformer):
+    """What a pretrained model is like: `dvp plan` reckons with it, `dvp base` refuses a model of another shape."""
+
+    vocabulary_size: Positive
 
 
 class WarmStart(Strict):
@@ -171,6 +186,7 @@ class HubBase(Strict):
     kind: Literal["hub"]
     path: str
     revision: Revision
+    architecture: PretrainedArchitecture | None = None
 
 
 class LocalBase(Strict):
@@ -178,6 +194,7 @@ class LocalBase(Strict):
 
     kind: Literal["local"]
     path: str
+    architecture: PretrainedArchitecture | None = None
 
 
 Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]
@@ -224,7 +241,7 @@ class TrainingConfig(Strict):
     group_size: Positive
     """Responses per prompt."""
     micro_batch_size: Positive
-    """Responses per forward pass of the trainer."""
+    """Responses per forward pass of one GPU."""
     learning_rate: Annotated[float, Field(gt=0)]
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -237,17 +254,33 @@ class TrainingConfig(Strict):
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
     collapse: Collapse = Collapse()
+    max_prompt_tokens: Positive | None = None
+    """Problems with longer prompts are not trained on. Evaluation leaves none out."""
+    gpus: Positive = 1
+    """GPUs of each node; without a GPU, processes."""
+    nodes: Positive = 1
+    gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: a fourth more arithmetic, a layer's memory."""
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
     checkpoint_every: Positive
     keep_checkpoints: Positive = 2
 
+    @property
+    def ranks(self) -> int:
+        """GPUs of all nodes together."""
+        return self.gpus * self.nodes
+
     @model_validator(mode="after")
     def _divides(self) -> "TrainingConfig":
         batch = self.prompts_per_step * self.group_size
-        if batch % self.micro_batch_size:
+        share, rest = divmod(batch, self.ranks)
+        if rest:
+            raise ValueError(f"gpus × nodes ({self.ranks}) must divide prompts_per_step × group_size ({batch})")
+        if share % self.micro_batch_size:
+            of_each = f" / (gpus × nodes) ({share})" if self.ranks > 1 else f" ({batch})"
             raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size ({batch})"
+                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size{of_each}"
             )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")
@@ -380,6 +413,11 @@ class Experiment(Strict):
         for index, entry in enumerate(self.grid):
             for name in entry.engine:
                 known(f"grid[{index}].engine", name, self.engines)
+                if self.training.gpus % self.engines[name].tensor_parallel:
+                    raise ValueError(
+                        f"grid[{index}].engine: tensor_parallel of '{name}' ({self.engines[name].tensor_parallel}) "
+                        f"must divide training.gpus ({self.training.gpus})"
+                    )
             for name in entry.method:
                 known(f"grid[{index}].method", name, self.methods)
                 if self.methods[name].takes_rho != (entry.rho is not None):
@@ -396,6 +434,11 @@ class Experiment(Strict):
                     f"'Files and versions' of huggingface.co/datasets/{source.path}"
                 )
         return self
+
+    @property
+    def trainer_dtype(self) -> str:
+        """The type in which the trainer multiplies matrices; its weights and optimiser are fp32 in either case."""
+        return "bfloat16" if "torch_autocast" in self.deepspeed else "float32"
 
     @property
     def runs(self) -> list[Run]:
@@ -418,13 +461,16 @@ class Experiment(Strict):
 
         `run` is None for the stages before the grid, and for the evaluation of the base model.
         """
+        # What only `dvp plan` reckons with changes no result.
         sources = {
-            name: self.sources[name].model_dump(mode="json") for name in [self.data.train, *self.data.evaluation]
+            name: self.sources[name].model_dump(mode="json", exclude={"problems"})
+            for name in [self.data.train, *self.data.evaluation]
         }
         parts: dict[str, Any] = {"data": self.data.model_dump(mode="json"), "sources": sources}
         if stage != "prepare":
-            parts["base"] = self.base.model_dump(mode="json")
-            if isinstance(self.base, TrainedBase):
+            made = isinstance(self.base, TrainedBase)
+            parts["base"] = self.base.model_dump(mode="json", exclude=None if made else {"architecture"})
+            if made:
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
         if stage in ("train", "convert", "evaluate") and run is not None:
             parts["training"] = self.training.model_dump(mode="json")

@@ -18,9 +18,9 @@ PREFIX = "model."  # Policy holds the Hugging Face model under this name
 
 
 def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
-    """Score fixed prompts (token ids) with the live trainer and keep tokens and log-probs for the proof."""
+    """Score fixed prompts (token ids) with the live trainer, in fp32, and keep tokens and log-probs for the proof."""
     batch = _probe_batch(prompts)
-    log_prob_N = trainer.score(batch, None).log_prob
+    log_prob_N = trainer.score(batch, None, bf16=False).log_prob
     with atomic_path(path) as temporary:
         save_file({"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}, temporary)
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dvp.config import Experiment
+from dvp.config import BF16_AUTOCAST, Experiment
 from dvp.errors import DvpError
 from dvp.strict import NAME
 
@@ -104,7 +104,7 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
 
 
 def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
-    """A DeepSpeed file: ZeRO stage 1 or 2 and no key that the experiment sets. Raises DvpError."""
+    """A DeepSpeed file: a ZeRO stage, perhaps bf16 autocast, and no key that the experiment sets. Raises DvpError."""
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
         stage = options["zero_optimization"]["stage"]
@@ -114,11 +114,24 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
         raise DvpError(
             f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
         ) from None
-    if stage not in (1, 2):
-        raise DvpError(f"{file}: zero_optimization.stage: expected 1 or 2, found {stage!r}")
+    if stage not in (1, 2, 3):
+        raise DvpError(f"{file}: zero_optimization.stage: expected 1, 2 or 3, found {stage!r}")
+    if options.get("torch_autocast", BF16_AUTOCAST) != BF16_AUTOCAST:
+        raise DvpError(f"{file}: torch_autocast: expected {json.dumps(BF16_AUTOCAST)} or no such key")
     for key in sorted(SET_BY_TRAINING & set(options)):
         raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
     return options
+
+
+def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:
+    """config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them. Raises DvpError."""
+    settings = {key: str(value) for key, value in read_yaml(config / "config.yaml").items()}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in settings:
+            raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys {', '.join(settings)}")
+        settings[key] = value
+    return settings
 
 
 def read_resolved(path: Path) -> Experiment:

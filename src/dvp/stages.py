@@ -102,7 +102,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
     from transformers import AutoTokenizer
 
     from dvp.conversion import write_probe
-    from dvp.data.prompts import encode_prompt
+    from dvp.data.prompts import encode_prompt, short_enough
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
 
@@ -135,6 +135,9 @@ def train(config: Path, run_path: str, threads: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(place.base)
         problems = pd.read_parquet(place.data / "train.parquet")
         encoded = [encode_prompt(tokenizer, prompt, experiment.data.chat) for prompt in problems["prompt"]]
+        kept = short_enough(encoded, settings.max_prompt_tokens)
+        too_long = len(encoded) - len(kept)
+        problems, encoded = problems.iloc[kept], [encoded[index] for index in kept]
         longest = max(len(prompt) for prompt in encoded) + settings.max_response_tokens
         engine = VllmEngine(
             place.base,
@@ -163,6 +166,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
         result = {
             "run": run.path,
             "steps": len(rows),
+            "prompts_too_long": too_long,
             "skipped_steps": sum(row["skipped"] for row in rows),
             "collapsed_at": loop.collapse.collapsed_at,
             "collapse_reason": loop.collapse.reason,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.config import HubBase, LocalBase
+from dvp.config import HubBase, LocalBase, PretrainedArchitecture
 from dvp.data.stories import generate
 from dvp.errors import DvpError
 from dvp.experiment_files import load_experiment
@@ -124,6 +124,42 @@ def test_a_local_base_is_taken_as_it_is(experiment, tiny_model, tmp_path):
     with pytest.raises(DvpError, match=r"base.path: .*empty is not a Hugging Face model directory"):
         make_base(nothing, tmp_path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+SHAPE = {
+    "hidden_size": 64,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "tie_word_embeddings": True,
+    "vocabulary_size": 400,
+}
+
+
+def test_a_base_of_the_shape_that_is_stated_is_taken(experiment, tiny_model, tmp_path):
+    stated = LocalBase(kind="local", path=str(tiny_model), architecture=PretrainedArchitecture(**SHAPE))
+    make_base(experiment.model_copy(update={"base": stated}), tmp_path, tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("hidden_size", 65, "hidden_size 64"),
+        ("layers", 3, "num_hidden_layers 2"),
+        ("heads", 4, "num_attention_heads 2"),
+        ("kv_heads", 2, "num_key_value_heads 1"),
+        ("head_dim", 16, "head_dim 32"),
+        ("intermediate_size", 95, "intermediate_size 96"),
+        ("tie_word_embeddings", False, "tie_word_embeddings True"),
+        ("vocabulary_size", 401, "vocab_size 400"),
+    ],
+)
+def test_a_base_of_another_shape_than_stated_is_refused(experiment, tiny_model, tmp_path, key, value, found):
+    stated = LocalBase(kind="local", path=str(tiny_model), architecture=PretrainedArchitecture(**SHAPE | {key: value}))
+    with pytest.raises(DvpError, match=rf"^base\.architecture\.{key}: {value}, but .*/config\.json has {found}$"):
+        make_base(experiment.model_copy(update={"base": stated}), tmp_path, tmp_path / "base")
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(experiment, tmp_path, monkeypatch):

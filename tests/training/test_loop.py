@@ -111,6 +111,22 @@ def make_loop(tiny_model, root, monkeypatch):
     return make
 
 
+def test_recomputed_activations_give_the_same_step(make_loop):
+    kept, recomputed = make_loop(), make_loop(gradient_checkpointing=True)
+    passes = {}
+    for name, loop in (("kept", kept), ("recomputed", recomputed)):
+        layer = loop.trainer.policy.model.model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_, name=name: passes.update({name: passes.get(name, 0) + 1}))
+    rows = [loop.step(1) for loop in (kept, recomputed)]
+    for key, value in rows[0].items():
+        if isinstance(value, float) and "second" not in key and not key.startswith("self_noise"):
+            assert rows[1][key] == pytest.approx(value, rel=1e-5, abs=1e-9), key
+    for (name, one), (_, other) in zip(kept.trainer.weights(), recomputed.trainer.weights(), strict=True):
+        assert torch.allclose(one, other, atol=1e-7), name
+    # 8 responses in micro-batches of 4: two more passes.
+    assert passes["recomputed"] == passes["kept"] + 2
+
+
 @pytest.mark.parametrize("deepspeed", ["zero1", "zero2"])
 def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_model, deepspeed):
     """Three steps against plain torch: dense logits, one backward pass, no micro-batches, no DeepSpeed."""

@@ -20,3 +20,17 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
             "input_ids"
         ]
     )
+
+
+def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:
+    """The indices of the prompts (token ids) of at most `limit` tokens; of all without a limit.
+
+    Raises DvpError if there is none.
+    """
+    kept = [index for index, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
+    if not kept:
+        raise DvpError(
+            f"training.max_prompt_tokens: all {len(prompts)} prompts have more than {limit} tokens; the shortest has "
+            f"{min(map(len, prompts))}"
+        )
+    return kept

@@ -83,7 +83,11 @@ class Trainer:
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False, auto_mpi_discovery=False
         )
-        self.policy = Policy(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()  # transformers recomputes in this mode only; the models have no dropout
+        self.policy = Policy(model)
         optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=config.learning_rate,
@@ -109,19 +113,20 @@ class Trainer:
         )
         self.device = self._engine.device
         self.context: int = self.policy.model.config.max_position_embeddings
+        self.bf16: bool = self._engine.torch_autocast_enabled()
         self._temperature = config.temperature
         self._micro_batch = config.micro_batch_size
 
     @torch.no_grad()
     def score(
-        self, batch: Batch, safe: SafeVocabulary | None, *, micro_batch: int | None = None, bf16: bool = False
+        self, batch: Batch, safe: SafeVocabulary | None, *, micro_batch: int | None = None, bf16: bool | None = None
     ) -> TokenStatistics:
         """Statistics of every response token of the batch (flattened), without gradients.
 
-        `micro_batch` responses at a time (default: as in training), in bf16 if asked for.
+        `micro_batch` responses at a time, multiplied in bf16 or in fp32; both as in training if not asked for.
         """
-        # DeepSpeed's engine would switch autocast off; without gradients it does nothing else for a forward pass.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        # DeepSpeed's engine would set autocast itself; without gradients it does nothing else for a forward pass.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 if bf16 is None else bf16):
             parts = [
                 self.policy(self._to_device(batch.rows(rows)), safe=safe, temperature=self._temperature)
                 for rows in torch.arange(len(batch.tokens_BT)).split(micro_batch or self._micro_batch)

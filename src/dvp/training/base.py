@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from dvp.config import Experiment, GeneratedSource, HubBase, LocalBase, TrainedBase
+from dvp.config import Experiment, GeneratedSource, HubBase, LocalBase, PretrainedArchitecture, TrainedBase
 from dvp.data.stories import Story, careless, generate
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums
@@ -27,6 +27,13 @@ from dvp.progress import Progress
 END = "<|endoftext|>"
 PAD = "<|pad|>"
 EMBEDDING = "model.embed_tokens.weight"
+# transformers' names for the keys of an architecture, where they differ from ours.
+CONFIG_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary_size": "vocab_size",
+}
 IGNORED = -100  # the label that cross_entropy leaves out
 
 
@@ -38,6 +45,8 @@ def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
     base = experiment.base
     details = _train(experiment, base, data, folder) if isinstance(base, TrainedBase) else _fetch(base, folder)
     check_vocabulary(folder)
+    if not isinstance(base, TrainedBase) and base.architecture:
+        _check_architecture(base.architecture, folder)
     return {"kind": base.kind, **details, "files": checksums(folder)}
 
 
@@ -65,6 +74,16 @@ def check_vocabulary(folder: Path) -> None:
         rows = shapes.get(EMBEDDING, [config.vocab_size])[0]
         if rows != config.vocab_size:
             raise DvpError(f"{file}: {EMBEDDING} has {rows} rows, but config.json says vocab_size {config.vocab_size}")
+
+
+def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
+    """Raise DvpError, naming the first key, unless the model in `folder` has the shape that the experiment states."""
+    config = AutoConfig.from_pretrained(folder)
+    for key, value in expected.model_dump().items():
+        name = CONFIG_NAMES.get(key, key)
+        found = getattr(config, name, None)
+        if found != value:
+            raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {found}")
 
 
 def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

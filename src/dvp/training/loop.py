@@ -222,10 +222,10 @@ class Loop:
     def _noise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
         """The control without which no mismatch can be blamed on the engine: the trainer against itself.
 
-        At another batch shape, and in bf16.
+        At another batch shape, and in bf16 (in fp32, if it trains in bf16).
         """
         mask_BT = rollout.batch.response_BT
-        others = {"shape": {"micro_batch": 1}, "bf16": {"bf16": True}}
+        others = {"shape": {"micro_batch": 1}, "bf16": {"bf16": not self.trainer.bf16}}
         return {
             f"{name}_{kind}": value
             for kind, options in others.items()

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(ENV)
 # Where pip finds the CPU build of torch if the package index that it is set to has none.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
 
-.PHONY: run smoke test check bench format mlflow install clean
+.PHONY: run smoke plan test check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
@@ -17,6 +17,11 @@ run: install
 
 smoke: install
 	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
+
+# make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
+plan: install
+	@$(BIN)/dvp plan --config experiment=$(EXPERIMENT) $(if $(GPU),--gpu $(GPU)) $(if $(GPUS),--gpus $(GPUS)) \
+	  $(if $(PRICE),--price $(PRICE))
 
 test: install
 	$(BIN)/pytest

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 WRITES = {
     "resolve": ["FOLDER/config.yaml"],
+    "plan": ["Writes nothing and needs neither GPU nor network"],
     "prepare": ["data/train.parquet", "data/eval.parquet", "data/manifest.json"],
     "base": ["base/"],
     "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
@@ -139,6 +142,51 @@ def test_resolve_takes_no_path_for_an_experiment(refused, place):
         "experiment '../experiments/smoke': expected the name of a file in config/experiments, without .yaml"
     )
     assert not (place / "bad").exists()
+
+
+# --- dvp plan ---
+
+
+def test_plan_prints_and_writes_nothing(place):
+    before = sorted(place.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.cli", "plan", "--config", "experiment=smoke", "results=there", "--price", "0.5"],
+        cwd=place,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("smoke on CPU core: ")
+    assert " at 0.5 each" in done.stdout.splitlines()[0]
+    assert done.stderr == ""
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_plan_that_nobody_reads_to_its_end_is_no_bug(place):
+    plan = [sys.executable, "-m", "dvp.cli", "plan", "--config", "experiment=smoke"]
+    with subprocess.Popen(plan, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=120) == 141
+
+
+def test_plan_refuses_what_it_cannot_plan(refused):
+    assert refused("plan", "--config", "experimnt=smoke") == (
+        "--config experimnt=smoke: expected KEY=VALUE with one of the keys experiment, results"
+    )
+    assert refused("plan", "--config", "experiment=nope").startswith("config/experiments/nope.yaml: no such experiment")
+    assert refused("plan", "--config", "experiment=paper_8b", "--gpus", "4") == (
+        "--gpus 4: a job of stage 'train' takes 8 at once"
+    )
+
+
+@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--price", "-1"], ["--price", "nan"], ["--gpu", "abacus"]])
+def test_plan_takes_numbers_above_zero_and_known_gpus(wrong, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["plan", *wrong])
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
 
 
 # --- dvp prepare ---

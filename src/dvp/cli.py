@@ -33,6 +33,35 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--experiment", required=True, metavar="NAME", help="name of a file in config/experiments")
     one.add_argument("--folder", required=True, type=Path, help="where results go, such as results/tiny")
 
+    one = verb(
+        "plan",
+        "say what an experiment will take before anything is submitted",
+        "Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the "
+        "experiment has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network. Run "
+        "it in the repository's root.",
+    )
+    one.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="as Snakemake's: experiment=NAME, results=FOLDER (default: config/config.yaml)",
+    )
+    one.add_argument(
+        "--gpu",
+        choices=("a100", "h100", "h200", "cpu"),
+        help="what to reckon with (default: h200, or cpu for a base model that the pipeline trains itself)",
+    )
+    one.add_argument("--gpus", type=_positive, metavar="N", help="used at once (default: what the largest job takes)")
+    one.add_argument("--price", type=_above_zero, metavar="X", help="of a GPU-hour")
+    one.add_argument(
+        "--response-tokens",
+        type=_above_zero,
+        metavar="N",
+        help="mean length of a response (default: as recorded, else half of the longest)",
+    )
+    one.add_argument("--json", action="store_true", help="print numbers: hours, bytes")
+
     def stage(name: str, what: str, details: str, *, run: bool = False, threads: bool = False):
         one = verb(name, what, details)
         one.add_argument("--config", required=True, type=Path, metavar="FILE", help="results/E/config.yaml")
@@ -91,6 +120,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
     options = vars(parser().parse_args(arguments))
@@ -106,6 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
         options["name"] = options.pop("experiment")
     try:
         getattr(stages, verb)(**options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `dvp plan | head`: its reader has seen enough. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except DvpError as error:
         print(f"dvp {verb}: {error}", file=sys.stderr)
         return 2

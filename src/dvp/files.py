@@ -58,9 +58,14 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def dump_json(value: object) -> str:
+    """Readable JSON; NaN and infinities are refused (they are not JSON)."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+
+
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically; NaN and infinities are refused (they are not JSON)."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write a JSON file atomically."""
+    write_text(path, dump_json(value) + "\n")
 
 
 def read_json(path: Path, *required: str) -> dict:

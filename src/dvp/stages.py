@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from filelock import FileLock, Timeout
 
 from dvp.config import Experiment, Run
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment, read_resolved
-from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
+from dvp.experiment_files import dump_experiment, load_experiment, read_resolved, read_settings
+from dvp.files import dump_json, read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
 from dvp.tracking import StageRun, create_store, stage_run, store_name
@@ -57,6 +58,17 @@ def resolve(name: str, folder: Path) -> None:
     check_methods(experiment)
     create_store(folder.parent, experiment.name)
     write_text(folder / "config.yaml", dump_experiment(experiment))
+
+
+def plan(config: list[str], json: bool, **options: Any) -> None:
+    """Print what an experiment will take. `config` are settings as Snakemake's --config takes them."""
+    from dvp.planning.plan import make_plan
+    from dvp.planning.text import render
+
+    settings = read_settings(config)
+    experiment = load_experiment(settings["experiment"])
+    made = make_plan(experiment, Path(settings["results"]) / experiment.name, **options)
+    print(dump_json(made) if json else render(made))
 
 
 def prepare(config: Path) -> None:

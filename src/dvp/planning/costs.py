@@ -1,0 +1,242 @@
+"""What a stage costs, from the sizes of model and batch and what a device can do: a roofline, nothing measured.
+
+A forward pass over a sequence of n tokens takes 2·P·n + 2·L·A·n² FLOPs: P parameters that multiply (all but an input
+embedding), L layers, A = heads × head_dim, and causal attention over (n + 1)/2 ≈ n/2 earlier tokens. A backward pass is
+two forward passes, and one more where activations are recomputed. Sampling is the largest of its arithmetic, its memory
+traffic (the weights once a step, the KV cache once a token) and the launching of its kernels.
+
+Units: seconds, bytes, FLOPs, tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+from dvp.config import EngineConfig, TrainingConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MASTER = 4
+"""Bytes of a weight as DeepSpeed keeps it: training is fp32 whatever the products are."""
+LOGITS = 2**30
+"""Bytes of logits that the head holds at once on a GPU (dvp.core.head)."""
+PARALLEL_SAMPLES = 256
+"""Responses that an evaluation samples at once."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one core of a CPU. Peaks are the vendor's, dense; utilisation is what of them we reckon with."""
+
+    name: str
+    peak_flops: dict[str, float]
+    """FLOPs a second: float32 without tensor cores, which is PyTorch's default, and the 16-bit types."""
+    bandwidth: float
+    memory: float
+    link: float
+    """Bytes a second to the other GPUs of a node, one way."""
+    network: float
+    """The same to those of other nodes."""
+    compute_utilisation: float
+    bandwidth_utilisation: float
+    launch: float
+    """Seconds a layer and decoding step to launch kernels, which vLLM pays without CUDA graphs."""
+    startup: float
+    """Seconds until a stage that uses the model works: imports, weights from disk, the engine."""
+
+    def peak(self, dtype: str) -> float:
+        return self.peak_flops["float32" if dtype == "float32" else "bfloat16"]
+
+    def compute_seconds(self, flops: float, dtype: str) -> float:
+        return flops / (self.peak(dtype) * self.compute_utilisation)
+
+    def memory_seconds(self, bytes_: float) -> float:
+        return bytes_ / (self.bandwidth * self.bandwidth_utilisation)
+
+
+def _gpu(name: str, bf16: float, fp32: float, bandwidth: float, memory: float, link: float) -> Device:
+    peaks = {"bfloat16": bf16, "float32": fp32}
+    # 400 Gbit/s of network for each GPU; eager decoding of a 7 B model with 28 layers takes about 20 ms a step.
+    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180)
+
+
+DEVICES = {
+    "a100": _gpu("A100 80 GB (SXM)", 312e12, 19.5e12, 2.04e12, 80e9, 300e9),
+    "h100": _gpu("H100 80 GB (SXM)", 989e12, 67e12, 3.35e12, 80e9, 450e9),
+    "h200": _gpu("H200 141 GB (SXM)", 989e12, 67e12, 4.8e12, 141e9, 450e9),
+    # AVX-512, two fused multiply-adds a cycle at 3 GHz; small matrices reach little of it.
+    "cpu": Device("CPU core", {"bfloat16": 1e11, "float32": 1e11}, 1e10, math.inf, 1e10, 1e9, 0.2, 0.6, 5e-4, 20),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a Qwen3 model."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
+    vocabulary_size: int
+
+    @property
+    def parameters(self) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (queries + keys) + 2 * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        matrices = 1 if self.tie_word_embeddings else 2
+        return self.layers * layer + self.hidden_size + matrices * self.vocabulary_size * self.hidden_size
+
+    @property
+    def multiplying(self) -> int:
+        """Parameters that every token is multiplied with: not those of an embedding that is only looked up."""
+        return self.parameters - (0 if self.tie_word_embeddings else self.vocabulary_size * self.hidden_size)
+
+    def forward_flops(self, tokens: float, tokens_squared: float) -> float:
+        """Of a sequence, or in expectation: E[n] and E[n²]."""
+        return 2 * self.multiplying * tokens + 2 * self.layers * self.heads * self.head_dim * tokens_squared
+
+    def cache_bytes(self, engine: EngineConfig) -> int:
+        """Of keys and values, for one token."""
+        size = BYTES[engine.dtype] if engine.kv_cache_dtype == "auto" else 1
+        return 2 * self.layers * self.kv_heads * self.head_dim * size
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses. Responses are uniform about their mean, as widely as [0, longest] allows."""
+
+    prompt: float
+    response: float
+    longest: int
+
+    @property
+    def response_squared(self) -> float:
+        """E[r²]."""
+        half_width = min(self.response, self.longest - self.response)
+        return self.response**2 + half_width**2 / 3
+
+    @property
+    def sequence(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def sequence_squared(self) -> float:
+        """E[(prompt + r)²]."""
+        return self.prompt**2 + 2 * self.prompt * self.response + self.response_squared
+
+    @property
+    def attended(self) -> float:
+        """Earlier tokens that the tokens of a response look at, added up, in expectation."""
+        return self.prompt * self.response + self.response_squared / 2
+
+
+def cache_room(model: Model, engine: EngineConfig, device: Device) -> float:
+    """Tokens whose keys and values fit beside the weights on an engine's GPUs; negative if the weights do not fit."""
+    memory = engine.gpu_memory_utilization * device.memory * engine.tensor_parallel
+    return (memory - model.parameters * BYTES[engine.dtype]) / model.cache_bytes(engine)
+
+
+def sampling_seconds(
+    model: Model,
+    engine: EngineConfig,
+    device: Device,
+    lengths: Lengths,
+    *,
+    prompts: float,
+    responses: float,
+    at_once: float,
+) -> float:
+    """Seconds in which one engine (tensor_parallel GPUs) samples `responses`, `at_once` of them if its cache has room.
+
+    A batch takes as many decoding steps as its longest response has tokens; every prompt is prefilled once.
+    """
+    room = cache_room(model, engine, device) / lengths.sequence
+    at_once = min(at_once, responses, max(room, 1.0))
+    steps = max(lengths.longest, responses * lengths.response / at_once)
+    prefill = prompts * model.forward_flops(lengths.prompt, lengths.prompt**2)
+    attention = 4 * model.layers * model.heads * model.head_dim * lengths.attended
+    decode = responses * (2 * model.multiplying * lengths.response + attention)
+    traffic = steps * model.multiplying * BYTES[engine.dtype] + responses * lengths.attended * model.cache_bytes(engine)
+    return device.compute_seconds(prefill, engine.dtype) / engine.tensor_parallel + max(
+        device.compute_seconds(decode, engine.dtype) / engine.tensor_parallel,
+        device.memory_seconds(traffic) / engine.tensor_parallel,
+        steps * model.layers * device.launch,
+    )
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A training step by its parts."""
+
+    rollout: float
+    update: float
+    synchronise: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.update + self.synchronise
+
+
+def step_seconds(
+    model: Model,
+    training: TrainingConfig,
+    engine: EngineConfig,
+    device: Device,
+    lengths: Lengths,
+    *,
+    zero_stage: int,
+    dtype: str,
+) -> StepSeconds:
+    """One step on training.ranks GPUs: rollout, score and update of every response, weights to the engine.
+
+    Responses that carry no gradient, and are left out of the update, count in full; padding does not. ZeRO-3 gathers
+    the weights for the forward and the backward pass of each micro-batch and scatters its gradients, beside the
+    arithmetic: the slower of the two counts. What further minibatches of a batch are scored for is left out.
+    """
+    responses = training.prompts_per_step * training.group_size
+    engines = training.ranks / engine.tensor_parallel
+    rollout = sampling_seconds(
+        model,
+        engine,
+        device,
+        lengths,
+        prompts=training.prompts_per_step / engines,
+        responses=responses / engines,
+        at_once=responses / engines,
+    )
+    share = responses / training.ranks
+    passes = 1 + 3 + training.gradient_checkpointing
+    forward = share * model.forward_flops(lengths.sequence, lengths.sequence_squared)
+    update = device.compute_seconds(passes * forward, dtype)
+    link = device.link if training.nodes == 1 else device.network
+    if training.ranks > 1 and zero_stage == 3:
+        exchanged = (1 + 3) * share / training.micro_batch_size * model.parameters * BYTES[dtype]
+        update = max(update, exchanged / link)
+    weights = model.parameters * MASTER
+    synchronise = weights / link if training.ranks > 1 else device.memory_seconds(weights)
+    return StepSeconds(rollout, update, synchronise)
+
+
+def state_bytes(model: Model, ranks: int, zero_stage: int) -> float:
+    """Of a GPU: weights, gradients, and what AdamW keeps (DeepSpeed's own fp32 copy of the weights, two moments)."""
+    weights, gradients, optimiser = MASTER, MASTER, 3 * MASTER
+    optimiser /= ranks
+    gradients /= ranks if zero_stage >= 2 else 1
+    weights /= ranks if zero_stage == 3 else 1
+    return (weights + gradients + optimiser) * model.parameters
+
+
+def activation_bytes(model: Model, training: TrainingConfig, prompt_tokens: int, dtype: str) -> float:
+    """Of a GPU, for a micro-batch of the longest sequences, with the head's logits, weight and gradient."""
+    layer = 8 * model.hidden_size + 4 * model.intermediate_size  # inputs of a layer's products and non-linearities
+    recomputed = model.layers * model.hidden_size + layer
+    kept = recomputed if training.gradient_checkpointing else model.layers * layer
+    tokens = training.micro_batch_size * (prompt_tokens + training.max_response_tokens)
+    return tokens * kept * BYTES[dtype] + LOGITS + 2 * MASTER * model.vocabulary_size * model.hidden_size
+
+
+def checkpoint_bytes(model: Model, zero_stage: int) -> int:
+    """Weights and moments in fp32; below ZeRO-3 the weights are written twice."""
+    return (3 if zero_stage == 3 else 4) * MASTER * model.parameters

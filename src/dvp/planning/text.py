@@ -1,0 +1,108 @@
+"""A plan as text."""
+
+from textwrap import fill
+from typing import Any
+
+from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
+
+
+def render(plan: dict[str, Any]) -> str:
+    """What `make_plan` returned, as tables by stage and by method, and what the numbers rest on."""
+    unit, price, total = plan["unit"], plan["price"], plan["total"]
+    money = [] if price is None else ["money"]
+    head = [f"{unit}-hours", *money, "disk", RECORDED, INFERRED, ESTIMATED]
+
+    def costs(row: dict[str, Any]) -> list[str]:
+        paid = [] if price is None else [_number(row["money"])]
+        sources = [str(row["from"][kind]) for kind in (RECORDED, INFERRED, ESTIMATED)]
+        return [_number(row["gpu_hours"]), *paid, _size(row["disk"]), *sources]
+
+    stages = [["stage", "jobs", f"{unit}s each", "time each", *head]]
+    for row in plan["stages"]:
+        times = dict.fromkeys(_time(hours) for hours in row["hours_each"])
+        stages.append([row["stage"], str(row["jobs"]), str(row["gpus_each"]), " to ".join(times), *costs(row)])
+    stages.append(["all", str(total["jobs"]), "", "", *costs(total)])
+    methods = [["method", "engine", "runs", "jobs", *head]]
+    for row in plan["methods"]:
+        methods.append([row["label"], row["engine"], str(row["runs"]), str(row["jobs"]), *costs(row)])
+    methods.append(["shared", "", "", str(plan["shared"]["jobs"]), *costs(plan["shared"])])
+
+    summary = [
+        f"{_time(plan['hours_wall'])} with {plan['gpus']} {unit}{'s' if plan['gpus'] > 1 else ''} at once",
+        f"{_number(total['gpu_hours'])} {unit}-hours",
+        *([] if price is None else [f"{_number(total['money'])} at {price:g} each"]),
+        _size(total["disk"]),
+    ]
+    notes = [
+        f"the longest chain of jobs takes {_time(plan['hours_longest_chain'])}, however many {unit}s there are",
+        f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time",
+        *_steps(plan),
+        *_memory(plan),
+        "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it",
+        *(f"estimated: {sentence}" for sentence in plan["assumptions"]),
+    ]
+    return "\n".join(
+        [
+            f"{plan['experiment']} on {plan['device']}: {', '.join(summary)}",
+            "",
+            *_aligned(stages, left=1),
+            "",
+            *_aligned(methods, left=2),
+            "",
+            *(fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in notes),
+        ]
+    )
+
+
+def _steps(plan: dict[str, Any]) -> list[str]:
+    return [
+        f"a training step with engine {engine}, estimated: rollout {step['rollout']:.3g} s, update "
+        f"{step['update']:.3g} s, weights to the engine {step['synchronise']:.2g} s"
+        for engine, step in plan["step"].items()
+    ]
+
+
+def _memory(plan: dict[str, Any]) -> list[str]:
+    lines = []
+    for engine, memory in plan["memory"].items():
+        updating, sampling = memory["states"] + memory["activations"], memory["states"] + memory["engine"]
+        lines.append(
+            f"memory of a GPU with engine {engine}: {_size(updating)} in an update, the engine asleep, and "
+            f"{_size(sampling)} in a rollout, of {_size(plan['device_memory'])}; weights, gradients and optimiser are "
+            f"{_size(memory['states'])}; the cache holds {max(memory['cached_sequences'], 0):.0f} of the longest "
+            "sequences"
+        )
+        if max(updating, sampling) > plan["device_memory"] or memory["cached_sequences"] < 1:
+            lines.append(f"warning: training with engine {engine} does not fit on this GPU")
+    return lines
+
+
+def _aligned(rows: list[list[str]], left: int) -> list[str]:
+    """Columns two spaces apart, the first `left` flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(hours: float) -> str:
+    if hours >= 48:
+        return f"{hours / 24:.1f} d"
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{hours * 60:.0f} min" if hours >= 1 / 30 else f"{hours * 3600:.0f} s"
+
+
+def _size(bytes_: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:.3g} {unit}"
+    return f"{bytes_ / 1e3:.0f} kB" if bytes_ else "0"

@@ -1,0 +1,270 @@
+"""The cost model against numbers worked out by hand, and against the models, integrals and files that it stands for."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dvp.config import EngineConfig, TrainingConfig
+from dvp.planning import costs
+from dvp.planning.costs import Device, Lengths, Model
+
+SMALL = Model(
+    hidden_size=4,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=3,
+    intermediate_size=5,
+    tie_word_embeddings=False,
+    vocabulary_size=7,
+)
+QWEN3_8B = Model(4096, 36, 32, 8, 128, 12288, False, 151936)
+# 100 FLOP/s at half use, 10 bytes/s at half use: 50 and 5.
+SLOW = Device("slow", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1e6, 20.0, 2.0, 0.5, 0.5, 0.0, 1.0)
+FP32 = EngineConfig(dtype="float32")
+
+
+def training(**changes) -> TrainingConfig:
+    chosen = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "micro_batch_size": 1,
+        "learning_rate": 1e-6,
+        "max_response_tokens": 8,
+        "deepspeed": "zero3",
+        "checkpoint_every": 1,
+    }
+    return TrainingConfig(**(chosen | changes))
+
+
+# --- the model ---
+
+
+def test_parameters_of_the_published_models():
+    assert QWEN3_8B.parameters == 8_190_735_360
+    assert Model(5120, 40, 40, 8, 128, 17408, False, 151936).parameters == 14_768_307_200
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    hidden=st.integers(1, 6),
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    half_head=st.integers(1, 3),
+    intermediate=st.integers(1, 9),
+    tied=st.booleans(),
+    vocabulary=st.integers(2, 30),
+)
+def test_parameters_are_those_of_the_real_model(
+    hidden, layers, kv_heads, groups, half_head, intermediate, tied, vocabulary
+):
+    model = Model(hidden, layers, kv_heads * groups, kv_heads, 2 * half_head, intermediate, tied, vocabulary)
+    with torch.device("meta"):
+        real = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=vocabulary,
+                hidden_size=hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=model.heads,
+                num_key_value_heads=kv_heads,
+                head_dim=model.head_dim,
+                intermediate_size=intermediate,
+                tie_word_embeddings=tied,
+                bos_token_id=None,
+                eos_token_id=0,
+                pad_token_id=0,
+            )
+        )
+    assert model.parameters == sum(parameter.numel() for parameter in real.parameters())
+    embedding = 0 if tied else real.model.embed_tokens.weight.numel()
+    assert model.multiplying == model.parameters - embedding
+
+
+def test_flops_of_a_forward_pass_by_hand():
+    # A layer: 4·6 + 2·4·3 + 6·4 + 3·4·5 = 132 weights, 2·3 + 2·4 = 14 norms; all: 2·146 + 4 + 7·4 = 324 that multiply.
+    assert SMALL.multiplying == 324
+    # In 2 layers, 2 heads of 3 multiply the t-th token with t others, once for scores and once for values. The sum over
+    # 10 tokens is that of n(n + 1), for which n² stands.
+    attention = sum(2 * 2 * 2 * (2 * 3) * context for context in range(1, 11))
+    assert SMALL.forward_flops(10, 10 * 11) == 2 * 324 * 10 + attention
+
+
+def test_flops_of_a_forward_pass_are_those_that_torch_counts():
+    """Long sequences through the real model: torch counts whole attention, of which the causal half is needed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Model(16, 2, 4, 2, 8, 24, False, 50)
+    real = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=24,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    )
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        real(torch.zeros((1, 300), dtype=torch.int64), use_cache=False)
+    # Norms are counted as parameters that multiply; rotary embeddings are counted by torch.
+    whole_attention = model.forward_flops(300, 2 * 300**2)
+    assert counter.get_total_flops() == pytest.approx(whole_attention, rel=0.03)
+
+
+def test_bytes_of_the_cache():
+    assert SMALL.cache_bytes(FP32) == 2 * 2 * 1 * 3 * 4
+    assert SMALL.cache_bytes(EngineConfig(dtype="bfloat16")) == 2 * 2 * 1 * 3 * 2
+    assert SMALL.cache_bytes(EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8")) == 2 * 2 * 1 * 3
+    # 147,456 bytes: the known 144 KiB of Qwen3-8B in bf16.
+    assert QWEN3_8B.cache_bytes(EngineConfig(dtype="bfloat16")) == 144 * 1024
+
+
+@settings(deadline=None)
+@given(prompt=st.floats(0, 500), share=st.floats(0.02, 0.98), longest=st.integers(10, 9000))
+def test_moments_of_lengths_are_those_of_the_uniform_distribution(prompt, share, longest):
+    lengths = Lengths(prompt, share * longest, longest)
+    width = min(lengths.response, longest - lengths.response)
+    responses = lengths.response + width * (2 * (np.arange(4000) + 0.5) / 4000 - 1)
+    assert responses.min() >= 0
+    assert responses.max() <= longest
+    assert lengths.sequence == pytest.approx((prompt + responses).mean())
+    assert lengths.sequence_squared == pytest.approx(((prompt + responses) ** 2).mean(), rel=1e-5)
+    # The t-th token of a response looks at the prompt and at the tokens before it.
+    assert lengths.attended == pytest.approx((prompt * responses + responses**2 / 2).mean(), rel=1e-5)
+
+
+# --- sampling ---
+
+FIXED = Lengths(prompt=2, response=4, longest=4)  # no spread: E[r²] = 16, a response attends to 2·4 + 8 = 16 tokens
+
+
+def sampled(device: Device, engine: EngineConfig = FP32, **changes) -> float:
+    amounts = {"prompts": 0, "responses": 3, "at_once": 3} | changes
+    return costs.sampling_seconds(SMALL, engine, device, FIXED, **amounts)
+
+
+def test_sampling_that_is_bound_by_arithmetic():
+    device = replace(SLOW, bandwidth=1e9)
+    decode = 3 * (2 * 324 * 4 + 4 * 2 * 2 * 3 * 16)
+    assert sampled(device) == pytest.approx(decode / 50)
+    assert sampled(device, EngineConfig(dtype="bfloat16")) == pytest.approx(decode / 200)
+    prefill = 2 * (2 * 324 * 2 + 2 * 2 * 2 * 3 * 4)
+    assert sampled(device, prompts=2) == pytest.approx((decode + prefill) / 50)
+
+
+def test_sampling_that_is_bound_by_memory():
+    device = replace(SLOW, peak_flops={"float32": 1e9, "bfloat16": 1e9})
+    # Four steps read 324 weights each; three responses read 16 tokens of 48 bytes each.
+    assert sampled(device) == pytest.approx((4 * 324 * 4 + 3 * 16 * 48) / 5)
+    # One response at a time: twelve steps.
+    assert sampled(device, at_once=1) == pytest.approx((12 * 324 * 4 + 3 * 16 * 48) / 5)
+    two = EngineConfig(dtype="float32", tensor_parallel=2)
+    assert sampled(device, two) == pytest.approx((4 * 324 * 4 + 3 * 16 * 48) / 10)
+
+
+def test_sampling_that_is_bound_by_launching_kernels():
+    device = replace(SLOW, peak_flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12, launch=0.25)
+    assert sampled(device) == pytest.approx(4 * 2 * 0.25)
+    # More GPUs do not launch faster.
+    assert sampled(device, EngineConfig(dtype="float32", tensor_parallel=2)) == pytest.approx(4 * 2 * 0.25)
+
+
+def test_what_does_not_fit_into_the_cache_waits():
+    device = replace(SLOW, peak_flops={"float32": 1e9, "bfloat16": 1e9})
+    # Beside 352·4 bytes of weights, in half of the memory, room for 1.5 sequences of 6 tokens of 48 bytes.
+    device = replace(device, memory=2 * (SMALL.parameters * 4 + 1.5 * 6 * 48))
+    assert costs.cache_room(SMALL, FP32, device) == pytest.approx(9)
+    steps = 3 * 4 / 1.5
+    assert sampled(device) == pytest.approx((steps * 324 * 4 + 3 * 16 * 48) / 5)
+    # Weights that do not fit: a negative room, and a time as if one sequence went in.
+    device = replace(device, memory=SMALL.parameters * 4)
+    assert costs.cache_room(SMALL, FP32, device) < 0
+    assert sampled(device) == pytest.approx((12 * 324 * 4 + 3 * 16 * 48) / 5)
+
+
+# --- a training step ---
+
+
+def test_a_training_step_by_hand():
+    device = replace(SLOW, bandwidth=1e9)
+    step = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=2, dtype="float32")
+    forward = 2 * 324 * 6 + 2 * 2 * 2 * 3 * 36
+    assert step.update == pytest.approx(8 * forward * (1 + 3) / 50)
+    again = training(gradient_checkpointing=True)
+    again = costs.step_seconds(SMALL, again, FP32, device, FIXED, zero_stage=2, dtype="float32")
+    assert again.update == pytest.approx(8 * forward * (1 + 4) / 50)
+    half = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=2, dtype="bfloat16")
+    assert half.update == pytest.approx(step.update / 4)
+    assert half.rollout == step.rollout == sampled(device, prompts=2, responses=8, at_once=8)
+    assert step.synchronise == pytest.approx(SMALL.parameters * 4 / 0.5e9)
+    assert step.total == step.rollout + step.update + step.synchronise
+
+
+def test_gpus_share_a_training_step():
+    device = replace(SLOW, bandwidth=1e9, link=1e9)
+    alone = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=3, dtype="float32")
+    shared = costs.step_seconds(SMALL, training(gpus=4), FP32, device, FIXED, zero_stage=3, dtype="float32")
+    assert shared.update == pytest.approx(alone.update / 4)
+    assert shared.rollout == pytest.approx(alone.rollout / 4)
+    pairs = EngineConfig(dtype="float32", tensor_parallel=2)
+    paired = costs.step_seconds(SMALL, training(gpus=4), pairs, device, FIXED, zero_stage=3, dtype="float32")
+    assert paired.rollout == pytest.approx(alone.rollout / 4)
+
+
+def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
+    device = replace(SLOW, peak_flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12)
+
+    def update(**changes):
+        settings = training(**({"gpus": 2} | changes))
+        return costs.step_seconds(SMALL, settings, FP32, device, FIXED, zero_stage=3, dtype="float32").update
+
+    # Each GPU has 4 micro-batches, each gathers the weights for score, forward and backward and scatters gradients.
+    assert update() == pytest.approx(4 * 4 * SMALL.parameters * 4 / 20)
+    assert update(micro_batch_size=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
+    assert update(nodes=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 2)  # 4 GPUs, over the network
+
+
+def test_memory_of_the_trainer_is_20_bytes_a_parameter_and_falls_with_the_zero_stage():
+    count = SMALL.parameters
+    assert [costs.state_bytes(SMALL, 1, stage) for stage in (1, 2, 3)] == [20 * count] * 3
+    assert costs.state_bytes(SMALL, 4, 1) == (8 + 3) * count
+    assert costs.state_bytes(SMALL, 4, 2) == (4 + 1 + 3) * count
+    assert costs.state_bytes(SMALL, 4, 3) == 5 * count
+
+
+def test_recomputing_keeps_one_layers_activations():
+    head = 2**30 + 2 * 7 * 4 * 4
+    layer = 8 * 4 + 4 * 5
+    tokens = 2 * (3 + 8)
+    settings = {"micro_batch_size": 2, "max_response_tokens": 8}
+    kept = costs.activation_bytes(SMALL, training(**settings), 3, "float32")
+    assert kept == tokens * 2 * layer * 4 + head
+    kept = costs.activation_bytes(SMALL, training(**settings, gradient_checkpointing=True), 3, "bfloat16")
+    assert kept == tokens * (2 * 4 + layer) * 2 + head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_is_as_large_as_deepspeeds(stage, tiny_model, root, tmp_path):
+    from dvp.training.backend import Batch, Trainer
+
+    settings = training(micro_batch_size=2, deepspeed=f"zero{stage}")
+    trainer = Trainer(tiny_model, settings, json.loads((root / f"config/deepspeed/zero{stage}.json").read_text()))
+    batch = Batch.collate([[20, 30], [40]], [[50, 60], [70, 80, 90]], pad=1)
+    trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
+    trainer.save(tmp_path)
+    model = Model(64, 2, 2, 1, 32, 96, True, 400)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.pt"))
+    assert written == pytest.approx(costs.checkpoint_bytes(model, stage), rel=0.05)

@@ -1,0 +1,388 @@
+"""Plans: every job counted once, recorded times before estimates, schedules by hand, and the bound on their time."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dvp.config import Experiment
+from dvp.errors import DvpError
+from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.files import write_json
+from dvp.planning.costs import DEVICES
+from dvp.planning.estimate import Estimate
+from dvp.planning.plan import Job, make_plan, wall_seconds
+from dvp.planning.text import render
+
+ROOT = Path(__file__).parents[2]
+PAPER = ("paper_8b", "paper_14b")
+NOWHERE = Path("no-results-here")
+
+
+def experiment(name: str = "tiny", **changes) -> Experiment:
+    """An experiment with changes by dotted key (`training__steps=12`)."""
+    loaded = load_experiment(name, ROOT / "config")
+    value = loaded.model_dump(mode="json")
+    for key, change in changes.items():
+        *parents, last = key.split("__")
+        part = value
+        for parent in parents:
+            part = part[parent]
+        part[last] = change
+    return parse_experiment(value, Path("test.yaml"))
+
+
+def stage(plan: dict, name: str) -> dict:
+    return next(row for row in plan["stages"] if row["stage"] == name)
+
+
+# --- the schedule ---
+
+
+def job(seconds: float, *after: int, gpus: int = 1) -> Job:
+    return Job("train", "", gpus, seconds, "estimated", 0, after)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "seconds"),
+    [
+        ([job(2), job(3, 0), job(4, 1)], 8, 9),  # a chain
+        ([job(2), job(3), job(4)], 3, 4),  # side by side
+        ([job(2), job(3), job(4)], 1, 9),
+        ([job(2), job(3), job(4)], 2, 6),  # the third follows the first
+        ([job(5, gpus=2), job(1, gpus=2), job(1)], 3, 6),  # the third fits beside the first, the second after it
+        ([job(4, gpus=0), job(4, gpus=0), job(4)], 1, 4),  # without a GPU, no waiting
+        ([job(1), job(5, 0), job(2), job(2, 2)], 1, 10),
+    ],
+)
+def test_wall_time_by_hand(jobs, gpus, seconds):
+    assert wall_seconds(jobs, gpus) == seconds
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_wall_time_lies_between_its_bounds(data):
+    jobs = []
+    for index in range(data.draw(st.integers(1, 12))):
+        after = data.draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        jobs.append(job(data.draw(st.integers(1, 9)), *after, gpus=data.draw(st.integers(0, 4))))
+    gpus = data.draw(st.integers(4, 9))
+    wall, longest = wall_seconds(jobs, gpus), wall_seconds(jobs, float("inf"))
+    ends = []
+    for one in jobs:
+        ends.append(one.seconds + max((ends[index] for index in one.after), default=0))
+    assert longest == max(ends)
+    assert max(longest, sum(one.gpus * one.seconds for one in jobs) / gpus) <= wall <= sum(one.seconds for one in jobs)
+
+
+# --- what is counted ---
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs"),
+    [
+        ("tiny", (1, 1, 14, 14, 15, 1)),
+        ("paper_8b", (1, 1, 30, 30, 4 * 31, 1)),
+        ("paper_14b", (1, 1, 27, 27, 4 * 28, 1)),
+    ],
+)
+def test_jobs_by_stage(name, jobs):
+    """The numbers that tests/test_workflow.py finds in Snakemake's own dry run."""
+    plan = make_plan(experiment(name), NOWHERE)
+    assert tuple(row["jobs"] for row in plan["stages"]) == jobs
+    assert plan["total"]["jobs"] == sum(jobs)
+
+
+@pytest.mark.parametrize("name", ["tiny", *PAPER])
+def test_stages_and_methods_add_up_to_the_same_total(name):
+    plan = make_plan(experiment(name), NOWHERE, price=2.5)
+    for rows in (plan["stages"], [*plan["methods"], plan["shared"]]):
+        for key in ("jobs", "gpu_hours", "disk", "money"):
+            assert sum(row[key] for row in rows) == pytest.approx(plan["total"][key])
+    assert plan["total"]["money"] == pytest.approx(2.5 * plan["total"]["gpu_hours"])
+    assert sum(row["runs"] for row in plan["methods"]) == len(experiment(name).runs)
+    assert make_plan(experiment(name), NOWHERE)["total"]["money"] is None
+
+
+def test_gpu_hours_of_the_8b_experiment_by_hand():
+    """The formulas of dvp.planning.costs, written out once with the numbers of this experiment on an H200."""
+    parameters = 36 * (2 * 4096 * (4096 + 1024) + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096) + 4096 + 2 * 151936 * 4096
+    multiplying = parameters - 151936 * 4096
+    # Responses uniform on [0, 8192] after prompts of 150 tokens.
+    mean, squared = 4096, 8192**2 / 3
+    sequence_squared = 150**2 + 2 * 150 * mean + squared
+    forward = 2 * multiplying * (150 + mean) + 2 * 36 * 4096 * sequence_squared
+    update = 64 * (1 + 4) * forward / (0.4 * 989e12)  # 64 responses on each of 8 GPUs
+    prefill = 8 * (2 * multiplying * 150 + 2 * 36 * 4096 * 150**2) / (0.4 * 989e12)
+    rollout = prefill + 8192 * 36 * 5e-4  # launching kernels takes longest
+    step = rollout + update + parameters * 4 / 450e9
+    hours = 8 * (180 + 500 * step) / 3600
+    plan = make_plan(experiment("paper_8b"), NOWHERE, gpu="h200")
+    rloo = next(row for row in plan["methods"] if (row["method"], row["engine"]) == ("rloo", "bf16"))
+    evaluated = rloo["gpu_hours"] - 3 * hours
+    assert 0 < evaluated < 0.02 * rloo["gpu_hours"]
+    training = stage(plan, "train")
+    assert training["hours_each"][0] * 8 == pytest.approx(hours)
+    assert 225 < hours < 235
+    # Weights in fp32 and two moments, two checkpoints a run; a model in fp32; what was downloaded in bf16.
+    assert training["disk"] == 30 * 2 * 12 * parameters
+    assert stage(plan, "convert")["disk"] == 30 * 4 * parameters
+    assert stage(plan, "base")["disk"] == 2 * parameters
+
+
+def test_half_the_steps_take_half_the_time_but_for_the_start():
+    hours = [
+        stage(make_plan(experiment("paper_8b", training__steps=steps), NOWHERE), "train")["gpu_hours"]
+        for steps in (500, 250)
+    ]
+    start = 30 * 8 * DEVICES["h200"].startup / 3600
+    assert hours[0] - start == pytest.approx(2 * (hours[1] - start))
+
+
+def test_shorter_responses_and_more_gpus_take_less_time():
+    loaded = experiment("paper_8b")
+    hours = [make_plan(loaded, NOWHERE, response_tokens=mean)["total"]["gpu_hours"] for mean in (1000, 4096, 8000)]
+    assert hours == sorted(hours)
+    walls = [make_plan(loaded, NOWHERE, gpus=gpus)["hours_wall"] for gpus in (8, 64, 240, 10_000)]
+    assert walls == sorted(walls, reverse=True)
+    assert walls[-1] == pytest.approx(make_plan(loaded, NOWHERE)["hours_longest_chain"])
+
+
+def test_a_job_that_needs_more_gpus_than_there_are_is_refused():
+    with pytest.raises(DvpError, match=r"^--gpus 15: a job of stage 'train' takes 16 at once$"):
+        make_plan(experiment("paper_14b"), NOWHERE, gpus=15)
+
+
+def test_a_pretrained_base_of_unknown_size_is_refused():
+    with pytest.raises(DvpError, match=r"base\.architecture: a plan needs the sizes of Qwen/Qwen3-8B-Base"):
+        make_plan(experiment("paper_8b", base__architecture=None), NOWHERE)
+
+
+def test_problems_are_counted_where_the_source_does_not_say(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": f"{n}?", "a": "1"}) + "\n" for n in (1, 2, 3, 3)), encoding="utf-8")
+    own = {"kind": "file", "path": str(file), "columns": {"problem": "q", "answer": "a"}}
+    changed = experiment(
+        "paper_8b",
+        sources__aime24=own,
+        data__evaluation=["aime24"],
+        evaluation__samples_per_problem={"aime24": 32},
+        report__task="aime24",
+    )
+    mean = 4096 * 4
+    assert stage(make_plan(changed, NOWHERE), "evaluate")["disk"] == 31 * 3 * 32 * mean
+    hub = load_experiment("paper_8b", ROOT / "config").sources["aime25"].model_dump(mode="json") | {"problems": None}
+    with pytest.raises(DvpError, match=r"^sources\.aime25\.problems: a plan needs their number until dvp prepare has"):
+        make_plan(experiment("paper_8b", sources__aime25=hub), NOWHERE)
+
+
+# --- recorded times ---
+
+
+class Recorded:
+    """Writes what finished stages of an experiment leave, with made-up times."""
+
+    def __init__(self, of: Experiment, folder: Path):
+        self.of, self.folder = of, folder
+        self.write("data/manifest.json", "prepare", counts={"train": 9, "evaluation": {"held_out": 200}})
+        self.write("base/manifest.json", "base")
+
+    def write(self, file: str, stage: str, run=None, task=None, seconds: float = 7.0, **more) -> None:
+        identity = self.of.identity(stage, run, task)
+        write_json(self.folder / file, {"identity": identity, "seconds_stage": seconds, **more})
+
+    def steps(self, run, *steps: tuple[float, float, float]) -> None:
+        """Rows of metrics.jsonl: seconds, responses, mean tokens of a response."""
+        file = self.folder / "runs" / run.path / "metrics.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"seconds": seconds, "tokens_per_second": responses * tokens / seconds, "response_tokens_mean": tokens}
+            for seconds, responses, tokens in steps
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def of(loaded: Experiment, method: str, engine: str, rho: str | None = None, seed: int = 0):
+    return next(
+        run for run in loaded.runs if (run.method, run.engine, run.rho, run.seed) == (method, engine, rho, seed)
+    )
+
+
+@pytest.fixture
+def loaded() -> Experiment:
+    return experiment("tiny")
+
+
+def sources(plan: dict, name: str) -> list[int]:
+    return list(stage(plan, name)["from"].values())
+
+
+def test_without_records_everything_is_estimated(loaded):
+    plan = make_plan(loaded, NOWHERE)
+    assert plan["total"]["from"] == {"recorded": 0, "inferred": 0, "estimated": 46}
+
+
+def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded, tmp_path):
+    record = Recorded(loaded, tmp_path)
+    run = of(loaded, "rloo", "coarse")
+    # Two steps, 128 responses of 30 and 50 tokens in 1 and 3 s: 4 s for 128·80 tokens, and 40 tokens a response.
+    record.steps(run, (1.0, 128, 30), (3.0, 128, 50))
+    plan = make_plan(loaded, tmp_path)
+    # The others of its engine follow it; the exact engine's runs are estimated.
+    assert sources(plan, "train") == [1, 11, 2]
+    assert sources(plan, "prepare") == sources(plan, "base") == [1, 0, 0]
+    # 32 steps of 128 responses of 40 tokens, 4 / (128·80) s a token; the start as a stage takes it on a CPU.
+    expected = 20 + 32 * 128 * 40 * 4 / (128 * 80)
+    assert stage(plan, "train")["hours_each"][0] * 3600 == pytest.approx(expected)
+    # The recorded length is that of the estimates too.
+    exact = Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32").total
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(12 * expected + 2 * (20 + 32 * exact))
+
+
+def test_a_runs_method_comes_before_its_engine(loaded, tmp_path):
+    record = Recorded(loaded, tmp_path)
+    record.steps(of(loaded, "rloo", "coarse"), (1.0, 128, 40))
+    record.steps(of(loaded, "dvp", "coarse", "e-13"), (3.0, 128, 40))
+    plan = make_plan(loaded, tmp_path)
+    per_run = {
+        method: 20 + 32 * seconds
+        for method, seconds in {"rloo": 1.0, "dvp": 3.0, "rloo_mis": 2.0, "dvp_mis": 2.0}.items()
+    }
+    counts = {"rloo": 2, "dvp": 4, "rloo_mis": 2, "dvp_mis": 4}
+    exact = Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32").total
+    total = sum(per_run[method] * counts[method] for method in counts) + 2 * (20 + 32 * exact)
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(total)
+    assert sources(plan, "train") == [2, 10, 2]
+
+
+def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
+    pilot = experiment("tiny", training__steps=2, training__prompts_per_step=8)
+    record = Recorded(pilot, tmp_path)
+    for run in pilot.runs:
+        record.steps(run, (2.0, 64, 40), (2.0, 64, 40))
+        record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=4.0)
+    plan = make_plan(experiment("tiny"), tmp_path)
+    assert sources(plan, "train") == [14, 0, 0]
+    # The start took 15 − 4 s; 32 steps of 128 responses are 32 times 4 s.
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(14 * (11 + 32 * 4))
+
+
+def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):
+    record = Recorded(loaded, tmp_path)
+    run = of(loaded, "rloo", "fp32")
+    record.steps(run, (1.0, 128, 40))
+    record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=32.0)
+    hours = stage(make_plan(loaded, tmp_path), "train")["hours_each"]
+    assert min(abs(one * 3600 - (20 + 32)) for one in hours) < 1e-6
+
+
+def test_records_of_other_data_or_another_base_count_for_nothing(loaded, tmp_path):
+    record = Recorded(experiment("tiny", data__held_out=199), tmp_path)
+    for run in loaded.runs:
+        record.steps(run, (1.0, 128, 40))
+        record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=4.0)
+    assert make_plan(loaded, tmp_path) == make_plan(loaded, NOWHERE)
+
+
+def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tmp_path):
+    record = Recorded(loaded, tmp_path)
+    first, second = loaded.runs[:2]
+    for run, seconds in ((first, 10.0), (second, 20.0)):
+        record.write(f"models/{run.path}/conversion.json", "convert", run, seconds=seconds)
+    record.write(f"evals/{first.path}/held_out/scores.json", "evaluate", first, "held_out", seconds=30.0)
+    record.write("evals/base/held_out/scores.json", "evaluate", None, "held_out", seconds=40.0)
+    record.write("report.json", "report", seconds=50.0)
+    plan = make_plan(loaded, tmp_path)
+    assert sources(plan, "convert") == [2, 12, 0]
+    assert sources(plan, "evaluate") == [2, 13, 0]
+    assert sources(plan, "report") == [1, 0, 0]
+    assert stage(plan, "convert")["gpu_hours"] * 3600 == pytest.approx(14 * 15)
+    assert stage(plan, "evaluate")["gpu_hours"] * 3600 == pytest.approx(15 * 35)
+    assert stage(plan, "report")["gpu_hours"] * 3600 == pytest.approx(50)
+
+
+def test_a_row_that_is_being_written_is_left_out_and_a_broken_one_is_named(loaded, tmp_path):
+    record = Recorded(loaded, tmp_path)
+    run = of(loaded, "rloo", "coarse")
+    record.steps(run, (1.0, 128, 40))
+    before = make_plan(loaded, tmp_path)
+    file = tmp_path / "runs" / run.path / "metrics.jsonl"
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole + whole[:20], encoding="utf-8")
+    assert make_plan(loaded, tmp_path) == before
+    file.write_text(whole + whole[:20] + "\n", encoding="utf-8")
+    with pytest.raises(DvpError, match=r"metrics\.jsonl: line 2: not a row of metrics \(JSONDecodeError") as error:
+        make_plan(loaded, tmp_path)
+    assert str(error.value).splitlines() == [str(error.value)]
+
+
+# --- as text ---
+
+
+def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
+    plan = make_plan(experiment("paper_8b"), NOWHERE, gpus=64, price=2.5)
+    text = render(plan)
+    assert text.startswith("paper_8b on H200 141 GB (SXM): ")
+    assert " with 64 GPUs at once, " in text.splitlines()[0]
+    for row in plan["stages"]:
+        assert f"\n{row['stage']} " in text
+    for row in plan["methods"]:
+        assert f"\n{row['label']} " in text
+    joined = " ".join(text.split())
+    for sentence in plan["assumptions"]:
+        assert f"estimated: {sentence}" in joined
+    assert max(map(len, text.splitlines())) <= 120
+    assert "money" in text
+    assert "money" not in render(make_plan(experiment("paper_8b"), NOWHERE))
+    assert json.loads(json.dumps(plan, allow_nan=False)) == plan
+
+
+def test_the_text_warns_of_what_does_not_fit():
+    assert "warning" not in render(make_plan(experiment("paper_14b"), NOWHERE, gpu="h100"))
+    alone = experiment("paper_8b", training__gpus=2)
+    assert "warning: training with engine bf16 does not fit on this GPU" in render(
+        make_plan(alone, NOWHERE, gpu="h100")
+    )
+    no_room = experiment("paper_8b", engines__bf16__gpu_memory_utilization=0.2)
+    assert "warning: training with engine bf16 does not fit on this GPU" in render(
+        make_plan(no_room, NOWHERE, gpu="h100")
+    )
+
+
+# --- from outside ---
+
+ALONE = """
+import socket, sys
+def refuse(*arguments, **options):
+    raise OSError("a plan needs no network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from dvp.cli import main
+status = main(sys.argv[1:])
+heavy = sorted({"torch", "vllm", "deepspeed", "transformers"} & set(sys.modules))
+sys.exit(f"imported {heavy}" if heavy else status)
+"""
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_plan_at_the_papers_scale_takes_seconds_and_neither_gpu_nor_network(name):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "plan", "--config", f"experiment={name}", "--json"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == make_plan(load_experiment(name, ROOT / "config"), ROOT / "results" / name)
+    # The processor's time, as the machine may be busy: under 20 s is asked for, 2 s are usual.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20

@@ -76,6 +76,7 @@ def test_lint(snakemake):
         ("smoke", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 3, "report": 1}),
         ("paper_8b", {"prepare": 1, "base": 1, "train": 30, "convert": 30, "evaluate": 124, "report": 1}),
         ("paper_14b", {"prepare": 1, "base": 1, "train": 27, "convert": 27, "evaluate": 112, "report": 1}),
+        ("paper_otb", {"prepare": 1, "base": 1, "train": 18, "convert": 18, "evaluate": 76, "report": 1}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):

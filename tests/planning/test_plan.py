@@ -21,7 +21,7 @@ from dvp.planning.plan import Job, make_plan, wall_seconds
 from dvp.planning.text import render
 
 ROOT = Path(__file__).parents[2]
-PAPER = ("paper_8b", "paper_14b")
+PAPER = ("paper_8b", "paper_14b", "paper_otb")
 NOWHERE = Path("no-results-here")
 
 
@@ -90,6 +90,7 @@ def test_wall_time_lies_between_its_bounds(data):
         ("tiny", (1, 1, 14, 14, 15, 1)),
         ("paper_8b", (1, 1, 30, 30, 4 * 31, 1)),
         ("paper_14b", (1, 1, 27, 27, 4 * 28, 1)),
+        ("paper_otb", (1, 1, 18, 18, 4 * 19, 1)),
     ],
 )
 def test_jobs_by_stage(name, jobs):

@@ -73,7 +73,7 @@ def test_lint(snakemake):
     ("experiment", "jobs"),
     [
         ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
-        ("smoke", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 3, "report": 1}),
+        ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
         ("paper_8b", {"prepare": 1, "base": 1, "train": 30, "convert": 30, "evaluate": 124, "report": 1}),
         ("paper_14b", {"prepare": 1, "base": 1, "train": 27, "convert": 27, "evaluate": 112, "report": 1}),
         ("paper_otb", {"prepare": 1, "base": 1, "train": 18, "convert": 18, "evaluate": 76, "report": 1}),

@@ -123,7 +123,7 @@ def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
     # The control: an exact engine and an fp32 trainer agree to rounding; a coarse engine does not.
     assert all(abs(json.loads(line)["max_abs_log_ratio"]) < 1e-4 for line in control.read_text().splitlines())
     assert all(row["max_abs_log_ratio"] > 1e-3 for row in rows)
-    assert all(0.5 < row["retained_mass"] < 1 and 1 <= row["safe_size"] < 512 for row in rows)
+    assert all(0 < row["pruned_mass_mean"] < 0.5 and 1 <= row["safe_size"] < 512 for row in rows)
     client = MlflowClient(tracking_uri=store_uri(copy.results))
     run_id = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["mlflow_run_id"]
     for name, value in rows[0].items():

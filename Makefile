@@ -42,7 +42,7 @@ mlflow: install
 	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}"; \
 	case "$$MLFLOW_BACKEND_STORE_URI" in \
 	  http://*|https://*) echo "the tracking server is at $$MLFLOW_BACKEND_STORE_URI" | sed 's|://.*@|://|' ;; \
-	  *) $(BIN)/mlflow ui --port $(PORT) ;; \
+	  *) MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --workers 1 --port $(PORT) ;; \
 	esac
 
 install: $(INSTALLED)

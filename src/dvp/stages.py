@@ -322,7 +322,7 @@ def track(config: Path) -> None:
     for record, rows in stages:
         added = track_stage(place.folder, record, rows)
         print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
-    print(f"{len(stages)} stages are in {store_name(place.results)}")
+    print(f"stages in {store_name(place.results)}: {len(stages)}")
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def test_a_second_time_nothing_is_added(stages, capsys):
     assert {path: path.read_bytes() for path in stages.rglob("*") if path.is_file()} == files
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith(": complete") for line in lines] == [True, True, True, True, False] * 2
-    assert lines[-1] == f"4 stages are in sqlite:///{stages.parent}/mlflow.db"
+    assert lines[-1] == f"stages in sqlite:///{stages.parent}/mlflow.db: 4"
 
 
 def test_a_run_with_holes_is_completed_exactly(stages, monkeypatch, empty_store):

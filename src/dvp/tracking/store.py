@@ -42,7 +42,7 @@ def reason_of(error: Exception, results: Path) -> str:
     found = re.findall(r"://[^:/@]*:(.*)@", uri) + re.findall(r"[?&]password=([^&]*)", uri)
     for password in filter(None, [*found, *map(unquote, found)]):
         text = text.replace(password, "***")
-    return text[:200]
+    return text if len(text) <= 200 else f"{text[:70]} … {text[-120:]}"  # the cause comes last
 
 
 def create_store(results: Path, experiment: str) -> None:
@@ -201,7 +201,7 @@ def _client(results: Path):
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
         "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():

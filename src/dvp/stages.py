@@ -18,7 +18,7 @@ from dvp.experiment_files import dump_experiment, load_experiment, read_resolved
 from dvp.files import read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking.record import KEY, read_records, read_rows
+from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows
 from dvp.tracking.stage import StageRun, stage_run
 from dvp.tracking.store import create_store, store_name
 from dvp.tracking.store import track as track_stage
@@ -168,6 +168,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
                 tracked.flush()
 
         final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, on_step)
+        if loop.collapse.collapsed_at is not None:
+            tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
         write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
         tracked.flush()
         tracked.log_file(folder / "metrics.jsonl")

@@ -12,6 +12,7 @@ from made_up_stages import EXPERIMENT, ROOT, RUN, check_training, contents, eval
 from mlflow.tracking import MlflowClient
 
 from dvp.errors import DvpError
+from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store, lineage, reason_of, store_name, store_uri
 
@@ -111,6 +112,14 @@ def test_a_terminated_stage_is_marked_killed(folder):
     with pytest.raises(SystemExit), stage_run(folder, EXPERIMENT, "base", identity="abc") as tracked:
         raise SystemExit(143)
     assert contents(folder)[tracked.key]["status"] == "KILLED"
+
+
+def test_what_an_attempt_came_to_is_not_said_of_the_next(folder):
+    for collapsed in (True, False):
+        with stage_run(folder, EXPERIMENT, "train", identity="abc", run=RUN) as tracked:
+            if collapsed:
+                tracked.tag(COLLAPSED, "at step 7")
+        assert contents(folder)[tracked.key]["tags"].get("collapsed") == ("at step 7" if collapsed else None)
 
 
 def test_of_a_step_that_is_done_twice_the_first_numbers_stay(folder):

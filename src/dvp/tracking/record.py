@@ -12,6 +12,7 @@ from dvp.files import sha256_json, write_json
 
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
+FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without
 UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
 
 

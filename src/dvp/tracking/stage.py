@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking.record import FOLDER, KEY, UPSTREAM, Record, key_of, read_record, write_record
+from dvp.tracking.record import FAILURE, FOLDER, KEY, UPSTREAM, Record, key_of, read_record, write_record
 from dvp.tracking.store import Feed, reason_of, store_name
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
@@ -50,6 +50,10 @@ class StageRun:
         """Keep a copy of a file of the experiment's folder with the run, in `folder` of its artifacts."""
         self._record.files[self._relative(path)] = folder
 
+    def tag(self, name: str, value: str) -> None:
+        """Something to find the run by."""
+        self._record.tags[name] = value
+
     def flush(self) -> None:
         """Send what the store lacks, unless it failed a moment ago."""
         self._save()
@@ -61,7 +65,7 @@ class StageRun:
         self._record.status = status
         self._record.ended = _now()
         if failure is not None:
-            self._record.tags["failure"] = failure
+            self.tag(FAILURE, failure)
         self._save()
         self._send()
 

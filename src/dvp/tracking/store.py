@@ -14,10 +14,9 @@ from filelock import FileLock
 
 from dvp.errors import DvpError
 from dvp.files import sha256_file
-from dvp.tracking.record import KEY, UPSTREAM, Record, key_of, points
+from dvp.tracking.record import KEY, OUTCOMES, UPSTREAM, Record, key_of, points
 
 GRID_POINT = "grid point"
-FAILURE = "failure"
 FILES = "files_hash"  # of the files kept with a run, once all of them are
 METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
 LOCK_SECONDS = 30
@@ -134,10 +133,11 @@ class Feed:
             self._client.log_batch(self._id, tags=[RunTag(name, value) for name, value in tags.items()])
             self._tags |= tags
             self.sent["tags"] += len(tags)
-        if FAILURE in self._tags and FAILURE not in record.tags:  # of an earlier attempt
-            self._client.delete_tag(self._id, FAILURE)
-            del self._tags[FAILURE]
-            self.sent["tags"] += 1
+        for name in OUTCOMES:
+            if name in self._tags and name not in record.tags:  # of an earlier attempt
+                self._client.delete_tag(self._id, name)
+                del self._tags[name]
+                self.sent["tags"] += 1
         params = {name: value for name, value in record.params.items() if name not in self._params}
         for batch in _batches(list(params.items()), PARAMS):
             self._client.log_batch(self._id, params=[Param(name, value) for name, value in batch])

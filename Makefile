@@ -2,6 +2,7 @@
 # Which lock: cpu or cuda. What is installed stays, unless another one is asked for.
 ENV ?= $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
 EXPERIMENT ?= tiny
+PORT ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
 SNAKEMAKE := $(BIN)/snakemake
@@ -41,8 +42,13 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/snakefmt Snakefile workflow
 
+# The address goes through the environment, as it may hold a password.
 mlflow: install
-	$(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}" --port 5000
+	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}"; \
+	case "$$MLFLOW_BACKEND_STORE_URI" in \
+	  http://*|https://*) echo "the tracking server is at $$MLFLOW_BACKEND_STORE_URI" | sed 's|://.*@|://|' ;; \
+	  *) MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --workers 1 --port $(PORT) ;; \
+	esac
 
 install: $(INSTALLED)
 

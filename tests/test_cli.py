@@ -11,6 +11,7 @@ import pytest
 from dvp.cli import parser
 from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
+from dvp.tracking.record import read_record
 
 pytestmark = pytest.mark.slow  # each call is a process of its own
 
@@ -25,6 +26,7 @@ WRITES = {
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
     "report": ["tables/", "figures/", "report.json"],
+    "track": ["tracking/", "Changes no file"],
     "show": ["Reads what `dvp report` wrote"],
 }
 
@@ -221,7 +223,8 @@ def test_prepare_names_file_row_and_column(refused, resolved, place, lines, mess
     line = refused("prepare", "--config", config)
     file = read_yaml(place / config)["sources"]["rows"]["path"]
     assert line.startswith(message.replace("{file}", f"sources.rows: {file}"))
-    assert sorted(path.name for path in folder.rglob("*")) == ["config.yaml"]
+    assert sorted(path.name for path in folder.rglob("*")) == ["config.yaml", "prepare.json", "tracking"]
+    assert read_record(folder / "tracking/prepare.json").tags["failure"] == f"DvpError: {line}"
 
 
 # --- dvp train, convert, evaluate: torch and transformers are imported before anything is refused ---
@@ -256,7 +259,7 @@ def test_convert_notices_altered_files(refused, resolved, place):
     for name in ("metrics.jsonl", "probe.safetensors"):
         (run / name).write_bytes(b"as it was written")
     files = {name: sha256_file(run / name) for name in ("metrics.jsonl", "probe.safetensors")}
-    write_json(run / "train.json", {"checkpoint": "checkpoints/x", "files": files, "mlflow_run_id": "x"})
+    write_json(run / "train.json", {"checkpoint": "checkpoints/x", "files": files, "tracking_key": "x"})
     (run / "probe.safetensors").write_bytes(b"as it was writteN")
     line = refused("convert", "--config", config, "--run", RUN)
     assert line.startswith(f"{Path(config).parent / 'runs' / RUN}/probe.safetensors: altered since it was written")

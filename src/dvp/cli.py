@@ -109,6 +109,12 @@ def parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
     stage("report", "make tables and figures", "Writes tables/, figures/ and report.json.")
+    stage(
+        "track",
+        "bring the tracking store up to date from the files",
+        "Reads tracking/ and runs/RUN/metrics.jsonl, and adds to the MLflow store what it lacks of every stage that "
+        "has begun: after an outage of the store, or into an empty one. Changes no file.",
+    )
     stage("show", "print the main table and where everything is", "Reads what `dvp report` wrote.")
     return top
 
@@ -171,7 +177,7 @@ def quiet() -> None:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_LOGGING_LEVEL": "CRITICAL",
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -186,7 +192,7 @@ def quiet() -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    for name in ("alembic", "mlflow", "deepspeed", "DeepSpeed", "vllm", "lm_eval"):
+    for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -1,7 +1,7 @@
 """The stages: which files each reads and writes, its MLflow run, and nothing else. One function a verb of `dvp`.
 
 Every stage writes a small JSON file last, so that a killed stage is never taken for a finished one; that file carries
-the stage's identity, commit and MLflow run, which the next stage links to.
+the stage's identity, commit and the key of its MLflow run, which the next stage links to.
 """
 
 import time
@@ -19,7 +19,10 @@ from dvp.experiment_files import dump_experiment, load_experiment, read_resolved
 from dvp.files import dump_json, read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking import StageRun, create_store, stage_run, store_name
+from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows
+from dvp.tracking.stage import StageRun, stage_run
+from dvp.tracking.store import create_store, store_name
+from dvp.tracking.store import track as track_stage
 
 BASE = "base"  # the pseudo-run of the model before RL
 PROBE_PROMPTS = 16
@@ -42,12 +45,17 @@ class Place:
         """The model to evaluate under this run's path."""
         return self.base if run == BASE else self.folder / "models" / run
 
-    def tracked(self, stage: str, identity: str, upstream: dict[str, Path], run: str | None = None, **more: str):
-        """The stage's MLflow run, linked to those of its inputs (JSON files with an `mlflow_run_id`)."""
-        read = {name: read_json(path, "mlflow_run_id", "files") for name, path in upstream.items()}
-        links = {name: record["mlflow_run_id"] for name, record in read.items()}
-        more["inputs"] = sha256_json([record["files"] for record in read.values()])[:12]
-        return stage_run(self.results, self.experiment.name, stage, identity=identity, run=run, upstream=links, **more)
+    def tracked(self, stage: str, identity: str, upstream: dict[str, Path | list[Path]], **more):
+        """The stage's MLflow run, linked to those of its inputs (JSON files with a `tracking_key`)."""
+        links, files = {}, []
+        for name, paths in upstream.items():
+            read = [read_json(path, KEY, "files") for path in ([paths] if isinstance(paths, Path) else paths)]
+            links[name] = [record[KEY] for record in read]
+            files += [record["files"] for record in read]
+        inputs = sha256_json(files)[:12]
+        return stage_run(
+            self.folder, self.experiment.name, stage, identity=identity, inputs=inputs, upstream=links, **more
+        )
 
 
 def resolve(name: str, folder: Path) -> None:
@@ -132,7 +140,10 @@ def train(config: Path, run_path: str, threads: int) -> None:
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
-    with only_writer(folder), place.tracked("train", identity, upstream, run=run.path) as tracked:
+    with (
+        only_writer(folder),
+        place.tracked("train", identity, upstream, run=run.path, metrics=folder / "metrics.jsonl") as tracked,
+    ):
         tracked.log_params(
             {
                 "run": run.model_dump(mode="json"),
@@ -172,6 +183,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
                 tracked.flush()
 
         final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, on_step)
+        if loop.collapse.collapsed_at is not None:
+            tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
         write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
         tracked.flush()
         tracked.log_file(folder / "metrics.jsonl")
@@ -280,13 +293,19 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
 
 def report(config: Path) -> None:
     """Everything measured → figures/, tables/, provenance.json and, last, report.json."""
+    from dvp.analysis.inputs import evaluation_folder
     from dvp.analysis.report import report as run_report
 
     place = Place(config)
     experiment = place.experiment
     identity = experiment.identity("report")
     started = time.time()
-    with place.tracked("report", identity, {}) as tracked:
+    task = experiment.report.task
+    upstream = {
+        "train": [place.run_folder(run) / "train.json" for run in experiment.runs],
+        "evaluate": [evaluation_folder(place.folder, run, task) / "scores.json" for run in [None, *experiment.runs]],
+    }
+    with place.tracked("report", identity, upstream) as tracked:
         run_report(experiment, place.folder, place.folder)
         tracked.log_file(place.folder / "provenance.json")
         for name in ("tables", "figures"):
@@ -307,6 +326,21 @@ def show(config: Path) -> None:
         print(f"report            {place.folder}/report.html")
     print(f"from which runs   {place.folder}/provenance.json")
     print(f"MLflow            {store_name(place.results)}   (make mlflow opens it)")
+
+
+def track(config: Path) -> None:
+    """Bring into the tracking store what it lacks of every stage that has begun, from the files."""
+    place = Place(config)
+    # Everything is read before anything is sent.
+    stages = [
+        (record, read_rows(place.folder / record.metrics) if record.metrics else [])
+        for record in read_records(place.folder)
+    ]
+    create_store(place.results, place.experiment.name)
+    for record, rows in stages:
+        added = track_stage(place.folder, record, rows)
+        print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
+    print(f"stages in {store_name(place.results)}: {len(stages)}")
 
 
 @contextmanager
@@ -332,7 +366,7 @@ def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started:
     provenance = {
         "identity": identity,
         "git_commit": git_commit(),
-        "mlflow_run_id": tracked.run_id,
+        KEY: tracked.key,
         "seconds_stage": round(time.time() - started, 2),
     }
     write_json(path, result | provenance)

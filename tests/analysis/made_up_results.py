@@ -85,7 +85,7 @@ class Results:
             "steps": len(rows),
             "skipped_steps": sum(row["skipped"] for row in rows),
             "seconds": 66.0,
-            "mlflow_run_id": f"train {run.path}",
+            "tracking_key": f"train {run.path}",
             "files": {path.name: sha256_file(path)},
         }
         write_json(folder / "train.json", record)
@@ -111,7 +111,7 @@ class Results:
             "metrics": {name: {"value": value, "low": value, "high": value} for name, value in values.items()},
             "identity": self.experiment.identity("evaluate", run, "held_out"),
             "git_commit": "c" * 40,
-            "mlflow_run_id": f"evaluate {run.path if run else BASE}",
+            "tracking_key": f"evaluate {run.path if run else BASE}",
             "files": {"samples.parquet": sha256_file(folder / "samples.parquet")},
         }
         write_json(folder / "scores.json", record)

@@ -60,7 +60,7 @@ def test_provenance_covers_every_cell(experiment, written):
                 assert all(file in provenance["files"] for file in files)
     ours = "method~dvp_mis/engine~coarse/rho~0.01"
     cells = provenance["tables"]["main_table"][ours]
-    runs = {provenance["files"][file]["mlflow_run_id"] for file in cells["score"]}
+    runs = {provenance["files"][file]["tracking_key"] for file in cells["score"]}
     assert runs == {f"evaluate {ours}/seed~{seed}" for seed in (0, 1)}
     reference = {provenance["files"][file]["run"] for file in cells["change_percent"]}
     assert reference >= {NAIVE.path, f"{ours}/seed~0"}

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from dvp.tracking import lineage, store_uri
+from dvp.stages import track
+from dvp.tracking.store import lineage, store_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 AIME25 = Path(__file__).parents[2].parent / "shared/data/aime25.jsonl"
@@ -125,7 +126,8 @@ def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
     assert all(row["max_abs_log_ratio"] > 1e-3 for row in rows)
     assert all(0 < row["pruned_mass_mean"] < 0.5 and 1 <= row["safe_size"] < 512 for row in rows)
     client = MlflowClient(tracking_uri=store_uri(copy.results))
-    run_id = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["mlflow_run_id"]
+    key = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["tracking_key"]
+    [run_id] = lineage(copy.results, "smoke", key)["train"]
     for name, value in rows[0].items():
         if name == "step" or value is None:
             continue
@@ -137,18 +139,30 @@ def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
 def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
     provenance = json.loads((copy.smoke / "provenance.json").read_text())
     arm = next(name for name in provenance["tables"]["main_table"] if "dvp_mis" in name)
-    sources = {provenance["files"][name]["mlflow_run_id"] for name in provenance["tables"]["main_table"][arm]["score"]}
+    sources = {provenance["files"][name]["tracking_key"] for name in provenance["tables"]["main_table"][arm]["score"]}
     assert len(sources) == 1  # one seed
-    found = lineage(copy.results, sources.pop())
+    found = lineage(copy.results, "smoke", sources.pop())
     assert set(found) == {"prepare", "base", "train", "convert", "evaluate"}
     client = MlflowClient(tracking_uri=store_uri(copy.results))
-    for stage, run_id in found.items():
+    for stage, (run_id,) in found.items():
         run = client.get_run(run_id)
         assert run.info.status == "FINISHED"
         assert run.data.tags["stage"] == stage
         assert {"config_hash", "git_commit", "run"} <= set(run.data.tags)
         assert stage in ("prepare", "base") or run.data.tags["run"] == DVP_MIS
-    assert client.get_run(found["train"]).data.params["run.seed"] == "0"
+    assert client.get_run(*found["train"]).data.params["run.seed"] == "0"
+
+
+def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(copy, monkeypatch):
+    key = json.loads((copy.smoke / "report.json").read_text())["tracking_key"]
+    expected = {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 3, "report": 1}
+    ids = lineage(copy.results, "smoke", key)
+    assert {stage: len(found) for stage, found in ids.items()} == expected
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.folder}/another.db")
+    track(copy.smoke / "config.yaml")
+    others = lineage(copy.results, "smoke", key)
+    assert {stage: len(found) for stage, found in others.items()} == expected
+    assert all(set(ids[stage]).isdisjoint(others[stage]) for stage in expected)
 
 
 def test_the_conversion_is_proved(copy):

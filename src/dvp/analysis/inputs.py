@@ -100,7 +100,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
         "steps",
         "skipped_steps",
         "git_commit",
-        "mlflow_run_id",
+        "tracking_key",
         "files",
     )
     _fresh(record_path, record, experiment.identity("train", run))
@@ -188,7 +188,7 @@ def read_evaluation(experiment: Experiment, results: Path, run: Run | None, task
     folder = evaluation_folder(results, run, task)
     scores_path, samples_path = folder / "scores.json", folder / "samples.parquet"
     record = read_json(
-        scores_path, "files", "task", "samples_per_problem", "metrics", "identity", "git_commit", "mlflow_run_id"
+        scores_path, "files", "task", "samples_per_problem", "metrics", "identity", "git_commit", "tracking_key"
     )
     _fresh(scores_path, record, experiment.identity("evaluate", run, task))
     k = experiment.evaluation.samples_per_problem[task]

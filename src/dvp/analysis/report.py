@@ -142,7 +142,7 @@ def _origin(stage: str, run: Run | None, record: dict) -> dict:
         "stage": stage,
         "run": run.path if run else BASE,
         "seed": run.seed if run else None,
-        **{key: record[key] for key in ("identity", "git_commit", "mlflow_run_id")},
+        **{key: record[key] for key in ("identity", "git_commit", "tracking_key")},
     }
 
 

@@ -1,0 +1,168 @@
+"""A stage while it runs: its record, and a store that may come and go."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dvp.errors import DvpError
+from dvp.provenance import code_hash, git_commit
+from dvp.tracking.record import FAILURE, FOLDER, KEY, UPSTREAM, Record, key_of, read_record, write_record
+from dvp.tracking.store import Feed, reason_of, store_name
+
+WAIT = 10.0  # seconds after a failed attempt at least, and
+SHARE = 20  # times what the attempt took: a dead store costs a stage 5 % of its time at most
+
+
+class StageRun:
+    """What a stage logs. It is kept in a file, and sent to the store whenever that can be reached."""
+
+    def __init__(self, folder: Path, path: Path, record: Record, metrics: Path | None):
+        self.key = record.key
+        self._folder, self._path, self._record = folder, path, record
+        self._metrics = metrics
+        self._rows: list[dict] = []
+        self._saved: Record | None = None
+        self._feed: Feed | None = None
+        self._out = False
+        self._next_attempt = 0.0
+        self._save()
+        self._send()
+
+    def log_params(self, params: dict) -> None:
+        """Parameters, flattened to dotted names. A re-run has the same ones."""
+        self._record.params |= {name: str(value) for name, value in _flatten(params)}
+
+    def log_step(self, step: int, metrics: dict) -> None:
+        """The numbers among `metrics`, a row that the run's metrics.jsonl has already."""
+        self._rows.append(metrics | {"step": step})
+        if self._metrics is not None:
+            self._record.metrics = self._relative(self._metrics)
+
+    def log_result(self, metrics: dict) -> None:
+        """The stage's own numbers, nested ones under dotted names, at step 0."""
+        self._record.results |= {name.replace("@", "_at_"): float(value) for name, value in _flatten(metrics)}
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """Keep a copy of a file of the experiment's folder with the run, in `folder` of its artifacts."""
+        self._record.files[self._relative(path)] = folder
+
+    def tag(self, name: str, value: str) -> None:
+        """Something to find the run by."""
+        self._record.tags[name] = value
+
+    def flush(self) -> None:
+        """Send what the store lacks, unless it failed a moment ago."""
+        self._save()
+        if time.monotonic() >= self._next_attempt:
+            self._send()
+
+    def end(self, status: str, failure: str | None = None) -> None:
+        """The last word: how the stage ended."""
+        self._record.status = status
+        self._record.ended = _now()
+        if failure is not None:
+            self.tag(FAILURE, failure)
+        self._save()
+        self._send()
+
+    def _save(self) -> None:
+        if self._record != self._saved:
+            write_record(self._path, self._record)
+            self._saved = self._record.model_copy(deep=True)
+
+    def _send(self) -> None:
+        started = time.monotonic()
+        try:
+            if self._feed is None:
+                self._feed = Feed(self._folder, self._record)
+            self._feed.update(self._record, self._rows)
+        except Exception as error:  # whatever a store's client may raise: the files have everything, the stage goes on
+            # Another feed asks the store what it has: of what was on its way, nobody knows.
+            self._feed = None
+            ended = time.monotonic()
+            self._next_attempt = ended + max(WAIT, SHARE * (ended - started))
+            if not self._out:
+                self._say(
+                    f"cannot be used ({reason_of(error, self._folder.parent)}); the stage goes on, and "
+                    f"`dvp track --config {self._folder / 'config.yaml'}` brings in what it missed"
+                )
+            self._out = True
+        else:
+            if self._out:
+                self._say("can be used again and has everything of this stage")
+            self._out = False
+
+    def _say(self, what: str) -> None:
+        print(f"MLflow store {store_name(self._folder.parent)}: {what}", file=sys.stderr, flush=True)
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
+
+
+@contextmanager
+def stage_run(
+    folder: Path,
+    experiment: str,
+    stage: str,
+    *,
+    identity: str,
+    inputs: str = "",
+    run: str | None = None,
+    task: str | None = None,
+    upstream: dict[str, list[str]] | None = None,
+    metrics: Path | None = None,
+) -> Iterator[StageRun]:
+    """A stage as tracked, begun or continued; marked failed if the block raises. No state of the store ends it.
+
+    folder : the experiment's own (results/E); the store is beside it.
+    inputs : hash of the files that the stage reads.
+    run : path of the grid point, None for the stages before the grid.
+    upstream : for each stage whose output this one reads, the keys of its runs.
+    metrics : the metrics.jsonl that has every row given to `log_step`.
+    """
+    # Other settings, other code or other input make another result, and so another run.
+    tags = {
+        "stage": stage,
+        "config_hash": identity,
+        "code_hash": code_hash(stage),
+        "inputs_hash": inputs,
+        "run": run or "",
+        "task": task or "",
+    }
+    key = key_of(experiment, tags)
+    tags |= {KEY: key, "git_commit": git_commit()}
+    tags |= {UPSTREAM + source: " ".join(keys) for source, keys in (upstream or {}).items()}
+    if "SLURM_JOB_ID" in os.environ:
+        tags["slurm_job"] = os.environ["SLURM_JOB_ID"]
+    path = folder / FOLDER / (f"runs/{run}" if run else "") / ("-".join(filter(None, [stage, task])) + ".json")
+    name = " ".join(part for part in (stage, task, run) if part)
+    record = Record(experiment=experiment, name=name, run=run, tags=tags, started=_now())
+    with contextlib.suppress(DvpError):  # there is none, or it is of no use
+        earlier = read_record(path)
+        if earlier.key == key:
+            record.started, record.metrics = earlier.started, earlier.metrics
+    tracked = StageRun(folder, path, record, metrics)
+    try:
+        yield tracked
+    except BaseException as error:
+        status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+        with contextlib.suppress(OSError):  # a full disk, perhaps; what ended the stage is what is to be said
+            tracked.end(status, f"{type(error).__name__}: {error}"[:500])
+        raise
+    tracked.end("FINISHED")
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _flatten(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from _flatten(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -1,0 +1,206 @@
+"""Bad nights of the store: real locks, real servers that are killed, files that are deleted. The stage goes on."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from made_up_stages import check_training, contents, track, train
+
+from dvp.stages import track as track_here
+from dvp.tracking import stage as tracking_stage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 30
+
+
+@contextmanager
+def locked(store: Path) -> Iterator[subprocess.Popen]:
+    """Another process holds an exclusive transaction on the SQLite file until it is killed."""
+    code = f"import sqlite3; db = sqlite3.connect({str(store)!r}); db.execute('BEGIN EXCLUSIVE'); print(flush=True)"
+    code += "; input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"\n"
+        yield other
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+
+
+class Server:
+    """A real `mlflow server` on its own SQLite file, that can be killed and started again."""
+
+    def __init__(self, folder: Path, empty_store: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        folder.mkdir()
+        shutil.copy(empty_store, folder)
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        log = open(self.folder / "log", "a", encoding="utf-8")  # noqa: SIM115
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+        self.process = subprocess.Popen(
+            [
+                Path(sys.executable).parent / "mlflow",
+                *("server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"),
+                *("--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"),
+                *("--artifacts-destination", str(self.folder / "artifacts")),
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+        )
+        log.close()
+        for _ in range(240):
+            try:
+                with urllib.request.urlopen(f"{self.uri}/health", timeout=5):
+                    return
+            except OSError:
+                assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+                time.sleep(0.5)
+        raise AssertionError((self.folder / "log").read_text()[-2000:])
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch, empty_store) -> Iterator[Server]:
+    server = Server(tmp_path / "server", empty_store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    server.start()
+    yield server
+    server.kill()
+
+
+def lines_of(capfd) -> list[str]:
+    return capfd.readouterr().err.splitlines()
+
+
+def test_a_store_locked_for_a_part_of_the_run(folder, capfd):
+    """Locked at step 10, free again at step 20: one line each, and at the end everything is there."""
+    lock = contextlib.ExitStack()
+
+    def during(step):
+        if step == 10:
+            lock.enter_context(locked(folder.parent / "mlflow.db"))
+        if step == 20:
+            lock.close()
+
+    with lock:
+        tracked = train(folder, STEPS, during)
+    gone, back = lines_of(capfd)
+    name = f"MLflow store sqlite:///{folder.parent}/mlflow.db"
+    assert gone == (
+        f"{name}: cannot be used ((sqlite3.OperationalError) database is locked); the stage goes on, and "
+        f"`dvp track --config {folder}/config.yaml` brings in what it missed"
+    )
+    assert back == f"{name}: can be used again and has everything of this stage"
+    check_training(contents(folder)[tracked.key], STEPS)
+
+
+def test_a_store_locked_at_the_end(folder, capfd):
+    with contextlib.ExitStack() as lock:
+        holder = locked(folder.parent / "mlflow.db")
+        tracked = train(folder, STEPS, lambda step: step == STEPS and lock.enter_context(holder))
+    assert len(lines_of(capfd)) == 1
+    assert contents(folder)[tracked.key]["status"] == "RUNNING"
+    track_here(folder / "config.yaml")
+    check_training(contents(folder)[tracked.key], STEPS)
+
+
+def test_a_store_that_is_deleted_and_made_anew(folder, capfd):
+    """Deleted at step 10; `dvp track` makes another at step 20, where the run goes on."""
+
+    def during(step):
+        if step == 10:
+            (folder.parent / "mlflow.db").unlink()
+            shutil.rmtree(folder.parent / "mlartifacts", ignore_errors=True)
+        if step == 20:
+            assert track(folder).startswith("train ")
+
+    tracked = train(folder, STEPS, during)
+    assert [": cannot be used" in line for line in lines_of(capfd)] == [True, False]
+    check_training(contents(folder)[tracked.key], STEPS)
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////dev/null/mlflow.db"])
+def test_a_store_that_is_not_there_from_the_start(folder, monkeypatch, capfd, uri):
+    """The stage's run is known by a key that needs no store; the links of later stages hold."""
+    with monkeypatch.context() as bad:
+        bad.setenv("MLFLOW_TRACKING_URI", uri)
+        base = train(folder, 1, run="base")
+        tracked = train(folder, STEPS, upstream={"base": [base.key]})
+        assert [line.startswith(f"MLflow store {uri}: cannot be used (") for line in lines_of(capfd)] == [True, True]
+    track_here(folder / "config.yaml")
+    runs = contents(folder)
+    check_training(runs[tracked.key], STEPS)
+    assert runs[runs[tracked.key]["tags"]["upstream.base"]]["name"] == "train base"
+
+
+def test_a_server_killed_and_started_again_and_killed_again(folder, server, capfd, monkeypatch):
+    """kill -9 at step 10, started again at step 20: back while the stage runs. Killed again at 25: `dvp track`."""
+    monkeypatch.setattr(tracking_stage, "WAIT", 1.0)
+
+    def during(step):
+        if step == 20:
+            server.start()
+            time.sleep(2)
+        if step in {10, 25}:
+            server.kill()
+
+    tracked = train(folder, STEPS, during)
+    gone, back, gone_again = lines_of(capfd)
+    assert gone.startswith(f"MLflow store {server.uri}: cannot be used (")
+    assert back.startswith(f"MLflow store {server.uri}: can be used again")
+    assert gone_again == gone
+    server.start()
+    half = contents(folder)[tracked.key]
+    assert half["status"] == "RUNNING"
+    assert [point[0] for point in half["metrics"]["reward"]] == list(range(1, 26))
+    track_here(folder / "config.yaml")
+    whole = contents(folder)
+    check_training(whole[tracked.key], STEPS)
+
+    # The server's disk is lost.
+    with contextlib.closing(sqlite3.connect(server.folder / "mlflow.db")) as database, database:
+        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+            database.execute(f"DELETE FROM {table}")
+    shutil.rmtree(server.folder / "artifacts")
+    assert contents(folder) == {}
+    track_here(folder / "config.yaml")
+    assert contents(folder) == whole
+
+
+def test_a_server_that_never_answers_costs_little(folder, monkeypatch, capfd):
+    """It takes connections and says nothing: one attempt at the start, one at the end, none a step."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+        started = time.monotonic()
+        train(folder, STEPS)
+        assert time.monotonic() - started < 15
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    [line] = lines_of(capfd)
+    assert "cannot be used (" in line

@@ -1,0 +1,219 @@
+"""A stage as seen in a real MLflow store: one run, continued, linked, and written by several processes at once."""
+
+import contextlib
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_up_stages import EXPERIMENT, ROOT, RUN, check_training, contents, evaluate, train
+from mlflow.tracking import MlflowClient
+
+from dvp.errors import DvpError
+from dvp.tracking.record import COLLAPSED
+from dvp.tracking.stage import stage_run
+from dvp.tracking.store import create_store, lineage, reason_of, store_name, store_uri
+
+
+def test_the_store_is_where_it_is_said_to_be(folder, monkeypatch):
+    results = folder.parent
+    assert store_uri(results) == f"sqlite:///{results}/mlflow.db"
+    assert (results / "mlflow.db").is_file()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{results}/elsewhere.db")
+    create_store(results, EXPERIMENT)
+    assert (results / "elsewhere.db").is_file()
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://me:se/cr@et@host:5432/mlflow", "postgresql://me:***@host:5432/mlflow"),
+        ("postgresql://host/mlflow?user=me&password=secret&x=1", "postgresql://host/mlflow?user=me&password=***&x=1"),
+        ("https://host/mlflow", "https://host/mlflow"),
+    ],
+)
+def test_a_password_is_not_shown(tmp_path, monkeypatch, uri, shown):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert store_name(tmp_path) == shown
+
+
+def test_nor_is_it_shown_in_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:se%2Fcret@127.0.0.1:9/mlflow/")
+    for text in ("no http://me:se%2Fcret@127.0.0.1:9/mlflow/api", "wrong password 'se/cret'\nfor me"):
+        reason = reason_of(OSError(text), tmp_path)
+        assert "cret" not in reason
+        assert "\n" not in reason
+    with pytest.raises(DvpError) as error:
+        create_store(tmp_path, EXPERIMENT)
+    assert str(error.value).startswith("MLflow store http://me:***@127.0.0.1:9/mlflow/: cannot be used (")
+    assert "cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////dev/null/mlflow.db", "mysql+nodriver://x/y"])
+def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, uri):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(DvpError) as error:
+        create_store(tmp_path, EXPERIMENT)
+    assert str(error.value).startswith(f"MLflow store {uri}: cannot be used (")
+    assert "\n" not in str(error.value)
+
+
+def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/cr@et@host/mlflow")
+    done = subprocess.run(
+        ["make", "--old-file=install", "mlflow", f"VENV={sys.prefix}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "the tracking server is at https://host/mlflow\n"
+
+
+def test_other_inputs_settings_or_task_make_another_run(folder):
+    keys = []
+    for more in ({"inputs": "one"}, {"inputs": "two"}, {"inputs": "one", "identity": "other"}, {"inputs": "one"}):
+        with stage_run(folder, EXPERIMENT, "train", **({"identity": "abc", "run": RUN} | more)) as tracked:
+            keys.append(tracked.key)
+    for task in ("aime24", "aime25"):
+        with stage_run(folder, EXPERIMENT, "evaluate", identity="abc", run=RUN, task=task) as tracked:
+            keys.append(tracked.key)
+    assert len(set(keys)) == 5
+    assert keys[3] == keys[0]
+    assert set(contents(folder)) > set(keys)
+
+
+def test_a_stage_that_runs_again_continues_its_run(folder):
+    def fail(step):
+        if step == 2:
+            raise DvpError("the node died")
+
+    with pytest.raises(DvpError):
+        train(folder, 4, fail)
+    [(key, first)] = [item for item in contents(folder).items() if item[1]["tags"]["stage"] == "train"]
+    assert first["status"] == "FAILED"
+    assert first["tags"]["failure"] == "DvpError: the node died"
+
+    seen = []
+    tracked = train(folder, 4, lambda step: seen.append(contents(folder)[key]))
+    assert tracked.key == key
+    assert {run["status"] for run in seen} == {"RUNNING"}
+    again = contents(folder)
+    check_training(again[key], 4)
+    assert "failure" not in again[key]["tags"]
+    assert again[key]["times"][0] == first["times"][0]
+    assert len(again) == 2  # the run and its grid point
+
+
+def test_a_terminated_stage_is_marked_killed(folder):
+    with pytest.raises(SystemExit), stage_run(folder, EXPERIMENT, "base", identity="abc") as tracked:
+        raise SystemExit(143)
+    assert contents(folder)[tracked.key]["status"] == "KILLED"
+
+
+def test_what_an_attempt_came_to_is_not_said_of_the_next(folder):
+    for collapsed in (True, False):
+        with stage_run(folder, EXPERIMENT, "train", identity="abc", run=RUN) as tracked:
+            if collapsed:
+                tracked.tag(COLLAPSED, "at step 7")
+        assert contents(folder)[tracked.key]["tags"].get("collapsed") == ("at step 7" if collapsed else None)
+
+
+def test_of_a_step_that_is_done_twice_the_first_numbers_stay(folder):
+    """A run resumed from step 2 does step 3 again; a metric has one value a step."""
+    for seconds, last in ((0.25, 3), (0.5, 4)):
+        rows = [{"step": step, "seconds": 0.25 if step < 3 else seconds} for step in range(1, last + 1)]
+        with stage_run(folder, EXPERIMENT, "train", identity="abc", run=RUN) as tracked:
+            for row in rows:
+                tracked.log_step(row["step"], row)
+    points = contents(folder)[tracked.key]["metrics"]["seconds"]
+    assert [point[:2] for point in points] == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5)]
+
+
+def test_a_result_that_changes_is_the_one_shown(folder):
+    client = MlflowClient(tracking_uri=store_uri(folder.parent))
+    for value in (0.5, 0.25, 0.5):
+        tracked = evaluate(folder, {}, value)
+        [run_id] = lineage(folder.parent, EXPERIMENT, tracked.key)["evaluate"]
+        assert client.get_run(run_id).data.metrics == {"avg_at_8": value}
+    file = client.download_artifacts(run_id, "scores.json")
+    assert json.loads(Path(file).read_text()) == {"value": 0.5}
+
+
+def test_stages_of_a_grid_point_share_a_parent_and_carry_the_tags(folder, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trained = train(folder, 1).key
+    evaluated = evaluate(folder, {"train": [trained]}).key
+    runs = contents(folder)
+    [parent] = {runs[key]["tags"]["mlflow.parentRunId"] for key in (trained, evaluated)}
+    assert runs[parent]["tags"]["run"] == runs[parent]["name"] == RUN
+    assert runs[parent]["status"] == "FINISHED"
+    tags = runs[evaluated]["tags"]
+    assert (tags["stage"], tags["task"], tags["config_hash"], tags["slurm_job"]) == ("evaluate", "aime25", "def", "17")
+    assert len(tags["git_commit"]) >= 7
+    assert runs[evaluated]["name"] == f"evaluate aime25 {RUN}"
+
+
+def test_lineage_follows_the_links_upstream(folder):
+    keys: dict[str, str] = {}
+    for stage, upstream in [
+        ("prepare", []),
+        ("base", ["prepare"]),
+        ("train", ["prepare", "base"]),
+        ("convert", ["train"]),
+    ]:
+        links = {name: [keys[name]] for name in upstream}
+        with stage_run(folder, EXPERIMENT, stage, identity="abc", upstream=links) as tracked:
+            keys[stage] = tracked.key
+    other = train(folder, 1, identity="another seed").key
+    with stage_run(folder, EXPERIMENT, "report", identity="abc", upstream={"train": [keys["train"], other]}) as tracked:
+        pass
+    found = lineage(folder.parent, EXPERIMENT, keys["convert"])
+    assert {stage: len(ids) for stage, ids in found.items()} == dict.fromkeys(keys, 1)
+    assert set(lineage(folder.parent, EXPERIMENT, keys["base"])) == {"prepare", "base"}
+    found = lineage(folder.parent, EXPERIMENT, tracked.key)
+    assert {stage: len(ids) for stage, ids in found.items()} == {"report": 1, "train": 2, "prepare": 1, "base": 1}
+    with pytest.raises(DvpError, match="no run has the tracking_key 000000000000"):
+        lineage(folder.parent, EXPERIMENT, "0" * 12)
+
+
+def test_text_that_filters_might_stumble_over(folder):
+    texts = ["it's", 'say "no"', "back`tick", "a' OR '1'='1", "100 %\\", "Δ/ρ"]
+    for run in texts:
+        for failure in ("`'\"", None):
+            with (
+                contextlib.suppress(DvpError),
+                stage_run(folder, EXPERIMENT, "train", identity=run, run=run, inputs=run) as tracked,
+            ):
+                tracked.log_params({"text": run})
+                if failure:
+                    raise DvpError(failure)
+        again = contents(folder)[tracked.key]
+        assert again["params"] == {"text": run}
+        assert again["tags"]["run"] == run
+        assert again["status"] == "FINISHED"
+    assert len(contents(folder)) == 2 * len(texts)
+
+
+def one_of_many(folder: Path, number: int) -> None:
+    train(folder, 40, run=f"{RUN}{number}")
+
+
+@pytest.mark.slow
+def test_eight_jobs_write_at_once_without_losing_a_metric(folder, capfd):
+    """8 × 40 steps × 24 numbers into one SQLite file, flushed every step."""
+    context = multiprocessing.get_context("spawn")
+    jobs = [context.Process(target=one_of_many, args=(folder, number)) for number in range(8)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(400)
+        assert job.exitcode == 0
+    assert "cannot be used" not in capfd.readouterr().err
+    runs = [run for run in contents(folder).values() if run["tags"]["stage"] == "train"]
+    assert len(runs) == 8
+    for run in runs:
+        check_training(run, 40)

@@ -170,6 +170,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
             "checkpoint": str(final.relative_to(folder)),
             "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", "probe.safetensors")},
         }
+        if loop.collapse.collapsed_at is not None:
+            tracked.log_result({"collapsed_at": loop.collapse.collapsed_at})
         _finish(folder / "train.json", result, tracked, identity, started)
 
 

@@ -12,7 +12,8 @@ import sys
 from dvp import cli
 
 MOMENTS = {
-    "rollout": ("vllm.v1.engine.llm_engine", "LLMEngine", "step"),  # one token of every response
+    "rollout": ("dvp.rollout.vllm", "VllmEngine", "generate"),
+    "token": ("vllm.v1.engine.llm_engine", "LLMEngine", "step"),
     "update": ("dvp.training.backend", "Trainer", "forward_backward"),
     "checkpoint": ("dvp.training.checkpoint", None, "checksums"),  # DeepSpeed's files are there, their sums are not
 }
@@ -27,7 +28,9 @@ def strike(number: int, moment: str, call: int) -> None:
     def struck(*arguments, **options):
         nonlocal calls
         calls += 1
-        if calls == call:
+        if calls == call and moment == "rollout":
+            strike(number, "token", 10)  # in the middle of it
+        elif calls == call:
             os.kill(os.getpid(), number)
         return original(*arguments, **options)
 

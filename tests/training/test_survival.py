@@ -363,12 +363,15 @@ def _kill_engine(loop):
 
 
 ERRORS = {
-    "NaN weights": (_poison_weights, "step 3: the trainer's log-probs are not finite: training diverged; lower"),
-    "NaN loss": (_poison_loss, "step 3: the gradient's norm is nan: training diverged; lower training.learning_rate"),
-    "NaN from the engine": (_poison_log_probs, "step 3: the engine's log-probs are not finite"),
+    "NaN weights": (_poison_weights, "step 4: the trainer's log-probs are not finite: training diverged; lower"),
+    "NaN loss": (
+        _poison_loss,
+        "step 4: the gradient's norm is (nan|inf): training diverged; lower training.learning_rate",
+    ),
+    "NaN from the engine": (_poison_log_probs, "step 4: the engine's log-probs are not finite"),
     "dead engine": (
         _kill_engine,
-        r"step 3: the engine died in the rollout \(RuntimeError: EngineCore died with many lines\); run again",
+        r"step 4: the engine died in the rollout \(RuntimeError: EngineCore died with many lines\); run again",
     ),
 }
 
@@ -377,13 +380,20 @@ ERRORS = {
 def test_an_error_in_a_step_is_a_line_that_names_it_and_nothing_is_lost(make_loop, tmp_path, whole, harm, message):
     loop = make_loop()
     with pytest.raises(DvpError, match=message) as raised:
-        train(loop, tmp_path / "run", lambda row: harm(loop) if row["step"] == 2 else None)
+        train(loop, tmp_path / "run", lambda row: harm(loop) if row["step"] == 3 else None)
     assert "\n" not in str(raised.value)
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
     resumed = make_loop()
     train(resumed, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(whole[0])
     assert same(weights(resumed), whole[1])
+
+
+def test_weights_that_an_update_broke_are_in_no_checkpoint(make_loop, tmp_path):
+    loop = make_loop()
+    with pytest.raises(DvpError, match=r"^step 4: its update left weights that are not finite; lower"):
+        train(loop, tmp_path, lambda row: _poison_weights(loop) if row["step"] == 4 else None)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-000002"]
 
 
 def test_a_verifier_that_raises_names_the_problem(make_loop, tmp_path, monkeypatch):

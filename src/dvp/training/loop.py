@@ -332,6 +332,11 @@ def run_loop(
 
     def save() -> None:
         nonlocal saved
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        if not all(value.isfinite().all() for _, value in loop.trainer.weights()):
+            raise DvpError(
+                f"step {len(rows)}: its update left weights that are not finite; lower training.learning_rate"
+            )
         checkpoint.save(checkpoints, len(rows), loop.trainer, metrics_file, config.keep_checkpoints)
         saved = len(rows)
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from dvp.errors import DvpError
 from dvp.files import (
+    append_line,
     atomic_path,
     checksums,
     read_json,
@@ -207,3 +210,28 @@ def test_a_missing_file_is_named_and_a_further_one_does_no_harm(tmp_path):
     (tmp_path / "deep" / "b").mkdir()
     with pytest.raises(DvpError, match="missing"):
         verify_checksums(tmp_path, expected)
+
+
+def test_all_that_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files and folders alike: a folder that is not synced may have lost its files after a power cut."""
+    synced = []
+    fsync = os.fsync
+
+    def record(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, (tmp_path / "out").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with atomic_path(tmp_path / "out") as temporary:
+        _fill(temporary, "x", "a", "deep/b", "deep/er/c")
+    made = {path.stat().st_ino for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]}
+    assert {inode for inode, named in synced if not named} == made
+    assert synced[-1] == (tmp_path.stat().st_ino, True)
+
+
+def test_lines_are_appended_at_once_or_the_call_fails(tmp_path):
+    append_line(tmp_path / "lines", "one")
+    append_line(tmp_path / "lines", "zwei ü")
+    assert (tmp_path / "lines").read_text(encoding="utf-8") == "one\nzwei ü\n"
+    with pytest.raises(OSError, match="No space left on device"):
+        append_line(Path("/dev/full"), "three")

@@ -6,8 +6,9 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
-from dvp.errors import DvpError
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,7 +18,8 @@ def parser() -> argparse.ArgumentParser:
         description="Dynamic Vocabulary Pruning, from raw prompts to the tables of a paper. Each verb is a stage of "
         "the pipeline: it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` "
         "runs them all in order.",
-        epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp.",
+        epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp. "
+        "Told to stop by SIGTERM (143) or SIGUSR1 (138), training saves its last step first.",
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -138,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     verb = options.pop("verb")
     # A terminated stage ends like an interrupted one: temporary files are removed, MLflow is told.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
     quiet()
     from dvp import stages
 
@@ -156,6 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
     except DvpError as error:
         print(f"dvp {verb}: {error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"dvp {verb}: {stopped}", file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
         print(f"dvp {verb}: interrupted", file=sys.stderr)
         return 130
@@ -167,6 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number)
 
 
 def quiet() -> None:

@@ -33,10 +33,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     _remove(temporary)
     try:
         yield temporary
-        for file in [temporary] if temporary.is_file() else sorted(temporary.rglob("*")):
-            if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
+        for made in [temporary, *temporary.rglob("*")]:
+            if not made.is_symlink():
+                _sync(made)
         if path.is_dir():
             # A directory cannot be replaced in one step: the old one steps aside first.
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -45,11 +44,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
             _remove(old)
         else:
             os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the rename itself
-        os.close(folder)
+        _sync(path.parent)  # the rename itself
     finally:
         _remove(temporary)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, unbuffered: where the disk is full, this call raises OSError, and no later one does."""
+    data = f"{line}\n".encode()
+    with open(path, "ab", buffering=0) as file:
+        while data:
+            data = data[file.write(data) :]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -106,6 +111,15 @@ def verify_checksums(folder: Path, expected: dict[str, str]) -> None:
             raise DvpError(f"{file}: missing, although its manifest lists it")
         if sha256_file(file) != digest:
             raise DvpError(f"{file}: altered since it was written (its SHA-256 differs from its manifest)")
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content, or a folder's list of names, written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

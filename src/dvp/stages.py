@@ -122,7 +122,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
     from transformers import AutoTokenizer
 
     from dvp.conversion import write_probe
-    from dvp.data.prompts import encode_prompt, short_enough
+    from dvp.data.prompts import encode_prompts, short_enough
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
 
@@ -157,7 +157,7 @@ def train(config: Path, run_path: str, threads: int) -> None:
         trainer = Trainer(place.base, settings, experiment.deepspeed)
         tokenizer = AutoTokenizer.from_pretrained(place.base)
         problems = pd.read_parquet(place.data / "train.parquet")
-        encoded = [encode_prompt(tokenizer, prompt, experiment.data.chat) for prompt in problems["prompt"]]
+        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
         kept = short_enough(encoded, settings.max_prompt_tokens)
         too_long = len(encoded) - len(kept)
         problems, encoded = problems.iloc[kept], [encoded[index] for index in kept]
@@ -238,7 +238,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from dvp.data.prompts import encode_prompt
+    from dvp.data.prompts import encode_prompts
     from dvp.evaluation.runner import evaluate as run_evaluate
     from dvp.training.base import check_vocabulary
 
@@ -264,8 +264,10 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
         problems = pd.read_parquet(place.data / "eval.parquet")
-        prompts = problems["prompt"][problems["task"] == task]
-        longest = max((len(encode_prompt(tokenizer, p, experiment.data.chat)) for p in prompts), default=0)
+        encoded = encode_prompts(
+            tokenizer, problems[problems["task"] == task], experiment.data.chat, "data/eval.parquet"
+        )
+        longest = max(map(len, encoded), default=0)
         engine = VllmEngine(
             model,
             experiment.engines[settings.engine],

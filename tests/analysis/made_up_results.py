@@ -73,7 +73,7 @@ class Results:
             )
         return rows
 
-    def write_training(self, run: Run, rows: list[dict]) -> None:
+    def write_training(self, run: Run, rows: list[dict], collapsed_at: int | None = None) -> None:
         folder = self.folder / "runs" / run.path
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -84,6 +84,8 @@ class Results:
             "git_commit": "c" * 40,
             "steps": len(rows),
             "skipped_steps": sum(row["skipped"] for row in rows),
+            "collapsed_at": collapsed_at,
+            "collapse_reason": None if collapsed_at is None else "k3 was above 1",
             "seconds": 66.0,
             "tracking_key": f"train {run.path}",
             "files": {path.name: sha256_file(path)},

@@ -126,6 +126,34 @@ def test_seeds_are_resampled_from_three_on(tmp_path):
     assert "over problems, samples and the 3 training seeds" in " ".join(formatted.notes)
 
 
+def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
+    """Of two seeds the second collapsed; it has its score, and the step at which it did."""
+    arm = Arm("rloo", "coarse", None)
+    before = tables.main_table(experiment, results.folder, CLAIMS)
+    assert "ollapsed" not in str(tables.format_main(experiment, before, tables.published_gain(CLAIMS)))
+    results.write_training(arm.run(1), results.metrics(arm.run(1), np.random.default_rng(0)), collapsed_at=9)
+    table = tables.main_table(experiment, results.folder, CLAIMS)
+    row = table.set_index("arm").loc[REFERENCE]
+    assert row["collapsed_at"] == [None, 9]
+    assert row["score"] == before.set_index("arm").loc[REFERENCE, "score"]
+    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
+    per_seed = [row[-1] for row in formatted.rows]
+    scores = [f"{100 * score:.1f}" for score in row["seed_scores"]]
+    assert per_seed[2] == f"{scores[0]} {scores[1]} (collapsed at step 9)"
+    assert sum("collapsed" in cell for cell in per_seed) == 1
+    assert any(note.startswith("Collapsed at step N: ") for note in formatted.notes)
+    rows = list(csv.DictReader(io.StringIO(tables.to_csv(table))))
+    assert [row["collapsed_at"] for row in rows[:3]] == ["", "None None", "None 9"]
+
+
+@pytest.mark.parametrize("wrong", [0, 13, "soon", True])
+def test_a_collapse_outside_the_run_is_refused(experiment, results, wrong):
+    run = Arm("rloo", "coarse", None).run(0)
+    results.write_training(run, results.metrics(run, np.random.default_rng(0)), collapsed_at=wrong)
+    with pytest.raises(DvpError, match=r"train.json: collapsed_at: expected a step or null, found"):
+        tables.main_table(experiment, results.folder, CLAIMS)
+
+
 def test_mismatch_by_hand(experiment, results):
     run = Arm("rloo_mis", "coarse", None).run(0)
     rows = results.metrics(run, np.random.default_rng(0))

@@ -47,6 +47,7 @@ class Tokenizer:
 
     name_or_path = "characters"
     chat_template = "yes"
+    all_special_tokens = ["<user>"]
 
     def __init__(self):
         self.encoded = []

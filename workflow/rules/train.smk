@@ -15,5 +15,6 @@ rule train:
         code=code_hash("train"),
     message:
         "training {wildcards.run}"
+    # Slurm signals every process of a job. Shell and tee must outlive `dvp`, which saves its last step and then leaves.
     shell:
-        "dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"
+        "trap '' TERM USR1; dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -99,6 +99,8 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
         "run",
         "steps",
         "skipped_steps",
+        "collapsed_at",
+        "collapse_reason",
         "git_commit",
         "tracking_key",
         "files",
@@ -117,6 +119,9 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
             f"{record_path}: skipped_steps: {record['skipped_steps']}, but {metrics_path.name} has "
             f"{metrics['skipped'].sum()} of them"
         )
+    collapsed_at = record["collapsed_at"]
+    if collapsed_at is not None and not (type(collapsed_at) is int and 1 <= collapsed_at <= steps):
+        raise DvpError(f"{record_path}: collapsed_at: expected a step or null, found {collapsed_at!r}")
     verify_checksums(folder, {name: digest for name, digest in record["files"].items() if name == metrics_path.name})
     return record, metrics
 
@@ -129,6 +134,11 @@ def read_metrics(experiment: Experiment, results: Path) -> pd.DataFrame:
             _, metrics = read_training(experiment, results, arm.run(seed))
             frames.append(metrics.assign(arm=arm.path, seed=seed))
     return pd.concat(frames, ignore_index=True)
+
+
+def read_collapses(experiment: Experiment, results: Path, arm: Arm) -> list[int | None]:
+    """The step at which each seed's run collapsed, None where it did not. Raises DvpError."""
+    return [read_training(experiment, results, arm.run(seed))[0]["collapsed_at"] for seed in experiment.seeds]
 
 
 def _read_metrics(path: Path) -> pd.DataFrame:

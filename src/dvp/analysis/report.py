@@ -95,6 +95,8 @@ def _provenance(
     def main_cell(name: str, column: str, value: object) -> list[str]:
         if column == "published_percent":
             return [] if pd.isna(value) else [str(claims)]
+        if column == "collapsed_at":
+            return trained.get(name, [])
         if column in CHANGE:
             return list(dict.fromkeys(evaluated[name] + evaluated[reference]))
         return evaluated[name]

@@ -15,6 +15,7 @@ from dvp.analysis.inputs import (
     Evaluation,
     arms,
     is_control,
+    read_collapses,
     read_evaluations,
     read_metrics,
     reference_arm,
@@ -43,7 +44,8 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
     for the base model, rho also without a safe vocabulary), role (`base`, `control`, `reference` or empty),
     seeds (list), k, score (avg@k, mean over seeds) with score_low and score_high, pass_at_k, maj_at_k,
     change_percent against the reference arm with change_low and change_high (paired), published_percent,
-    seed_scores (list). Intervals are 95 % (dvp.analysis.bootstrap); NaN where a change is not defined.
+    seed_scores (list), collapsed_at (list: the step at which a seed's run collapsed, None where it did not).
+    Intervals are 95 % (dvp.analysis.bootstrap); NaN where a change is not defined.
 
     Raises DvpError for a missing, stale or malformed input.
     """
@@ -90,6 +92,7 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
                 "change_high": change_high,
                 "published_percent": published.value if arm and arm.method == published.method else math.nan,
                 "seed_scores": [evaluation.metrics[f"avg@{k}"] for evaluation in found],
+                "collapsed_at": read_collapses(experiment, results, arm) if arm else [],
             }
         )
     return _frame(table)
@@ -140,7 +143,7 @@ def to_csv(table: pd.DataFrame) -> str:
     """Full precision; an undefined value is empty, a list's items are parted by spaces."""
     lists = {
         name: table[name].map(lambda items: " ".join(map(repr, items)))
-        for name in ("seeds", "seed_scores")
+        for name in ("seeds", "seed_scores", "collapsed_at")
         if name in table
     }
     return table.assign(**lists).to_csv(index=False)
@@ -163,7 +166,7 @@ def format_main(experiment: Experiment, table: pd.DataFrame, published: Claim) -
             f"{100 * row['maj_at_k']:.1f}",
             "reference" if row["role"] == "reference" else _change(row),
             EMPTY if math.isnan(row["published_percent"]) else f"{row['published_percent']:+.2f}",
-            " ".join(f"{100 * score:.1f}" for score in row["seed_scores"]) if row["seeds"] else EMPTY,
+            _per_seed(row) if row["seeds"] else EMPTY,
         ]
         for row in table.to_dict("records")
     ]
@@ -252,6 +255,11 @@ def _main_notes(experiment: Experiment, table: pd.DataFrame, published: Claim) -
         f"Change: relative to {reference['label']} on engine {reference['engine']} (ref.); its interval is "
         "paired, with the same resampled problems in all rows.",
     ]
+    if any(step is not None for steps in table["collapsed_at"] for step in steps):
+        notes.append(
+            "Collapsed at step N: from there on the run was marked as collapsed (training.collapse; train.json has the "
+            "reason). It went on to its last step, and its score counts like any other."
+        )
     if (table["role"] == "control").any():
         notes.append(_control_note(experiment))
     if table["published_percent"].notna().any():
@@ -285,6 +293,13 @@ def _percent(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
+def _per_seed(row: dict) -> str:
+    return " ".join(
+        f"{100 * score:.1f}" + ("" if step is None else f" (collapsed at step {step})")
+        for score, step in zip(row["seed_scores"], row["collapsed_at"], strict=True)
+    )
+
+
 def _change(row: dict) -> str:
     if math.isnan(row["change_percent"]):
         return EMPTY
@@ -303,7 +318,7 @@ def _ranged(row: dict, name: str, spec: str) -> str:
 
 def _frame(rows: list[dict]) -> pd.DataFrame:
     # Object columns keep None and lists as they are.
-    exact = {"engine", "rho", "seeds", "seed_scores"}
+    exact = {"engine", "rho", "seeds", "seed_scores", "collapsed_at"}
     return pd.DataFrame(
         {name: pd.Series([row[name] for row in rows], dtype=object if name in exact else None) for name in rows[0]}
     )

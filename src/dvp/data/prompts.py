@@ -2,14 +2,31 @@
 
 from typing import Any
 
+import pandas as pd
+
 from dvp.errors import DvpError
+
+
+def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: str) -> list[list[int]]:
+    """Token ids of each problem's prompt. Raises DvpError, naming the row of `where` and its id."""
+    encoded = []
+    for row, problem in problems.iterrows():
+        try:
+            encoded.append(encode_prompt(tokenizer, problem["prompt"], chat))
+        except DvpError as error:
+            raise DvpError(f"{where}: row {row} (id {problem['id']}): {error}") from None
+    return encoded
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     """Token ids of a prompt; with `chat`, of the conversation in which it is the user's first message.
 
-    Raises DvpError if `chat` is asked for and the tokenizer has no chat template.
+    Raises DvpError if the prompt contains a control token of the tokenizer, which would let a problem end its own turn,
+    or if `chat` is asked for and the tokenizer has no chat template.
     """
+    for token in tokenizer.all_special_tokens:
+        if token in prompt:
+            raise DvpError(f"the prompt contains the control token '{token}'; remove it from the data or the template")
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:

@@ -16,6 +16,9 @@ from dvp.errors import DvpError
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000
+# A row is read whole: these bound what a hostile or broken file can make of memory.
+LONGEST_LINE = 2**24  # characters
+LARGEST_LIST = 2**28  # bytes
 
 
 class Row(NamedTuple):
@@ -168,7 +171,9 @@ def _short(value: Any) -> str:
 def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
     with open(path, encoding="utf-8-sig") as file:
         try:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise DvpError(f"{name}: row {number}: longer than {LONGEST_LINE} characters; no problem is")
                 if line.strip():
                     yield number, _object(json.loads(line), f"{name}: row {number}")
         except json.JSONDecodeError as error:
@@ -178,6 +183,8 @@ def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json_list(path: Path, name: str) -> Iterator[tuple[int, Any]]:
+    if path.stat().st_size > LARGEST_LIST:
+        raise DvpError(f"{name}: larger than {LARGEST_LIST} bytes, which are read at once; make it JSON lines (.jsonl)")
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -3,10 +3,17 @@
 A checkpoint is a folder `step-000020` with DeepSpeed's files, the metrics so far, state.json, and a manifest of their
 SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous one
 intact.
+
+It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
+and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
+forward pass has no dropout. Feedback and collapse follow from the metrics.
 """
 
+import errno
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -17,6 +24,7 @@ from dvp.training.backend import Trainer
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
+DAMAGED = ".damaged"
 # DeepSpeed pickles these beside its tensors, and reads them back without weights_only.
 ALLOWED_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -29,23 +37,60 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
     """Write the checkpoint of `step` below `folder`, with a copy of the `metrics` up to it. Returns its path.
 
     All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
-    run's lock.
+    run's lock. Raises DvpError if it cannot be written, with all older ones in place.
     """
-    for abandoned in folder.glob(".step-*"):
-        shutil.rmtree(abandoned)
     path = folder / f"step-{step:06d}"
-    with atomic_path(path) as temporary:
-        temporary.mkdir()
-        trainer.save(temporary)
-        # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
-        for script in temporary.glob("*.py"):
-            script.unlink()
-        shutil.copyfile(metrics, temporary / METRICS)
-        write_json(temporary / "state.json", {"step": step})
-        write_json(temporary / MANIFEST, {"files": checksums(temporary)})
-    for old in checkpoints(folder)[:-keep]:
+    try:
+        for abandoned in folder.glob(".step-*"):
+            shutil.rmtree(abandoned)
+        with atomic_path(path) as temporary:
+            temporary.mkdir()
+            trainer.save(temporary)
+            # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
+            for script in temporary.glob("*.py"):
+                script.unlink()
+            shutil.copyfile(metrics, temporary / METRICS)
+            write_json(temporary / "state.json", {"step": step, "fingerprint": folder.name})
+            write_json(temporary / MANIFEST, {"files": checksums(temporary)})
+    except (OSError, RuntimeError) as error:
+        raise DvpError(
+            f"{path}: the checkpoint cannot be written ({_reason(error, folder)}); older ones are whole: mend this "
+            "and run again to continue from there"
+        ) from error
+    for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
         shutil.rmtree(old)
     return path
+
+
+def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
+    """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
+
+    A damaged one is named on standard error and set aside until another one has been written.
+    Raises DvpError if all are damaged; they stay as they are.
+    """
+    damaged: list[Path] = []
+    problems: list[DvpError] = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            state = verify(path)
+            metrics = (path / METRICS).read_text(encoding="utf-8")
+            if len(metrics.splitlines()) != state["step"]:
+                raise DvpError(f"{path}: expected {state['step']} rows of metrics")
+        except DvpError as error:
+            damaged.append(path)
+            problems.append(error)
+            continue
+        for one, problem in zip(damaged, problems, strict=True):
+            print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
+            os.replace(one, one.with_name(one.name + DAMAGED))
+        trainer.load(path)
+        return path, metrics
+    if damaged:
+        raise DvpError(
+            f"{folder}: no checkpoint is whole, nothing was deleted; to train from the start, move the folder away "
+            f"({'; '.join(map(str, problems))})"
+        )
+    return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -56,11 +101,22 @@ def checkpoints(folder: Path) -> list[Path]:
 def verify(path: Path) -> dict:
     """Check every file of a checkpoint and return its state.
 
-    Raises DvpError, naming the file, if one is missing, was altered, or holds code that a checkpoint has no need of.
+    Raises DvpError, naming the file, if one is missing, was altered, is of other settings, or holds code that a
+    checkpoint has no need of.
     """
     if not path.is_dir():
         raise DvpError(f"{path}: no such checkpoint")
+    try:
+        return _verify(path)
+    except OSError as error:
+        raise DvpError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
+
+
+def _verify(path: Path) -> dict:
     manifest = read_json(path / MANIFEST, "files")
+    for name in ("state.json", METRICS):
+        if name not in manifest["files"]:
+            raise DvpError(f"{path / MANIFEST}: does not list {name}")
     verify_checksums(path, manifest["files"])
     for file in sorted(path.rglob("*.pt")):
         if str(file.relative_to(path)) not in manifest["files"]:
@@ -71,4 +127,17 @@ def verify(path: Path) -> dict:
             raise DvpError(f"{file}: not a checkpoint of torch ({' '.join(str(error).split())[:200]})") from None
         if foreign:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
-    return read_json(path / "state.json", "step")
+    state = read_json(path / "state.json", "step", "fingerprint")
+    if state["fingerprint"] != path.parent.name:
+        raise DvpError(f"{path}: a checkpoint of other settings, data or code ({state['fingerprint']})")
+    return state
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Why a write failed, in a few words; torch's own are about its streams."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    free = shutil.disk_usage(folder).free
+    if free < 2**20:
+        return os.strerror(errno.ENOSPC)
+    return f"{' '.join(str(error).split())[:100]}; {free / 2**20:.0f} MiB free"

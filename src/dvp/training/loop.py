@@ -8,7 +8,6 @@ of truth; MLflow is fed from the same rows.
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -29,8 +28,9 @@ from dvp.core.importance import ImportanceWeights, importance_weights
 from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
-from dvp.files import write_text
+from dvp.files import append_line, write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.stopping import Abandoned, StopRequest
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
 from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
@@ -86,14 +86,16 @@ class Loop:
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine
+        self.stop = StopRequest()
         self.pad = pad
+        self.ids = list(problems["id"])
         self.answers = list(problems["answer"])
         self.prompts = prompts
         limit = engine.max_model_len - self.config.max_response_tokens
         for row, prompt in enumerate(self.prompts):
             if len(prompt) > limit:
                 raise DvpError(
-                    f"data/train.parquet: row {row} (id {problems['id'].iloc[row]}): its prompt has {len(prompt)} "
+                    f"data/train.parquet: row {row} (id {self.ids[row]}): its prompt has {len(prompt)} "
                     f"tokens; the model's context leaves {limit} beside max_response_tokens"
                 )
 
@@ -101,16 +103,9 @@ class Loop:
         """One step (1-based); returns its row of metrics.jsonl."""
         started = time.perf_counter()
         rows = prompt_rows(len(self.prompts), self.config.prompts_per_step, step, self.run.seed)
-        completions = self.engine.generate(
-            [self.prompts[row] for row in rows],
-            Sampling(
-                max_tokens=self.config.max_response_tokens,
-                n=self.config.group_size,
-                temperature=self.config.temperature,
-                safe_vocabulary=self.safe.engine,
-            ),
-            [derived_seed(self.run.seed, step, row) for row in rows],
-        )
+        # The longest part of a step; the weights are still those of the last one.
+        with self.stop.abandonable():
+            completions = self._roll_out(rows, step)
         rolled_out = time.perf_counter()
         rollout = self._graded(rows, completions)
         rewarded = time.perf_counter()
@@ -142,17 +137,38 @@ class Loop:
         self.safe.observe(row)
         self.collapse.observe(row["step"], row)
 
+    def _roll_out(self, rows: list[int], step: int) -> list[list[Completion]]:
+        sampling = Sampling(
+            max_tokens=self.config.max_response_tokens,
+            n=self.config.group_size,
+            temperature=self.config.temperature,
+            safe_vocabulary=self.safe.engine,
+        )
+        seeds = [derived_seed(self.run.seed, step, row) for row in rows]
+        try:
+            return self.engine.generate([self.prompts[row] for row in rows], sampling, seeds)
+        except DvpError:
+            raise
+        except Exception as error:
+            raise DvpError(f"the engine died in the rollout ({_line(error)}); run again to continue") from error
+
+    def _grade(self, row: int, response: str, truncated: bool) -> float:
+        try:
+            return float(grade(response, self.answers[row], truncated=truncated))
+        except Exception as error:
+            where = f"data/train.parquet: row {row} (id {self.ids[row]})"
+            raise DvpError(f"{where}: the verifier failed on a response ({_line(error)})") from error
+
     def _graded(self, rows: list[int], completions: list[list[Completion]]) -> Rollout:
         """Responses side by side, each with its reward."""
         flat = [(row, one) for row, group in zip(rows, completions, strict=True) for one in group]
         batch = Batch.collate([self.prompts[row] for row, _ in flat], [one.token_ids for _, one in flat], self.pad)
         infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
         infer_log_prob_BT[batch.response_BT] = torch.tensor([value for _, one in flat for value in one.log_probs])
+        if not infer_log_prob_BT.isfinite().all():
+            raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
         truncated = [one.finish_reason == "length" for _, one in flat]
-        rewards = [
-            float(grade(one.text, self.answers[row], truncated=cut))
-            for (row, one), cut in zip(flat, truncated, strict=True)
-        ]
+        rewards = [self._grade(row, one.text, cut) for (row, one), cut in zip(flat, truncated, strict=True)]
         return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))
 
     def _update(self, rollout: Rollout, control: bool) -> dict:
@@ -183,6 +199,8 @@ class Loop:
     def _score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
         """The statistics of every response token, each (B, T), 0 elsewhere."""
         statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
+        if not statistics.log_prob.isfinite().all():
+            raise DvpError("the trainer's log-probs are not finite: training diverged; lower training.learning_rate")
         mask_BT = rollout.batch.response_BT
         return {one.name: _unflatten(getattr(statistics, one.name), mask_BT) for one in fields(TokenStatistics)}
 
@@ -298,9 +316,11 @@ def run_loop(
 
     folder : the run's folder, where metrics.jsonl grows.
     on_step : called with each row, restored ones included.
-    Returns the final checkpoint and all rows. Raises DvpError for a damaged checkpoint.
+    Returns the final checkpoint and all rows. Told to stop by a signal, the loop gives up a rollout or finishes an
+    update, saves what is done and raises Stopped.
+    Raises DvpError, naming the step, for what goes wrong in one; if all checkpoints are damaged; if the disk is full.
     """
-    config = loop.config
+    config, stop = loop.config, loop.stop
     metrics_file = folder / "metrics.jsonl"
     rows = _restore(loop, metrics_file, checkpoints)
     for row in rows:
@@ -308,35 +328,71 @@ def run_loop(
         on_step(row)
     loop.engine.load_weights(loop.trainer.weights())
     folder.mkdir(parents=True, exist_ok=True)
-    with open(metrics_file, "a", encoding="utf-8") as file:
-        for step in range(len(rows) + 1, config.steps + 1):
-            row = loop.step(step)
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            rows.append(row)
-            on_step(row)
-            if step % config.checkpoint_every == 0 or step == config.steps:
-                os.fsync(file.fileno())
-                checkpoint.save(checkpoints, step, loop.trainer, metrics_file, config.keep_checkpoints)
+    saved = len(rows)
+
+    def save() -> None:
+        nonlocal saved
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        if not all(value.isfinite().all() for _, value in loop.trainer.weights()):
+            raise DvpError(
+                f"step {len(rows)}: its update left weights that are not finite; lower training.learning_rate"
+            )
+        checkpoint.save(checkpoints, len(rows), loop.trainer, metrics_file, config.keep_checkpoints)
+        saved = len(rows)
+
+    with stop:
+        while len(rows) < config.steps:
+            try:
+                row = _step(loop, len(rows) + 1)
+            except Abandoned:
+                pass
+            else:
+                _append(metrics_file, row)
+                rows.append(row)
+                on_step(row)
+                if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
+                    save()
+            if stop.requested() and len(rows) < config.steps:
+                # A run goes on with the engine's weights equal to the trainer's; between two of its updates, a stale
+                # engine's are not.
+                if len(rows) > saved and len(rows) % config.synchronise_every == 0:
+                    save()
+                stop.leave(len(rows), saved)
     return checkpoint.checkpoints(checkpoints)[-1], rows
 
 
+def _step(loop: Loop, step: int) -> dict:
+    """A step whose errors name it, and whose numbers are finite."""
+    try:
+        row = loop.step(step)
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise DvpError(f"{name} is {value}: training diverged; lower training.learning_rate")
+    except DvpError as error:
+        raise DvpError(f"step {step}: {error}") from error
+    return row
+
+
+def _append(metrics_file: Path, row: dict) -> None:
+    try:
+        append_line(metrics_file, json.dumps(row, allow_nan=False))
+    except OSError as error:
+        raise DvpError(
+            f"{metrics_file}: cannot be written ({error.strerror}); run again to continue from the last checkpoint"
+        ) from error
+
+
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
-    """Load the newest checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
-    saved = checkpoint.checkpoints(checkpoints)
-    if not saved:
+    """Load the newest whole checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
+    restored = checkpoint.restore(checkpoints, loop.trainer)
+    if restored is None:
         metrics_file.unlink(missing_ok=True)
         return []
-    state = checkpoint.verify(saved[-1])
+    path, metrics = restored
     # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
-    metrics = (saved[-1] / checkpoint.METRICS).read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in metrics.splitlines()]
-    if len(rows) != state["step"]:
-        raise DvpError(f"{saved[-1]}: expected {state['step']} rows of metrics, found {len(rows)}")
-    loop.trainer.load(saved[-1])
     write_text(metrics_file, metrics)
-    print(f"continuing from {saved[-1]}", file=sys.stderr)
-    return rows
+    print(f"continuing from {path}", file=sys.stderr)
+    return [json.loads(line) for line in metrics.splitlines()]
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
@@ -357,6 +413,10 @@ def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
 def derived_seed(*parts: int) -> int:
     """A seed for the sampler (62 bits) from a run's seed, the step and the problem: the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 2
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _unflatten(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,84 @@
+"""Leaving in time: what a stage does when it is told to stop.
+
+Slurm sends SIGTERM at a time limit, at scancel and at a preemption, and SIGKILL some seconds later; a warning before
+the limit may be SIGTERM too, or SIGUSR1. Training must not lose the steps since its last checkpoint to it.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from dvp.errors import STOP_SIGNALS, Stopped
+
+
+class Abandoned(BaseException):
+    """The step in hand was given up before it had changed anything. Not an Exception: no library may swallow it."""
+
+
+class StopRequest:
+    """While entered, a stop signal is remembered instead of ending the process; what may be abandoned, is.
+
+    More signals of the kind change nothing: one event may send several, and SIGKILL follows anyway.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._abandonable = False
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        if self._abandonable:
+            self._abandonable = False
+            raise Abandoned
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """A stop signal ends this block, which must not be one that changes the trainer or waits for another rank.
+
+        Raises Abandoned at the end of the block, on every rank, if any of them was told to stop.
+        """
+        try:
+            try:
+                self._abandonable = True
+                if self.signal is not None:
+                    raise Abandoned
+                yield
+            finally:
+                self._abandonable = False
+        except Abandoned:
+            pass
+        except Exception:
+            # An engine's own processes get the same signal, and die of it.
+            if self.signal is None:
+                raise
+        if self.requested():
+            raise Abandoned
+
+    def requested(self) -> bool:
+        """Whether a rank was told to stop; all ranks ask at the same place, as they must leave together."""
+        asked = self.signal is not None
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return asked
+        answers: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, self.signal and self.signal.name)
+        names = [name for name in answers if name is not None]
+        if names and not asked:
+            self.signal = signal.Signals[names[0]]
+        return bool(names)
+
+    def leave(self, after: int, saved: int) -> None:
+        """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""
+        assert self.signal is not None
+        rest = "" if saved == after else f" from step {saved}"
+        raise Stopped(f"stopped by {self.signal.name} after step {after}; run again to continue{rest}", self.signal)

@@ -13,6 +13,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums, read_json, verify_checksums, write_json
+from dvp.training import ranks
 from dvp.training.backend import Trainer
 
 MANIFEST = "manifest.json"
@@ -29,11 +30,15 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
     """Write the checkpoint of `step` below `folder`, with a copy of the `metrics` up to it. Returns its path.
 
     All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
-    run's lock.
+    run's lock. All ranks call this; it returns when the checkpoint is whole.
     """
+    path = folder / f"step-{step:06d}"
+    if not ranks.is_main():
+        trainer.save(path)
+        ranks.gather(None)
+        return path
     for abandoned in folder.glob(".step-*"):
         shutil.rmtree(abandoned)
-    path = folder / f"step-{step:06d}"
     with atomic_path(path) as temporary:
         temporary.mkdir()
         trainer.save(temporary)
@@ -41,10 +46,11 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
         for script in temporary.glob("*.py"):
             script.unlink()
         shutil.copyfile(metrics, temporary / METRICS)
-        write_json(temporary / "state.json", {"step": step})
+        write_json(temporary / "state.json", {"step": step, "ranks": ranks.count()})
         write_json(temporary / MANIFEST, {"files": checksums(temporary)})
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
+    ranks.gather(None)
     return path
 
 
@@ -71,4 +77,4 @@ def verify(path: Path) -> dict:
             raise DvpError(f"{file}: not a checkpoint of torch ({' '.join(str(error).split())[:200]})") from None
         if foreign:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
-    return read_json(path / "state.json", "step")
+    return read_json(path / "state.json", "step", "ranks")

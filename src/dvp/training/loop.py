@@ -31,7 +31,7 @@ from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.training import checkpoint
+from dvp.training import checkpoint, ranks
 from dvp.training.backend import Batch, Trainer
 from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
 
@@ -101,16 +101,7 @@ class Loop:
         """One step (1-based); returns its row of metrics.jsonl."""
         started = time.perf_counter()
         rows = prompt_rows(len(self.prompts), self.config.prompts_per_step, step, self.run.seed)
-        completions = self.engine.generate(
-            [self.prompts[row] for row in rows],
-            Sampling(
-                max_tokens=self.config.max_response_tokens,
-                n=self.config.group_size,
-                temperature=self.config.temperature,
-                safe_vocabulary=self.safe.engine,
-            ),
-            [derived_seed(self.run.seed, step, row) for row in rows],
-        )
+        completions = self._sampled(step, rows)
         rolled_out = time.perf_counter()
         rollout = self._graded(rows, completions)
         rewarded = time.perf_counter()
@@ -134,6 +125,8 @@ class Loop:
             "seconds_sync": synchronised - updated,
             "seconds": synchronised - started,
         }
+        # Times differ between ranks; what is decided from a row must not.
+        row = ranks.gather(row)[0]
         self.observe(row)
         return row | {"collapsed": self.collapse.collapsed_at is not None}
 
@@ -142,8 +135,23 @@ class Loop:
         self.safe.observe(row)
         self.collapse.observe(row["step"], row)
 
+    def _sampled(self, step: int, rows: list[int]) -> list[list[Completion]]:
+        """The group of responses to each prompt; every engine samples those to its share of the prompts."""
+        mine = ranks.share(rows, self.engine.ranks)
+        completions = self.engine.generate(
+            [self.prompts[row] for row in mine],
+            Sampling(
+                max_tokens=self.config.max_response_tokens,
+                n=self.config.group_size,
+                temperature=self.config.temperature,
+                safe_vocabulary=self.safe.engine,
+            ),
+            [derived_seed(self.run.seed, step, row) for row in mine],
+        )
+        return ranks.join(completions, len(rows), self.engine.ranks)
+
     def _graded(self, rows: list[int], completions: list[list[Completion]]) -> Rollout:
-        """Responses side by side, each with its reward."""
+        """Responses side by side, each with its reward; every rank grades its share of them."""
         flat = [(row, one) for row, group in zip(rows, completions, strict=True) for one in group]
         batch = Batch.collate([self.prompts[row] for row, _ in flat], [one.token_ids for _, one in flat], self.pad)
         infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
@@ -151,8 +159,9 @@ class Loop:
         truncated = [one.finish_reason == "length" for _, one in flat]
         rewards = [
             float(grade(one.text, self.answers[row], truncated=cut))
-            for (row, one), cut in zip(flat, truncated, strict=True)
+            for (row, one), cut in ranks.share(list(zip(flat, truncated, strict=True)))
         ]
+        rewards = ranks.join(rewards, len(flat))
         return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))
 
     def _update(self, rollout: Rollout, control: bool) -> dict:
@@ -243,7 +252,11 @@ class Loop:
             return None
         clipped = []
         micro_batches = useful_B.nonzero().squeeze(1).split(self.config.micro_batch_size)
-        for index, rows_b in enumerate(micro_batches):
+        mine = [(rows_b, update.weight_BT) for rows_b in ranks.share(micro_batches)]
+        # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
+        rounds = ranks.rounds(len(micro_batches))
+        mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
+        for index, (rows_b, weight_BT) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
             width = batch.tokens_BT.shape[1]
             mask_bT, old_bT, weight_bT, advantage_bT = (
@@ -251,7 +264,7 @@ class Loop:
                 for values_BT in (
                     rollout.batch.response_BT,
                     statistics["pruned_log_prob"],
-                    update.weight_BT,
+                    weight_BT,
                     update.advantage_BT,
                 )
             )
@@ -275,7 +288,7 @@ class Loop:
                 clipped.append(result.clipped_BT.sum().item())
                 return result.loss
 
-            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == len(micro_batches) - 1)
+            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
@@ -283,7 +296,7 @@ class Loop:
         mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
         return {
             "gradient_norm": norm,
-            "clipped_fraction": sum(clipped) / rollout.batch.response_BT.sum().item(),
+            "clipped_fraction": sum(ranks.gather(sum(clipped))) / rollout.batch.response_BT.sum().item(),
             **otb_variance_readouts(update.advantage_BT, update.responses, mean_norm),
         }
 
@@ -308,7 +321,7 @@ def run_loop(
         on_step(row)
     loop.engine.load_weights(loop.trainer.weights())
     folder.mkdir(parents=True, exist_ok=True)
-    with open(metrics_file, "a", encoding="utf-8") as file:
+    with open(metrics_file if ranks.is_main() else os.devnull, "a", encoding="utf-8") as file:
         for step in range(len(rows) + 1, config.steps + 1):
             row = loop.step(step)
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -316,7 +329,8 @@ def run_loop(
             rows.append(row)
             on_step(row)
             if step % config.checkpoint_every == 0 or step == config.steps:
-                os.fsync(file.fileno())
+                if ranks.is_main():
+                    os.fsync(file.fileno())
                 checkpoint.save(checkpoints, step, loop.trainer, metrics_file, config.keep_checkpoints)
     return checkpoint.checkpoints(checkpoints)[-1], rows
 
@@ -325,17 +339,24 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     """Load the newest checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
     saved = checkpoint.checkpoints(checkpoints)
     if not saved:
-        metrics_file.unlink(missing_ok=True)
+        if ranks.is_main():
+            metrics_file.unlink(missing_ok=True)
         return []
     state = checkpoint.verify(saved[-1])
+    if state["ranks"] != ranks.count():
+        raise DvpError(
+            f"{saved[-1]}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
+            f"{state['ranks']}, or move {checkpoints} away to start anew"
+        )
     # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
     metrics = (saved[-1] / checkpoint.METRICS).read_text(encoding="utf-8")
     rows = [json.loads(line) for line in metrics.splitlines()]
     if len(rows) != state["step"]:
         raise DvpError(f"{saved[-1]}: expected {state['step']} rows of metrics, found {len(rows)}")
     loop.trainer.load(saved[-1])
-    write_text(metrics_file, metrics)
-    print(f"continuing from {saved[-1]}", file=sys.stderr)
+    if ranks.is_main():
+        write_text(metrics_file, metrics)
+        print(f"continuing from {saved[-1]}", file=sys.stderr)
     return rows
 
 

@@ -58,7 +58,7 @@ class PartlyWrongEngine(ScriptedEngine):
 def make_loop(model: Path, stage: int) -> Loop:
     """A loop on the tiny model. Under ZeRO-3 even its small parameters are split."""
     os.chdir(ROOT)
-    training = TrainingConfig(**SETTINGS, deepspeed=f"zero{stage}")
+    training = TrainingConfig(**SETTINGS, gpus=int(os.environ.get("WORLD_SIZE", "1")), deepspeed=f"zero{stage}")
     experiment = load_experiment("smoke").model_copy(
         update={"training": training, "methods": {"own": Method(label="own", **METHOD)}}
     )
@@ -97,6 +97,7 @@ def main(model: Path, folder: Path) -> None:
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
+        assert stage < 3 or not any(parameter.numel() for parameter in loop.trainer.policy.parameters())
         if ranks.is_main():
             save_file(weights, place / "weights.safetensors")
             shutil.copytree(place / "checkpoints", place / "continued/checkpoints")

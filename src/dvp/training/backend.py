@@ -94,8 +94,11 @@ class Trainer:
     """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
 
     def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any]):
-        """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed)."""
-        _configure_environment()
+        """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed).
+
+        Raises DvpError if torchrun started another number of ranks than `config` asks for.
+        """
+        _configure_environment(config.ranks)
         import deepspeed
         from deepspeed.utils import logger
 
@@ -203,8 +206,13 @@ class Trainer:
 TAG = "deepspeed"
 
 
-def _configure_environment() -> None:
-    """One process of its own where torchrun has not said otherwise."""
+def _configure_environment(expected: int) -> None:
+    """One process of its own where torchrun has not said otherwise. Raises DvpError unless there are as many."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != str(expected):
+        raise DvpError(
+            f"WORLD_SIZE is {started}, but training.gpus × nodes is {expected}: `dvp train` starts its ranks itself"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,12 +1,12 @@
 """Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
 
-usage: rank_process.py MODEL FOLDER; leaves FOLDER/zeroN/{metrics.jsonl,checkpoints,probe,weights,continued} for each N.
+usage: rank_process.py MODEL FOLDER; leaves FOLDER/zeroN/{metrics.jsonl,checkpoints,probe,weights,continued} of each
+ZeRO stage.
 """
 
 import json
 import os
 import shutil
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +57,8 @@ class PartlyWrongEngine(ScriptedEngine):
 
 def make_loop(model: Path, stage: int) -> Loop:
     """A loop on the tiny model. Under ZeRO-3 even its small parameters are split."""
-    os.chdir(ROOT)
     training = TrainingConfig(**SETTINGS, gpus=int(os.environ.get("WORLD_SIZE", "1")), deepspeed=f"zero{stage}")
-    experiment = load_experiment("smoke").model_copy(
+    experiment = load_experiment("smoke", ROOT / "config").model_copy(
         update={"training": training, "methods": {"own": Method(label="own", **METHOD)}}
     )
     options = json.loads((ROOT / f"config/deepspeed/zero{stage}.json").read_text())
@@ -76,20 +75,9 @@ def make_loop(model: Path, stage: int) -> Loop:
     )
 
 
-def die_at(step: int, rank: int):
-    """What a run is to call at each step so that a rank is killed at one of them."""
-
-    def on_step(row: dict) -> None:
-        if row["step"] == step and ranks.rank() == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return on_step
-
-
-def main(model: Path, folder: Path) -> None:
-    quiet()
-    torch.set_num_threads(1)
-    for stage in (1, 2, 3):
+def train(model: Path, folder: Path, stages: tuple[int, ...]) -> None:
+    """A whole run for each ZeRO stage, and the same run continued from its checkpoint before the last."""
+    for stage in stages:
         place = folder / f"zero{stage}"
         loop = make_loop(model, stage)
         final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
@@ -110,4 +98,6 @@ def main(model: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    quiet()
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]), Path(sys.argv[2]), (1, 2, 3))

@@ -1,9 +1,9 @@
 """vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
 
-The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), on several ranks one
-in each; on a GPU it sleeps, its memory free for the trainer, from the end of a rollout until it is needed again. It
-reports log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all
-three).
+The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), on several ranks
+one in each; on a GPU it sleeps, its memory free for the trainer, from the end of a rollout until it is needed again. It
+reports log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before
+all three).
 """
 
 import logging

@@ -74,7 +74,7 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
         job = os.environ.get("SLURM_JOB_ID")
         if job is None:
             raise DvpError(
-                f"training.nodes is {training.nodes}: several nodes need a Slurm allocation, and SLURM_JOB_ID is not set"
+                f"training.nodes is {training.nodes}: several nodes need a Slurm allocation; SLURM_JOB_ID is not set"
             )
         # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has.
         start = ["srun", f"--jobid={job}", "--overlap", f"--nodes={training.nodes}", "--ntasks-per-node=1"]

@@ -473,7 +473,7 @@ class Experiment(Strict):
             if made:
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
         if stage in ("train", "convert", "evaluate") and run is not None:
-            parts["training"] = self.training.model_dump(mode="json")
+            parts["training"] = self.training.model_dump(mode="json", exclude={"gpus", "nodes"})
             parts["deepspeed"] = self.deepspeed
             parts["run"] = run.model_dump(mode="json")
             parts["engine"] = self.engines[run.engine].model_dump(mode="json")

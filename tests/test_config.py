@@ -538,7 +538,7 @@ def identities(experiment: Experiment, run: Run) -> dict[str, str]:
         ({"grid.0.engine": ["fp32", "coarse", "bf16"]}, set()),
         ({"sources.stories.seed": 7}, set()),
         # Over how many GPUs a run is spread is part of it: sums are taken in another order.
-        ({"training.gpus": 2}, OF_RUN),
+        ({"training.gpus": 2}, set()),
         # Its own engine and method.
         ({"engines.coarse.weight_rounding": "int3"}, OF_RUN),
         ({"methods.rloo.importance.level": "token"}, OF_RUN),

@@ -473,6 +473,7 @@ class Experiment(Strict):
             if made:
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
         if stage in ("train", "convert", "evaluate") and run is not None:
+            # Over how many GPUs a run is spread changes it by rounding only.
             parts["training"] = self.training.model_dump(mode="json", exclude={"gpus", "nodes"})
             parts["deepspeed"] = self.deepspeed
             parts["run"] = run.model_dump(mode="json")

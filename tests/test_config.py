@@ -341,7 +341,7 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
     [
         ("{", "expected JSON with zero_optimization.stage"),
         ("{}", "expected JSON with zero_optimization.stage"),
-        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage: expected 1 or 2, found 3"),
+        ('{"zero_optimization": {"stage": 0}}', "zero_optimization.stage: expected 1, 2 or 3, found 0"),
         (
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
             "gradient_clipping: the experiment's `training` sets this; remove it here",

@@ -224,7 +224,7 @@ class TrainingConfig(Strict):
     group_size: Positive
     """Responses per prompt."""
     micro_batch_size: Positive
-    """Responses per forward pass of the trainer."""
+    """Responses per forward pass of one GPU."""
     learning_rate: Annotated[float, Field(gt=0)]
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -237,17 +237,29 @@ class TrainingConfig(Strict):
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
     collapse: Collapse = Collapse()
+    gpus: Positive = 1
+    """GPUs of each node; without a GPU, processes."""
+    nodes: Positive = 1
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
     checkpoint_every: Positive
     keep_checkpoints: Positive = 2
 
+    @property
+    def ranks(self) -> int:
+        """GPUs of all nodes together."""
+        return self.gpus * self.nodes
+
     @model_validator(mode="after")
     def _divides(self) -> "TrainingConfig":
         batch = self.prompts_per_step * self.group_size
-        if batch % self.micro_batch_size:
+        share, rest = divmod(batch, self.ranks)
+        if rest:
+            raise ValueError(f"gpus × nodes ({self.ranks}) must divide prompts_per_step × group_size ({batch})")
+        if share % self.micro_batch_size:
+            of_each = f" / (gpus × nodes) ({share})" if self.ranks > 1 else f" ({batch})"
             raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size ({batch})"
+                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size{of_each}"
             )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")
@@ -380,6 +392,11 @@ class Experiment(Strict):
         for index, entry in enumerate(self.grid):
             for name in entry.engine:
                 known(f"grid[{index}].engine", name, self.engines)
+                if self.training.gpus % self.engines[name].tensor_parallel:
+                    raise ValueError(
+                        f"grid[{index}].engine: tensor_parallel of '{name}' ({self.engines[name].tensor_parallel}) "
+                        f"must divide training.gpus ({self.training.gpus})"
+                    )
             for name in entry.method:
                 known(f"grid[{index}].method", name, self.methods)
                 if self.methods[name].takes_rho != (entry.rho is not None):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums
-from dvp.training import checkpoint
+from dvp.training import checkpoint, ranks
 from dvp.training.backend import TAG, Batch, Policy, Trainer
 
 TOLERANCE = 1e-5  # nats, fp32
@@ -20,7 +20,9 @@ PREFIX = "model."  # Policy holds the Hugging Face model under this name
 def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
     """Score fixed prompts (token ids) with the live trainer and keep tokens and log-probs for the proof."""
     batch = _probe_batch(prompts)
-    log_prob_N = trainer.score(batch, None).log_prob
+    log_prob_N = trainer.score(batch, None).log_prob  # by all ranks
+    if not ranks.is_main():
+        return
     with atomic_path(path) as temporary:
         save_file({"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}, temporary)
 

@@ -104,7 +104,7 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
 
 
 def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
-    """A DeepSpeed file: ZeRO stage 1 or 2 and no key that the experiment sets. Raises DvpError."""
+    """A DeepSpeed file: a ZeRO stage and no key that the experiment sets. Raises DvpError."""
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
         stage = options["zero_optimization"]["stage"]
@@ -114,8 +114,8 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
         raise DvpError(
             f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
         ) from None
-    if stage not in (1, 2):
-        raise DvpError(f"{file}: zero_optimization.stage: expected 1 or 2, found {stage!r}")
+    if stage not in (1, 2, 3):
+        raise DvpError(f"{file}: zero_optimization.stage: expected 1, 2 or 3, found {stage!r}")
     for key in sorted(SET_BY_TRAINING & set(options)):
         raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
     return options

@@ -4,9 +4,10 @@ Every stage writes a small JSON file last, so that a killed stage is never taken
 the stage's identity, commit and MLflow run, which the next stage links to.
 """
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -94,7 +95,24 @@ def base(config: Path, threads: int) -> None:
 
 
 def train(config: Path, run_path: str, threads: int) -> None:
-    """RL of one grid point → runs/RUN/train.json, metrics.jsonl, checkpoints/."""
+    """RL of one grid point → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as it asks for."""
+    from dvp.training import launch
+
+    place = Place(config)
+    run = place.experiment.run(run_path)
+    settings = place.experiment.training
+    if settings.ranks == 1:
+        _train(place, run, threads)
+    elif launch.is_rank():
+        with launch.reported():
+            _train(place, run, threads)
+    else:
+        arguments = ["--config", str(config), "--run", run_path, "--threads", str(max(1, threads // settings.gpus))]
+        launch.run(settings, place.run_folder(run), ["train", *arguments])
+
+
+def _train(place: Place, run: Run, threads: int) -> None:
+    """`train` in one process, all of it or one of its ranks. Rank 0 alone has the lock and writes files."""
     from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
 
     configure_environment(threads)
@@ -106,31 +124,35 @@ def train(config: Path, run_path: str, threads: int) -> None:
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
 
-    place = Place(config)
-    experiment = place.experiment
-    run = experiment.run(run_path)
+    experiment, settings = place.experiment, place.experiment.training
+    main = os.environ.get("RANK", "0") == "0"
     folder = place.run_folder(run)
     data_manifest = read_json(place.data / "manifest.json", "files")
     base_manifest = read_json(place.base / "manifest.json", "files")
     verify_checksums(place.data, data_manifest["files"])
     verify_checksums(place.base, base_manifest["files"])
     identity = experiment.identity("train", run)
-    # Checkpoints of other settings, data or code are never continued; they stay where they are.
-    fingerprint = sha256_json([identity, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
+    # Checkpoints of other settings, data or code are never continued; they stay where they are. Those of another number
+    # of ranks are the same run's: it says that it cannot go on with them.
+    alone = settings.model_copy(update={"gpus": 1, "nodes": 1})
+    settings_hash = experiment.model_copy(update={"training": alone}).identity("train", run)
+    fingerprint = sha256_json([settings_hash, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
-    with only_writer(folder), place.tracked("train", identity, upstream, run=run.path) as tracked:
-        tracked.log_params(
-            {
-                "run": run.model_dump(mode="json"),
-                "training": experiment.training.model_dump(mode="json"),
-                "engine": experiment.engines[run.engine].model_dump(mode="json"),
-                "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
-            }
-        )
+    with ExitStack() as stack:
+        if main:
+            stack.enter_context(only_writer(folder))
+            tracked = stack.enter_context(place.tracked("train", identity, upstream, run=run.path))
+            tracked.log_params(
+                {
+                    "run": run.model_dump(mode="json"),
+                    "training": settings.model_dump(mode="json"),
+                    "engine": experiment.engines[run.engine].model_dump(mode="json"),
+                    "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
+                }
+            )
         torch.manual_seed(run.seed)
-        settings = experiment.training
         trainer = Trainer(place.base, settings, experiment.deepspeed)
         tokenizer = AutoTokenizer.from_pretrained(place.base)
         problems = pd.read_parquet(place.data / "train.parquet")
@@ -151,6 +173,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
         progress = Progress(run.path, settings.steps)
 
         def on_step(row: dict) -> None:
+            if not main:
+                return
             tracked.log_step(row["step"], row)
             details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
             if progress.step(row["step"], details):
@@ -158,6 +182,8 @@ def train(config: Path, run_path: str, threads: int) -> None:
 
         final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, on_step)
         write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
+        if not main:
+            return
         tracked.flush()
         tracked.log_file(folder / "metrics.jsonl")
         result = {

@@ -45,6 +45,8 @@ class Engine(Protocol):
 
     max_model_len: int
     """Prompt and response together have at most this many tokens."""
+    ranks: int
+    """How many consecutive ranks one engine spans; they all make the same calls."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
         """`sampling.n` responses for each prompt (token ids), the same for the same seed, whatever shares the batch.

@@ -1,8 +1,9 @@
 """vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
 
-The engine lives in the trainer's process (no second copy of Python, weights handed over in memory). It reports
-log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all
-three).
+The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), on several ranks
+one in each; on a GPU it sleeps, its memory free for the trainer, from the end of a rollout until it is needed again. It
+reports log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before
+all three).
 """
 
 import logging
@@ -66,9 +67,14 @@ class VllmEngine:
 
         logging.getLogger("vllm").setLevel(logging.ERROR)
         options: dict[str, Any] = {}
+        beside_trainer = torch.distributed.is_initialized()
+        if beside_trainer:
+            # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.
+            options["distributed_executor_backend"] = "external_launcher"
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
             options["tensor_parallel_size"] = config.tensor_parallel
+            options["enable_sleep_mode"] = beside_trainer
         try:
             self.llm = LLM(
                 str(model),
@@ -92,7 +98,10 @@ class VllmEngine:
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise DvpError(f"vLLM does not start on {model}: {' '.join(str(error).split())[:300]}") from error
         self.max_model_len = max_model_len
+        self.ranks = options.get("tensor_parallel_size", 1)
         self._config = config
+        self._sleeps = options.get("enable_sleep_mode", False)
+        self._asleep = False
         self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are.
@@ -123,14 +132,24 @@ class VllmEngine:
             )
             for seed in seeds
         ]
+        self._wake()
         outputs = self.llm.generate(requests, params, use_tqdm=False)
+        if self._sleeps:
+            self.llm.sleep()
+            self._asleep = True
         return [[_completion(one) for one in output.outputs] for output in outputs]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it."""
-        items = list(self._prepared(weights))
-        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=iter(items)))
+        self._wake()
+        # One after the other: a trainer on many GPUs never holds all of its weights in one place.
+        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=self._prepared(weights)))
         self.llm.reset_prefix_cache()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
 
     def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         form = self._config.weight_rounding
@@ -147,6 +166,7 @@ class VllmEngine:
 
         from dvp.rollout.safe_vocabulary import sampling_arguments
 
+        self._wake()
         params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, seed=0, **sampling_arguments(rule))
         # A prompt of which the cache holds a part is computed in another shape, which rounds otherwise.
         self.llm.reset_prefix_cache()

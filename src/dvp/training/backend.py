@@ -1,14 +1,15 @@
 """DeepSpeed as the trainer: fp32 weights, AdamW, ZeRO stage from config/deepspeed.
 
 The policy that DeepSpeed wraps returns statistics of the sampled tokens instead of logits, so that no step ever holds
-the logits of a whole batch.
+the logits of a whole batch. On several ranks (dvp.training.ranks) all of them call the same methods in the same order.
 """
 
 import logging
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from dvp.config import TrainingConfig
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
+from dvp.training import ranks
+
+TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,26 @@ class Batch:
         return Batch(self.tokens_BT[index, :length], self.response_BT[index, :length])
 
 
+class Head(torch.nn.Module):
+    """The language-model head as a module that returns statistics: ZeRO-3 gathers a weight for its own module only."""
+
+    def __init__(self, weight_VH: torch.nn.Parameter):
+        super().__init__()
+        self.weight = weight_VH
+
+    def forward(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+        """The fields of TokenStatistics; a plain tuple, in which DeepSpeed finds the tensors for its hooks."""
+        statistics = token_statistics(hidden_NH, self.weight, targets_N, **options)
+        return tuple(getattr(statistics, one.name) for one in fields(TokenStatistics))
+
+
 class Policy(torch.nn.Module):
     """A causal language model whose forward scores given responses."""
 
     def __init__(self, model: PreTrainedModel):
+        """Takes `model` over: its head is replaced by one of the same name and weight, so that no logits come out."""
         super().__init__()
+        model.set_output_embeddings(Head(model.get_output_embeddings().weight))
         self.model = model
 
     def forward(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> TokenStatistics:
@@ -59,14 +78,15 @@ class Policy(torch.nn.Module):
         # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
         hidden_BTH = self.model.model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
         scored_BT = batch.response_BT[:, 1:]
-        return token_statistics(
-            hidden_BTH[scored_BT],
-            self.model.lm_head.weight,
-            batch.tokens_BT[:, 1:][scored_BT],
-            safe=safe,
-            temperature=temperature,
-            # The head's product is out of autocast's sight.
-            logits_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
+        return TokenStatistics(
+            *self.model.lm_head(
+                hidden_BTH[scored_BT],
+                batch.tokens_BT[:, 1:][scored_BT],
+                safe=safe,
+                temperature=temperature,
+                # The head's product is out of autocast's sight.
+                logits_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
+            )
         )
 
 
@@ -74,14 +94,20 @@ class Trainer:
     """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
 
     def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any]):
-        """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed)."""
-        _configure_environment()
+        """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed).
+
+        Raises DvpError if torchrun started another number of ranks than `config` asks for.
+        """
+        _configure_environment(config.ranks)
         import deepspeed
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
         deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False, auto_mpi_discovery=False
+            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            timeout=TIMEOUT,
+            verbose=False,
+            auto_mpi_discovery=False,
         )
         self.policy = Policy(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
         optimizer = torch.optim.AdamW(
@@ -118,23 +144,32 @@ class Trainer:
     ) -> TokenStatistics:
         """Statistics of every response token of the batch (flattened), without gradients.
 
-        `micro_batch` responses at a time (default: as in training), in bf16 if asked for.
+        `micro_batch` responses at a time (default: as in training), in bf16 if asked for. Each rank scores its share
+        and gets all.
         """
+        parts = torch.arange(len(batch.tokens_BT)).split(micro_batch or self._micro_batch)
+        mine = ranks.share(parts)
+        # Under ZeRO-3 every forward pass is one of all ranks.
+        mine += [parts[0]] * (ranks.rounds(len(parts)) - len(mine))
         # DeepSpeed's engine would switch autocast off; without gradients it does nothing else for a forward pass.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            parts = [
+            scored = [
                 self.policy(self._to_device(batch.rows(rows)), safe=safe, temperature=self._temperature)
-                for rows in torch.arange(len(batch.tokens_BT)).split(micro_batch or self._micro_batch)
+                for rows in mine
             ]
-        return TokenStatistics(
-            **{name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in parts[0].__dict__}
-        )
+        names = [one.name for one in fields(TokenStatistics)]
+        scored = ranks.join([[getattr(one, name).cpu() for name in names] for one in scored], len(parts))
+        return TokenStatistics(*(torch.cat(values) for values in zip(*scored, strict=True)))
 
     def forward_backward(self, batch: Batch, safe: SafeVocabulary | None, loss, last: bool) -> None:
-        """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch."""
+        """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch.
+
+        The losses of all ranks add up; all make equally many calls.
+        """
         self._engine.set_gradient_accumulation_boundary(last)
         statistics = self._engine(self._to_device(batch), safe=safe, temperature=self._temperature)
-        self._engine.backward(loss(statistics))
+        # DeepSpeed takes the mean over the ranks.
+        self._engine.backward(loss(statistics) * ranks.count())
         self._engine.step()
 
     @property
@@ -143,13 +178,20 @@ class Trainer:
         return float(self._engine.get_global_grad_norm())
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every parameter, named as in the Hugging Face model."""
+        """Name and value of every parameter, named as in the Hugging Face model.
+
+        Under ZeRO-3 one after the other is gathered, on all ranks; none is kept.
+        """
+        from deepspeed.runtime.zero import GatheredParameters
+
         for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
+            with GatheredParameters([parameter]):
+                yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
-        """Write DeepSpeed's checkpoint (weights, optimiser, schedule) below `folder`."""
-        self._engine.save_checkpoint(str(folder), tag=TAG)
+        """Write DeepSpeed's checkpoint (weights, optimiser, schedule), every rank its part, below rank 0's `folder`."""
+        self._engine.save_checkpoint(str(ranks.gather(folder)[0]), tag=TAG)
+        ranks.gather(None)  # all parts are there
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; the caller has verified the files. Raises DvpError."""
@@ -164,11 +206,12 @@ class Trainer:
 TAG = "deepspeed"
 
 
-def _configure_environment() -> None:
-    """One process of its own where torchrun has not said otherwise."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _configure_environment(expected: int) -> None:
+    """One process of its own where torchrun has not said otherwise. Raises DvpError unless there are as many."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != str(expected):
         raise DvpError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training runs in one process, start it without torchrun"
+            f"WORLD_SIZE is {started}, but training.gpus × nodes is {expected}: `dvp train` starts its ranks itself"
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

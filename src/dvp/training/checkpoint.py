@@ -20,6 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums, read_json, verify_checksums, write_json
+from dvp.training import ranks
 from dvp.training.backend import Trainer
 
 MANIFEST = "manifest.json"
@@ -37,9 +38,14 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
     """Write the checkpoint of `step` below `folder`, with a copy of the `metrics` up to it. Returns its path.
 
     All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
-    run's lock. Raises DvpError if it cannot be written, with all older ones in place.
+    run's lock. All ranks call this; it returns when the checkpoint is whole. Raises DvpError if it cannot be written,
+    with all older ones in place.
     """
     path = folder / f"step-{step:06d}"
+    if not ranks.is_main():
+        trainer.save(path)
+        ranks.gather(None)
+        return path
     try:
         for abandoned in folder.glob(".step-*"):
             shutil.rmtree(abandoned)
@@ -50,7 +56,8 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
             for script in temporary.glob("*.py"):
                 script.unlink()
             shutil.copyfile(metrics, temporary / METRICS)
-            write_json(temporary / "state.json", {"step": step, "fingerprint": folder.name})
+            state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
+            write_json(temporary / "state.json", state)
             write_json(temporary / MANIFEST, {"files": checksums(temporary)})
     except (OSError, RuntimeError) as error:
         raise DvpError(
@@ -59,14 +66,15 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
         ) from error
     for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
         shutil.rmtree(old)
+    ranks.gather(None)
     return path
 
 
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
 
-    A damaged one is named on standard error and set aside until another one has been written.
-    Raises DvpError if all are damaged; they stay as they are.
+    A damaged one is named on standard error and set aside until another one has been written. All ranks call this.
+    Raises DvpError if all are damaged, which stay as they are, or if another number of ranks wrote it.
     """
     damaged: list[Path] = []
     problems: list[DvpError] = []
@@ -80,9 +88,16 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
             damaged.append(path)
             problems.append(error)
             continue
+        if state["ranks"] != ranks.count():
+            raise DvpError(
+                f"{path}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
+                f"{state['ranks']}, or move {folder} away to start anew"
+            )
+        ranks.gather(None)  # nobody looks at the damaged ones any more
         for one, problem in zip(damaged, problems, strict=True):
-            print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
-            os.replace(one, one.with_name(one.name + DAMAGED))
+            if ranks.is_main():
+                print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
+                os.replace(one, one.with_name(one.name + DAMAGED))
         trainer.load(path)
         return path, metrics
     if damaged:
@@ -127,7 +142,7 @@ def _verify(path: Path) -> dict:
             raise DvpError(f"{file}: not a checkpoint of torch ({' '.join(str(error).split())[:200]})") from None
         if foreign:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
-    state = read_json(path / "state.json", "step", "fingerprint")
+    state = read_json(path / "state.json", "step", "ranks", "fingerprint")
     if state["fingerprint"] != path.parent.name:
         raise DvpError(f"{path}: a checkpoint of other settings, data or code ({state['fingerprint']})")
     return state

@@ -30,10 +30,10 @@ from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import append_line, write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.stopping import Abandoned, StopRequest
-from dvp.training import checkpoint
+from dvp.training import checkpoint, ranks
 from dvp.training.backend import Batch, Trainer
 from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
+from dvp.training.stopping import Abandoned, StopRequest
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class Loop:
         """One step (1-based); returns its row of metrics.jsonl."""
         started = time.perf_counter()
         rows = prompt_rows(len(self.prompts), self.config.prompts_per_step, step, self.run.seed)
-        # The longest part of a step; the weights are still those of the last one.
-        with self.stop.abandonable():
-            completions = self._roll_out(rows, step)
+        completions = self._sampled(step, rows)
         rolled_out = time.perf_counter()
         rollout = self._graded(rows, completions)
         rewarded = time.perf_counter()
@@ -129,6 +127,8 @@ class Loop:
             "seconds_sync": synchronised - updated,
             "seconds": synchronised - started,
         }
+        # Times differ between ranks; what is decided from a row must not.
+        row = ranks.gather(row)[0]
         self.observe(row)
         return row | {"collapsed": self.collapse.collapsed_at is not None}
 
@@ -137,20 +137,28 @@ class Loop:
         self.safe.observe(row)
         self.collapse.observe(row["step"], row)
 
-    def _roll_out(self, rows: list[int], step: int) -> list[list[Completion]]:
+    def _sampled(self, step: int, rows: list[int]) -> list[list[Completion]]:
+        """The group of responses to each prompt; every engine samples those to its share of the prompts.
+
+        The longest part of a step. The weights are still those of the last one, so it may be given up.
+        """
+        mine = ranks.share(rows, self.engine.ranks)
         sampling = Sampling(
             max_tokens=self.config.max_response_tokens,
             n=self.config.group_size,
             temperature=self.config.temperature,
             safe_vocabulary=self.safe.engine,
         )
-        seeds = [derived_seed(self.run.seed, step, row) for row in rows]
-        try:
-            return self.engine.generate([self.prompts[row] for row in rows], sampling, seeds)
-        except DvpError:
-            raise
-        except Exception as error:
-            raise DvpError(f"the engine died in the rollout ({_line(error)}); run again to continue") from error
+        seeds = [derived_seed(self.run.seed, step, row) for row in mine]
+        # The ranks of one engine wait for each other all the time.
+        with self.stop.abandonable(self.engine.ranks == 1):
+            try:
+                completions = self.engine.generate([self.prompts[row] for row in mine], sampling, seeds)
+            except DvpError:
+                raise
+            except Exception as error:
+                raise DvpError(f"the engine died in the rollout ({_line(error)}); run again to continue") from error
+        return ranks.join(completions, len(rows), self.engine.ranks)
 
     def _grade(self, row: int, response: str, truncated: bool) -> float:
         try:
@@ -160,7 +168,7 @@ class Loop:
             raise DvpError(f"{where}: the verifier failed on a response ({_line(error)})") from error
 
     def _graded(self, rows: list[int], completions: list[list[Completion]]) -> Rollout:
-        """Responses side by side, each with its reward."""
+        """Responses side by side, each with its reward; every rank grades its share of them."""
         flat = [(row, one) for row, group in zip(rows, completions, strict=True) for one in group]
         batch = Batch.collate([self.prompts[row] for row, _ in flat], [one.token_ids for _, one in flat], self.pad)
         infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
@@ -168,7 +176,10 @@ class Loop:
         if not infer_log_prob_BT.isfinite().all():
             raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
         truncated = [one.finish_reason == "length" for _, one in flat]
-        rewards = [self._grade(row, one.text, cut) for (row, one), cut in zip(flat, truncated, strict=True)]
+        rewards = [
+            self._grade(row, one.text, cut) for (row, one), cut in ranks.share(list(zip(flat, truncated, strict=True)))
+        ]
+        rewards = ranks.join(rewards, len(flat))
         return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))
 
     def _update(self, rollout: Rollout, control: bool) -> dict:
@@ -261,7 +272,11 @@ class Loop:
             return None
         clipped = []
         micro_batches = useful_B.nonzero().squeeze(1).split(self.config.micro_batch_size)
-        for index, rows_b in enumerate(micro_batches):
+        mine = [(rows_b, update.weight_BT) for rows_b in ranks.share(micro_batches)]
+        # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
+        rounds = ranks.rounds(len(micro_batches))
+        mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
+        for index, (rows_b, weight_BT) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
             width = batch.tokens_BT.shape[1]
             mask_bT, old_bT, weight_bT, advantage_bT = (
@@ -269,7 +284,7 @@ class Loop:
                 for values_BT in (
                     rollout.batch.response_BT,
                     statistics["pruned_log_prob"],
-                    update.weight_BT,
+                    weight_BT,
                     update.advantage_BT,
                 )
             )
@@ -293,7 +308,7 @@ class Loop:
                 clipped.append(result.clipped_BT.sum().item())
                 return result.loss
 
-            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == len(micro_batches) - 1)
+            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
@@ -301,7 +316,7 @@ class Loop:
         mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
         return {
             "gradient_norm": norm,
-            "clipped_fraction": sum(clipped) / rollout.batch.response_BT.sum().item(),
+            "clipped_fraction": sum(ranks.gather(sum(clipped))) / rollout.batch.response_BT.sum().item(),
             **otb_variance_readouts(update.advantage_BT, update.responses, mean_norm),
         }
 
@@ -347,7 +362,8 @@ def run_loop(
             except Abandoned:
                 pass
             else:
-                _append(metrics_file, row)
+                if ranks.is_main():
+                    _append(metrics_file, row)
                 rows.append(row)
                 on_step(row)
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
@@ -386,12 +402,14 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     """Load the newest whole checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
     restored = checkpoint.restore(checkpoints, loop.trainer)
     if restored is None:
-        metrics_file.unlink(missing_ok=True)
+        if ranks.is_main():
+            metrics_file.unlink(missing_ok=True)
         return []
     path, metrics = restored
     # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
-    write_text(metrics_file, metrics)
-    print(f"continuing from {path}", file=sys.stderr)
+    if ranks.is_main():
+        write_text(metrics_file, metrics)
+        print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]
 
 

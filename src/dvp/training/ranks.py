@@ -1,0 +1,53 @@
+"""The ranks that train one run together, as torch.distributed knows them; a process that is alone is rank 0 of 1.
+
+Every rank has an engine and a verifier for its share of the prompts, and scores and backpropagates its share of the
+micro-batches. What the shares give is gathered, so that everything computed from a whole batch (weights, advantages,
+denominators, diagnostics) is computed by all of them from the same numbers. Rank 0 alone writes files.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def count() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Whether this is the rank that writes files."""
+    return rank() == 0
+
+
+def gather(value: T) -> list[T]:
+    """The value of every rank, in their order. All ranks must call it, in the same place; it waits for the last one."""
+    if count() == 1:
+        return [value]
+    values = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def share(items: Sequence[T], span: int = 1) -> list[T]:
+    """The items that are this rank's to work on: every so-manieth. `span` consecutive ranks work on the same ones."""
+    return list(items[rank() // span :: count() // span])
+
+
+def join(mine: list[T], items: int, span: int = 1) -> list[T]:
+    """What came of all `items`, in their order, from what came of each rank's `share`; more than that is left out."""
+    gathered = gather(mine)[::span]
+    return [gathered[index % len(gathered)][index // len(gathered)] for index in range(items)]
+
+
+def rounds(items: int) -> int:
+    """The size of the largest share."""
+    return -(-items // count())

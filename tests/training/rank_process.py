@@ -1,0 +1,103 @@
+"""Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
+
+usage: rank_process.py MODEL FOLDER; leaves FOLDER/zeroN/{metrics.jsonl,checkpoints,probe,weights,continued} of each
+ZeRO stage.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors.torch import save_file
+from test_loop import ScriptedEngine
+from transformers import AutoModelForCausalLM
+
+from dvp.cli import quiet
+from dvp.config import Run, TrainingConfig
+from dvp.conversion import write_probe
+from dvp.experiment_files import load_experiment
+from dvp.methods import Method
+from dvp.training import ranks
+from dvp.training.backend import Trainer
+from dvp.training.loop import Loop, run_loop
+
+ROOT = Path(__file__).parents[2]
+# Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.
+SETTINGS = {
+    "steps": 3,
+    "prompts_per_step": 3,
+    "group_size": 4,
+    "micro_batch_size": 3,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "max_response_tokens": 12,
+    "checkpoint_every": 2,
+}
+# Every advantage and the denominator depend on the whole batch.
+METHOD = {"advantage": "reinforce_pp", "importance": "mis"}
+REJECTED = 5
+PROMPTS = [[10 + i, 20 + i, 30 + i][: 2 + i % 2] for i in range(6)]
+
+
+class PartlyWrongEngine(ScriptedEngine):
+    """Claims log-probs for one of the prompts that get its responses rejected, so that the useful ones are uneven."""
+
+    def generate(self, prompts, sampling, seeds):
+        groups = super().generate(prompts, sampling, seeds)
+        for prompt, group in zip(prompts, groups, strict=True):
+            if prompt == PROMPTS[REJECTED]:
+                group[:] = [replace(one, log_probs=[value + 1 for value in one.log_probs]) for one in group]
+        return groups
+
+
+def make_loop(model: Path, stage: int) -> Loop:
+    """A loop on the tiny model. Under ZeRO-3 even its small parameters are split."""
+    training = TrainingConfig(**SETTINGS, gpus=int(os.environ.get("WORLD_SIZE", "1")), deepspeed=f"zero{stage}")
+    experiment = load_experiment("smoke", ROOT / "config").model_copy(
+        update={"training": training, "methods": {"own": Method(label="own", **METHOD)}}
+    )
+    options = json.loads((ROOT / f"config/deepspeed/zero{stage}.json").read_text())
+    if stage == 3:
+        options["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return Loop(
+        experiment,
+        Run(method="own", engine="fp32", rho=None, seed=3),
+        pd.DataFrame({"id": range(6), "answer": ["7"] * 6}),
+        PROMPTS,
+        1,
+        Trainer(model, training, options),
+        PartlyWrongEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
+    )
+
+
+def train(model: Path, folder: Path, stages: tuple[int, ...]) -> None:
+    """A whole run for each ZeRO stage, and the same run continued from its checkpoint before the last."""
+    for stage in stages:
+        place = folder / f"zero{stage}"
+        loop = make_loop(model, stage)
+        final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
+        write_probe(place / "probe.safetensors", loop.trainer, PROMPTS)
+        weights = {name: value.clone() for name, value in loop.trainer.weights()}
+        # Weights that are only lent have to be what every rank's engine got.
+        assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
+        assert stage < 3 or not any(parameter.numel() for parameter in loop.trainer.policy.parameters())
+        if ranks.is_main():
+            save_file(weights, place / "weights.safetensors")
+            shutil.copytree(place / "checkpoints", place / "continued/checkpoints")
+            shutil.rmtree(place / "continued/checkpoints" / final.name)
+        ranks.gather(None)
+        resumed = make_loop(model, stage)
+        run_loop(resumed, place / "continued", place / "continued/checkpoints", lambda row: None)
+        for name, value in resumed.trainer.weights():
+            assert torch.equal(value, weights[name]), name
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]), Path(sys.argv[2]), (1, 2, 3))

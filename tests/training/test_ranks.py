@@ -1,0 +1,289 @@
+"""Two ranks (gloo) against one: the same run, its checkpoints, and `dvp train` with an engine on each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import rank_process
+import torch
+import yaml
+from filelock import FileLock
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp import stages
+from dvp.config import TrainingConfig
+from dvp.conversion import convert
+from dvp.errors import DvpError
+from dvp.training import checkpoint, launch, ranks
+from dvp.training.loop import run_loop
+
+pytestmark = pytest.mark.slow
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+OWN_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def rows(folder: Path) -> list[dict]:
+    """The metrics of a run without its times and what it has none of."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key and value is not None} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory) -> Path:
+    """two/zero1, two/zero2 and two/zero3 of two ranks, one/zero2 of one rank: the same experiment."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(rank_process.__file__)
+    two = subprocess.Popen(
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", script, tiny_model, folder / "two"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # torchrun's variables must not be those of this process, which is a world of one.
+        env={key: value for key, value in OWN_THREAD.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+    )
+    rank_process.train(tiny_model, folder / "one", (2,))
+    output, _ = two.communicate(timeout=300)
+    assert two.returncode == 0, output[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_train_as_one_does(runs, stage, tiny_model):
+    expected, found = rows(runs / "one/zero2"), rows(runs / f"two/zero{stage}")
+    assert len(found) == 3
+    # A rank's share was uneven in a step that rejected the responses to one of its prompts.
+    assert 0 < min(row["kept_fraction"] for row in expected) < 1
+    for one, two in zip(expected, found, strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+    before = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    one, two = (load_file(folder / "weights.safetensors") for folder in (runs / "one/zero2", runs / f"two/zero{stage}"))
+    for name, value in two.items():
+        assert torch.allclose(value, one[name], rtol=0, atol=1e-5), name
+        assert (value - before[name]).abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_continue_exactly(runs, stage):
+    """The weights are compared in the ranks themselves."""
+    assert rows(runs / f"two/zero{stage}/continued") == rows(runs / f"two/zero{stage}")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_two_ranks_saved_is_converted_with_its_proof(runs, stage, tiny_model, tmp_path):
+    folder = runs / f"two/zero{stage}"
+    final = checkpoint.checkpoints(folder / "checkpoints")[-1]
+    parts = sorted(path.name for path in final.rglob("*_optim_states.pt"))
+    assert [name.partition("rank_")[2][0] for name in parts] == ["0", "1"]
+    proof = convert(final, tiny_model, folder / "probe.safetensors", tmp_path / "model", temperature=1.0)
+    assert proof["max_abs_delta_log_prob"] == 0
+    assert proof["max_abs_delta_log_prob_live"] <= 1e-5
+
+
+def test_a_run_of_two_ranks_does_not_go_on_as_one(runs, tiny_model, tmp_path):
+    checkpoints = runs / "two/zero2/checkpoints"
+    with pytest.raises(DvpError, match=r"step-000003: written by 2 ranks, but training.gpus × nodes is 1; go on with"):
+        run_loop(rank_process.make_loop(tiny_model, 2), tmp_path, checkpoints, lambda row: None)
+    assert len(checkpoint.checkpoints(checkpoints)) == 2
+
+
+def test_shares_are_disjoint_and_come_back_in_order(monkeypatch):
+    """Five prompts on four ranks, as two engines of two ranks each or as four engines."""
+    for span in (1, 2):
+        shares = []
+        for rank in range(4):
+            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(ranks, "count", lambda: 4)
+            shares.append(ranks.share("abcde", span))
+        assert max(map(len, shares)) == -(-5 // (4 // span))
+        monkeypatch.setattr(ranks, "gather", lambda mine, shares=shares: shares)
+        assert ranks.join(shares[0], 5, span) == list("abcde")
+
+
+# --- the command line ---
+
+
+def training(**settings) -> TrainingConfig:
+    return TrainingConfig(**(rank_process.SETTINGS | {"micro_batch_size": 1, "deepspeed": "zero3"} | settings))
+
+
+def test_one_node_is_one_torchrun():
+    command = launch.command(training(gpus=2), Path("logs"), ["train", "--run", "a b; rm -rf /"])
+    assert command[: len(TORCHRUN)] == TORCHRUN
+    assert {"--standalone", "--nproc-per-node=2", "--max-restarts=0", "--log-dir=logs"} < set(command)
+    assert command[-6:] == ["-m", "--", "dvp.cli", "train", "--run", "a b; rm -rf /"]
+
+
+def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tmp_path, monkeypatch):
+    """Slurm itself is not here: two programs answer as squeue and scontrol do."""
+    for name, answers in (("squeue", {"30001": "node[3-4]"}), ("scontrol", {"node[3-4]": "node3\nnode4"})):
+        script = tmp_path / name
+        script.write_text(f"#!{sys.executable}\nimport sys\nprint({answers!r}[sys.argv[-1]])\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "30001")
+    command = launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
+    start = command.index(sys.executable)
+    assert command[0] == "srun"
+    assert {"--jobid=30001", "--overlap", "--nodes=2", "--ntasks-per-node=1"} < set(command[1:start])
+    assert command[start : start + 3] == TORCHRUN
+    assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=node3:30001"} < set(command)
+    assert "--standalone" not in command
+    monkeypatch.setenv("SLURM_JOB_ID", "30002")
+    with pytest.raises(DvpError, match="Slurm does not name the nodes of job 30002"):
+        launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
+
+
+def test_several_nodes_need_an_allocation(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(DvpError, match=r"training\.nodes is 2: several nodes need a Slurm allocation"):
+        launch.command(training(gpus=1, nodes=2), Path("logs"), ["train"])
+
+
+def test_the_error_that_came_first_is_raised_and_no_other():
+    known = {"time": 2.0, "bug": False, "message": "no room", "traceback": "", "rank": "1"}
+    bug = {"time": 1.0, "bug": True, "message": "RuntimeError: lost rank 1", "traceback": "", "rank": "0"}
+    killed = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -9 (pid: 7)\n"]
+    aborted = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -6 (pid: 7)\n"]
+    for reports, others, kind, message in (
+        ([bug, known], killed, DvpError, "^no room$"),
+        ([bug], killed, DvpError, r"^rank 1 was ended by SIGKILL \(Killed\)"),
+        ([bug], aborted, RuntimeError, "^rank 0: RuntimeError: lost rank 1$"),
+        ([], aborted, DvpError, "^rank 1 was ended by SIGABRT"),
+        ([], [], RuntimeError, "without a word"),
+    ):
+        with pytest.raises(kind, match=message):
+            launch._raise(reports, others)
+
+
+# --- dvp train, an engine on each of two ranks ---
+
+RUN = "method~rloo/engine~fp32/rho~none/seed~0"
+
+
+@pytest.fixture(scope="module")
+def speaking_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model after a few steps of learning to say `Answer: 7` or `Answer: 8`, so that rewards differ."""
+    folder = tmp_path_factory.mktemp("speaking-model")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    texts = [f"{prompt}\nAnswer: {answer}\n{tokenizer.eos_token}" for prompt in problems() for answer in (7, 8)]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def problems() -> list[str]:
+    return [f"bada {chr(97 + i)} mete" for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def experiment(speaking_model, tmp_path_factory, root) -> Path:
+    """An experiment on two ranks under ZeRO-3, prepared for `dvp train`; its config.yaml."""
+    folder = tmp_path_factory.mktemp("experiment")
+    config = yaml.safe_load((root / "config/experiments/smoke.yaml").read_text())
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": text, "a": "7"}) + "\n" for text in problems()))
+    config["sources"]["rows"] = {"kind": "file", "path": str(file), "columns": {"problem": "q", "answer": "a"}}
+    config["data"] |= {"train": "rows", "held_out": 2}
+    config["base"] = {"kind": "local", "path": str(speaking_model)}
+    config["training"] |= {"gpus": 2, "steps": 12, "prompts_per_step": 3, "micro_batch_size": 2}
+    config["training"] |= {"deepspeed": "zero3", "max_response_tokens": 12}
+    config["grid"] = [{"method": "rloo", "engine": "fp32"}]
+    for name, text in {
+        "experiments/smoke.yaml": yaml.safe_dump(config),
+        # The tiny model's parameters are all small enough to be left whole otherwise.
+        "deepspeed/zero3.json": '{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}',
+        **{f"catalogue/{n}.yaml": (root / f"config/catalogue/{n}.yaml").read_text() for n in TABLES},
+    }.items():
+        (folder / "config" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "config" / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        stages.resolve("smoke", Path("results/smoke"))
+        stages.prepare(Path("results/smoke/config.yaml"))
+        stages.base(Path("results/smoke/config.yaml"), threads=1)
+    return folder / "results/smoke/config.yaml"
+
+
+TABLES = ("sources", "engines", "methods")
+
+
+def start(config: Path) -> subprocess.Popen:
+    hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MLFLOW_TRACKING_URI")
+    return subprocess.Popen(
+        [sys.executable, "-m", "dvp.cli", "train", "--config", config, "--run", RUN, "--threads", "2"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={key: value for key, value in OWN_THREAD.items() if key not in hidden},
+    )
+
+
+def ended(process: subprocess.Popen, pids: list[psutil.Process]) -> str:
+    """What the process said, once it and those that it started are gone."""
+    errors = process.communicate(timeout=120)[1]
+    psutil.wait_procs(pids, timeout=5)
+    assert not [one for one in pids if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return errors
+
+
+def test_an_error_on_one_rank_ends_both_with_one_line(experiment):
+    """Rank 0 alone asks for the lock; the other one waits for it to train."""
+    folder = experiment.parent / "runs" / RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        process = start(experiment)
+        errors = ended(process, [])
+    assert process.returncode == 2
+    lines = [line for line in errors.splitlines() if line.startswith("dvp")]
+    assert lines == [f"dvp train: {folder}: another process is training this run; wait for it or stop it"]
+    assert "Traceback" not in errors
+
+
+def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_from_its_checkpoint(experiment):
+    folder = experiment.parent / "runs" / RUN
+    process = start(experiment)
+    until = time.monotonic() + 180
+    while not list(folder.glob("checkpoints/*/step-000004")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    second = [one for one in everyone if one.environ().get("RANK") == "1"]
+    second[0].send_signal(signal.SIGKILL)
+    errors = ended(process, everyone)
+    assert process.returncode == 2, errors
+    assert errors.splitlines()[-1].startswith("dvp train: rank 1 was ended by SIGKILL (Killed)")
+    assert "Traceback" not in errors
+    assert 4 <= len(rows(folder)) < 12
+
+    process = start(experiment)
+    errors = ended(process, [])
+    assert process.returncode == 0, errors
+    assert "continuing from" in errors
+    assert not list(folder.glob(".ranks-*"))
+    metrics = rows(folder)
+    assert [row["step"] for row in metrics] == list(range(1, 13))
+    assert max(row["max_abs_log_ratio"] for row in metrics) < 1e-3  # the engines have the trainer's weights
+    assert sum(not row["skipped"] for row in metrics) > 6
+    assert sum(row["reward"] for row in metrics[-4:]) > sum(row["reward"] for row in metrics[:4])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        stages.convert(experiment, RUN, threads=1)
+    proof = json.loads((experiment.parent / "models" / RUN / "conversion.json").read_text())
+    assert proof["max_abs_delta_log_prob_live"] <= 1e-5

@@ -157,18 +157,20 @@ def _listen(process: subprocess.Popen) -> tuple[list[dict], list[str]]:
 
 def _raise(reports: list[dict], others: list[str]) -> None:
     """Raise what went wrong first; a rank that loses another one fails as well."""
-    known, bugs = ([one for one in reports if one["bug"] is bug] for bug in (False, True))
-    # torchrun tells the others to stop when one has failed: that is not what went wrong.
-    first = min(known, key=lambda one: (one["signal"] is not None, one["time"]), default=None)
-    if first and (first["signal"] is None or not bugs):
-        raise DvpError(first["message"]) if first["signal"] is None else Stopped(first["message"], first["signal"])
+    errors = [one for one in reports if not one["bug"] and one["signal"] is None]
+    # These may follow from another rank's end, after which torchrun tells the others to stop.
+    consequences = [one for one in reports if one not in errors]
+    if errors:
+        raise DvpError(min(errors, key=lambda one: one["time"])["message"])
     text = "".join(others)
     ended = [(rank, signal.Signals(-int(code))) for rank, code in ENDED.findall(text) if code.startswith("-")]
     for rank, number in ended:
-        if not bugs or number in NOT_FROM_OTHERS:
+        if not consequences or number in NOT_FROM_OTHERS:
             raise DvpError(f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was memory short?")
-    if bugs:
-        first = min(bugs, key=lambda one: one["time"])
+    if consequences:
+        first = min(consequences, key=lambda one: one["time"])
+        if first["signal"] is not None:
+            raise Stopped(first["message"], first["signal"])
         print(first["traceback"], end="", file=sys.stderr)
         raise RuntimeError(f"rank {first['rank']}: {first['message']}")
     print(text, end="", file=sys.stderr)

@@ -52,7 +52,8 @@ def start(place: Path, *struck: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *program, "train", "--config", "results/smoke/config.yaml", "--run", RUN, "--threads", "1"],
         cwd=place,
-        env={key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"},
+        env={key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+        | {"TORCH_EXTENSIONS_DIR": str(place / "extensions")},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -145,6 +146,8 @@ def test_a_run_that_is_struck_four_times_ends_as_if_it_had_been_left_alone(prepa
         run_folder(uninterrupted) / "probe.safetensors"
     )
     assert not [name for name in checkpoints(place) if name.startswith(".")]
+    # Nothing is compiled: torch's lock on what is being compiled survives a SIGKILL, and stops every later training.
+    assert not (place / "extensions").exists()
     (again,) = client.search_runs([tracked.info.experiment_id], "tags.stage = 'train'")
     assert (again.info.run_id, again.info.status) == (tracked.info.run_id, "FINISHED")
     history = client.get_metric_history(again.info.run_id, "reward")

@@ -103,8 +103,8 @@ class Trainer:
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        # It serves inference only, and a process that is killed while it is built or looked up leaves a lock behind, for
-        # which every later one of this user would wait for ever.
+        # It serves inference only; and a process that is killed while it is built or looked up leaves a lock behind for
+        # which every later one of this user waits for ever.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo",

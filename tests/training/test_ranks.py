@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp import stages
 from dvp.config import TrainingConfig
 from dvp.conversion import convert
-from dvp.errors import DvpError
+from dvp.errors import DvpError, Stopped
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
 
@@ -147,12 +147,16 @@ def test_several_nodes_need_an_allocation(monkeypatch):
 
 
 def test_the_error_that_came_first_is_raised_and_no_other():
-    known = {"time": 2.0, "bug": False, "message": "no room", "traceback": "", "rank": "1"}
-    bug = {"time": 1.0, "bug": True, "message": "RuntimeError: lost rank 1", "traceback": "", "rank": "0"}
+    known = {"time": 2.0, "bug": False, "signal": None, "message": "no room", "traceback": "", "rank": "1"}
+    bug = known | {"time": 1.0, "bug": True, "message": "RuntimeError: lost rank 1", "rank": "0"}
+    stopped = known | {"time": 0.5, "signal": 15, "message": "stopped after step 3"}
     killed = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -9 (pid: 7)\n"]
     aborted = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -6 (pid: 7)\n"]
     for reports, others, kind, message in (
-        ([bug, known], killed, DvpError, "^no room$"),
+        ([stopped, bug, known], killed, DvpError, "^no room$"),
+        ([stopped, bug], killed, DvpError, r"^rank 1 was ended by SIGKILL \(Killed\)"),
+        ([stopped, bug], [], Stopped, "^stopped after step 3$"),
+        ([stopped | {"time": 3.0}, bug], [], RuntimeError, "^rank 0: RuntimeError: lost rank 1$"),
         ([bug], killed, DvpError, r"^rank 1 was ended by SIGKILL \(Killed\)"),
         ([bug], aborted, RuntimeError, "^rank 0: RuntimeError: lost rank 1$"),
         ([], aborted, DvpError, "^rank 1 was ended by SIGABRT"),
@@ -253,6 +257,24 @@ def test_an_error_on_one_rank_ends_both_with_one_line(experiment):
     lines = [line for line in errors.splitlines() if line.startswith("dvp")]
     assert lines == [f"dvp train: {folder}: another process is training this run; wait for it or stop it"]
     assert "Traceback" not in errors
+
+
+def test_sigterm_to_dvp_train_makes_all_ranks_save_and_leave(experiment):
+    folder = experiment.parent / "runs" / RUN
+    process = start(experiment)
+    until = time.monotonic() + 180
+    while not (folder / "metrics.jsonl").exists() or not rows(folder):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    errors = ended(process, everyone)
+    assert process.returncode == 143, errors
+    done = len(rows(folder))
+    assert errors.splitlines()[-1] == f"dvp train: stopped by SIGTERM after step {done}; run again to continue"
+    assert "Traceback" not in errors
+    assert list(folder.glob(f"checkpoints/*/step-{done:06d}"))
 
 
 def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_from_its_checkpoint(experiment):

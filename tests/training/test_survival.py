@@ -150,7 +150,7 @@ RANK = """
 import os, signal, sys
 import torch
 from dvp.errors import Stopped
-from dvp.stopping import Abandoned, StopRequest
+from dvp.training.stopping import Abandoned, StopRequest
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -56,7 +56,8 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
             for script in temporary.glob("*.py"):
                 script.unlink()
             shutil.copyfile(metrics, temporary / METRICS)
-            write_json(temporary / "state.json", {"step": step, "fingerprint": folder.name, "ranks": ranks.count()})
+            state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
+            write_json(temporary / "state.json", state)
             write_json(temporary / MANIFEST, {"files": checksums(temporary)})
     except (OSError, RuntimeError) as error:
         raise DvpError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dvp.config import TrainingConfig
-from dvp.errors import DvpError
+from dvp.errors import DvpError, Stopped
 
 # torchrun puts this before every line of a rank; what comes without it is torchrun's own.
 PREFIX = "\x1erank ${rank}\x1e"
@@ -38,7 +38,8 @@ def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:
     """Run `dvp ARGUMENTS` as all ranks of `training` and pass on what they print, until they are done.
 
     folder : where all nodes can write, for the ranks' output on its way here.
-    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug.
+    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug; Stopped when they were
+    told to stop, or when this process was, which passes it on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".ranks-") as logs:
@@ -57,6 +58,15 @@ def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:
         try:
             reports, others = _listen(process)
             status = process.wait()
+        except Stopped:
+            # SIGTERM is what torchrun passes on to the ranks, which save what is done; after 30 s it kills them.
+            process.send_signal(signal.SIGTERM)
+            reports, _ = _listen(process)
+            process.wait()
+            for report in reports:
+                if report["signal"] is not None:
+                    raise Stopped(report["message"], report["signal"]) from None
+            raise
         except BaseException:
             # torchrun passes this on to the ranks, and kills those that do not leave.
             process.send_signal(signal.SIGTERM)
@@ -113,17 +123,18 @@ def reported() -> Iterator[None]:
     """
     try:
         yield
-    except (DvpError, Exception) as error:
-        known = isinstance(error, DvpError)
+    except (Stopped, Exception) as error:
+        known = isinstance(error, Stopped | DvpError)
         report = {
             "time": time.time(),
             "bug": not known,
+            "signal": error.code - 128 if isinstance(error, Stopped) else None,
             "message": str(error) if known else f"{type(error).__name__}: {error}",
             "traceback": "" if known else traceback.format_exc(),
         }
         sys.stderr.write(f"{REPORT}{json.dumps(report)}\n")  # at once: torchrun would cut a line that comes in parts
         sys.stderr.flush()
-        os._exit(1 if report["bug"] else 2)
+        os._exit(error.code if isinstance(error, Stopped) else 1 if report["bug"] else 2)
     except KeyboardInterrupt:
         os._exit(130)  # the launcher was interrupted as well, and says so
 
@@ -146,16 +157,20 @@ def _listen(process: subprocess.Popen) -> tuple[list[dict], list[str]]:
 
 def _raise(reports: list[dict], others: list[str]) -> None:
     """Raise what went wrong first; a rank that loses another one fails as well."""
-    known, bugs = ([one for one in reports if one["bug"] is bug] for bug in (False, True))
-    if known:
-        raise DvpError(min(known, key=lambda one: one["time"])["message"])
+    errors = [one for one in reports if not one["bug"] and one["signal"] is None]
+    # These may follow from another rank's end, after which torchrun tells the others to stop.
+    consequences = [one for one in reports if one not in errors]
+    if errors:
+        raise DvpError(min(errors, key=lambda one: one["time"])["message"])
     text = "".join(others)
     ended = [(rank, signal.Signals(-int(code))) for rank, code in ENDED.findall(text) if code.startswith("-")]
     for rank, number in ended:
-        if not bugs or number in NOT_FROM_OTHERS:
+        if not consequences or number in NOT_FROM_OTHERS:
             raise DvpError(f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was memory short?")
-    if bugs:
-        first = min(bugs, key=lambda one: one["time"])
+    if consequences:
+        first = min(consequences, key=lambda one: one["time"])
+        if first["signal"] is not None:
+            raise Stopped(first["message"], first["signal"])
         print(first["traceback"], end="", file=sys.stderr)
         raise RuntimeError(f"rank {first['rank']}: {first['message']}")
     print(text, end="", file=sys.stderr)

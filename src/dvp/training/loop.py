@@ -30,10 +30,10 @@ from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import append_line, write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.stopping import Abandoned, StopRequest
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Batch, Trainer
 from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
+from dvp.training.stopping import Abandoned, StopRequest
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,7 @@ class Loop:
         """One step (1-based); returns its row of metrics.jsonl."""
         started = time.perf_counter()
         rows = prompt_rows(len(self.prompts), self.config.prompts_per_step, step, self.run.seed)
-        # The longest part of a step; the weights are still those of the last one.
-        with self.stop.abandonable():
-            mine = self._roll_out(ranks.share(rows, self.engine.ranks), step)
-        completions = ranks.join(mine, len(rows), self.engine.ranks)
+        completions = self._sampled(step, rows)
         rolled_out = time.perf_counter()
         rollout = self._graded(rows, completions)
         rewarded = time.perf_counter()
@@ -140,21 +137,28 @@ class Loop:
         self.safe.observe(row)
         self.collapse.observe(row["step"], row)
 
-    def _roll_out(self, rows: list[int], step: int) -> list[list[Completion]]:
-        """The group of responses to each of some prompts."""
+    def _sampled(self, step: int, rows: list[int]) -> list[list[Completion]]:
+        """The group of responses to each prompt; every engine samples those to its share of the prompts.
+
+        The longest part of a step. The weights are still those of the last one, so it may be given up.
+        """
+        mine = ranks.share(rows, self.engine.ranks)
         sampling = Sampling(
             max_tokens=self.config.max_response_tokens,
             n=self.config.group_size,
             temperature=self.config.temperature,
             safe_vocabulary=self.safe.engine,
         )
-        seeds = [derived_seed(self.run.seed, step, row) for row in rows]
-        try:
-            return self.engine.generate([self.prompts[row] for row in rows], sampling, seeds)
-        except DvpError:
-            raise
-        except Exception as error:
-            raise DvpError(f"the engine died in the rollout ({_line(error)}); run again to continue") from error
+        seeds = [derived_seed(self.run.seed, step, row) for row in mine]
+        # The ranks of one engine wait for each other all the time.
+        with self.stop.abandonable(self.engine.ranks == 1):
+            try:
+                completions = self.engine.generate([self.prompts[row] for row in mine], sampling, seeds)
+            except DvpError:
+                raise
+            except Exception as error:
+                raise DvpError(f"the engine died in the rollout ({_line(error)}); run again to continue") from error
+        return ranks.join(completions, len(rows), self.engine.ranks)
 
     def _grade(self, row: int, response: str, truncated: bool) -> float:
         try:
@@ -172,8 +176,10 @@ class Loop:
         if not infer_log_prob_BT.isfinite().all():
             raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
         truncated = [one.finish_reason == "length" for _, one in flat]
-        mine = ranks.share(list(zip(flat, truncated, strict=True)))
-        rewards = ranks.join([self._grade(row, one.text, cut) for (row, one), cut in mine], len(flat))
+        rewards = [
+            self._grade(row, one.text, cut) for (row, one), cut in ranks.share(list(zip(flat, truncated, strict=True)))
+        ]
+        rewards = ranks.join(rewards, len(flat))
         return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))
 
     def _update(self, rollout: Rollout, control: bool) -> dict:
@@ -356,7 +362,8 @@ def run_loop(
             except Abandoned:
                 pass
             else:
-                _append(metrics_file, row)
+                if ranks.is_main():
+                    _append(metrics_file, row)
                 rows.append(row)
                 on_step(row)
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
@@ -401,8 +408,8 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
             metrics_file.unlink(missing_ok=True)
         return []
     path, metrics = restored
+    # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
     if ranks.is_main():
-        # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
         write_text(metrics_file, metrics)
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-
 from dvp.errors import STOP_SIGNALS, Stopped
+from dvp.training import ranks
 
 
 class Abandoned(BaseException):
@@ -43,15 +42,15 @@ class StopRequest:
             raise Abandoned
 
     @contextmanager
-    def abandonable(self) -> Iterator[None]:
-        """A stop signal ends this block, which must not be one that changes the trainer or waits for another rank.
+    def abandonable(self, alone: bool = True) -> Iterator[None]:
+        """A stop signal ends this block at once, if it runs `alone`, waiting for no other rank; it changes no weights.
 
         Raises Abandoned at the end of the block, on every rank, if any of them was told to stop.
         """
         try:
             try:
-                self._abandonable = True
-                if self.signal is not None:
+                self._abandonable = alone
+                if alone and self.signal is not None:
                     raise Abandoned
                 yield
             finally:
@@ -67,15 +66,10 @@ class StopRequest:
 
     def requested(self) -> bool:
         """Whether a rank was told to stop; all ranks ask at the same place, as they must leave together."""
-        asked = self.signal is not None
-        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-            return asked
-        answers: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(answers, self.signal and self.signal.name)
-        names = [name for name in answers if name is not None]
-        if names and not asked:
-            self.signal = signal.Signals[names[0]]
-        return bool(names)
+        told = [one for one in ranks.gather(self.signal) if one is not None]
+        if told and self.signal is None:
+            self.signal = told[0]
+        return bool(told)
 
     def leave(self, after: int, saved: int) -> None:
         """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""

@@ -52,13 +52,13 @@ mlflow: install
 
 install: $(INSTALLED)
 
-$(INSTALLED): envs/$(ENV).txt envs/dev.txt pyproject.toml
+$(INSTALLED): envs/$(ENV).txt envs/slurm.txt envs/dev.txt pyproject.toml
 	@# CPU and CUDA builds of one package have different names: they must not share an environment.
 	@test -z "$(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
 	@test -x $(BIN)/pip || python3 -m venv $(VENV)
 	@echo "installing the locked $(ENV) environment into $(VENV) (about 3 minutes)"
-	@$(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/dev.txt \
-	  || $(BIN)/pip install --quiet --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/dev.txt
+	@$(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt \
+	  || $(BIN)/pip install --quiet --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt
 	@$(BIN)/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -19,6 +19,7 @@ report: "workflow/report/workflow.rst"
 
 
 onstart:
+    hold_results()
     shell(
         f"dvp resolve --experiment {quote(EXPERIMENT.name)} --folder {quote(RESULTS)}"
     )

@@ -14,6 +14,7 @@ from dvp.files import (
     append_line,
     atomic_path,
     checksums,
+    only_writer,
     read_json,
     sha256_file,
     sha256_json,
@@ -235,3 +236,15 @@ def test_lines_are_appended_at_once_or_the_call_fails(tmp_path):
     assert (tmp_path / "lines").read_text(encoding="utf-8") == "one\nzwei ü\n"
     with pytest.raises(OSError, match="No space left on device"):
         append_line(Path("/dev/full"), "three")
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    folder = tmp_path / "run"
+    with only_writer(folder, "training this run"):
+        refused = pytest.raises(DvpError, match="run: another process is training this run; wait for it or stop it")
+        with refused, only_writer(folder, "training this run"):
+            pass
+        with only_writer(tmp_path / "other", "training this run"):
+            pass
+    with only_writer(folder, "training this run"):
+        pass

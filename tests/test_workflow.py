@@ -17,7 +17,7 @@ SCRIPTS = Path(sys.executable).parent
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workflow")
-    for name in ("workflow", "config", "envs", "profiles"):
+    for name in ("workflow", "config", "envs", "profiles", "slurm"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "Snakefile", folder)
     return folder
@@ -90,6 +90,14 @@ def test_dry_run(snakemake, place, experiment, jobs):
     # The processor's time, as the machine may be busy: under 20 s is asked for, 3 to 6 s are usual.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+
+
+def test_the_slurm_profile_is_found_by_its_name(snakemake):
+    """On a machine without Slurm as well."""
+    status, out, errors = snakemake("-n", "--profile", "slurm", "--config", "experiment=smoke", "results=there")
+    assert status == 0, errors
+    assert "Using profiles slurm and workflow specific profile profiles/default" in out + errors
+    assert re.search(r"^total +11$", out, flags=re.MULTILINE)
 
 
 def test_one_run_can_be_asked_for(snakemake):

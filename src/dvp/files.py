@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, checksums, strict reads."""
+"""Files that are either whole or absent: atomic writes, one writer, checksums, strict reads."""
 
 import hashlib
 import json
@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from dvp.errors import DvpError
 
@@ -55,6 +57,25 @@ def append_line(path: Path, line: str) -> None:
     with open(path, "ab", buffering=0) as file:
         while data:
             data = data[file.write(data) :]
+
+
+@contextmanager
+def only_writer(folder: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a folder, which goes when the process ends, however it ends.
+
+    A job may outlive the Snakemake that started it, and two checkouts may share their results.
+    Raises DvpError if another process holds it; `doing` says of that process what it is doing there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise DvpError(f"{folder}: another process is {doing}; wait for it or stop it") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,18 +6,25 @@ the stage's identity, commit and the key of its MLflow run, which the next stage
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from dvp.config import Experiment, Run
 from dvp.errors import DvpError
 from dvp.experiment_files import dump_experiment, load_experiment, read_resolved, read_settings
-from dvp.files import dump_json, read_json, sha256_file, sha256_json, verify_checksums, write_json, write_text
+from dvp.files import (
+    dump_json,
+    only_writer,
+    read_json,
+    sha256_file,
+    sha256_json,
+    verify_checksums,
+    write_json,
+    write_text,
+)
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
 from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows
@@ -160,7 +167,7 @@ def _train(place: Place, run: Run, threads: int) -> None:
     upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
     with ExitStack() as stack:
         if main:
-            stack.enter_context(only_writer(folder))
+            stack.enter_context(only_writer(folder, "training this run"))
             tracked = stack.enter_context(
                 place.tracked("train", identity, upstream, run=run.path, metrics=folder / "metrics.jsonl")
             )
@@ -366,24 +373,6 @@ def track(config: Path) -> None:
         added = track_stage(place.folder, record, rows)
         print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
     print(f"stages in {store_name(place.results)}: {len(stages)}")
-
-
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder. Raises DvpError if another process trains this run.
-
-    A job may outlive the Snakemake that started it; the next one must not write beside it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise DvpError(f"{folder}: another process is training this run; wait for it or stop it") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:

@@ -1,4 +1,5 @@
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
@@ -7,13 +8,16 @@ from snakemake.utils import validate
 
 from dvp.experiment_files import load_experiment
 from dvp.errors import DvpError
+from dvp.files import only_writer
 from dvp.provenance import code_hash
 
 validate(config, "../schemas/config.schema.yaml")
 
-# `dvp` is found in the environment that Snakemake itself runs in, activated or not.
+# `dvp` is found in the environment that Snakemake itself runs in, activated or not. Slurm sends SIGTERM to every process
+# of a job: `dvp` is to end in its own way, so the shell waits for it, and what it pipes to goes on reading.
 shell.prefix(
-    f"set -euo pipefail; export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
+    "trap '' TERM; set -euo pipefail; "
+    f"export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
 )
 
 try:
@@ -27,6 +31,20 @@ RUNS = [run.path for run in EXPERIMENT.runs]
 # The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
 # that its `identity` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
 RESOLVED = f"{RESULTS}/config.yaml"
+
+
+HELD = ExitStack()
+
+
+def hold_results():
+    """Until this process ends, no other Snakemake writes to these results, from whichever checkout.
+
+    Snakemake's own lock sees its working directory only, and outlives a Snakemake that was killed.
+    """
+    try:
+        HELD.enter_context(only_writer(Path(RESULTS), "running this experiment"))
+    except DvpError as error:
+        raise WorkflowError(str(error)) from None
 
 
 wildcard_constraints:

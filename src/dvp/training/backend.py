@@ -4,6 +4,8 @@ The policy that DeepSpeed wraps returns statistics of the sampled tokens instead
 the logits of a whole batch. On several ranks (dvp.training.ranks) all of them call the same methods in the same order.
 """
 
+import contextlib
+import io
 import logging
 import os
 import socket
@@ -103,12 +105,13 @@ class Trainer:
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-            timeout=TIMEOUT,
-            verbose=False,
-            auto_mpi_discovery=False,
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells of its compiler
+            deepspeed.init_distributed(
+                dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+                timeout=TIMEOUT,
+                verbose=False,
+                auto_mpi_discovery=False,
+            )
         self.policy = Policy(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
         optimizer = torch.optim.AdamW(
             self.policy.parameters(),

@@ -86,9 +86,11 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
             raise DvpError(
                 f"training.nodes is {training.nodes}: several nodes need a Slurm allocation; SLURM_JOB_ID is not set"
             )
-        # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has.
-        start = ["srun", f"--jobid={job}", "--overlap", f"--nodes={training.nodes}", "--ntasks-per-node=1"]
-        start += ["--cpu-bind=none", "--kill-on-bad-exit=1"]
+        # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has:
+        # --overlap is about all but the memory.
+        start = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+        # All three: what SLURM_NTASKS says of the step that this process is in would win otherwise.
+        start += [f"--nodes={training.nodes}", f"--ntasks={training.nodes}", "--ntasks-per-node=1"]
         # Jobs that share a node must not share a port.
         address = f"{_first_node(job)}:{20000 + int(job) % 20000}"
         rendezvous = [f"--nnodes={training.nodes}", "--rdzv-backend=c10d"]
@@ -173,5 +175,8 @@ def _raise(reports: list[dict], others: list[str]) -> None:
             raise Stopped(first["message"], first["signal"])
         print(first["traceback"], end="", file=sys.stderr)
         raise RuntimeError(f"rank {first['rank']}: {first['message']}")
+    for line in others:
+        if line.startswith("srun: error:"):
+            raise DvpError(line.strip())
     print(text, end="", file=sys.stderr)
     raise RuntimeError("the ranks did not start, or ended without a word")

@@ -97,7 +97,7 @@ def test_the_slurm_profile_is_found_by_its_name(snakemake):
     status, out, errors = snakemake("-n", "--profile", "slurm", "--config", "experiment=smoke", "results=there")
     assert status == 0, errors
     assert "Using profiles slurm and workflow specific profile profiles/default" in out + errors
-    assert re.search(r"^total +11$", out, flags=re.MULTILINE)
+    assert re.search(r"^total +14$", out, flags=re.MULTILINE)
 
 
 def test_one_run_can_be_asked_for(snakemake):

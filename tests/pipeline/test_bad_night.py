@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from dvp import stages
 from dvp.files import sha256_file
-from dvp.tracking import store_uri
+from dvp.tracking.store import store_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent

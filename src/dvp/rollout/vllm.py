@@ -54,6 +54,8 @@ def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
 class VllmEngine:
     """An Engine (see engine.py) over vllm.LLM."""
 
+    _asleep = False
+
     def __init__(self, model: Path, config: EngineConfig, *, max_model_len: int, max_num_seqs: int, seed: int):
         """Start the engine on a Hugging Face directory. One engine a process.
 
@@ -101,7 +103,6 @@ class VllmEngine:
         self.ranks = options.get("tensor_parallel_size", 1)
         self._config = config
         self._sleeps = options.get("enable_sleep_mode", False)
-        self._asleep = False
         self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are.

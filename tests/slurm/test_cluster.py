@@ -38,9 +38,9 @@ def test_every_stage_is_a_job_that_asked_for_its_resources(jobs):
     assert Counter(job["stage"] for job in jobs) == {
         "prepare": 1,
         "base": 1,
-        "train": 2,
-        "convert": 2,
-        "evaluate": 3,
+        "train": 3,
+        "convert": 3,
+        "evaluate": 4,
         "report": 1,
     }
     for job in jobs:
@@ -93,7 +93,7 @@ def test_the_overhead_of_a_job_is_measured(finished, jobs, say):
         "(mean) inside a job for two Snakemakes and Python's imports, "
         f"{median(unseen):.0f} s (median; at most {max(unseen):.0f}) from its end until Snakemake sees it"
     )
-    assert len(jobs) == len(computing) == len(seen) == 10
+    assert len(jobs) == len(computing) == len(seen) == 13
     assert min(queued) >= 0
     assert inside > 0
     assert min(unseen) >= 0

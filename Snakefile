@@ -6,6 +6,10 @@ min_version("9.0")
 configfile: "config/config.yaml"
 
 
+# Used with `--software-deployment-method apptainer` only; envs/dvp.def makes it.
+container: "envs/dvp.sif"
+
+
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/base.smk"

@@ -44,7 +44,7 @@ def test_ordinary_variation_is_no_collapse():
     st.lists(st.sampled_from([0.0, 0.1, 0.11, 0.12, 0.5, 0.9]), min_size=1, max_size=40),
     st.integers(2, 6),
     st.integers(0, 6),
-    st.sampled_from([1.5, 3.0]),
+    st.sampled_from([1.53, 2.97]),  # no value lies just at the bound, where rounding decides
 )
 def test_spikes_against_numpy(values, warmup, more, sigmas):
     window = warmup + more

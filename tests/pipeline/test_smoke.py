@@ -77,7 +77,12 @@ def test_a_second_run_has_nothing_to_do(copy):
 
 def test_the_table_has_a_row_per_method_with_seeds_and_intervals(copy):
     table = pd.read_csv(copy.smoke / "tables/main_table.csv")
-    assert list(table["label"]) == ["base model", "RLOO (naive)", "DVP + MIS"]
+    assert list(table["label"]) == [
+        "base model",
+        "RLOO (naive)",
+        "DVP + MIS",
+        "OTB + MIS, mass budget",
+    ]
     assert (table["score_low"] <= table["score"]).all()
     assert (table["score"] <= table["score_high"]).all()
     assert (table["seeds"].iloc[1:].astype(str) != "").all()

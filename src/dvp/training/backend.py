@@ -6,7 +6,6 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -221,10 +220,9 @@ def _configure_environment(expected: int) -> None:
         raise DvpError(
             f"WORLD_SIZE is {started}, but training.gpus × nodes is {expected}: `dvp train` starts its ranks itself"
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Port 0: the store that listens takes a free one. One that was looked for before could be gone by then, as two
+    # trainings that start at the same moment have shown.
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if not torch.cuda.is_available():
         defaults["DS_ACCELERATOR"] = "cpu"
     for key, value in defaults.items():

@@ -13,10 +13,10 @@ from dvp.provenance import code_hash
 
 validate(config, "../schemas/config.schema.yaml")
 
-# `dvp` is found in the environment that Snakemake itself runs in, activated or not. Slurm sends SIGTERM to every process
-# of a job: `dvp` is to end in its own way, so the shell waits for it, and what it pipes to goes on reading.
+# `dvp` is found in the environment that Snakemake itself runs in, activated or not. Slurm signals every process of a
+# job: shell and tee must outlive `dvp`, which saves what it has and then leaves.
 shell.prefix(
-    "trap '' TERM; set -euo pipefail; "
+    "trap '' TERM USR1; set -euo pipefail; "
     f"export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
 )
 
@@ -61,6 +61,16 @@ def identity(stage):
         return EXPERIMENT.identity(stage, run, wildcards.get("task"))
 
     return of_wildcards
+
+
+def gpus(of_each_node, nodes=1):
+    """A job's GPUs, for the Slurm plugin and, as a number that can be limited, for Snakemake."""
+    return {
+        # Not the plugin's `gpu`: it counts all nodes', and no step could start in a job of several.
+        "gres": f"gpu:{of_each_node}",
+        "nodes": nodes,
+        "accelerators": of_each_node * nodes,
+    }
 
 
 def local_files():

@@ -8,6 +8,9 @@ rule evaluate:
         f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
     conda:
         "../../envs/dvp.yaml"
+    threads: EXPERIMENT.engines[EXPERIMENT.evaluation.engine].tensor_parallel
+    resources:
+        **gpus(EXPERIMENT.engines[EXPERIMENT.evaluation.engine].tensor_parallel),
     params:
         config=RESOLVED,
         identity=identity("evaluate"),

@@ -9,12 +9,14 @@ rule train:
         f"{LOGS}/runs/{{run}}/train.log",
     conda:
         "../../envs/dvp.yaml"
+    threads: EXPERIMENT.training.gpus
+    resources:
+        **gpus(EXPERIMENT.training.gpus, EXPERIMENT.training.nodes),
     params:
         config=RESOLVED,
         identity=identity("train"),
         code=code_hash("train"),
     message:
         "training {wildcards.run}"
-    # Slurm signals every process of a job. Shell and tee must outlive `dvp`, which saves its last step and then leaves.
     shell:
-        "trap '' TERM USR1; dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -24,6 +24,7 @@ from dvp.errors import DvpError, Stopped
 PREFIX = "\x1erank ${rank}\x1e"
 OF_RANK = re.compile("\x1erank (\\d+)\x1e(.*)", re.DOTALL)
 REPORT = "\x1dreport "
+OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID")
 NOT_FROM_OTHERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # does not follow from another rank's end
 # In torchrun's account of what failed.
 ENDED = re.compile(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
@@ -50,7 +51,8 @@ def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            env=os.environ
+            # What Slurm says of the step that this process is in would confine the ranks' step to its node.
+            env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
             | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX, "PYTHONUNBUFFERED": "1"}
             # One thread a rank unless somebody has said otherwise: torchrun would warn of it.
             | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},

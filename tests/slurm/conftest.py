@@ -45,7 +45,9 @@ def wait_until() -> Callable:
 
 
 class Slurm:
-    """One node with two pretend GPUs and the partitions cpu, gpu and preemptible (REQUEUE, below the other two)."""
+    """What slurm_up.sh started: a node with two pretend GPUs, its partitions cpu, gpu and preemptible (REQUEUE, below
+    the other two), and the partition pair of that node and another.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder

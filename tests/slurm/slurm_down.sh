@@ -6,9 +6,11 @@ set -uo pipefail
 dir=$(cd "$1" 2>/dev/null && pwd) || exit 0
 export SLURM_CONF=$dir/slurm.conf
 
-pid_of() {  # the pid in DIR/run/NAME.pid, if it is still that program
+pid_of() {  # the pids in DIR/run/NAME*.pid, if they are still that program
     local pid
-    pid=$(cat "$dir/run/$1.pid" 2>/dev/null) && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$1" ] && echo "$pid"
+    for pid in $(cat "$dir/run/$1".pid "$dir/run/$1"-*.pid 2>/dev/null); do
+        [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$1" ] && echo "$pid"
+    done
 }
 
 if [ -n "$(pid_of slurmctld)" ]; then

@@ -1,21 +1,27 @@
 #!/usr/bin/env bash
-# Start a Slurm of one node under DIR, with accounting, without systemd and without touching /etc/slurm.
+# Start a Slurm under DIR, with accounting, without systemd and without touching /etc/slurm.
 #   usage: slurm_up.sh DIR     then: . DIR/env     stop with: slurm_down.sh DIR
-# The node pretends to have two GPUs, and more cores and memory than the machine, so that jobs of any size start.
+# One node, this machine, in the partitions cpu, gpu and preemptible; where namespaces may be made, the same machine once
+# more as the node `another`, both in the partition `pair`. A node pretends to have two GPUs, and more cores and memory
+# than the machine, so that jobs of any size start.
 # Debian packages: slurmctld slurmd slurm-client munge slurmdbd mariadb-server
 set -euo pipefail
+# Programs on two nodes find each other by name, so the second one needs a name, and everybody a table with both.
+if [ -z "${NAMESPACE:-}" ] && unshare --mount --uts true 2>/dev/null; then
+    NAMESPACE=made exec unshare --mount "$0" "$@"
+fi
 dir=$(mkdir -p "$1" && cd "$1" && pwd)
 me=$(id -un)
 host=$(hostname -s)
 [ ${#dir} -lt 80 ] || { echo "DIR is too long for a unix socket: $dir" >&2; exit 2; }
 [ ! -e "$dir/env" ] || { echo "$dir is in use: run slurm_down.sh first" >&2; exit 2; }
 umask 022
-mkdir -p "$dir"/{run,log,state,spool,db,bin}
+mkdir -p "$dir"/{run,log,state,db,bin}
 chmod 755 "$dir" "$dir/run" "$dir/log"
 
-read -r ctld_port d_port dbd_port <<<"$(python3 -c '
+read -r ctld_port d_port another_port dbd_port <<<"$(python3 -c '
 import socket
-sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
 print(*[one.getsockname()[1] for one in sockets])')"
 
 wait_for() {  # wait_for SECONDS WHAT COMMAND...: poll every 0.1 s, each try 5 s at most
@@ -40,7 +46,6 @@ cat >"$dir/slurm.conf" <<CONF
 ClusterName=testcluster
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$ctld_port
-SlurmdPort=$d_port
 SlurmUser=$me
 SlurmdUser=$me
 AuthType=auth/munge
@@ -48,11 +53,11 @@ AuthType=auth/munge
 AuthInfo=socket=$dir/run/munge.sock,cred_expire=10
 CredType=cred/munge
 StateSaveLocation=$dir/state
-SlurmdSpoolDir=$dir/spool
+SlurmdSpoolDir=$dir/spool-%n
 SlurmctldPidFile=$dir/run/slurmctld.pid
-SlurmdPidFile=$dir/run/slurmd.pid
+SlurmdPidFile=$dir/run/slurmd-%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
-SlurmdLogFile=$dir/log/slurmd.log
+SlurmdLogFile=$dir/log/slurmd-%n.log
 PlugStackConfig=$dir/plugstack.conf
 MpiDefault=none
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
@@ -82,10 +87,13 @@ Waittime=0
 UnkillableStepTimeout=20
 JobRequeue=1
 DefMemPerCPU=512
-NodeName=$host NodeAddr=127.0.0.1 CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:2 State=UNKNOWN
+NodeName=DEFAULT CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:2 State=UNKNOWN
+NodeName=$host NodeAddr=127.0.0.1 Port=$d_port
+NodeName=another NodeHostname=another NodeAddr=127.0.0.1 Port=$another_port
 PartitionName=cpu Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=10 State=UP
 PartitionName=gpu Nodes=$host Default=NO MaxTime=INFINITE PriorityTier=10 State=UP
 PartitionName=preemptible Nodes=$host Default=NO MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
+PartitionName=pair Nodes=$host,another Default=NO MaxTime=INFINITE PriorityTier=10 State=UP
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=localhost
 AccountingStoragePort=$dbd_port
@@ -94,7 +102,7 @@ AccountingStorageTRES=gres/gpu
 AccountingStoreFlags=job_comment
 CONF
 # A Count without File registers as no GPU, and a plain file gives no CUDA_VISIBLE_DEVICES; any two character devices do.
-printf 'AutoDetect=off\nNodeName=%s Name=gpu File=/dev/null,/dev/zero\n' "$host" >"$dir/gres.conf"
+printf 'AutoDetect=off\nNodeName=%s,another Name=gpu File=/dev/null,/dev/zero\n' "$host" >"$dir/gres.conf"
 : >"$dir/plugstack.conf"
 export SLURM_CONF=$dir/slurm.conf
 
@@ -131,6 +139,12 @@ slurmctld -c
 wait_for 30 slurmctld scontrol ping
 slurmd
 wait_for 30 slurmd sh -c "sinfo -h -n $host -t idle -o %t | grep -q idle"
+if [ -n "${NAMESPACE:-}" ]; then
+    printf '127.0.0.1 localhost %s another\n' "$host" >"$dir/hosts"
+    mount --bind "$dir/hosts" /etc/hosts
+    unshare --uts sh -c 'hostname another; exec slurmd'
+    wait_for 30 "the second slurmd" sh -c "sinfo -h -n another -t idle -o %t | grep -q idle"
+fi
 # snakemake-executor-plugin-slurm-jobstep drops every SLURM_* variable, SLURM_CONF too, before it calls srun inside a
 # job; so a srun that sets it again comes first in PATH, which sbatch --export=ALL hands to the job.
 printf '#!/bin/sh\nSLURM_CONF=%s exec %s "$@"\n' "$dir/slurm.conf" "$(command -v srun)" >"$dir/bin/srun"

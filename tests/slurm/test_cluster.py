@@ -11,16 +11,15 @@ import pytest
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-# Partition, cores (from tests/slurm/site), memory in GB, GPUs, minutes of the shipped profile's first attempt.
+# What a first attempt asks for: partition, cores (of prepare, base and convert: tests/slurm/site), GB, GPUs, minutes.
 ASKED = {
-    "prepare": ("cpu", 1, 16, 0, 120),
+    "prepare": ("cpu", 4, 16, 0, 120),
     "base": ("cpu", 2, 16, 0, 120),
-    "train": ("gpu", 1, 96, 1, 1440),
+    "train": ("gpu", 8, 96, 1, 1440),
     "convert": ("cpu", 1, 128, 0, 120),
-    "evaluate": ("gpu", 1, 64, 1, 480),
+    "evaluate": ("gpu", 8, 64, 1, 480),
     "report": ("cpu", 1, 16, 0, 120),
 }
-
 # The file that each stage writes last.
 ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "report.json")
 

@@ -131,7 +131,7 @@ def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tm
     command = launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
     start = command.index(sys.executable)
     assert command[0] == "srun"
-    assert {"--jobid=30001", "--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} < set(command[1:start])
+    assert {"--jobid=30001", "--overlap", "--nodes=2", "--ntasks-per-node=1"} < set(command[1:start])
     assert command[start : start + 3] == TORCHRUN
     assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=node3:30001"} < set(command)
     assert "--standalone" not in command

@@ -91,8 +91,7 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
         # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has:
         # --overlap is about all but the memory.
         start = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        # All three: what SLURM_NTASKS says of the step that this process is in would win otherwise.
-        start += [f"--nodes={training.nodes}", f"--ntasks={training.nodes}", "--ntasks-per-node=1"]
+        start += [f"--nodes={training.nodes}", "--ntasks-per-node=1"]
         # Jobs that share a node must not share a port.
         address = f"{_first_node(job)}:{20000 + int(job) % 20000}"
         rendezvous = [f"--nnodes={training.nodes}", "--rdzv-backend=c10d"]

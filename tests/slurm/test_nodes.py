@@ -30,5 +30,5 @@ def test_a_run_on_two_nodes_has_a_rank_on_each(finished, slurm, tmp_path):
     rows = [json.loads(row) for row in (checkout.run_folder(RUN) / "metrics.jsonl").read_text().splitlines()]
     alone = [json.loads(row) for row in (finished.run_folder(RUN) / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    for name in ("reward", "gradient_norm"):
+    for name in ("reward", "entropy", "response_tokens_mean"):
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-4)

@@ -55,6 +55,7 @@ def bench(output: Path, rounds: int) -> None:
     cases = []
     for name, dtype in CASES[device]:
         problem = _problem(size, dtype, device)
+        _warm_up(*problem)
         variants = _forward_variants(*problem) if name == "forward" else _backward_variants(*problem)
         cases.append(_case(name, dtype, variants, rounds, device))
         del problem, variants  # before the next one takes as much
@@ -100,6 +101,12 @@ def _problem(size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor,
     weight_VH = (torch.randn(VOCABULARY, size.hidden, **options) * (3 / math.sqrt(size.hidden))).requires_grad_()
     targets_N = torch.randint(VOCABULARY, (size.tokens,), generator=generator, device=device)
     return hidden_NH, weight_VH, targets_N
+
+
+def _warm_up(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> None:
+    """Compile what is compiled, and let libraries take the working memory that they keep."""
+    statistics = token_statistics(hidden_NH[:2], weight_VH, targets_N[:2], safe=RHO)
+    torch.autograd.grad(statistics.pruned_log_prob.sum(), (hidden_NH, weight_VH))
 
 
 def _forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
@@ -169,7 +176,7 @@ def _case(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds: 
     with tqdm(total=(rounds + 1) * len(variants), desc=f"{name}, {label}", leave=False) as bar:
         for turn in range(rounds + 1):
             for variant, function in variants.items():
-                if turn == 0:  # warm-up: compiles, and shows how much memory is needed
+                if turn == 0:  # shows how much memory is needed, and is not timed
                     extra[variant] = _peak_mib(function, device)
                 else:
                     seconds[variant].append(_time(function, device))
@@ -205,7 +212,6 @@ def _time(function: Callable, device: str) -> float:
 
 def _peak_mib(function: Callable, device: str) -> float:
     """Memory that the function needs at its peak beyond what is there before, its result included."""
-    function()  # libraries take working memory at their first use, and keep it
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

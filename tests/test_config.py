@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvp.config import Experiment, Run, parse_rho
+from dvp.config import Experiment
 from dvp.errors import DvpError
 from dvp.experiment_files import (
     dump_experiment,
@@ -22,6 +22,7 @@ from dvp.experiment_files import (
     read_yaml,
 )
 from dvp.files import write_text
+from dvp.grid import Run, parse_rho
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))

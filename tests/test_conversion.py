@@ -13,6 +13,8 @@ from dvp.config import BF16_AUTOCAST, TrainingConfig
 from dvp.conversion import convert, write_probe
 from dvp.errors import DvpError
 from dvp.files import checksums, write_json
+from dvp.planning import costs
+from dvp.planning.costs import Model
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer
 
@@ -62,6 +64,13 @@ def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (tmp_path / "model/model.safetensors").is_file()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == len(AutoTokenizer.from_pretrained(tiny_model))
+
+
+def test_a_checkpoint_is_as_large_as_the_plan_says(run):
+    trainer, path, _ = run
+    model = Model(64, 2, 2, 1, 32, 96, True, 400)
+    written = sum(file.stat().st_size for file in path.rglob("*.pt"))
+    assert written == pytest.approx(costs.checkpoint_bytes(model, trainer._engine.zero_optimization_stage()), rel=0.05)
 
 
 def test_a_trainer_that_multiplies_in_bf16_is_held_to_the_same_proof(tiny_model, root, tmp_path):

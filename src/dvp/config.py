@@ -9,8 +9,6 @@ What a stage depends on is its *identity*: a hash over just those parts of the e
 not train anything again and a changed learning rate does.
 """
 
-import math
-import re
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +17,8 @@ from pydantic import Field, field_validator, model_validator
 
 from dvp.errors import DvpError
 from dvp.files import sha256_json
-from dvp.methods import Method
+from dvp.grid import BiasConfig, Cell, DiagnoseConfig, GridEntry, Run
+from dvp.methods import FeedbackSafe, Method
 from dvp.strict import Fraction, Name, Positive, PositiveFloat, Strict
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -305,29 +304,6 @@ class EvaluationConfig(Strict):
     seed: int = 0
 
 
-class GridEntry(Strict):
-    """Every combination of its lists, for every seed."""
-
-    method: Annotated[list[Name], Field(min_length=1)]
-    engine: Annotated[list[Name], Field(min_length=1)]
-    rho: Annotated[list[str], Field(min_length=1)] | None = None
-
-    @field_validator("method", "engine", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("rho", mode="before")
-    @classmethod
-    def _rhos(cls, value: Any) -> Any:
-        values = value if isinstance(value, list) or value is None else [value]
-        if values is None:
-            return None
-        for rho in values:
-            parse_rho(rho)
-        return [rho if isinstance(rho, str) else repr(rho) for rho in values]
-
-
 class ReportConfig(Strict):
     """What the main table compares."""
 
@@ -337,25 +313,6 @@ class ReportConfig(Strict):
     """The method (on its mismatched engine) that the others are set against."""
     declarations: list[str] = []
     """Sentences that stand under every table, such as how the base model was made."""
-
-
-class Run(Strict):
-    """One grid point with one seed."""
-
-    method: str
-    engine: str
-    rho: str | None
-    seed: int
-
-    @property
-    def path(self) -> str:
-        """The run as a relative path, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}/seed~{self.seed}"
-
-    @property
-    def rho_value(self) -> float | None:
-        """ρ as a number, None without a safe vocabulary."""
-        return None if self.rho is None else parse_rho(self.rho)
 
 
 class Experiment(Strict):
@@ -372,6 +329,8 @@ class Experiment(Strict):
     evaluation: EvaluationConfig
     report: ReportConfig
     grid: Annotated[list[GridEntry], Field(min_length=1)]
+    diagnose: DiagnoseConfig | None = None
+    bias: BiasConfig | None = None
     sources: dict[Name, Source]
     engines: dict[Name, EngineConfig]
     methods: dict[Name, Method]
@@ -419,11 +378,10 @@ class Experiment(Strict):
                         f"must divide training.gpus ({self.training.gpus})"
                     )
             for name in entry.method:
-                known(f"grid[{index}].method", name, self.methods)
-                if self.methods[name].takes_rho != (entry.rho is not None):
-                    expected = "needs" if self.methods[name].takes_rho else "takes no"
-                    raise ValueError(f"grid[{index}]: method '{name}' {expected} rho")
+                self._check_method(f"grid[{index}]", name, entry.rho)
         distinct("grid: run", [run.path for run in self.runs])
+        for stage in ("diagnose", "bias"):
+            self._check_measurement(stage)
         if all(self.report.reference not in entry.method for entry in self.grid):
             raise ValueError(f"report.reference: method '{self.report.reference}' is not in the grid")
         for name in [self.data.train, *self.data.evaluation]:
@@ -434,6 +392,45 @@ class Experiment(Strict):
                     f"'Files and versions' of huggingface.co/datasets/{source.path}"
                 )
         return self
+
+    def _check_method(self, where: str, name: str, rho: list[str] | None) -> None:
+        if name not in self.methods:
+            known = ", ".join(sorted(self.methods))
+            raise ValueError(f"{where}.method: '{name}' is not defined; known are {known}")
+        if self.methods[name].takes_rho != (rho is not None):
+            expected = "needs" if self.methods[name].takes_rho else "takes no"
+            raise ValueError(f"{where}: method '{name}' {expected} rho")
+
+    def _check_measurement(self, stage: str) -> None:
+        settings = getattr(self, stage)
+        if settings is None:
+            return
+        for name in settings.engines:
+            if name not in self.engines:
+                known = ", ".join(sorted(self.engines))
+                raise ValueError(f"{stage}.engines: '{name}' is not defined; known are {known}")
+        for policy in settings.policies:
+            if policy != "base" and policy.run(self.seeds[0]).path not in [run.path for run in self.runs]:
+                raise ValueError(f"{stage}.policies: {policy.path} is not in the grid, which must train it")
+        paths = [cell.path for cell in self.cells(stage)]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise ValueError(f"{stage}: {path} is listed twice")
+        if stage == "diagnose":
+            return
+        for index, entry in enumerate(settings.estimators):
+            for name in entry.method:
+                self._check_method(f"bias.estimators[{index}]", name, entry.rho)
+                method = self.methods[name]
+                if method.loss.kind != "reinforce" or isinstance(method.safe_vocabulary, FeedbackSafe):
+                    raise ValueError(
+                        f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
+                        "needs no training; at a fixed policy the others have nothing to say"
+                    )
+        names = self.estimators
+        for one in names:
+            if names.count(one) > 1:
+                raise ValueError(f"bias.estimators: {one[0]}, ρ {one[1]} is listed twice")
 
     @property
     def trainer_dtype(self) -> str:
@@ -449,6 +446,32 @@ class Experiment(Strict):
             for method, engine, rho, seed in product(entry.method, entry.engine, entry.rho or [None], self.seeds)
         ]
 
+    def cells(self, stage: str) -> list[Cell]:
+        """Every measurement of the stage `diagnose` or `bias`, in the order of the file; none if not asked for."""
+        settings = getattr(self, stage)
+        if settings is None:
+            return []
+        return [
+            Cell(policy=policy, engine=engine, seed=seed)
+            for policy, engine, seed in product(settings.policies, settings.engines, self.seeds)
+        ]
+
+    def cell(self, stage: str, path: str) -> Cell:
+        """The measurement of this path. Raises DvpError if the stage has none."""
+        for cell in self.cells(stage):
+            if cell.path == path:
+                return cell
+        raise DvpError(f"{stage} '{path}' is not in experiment '{self.name}'")
+
+    @property
+    def estimators(self) -> list[tuple[str, str | None]]:
+        """Method and ρ of every estimator that the stage `bias` compares, in the order of the file."""
+        return [
+            pair
+            for entry in (self.bias.estimators if self.bias else [])
+            for pair in product(entry.method, entry.rho or [None])
+        ]
+
     def run(self, path: str) -> Run:
         """The run of this path. Raises DvpError if the grid has none."""
         for run in self.runs:
@@ -456,11 +479,14 @@ class Experiment(Strict):
                 return run
         raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
 
-    def identity(self, stage: str, run: Run | None = None, task: str | None = None) -> str:
+    def identity(self, stage: str, run: Run | None = None, task: str | None = None, cell: Cell | None = None) -> str:
         """Hash (12 hex digits) of all parts of the experiment on which a stage depends, upstream stages included.
 
-        `run` is None for the stages before the grid, and for the evaluation of the base model.
+        `run` is None for the stages before the grid, and for the evaluation of the base model; `cell` is that of the
+        stages `diagnose` and `bias`.
         """
+        if cell is not None:
+            run = cell.run
         # What only `dvp plan` reckons with changes no result.
         sources = {
             name: self.sources[name].model_dump(mode="json", exclude={"problems"})
@@ -472,7 +498,7 @@ class Experiment(Strict):
             parts["base"] = self.base.model_dump(mode="json", exclude=None if made else {"architecture"})
             if made:
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
-        if stage in ("train", "convert", "evaluate") and run is not None:
+        if stage in ("train", "convert", "evaluate", "diagnose", "bias") and run is not None:
             # Over how many GPUs a run is spread changes it by rounding only.
             parts["training"] = self.training.model_dump(mode="json", exclude={"gpus", "nodes"})
             parts["deepspeed"] = self.deepspeed
@@ -484,20 +510,19 @@ class Experiment(Strict):
             evaluation["samples_per_problem"] = {task: self.evaluation.samples_per_problem[task]} if task else {}
             parts["evaluation"] = evaluation
             parts["evaluation_engine"] = self.engines[self.evaluation.engine].model_dump(mode="json")
+        if cell is not None:
+            settings = getattr(self, stage)
+            parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})
+            parts["measured_engine"] = self.engines[cell.engine].model_dump(mode="json")
+            parts["seed"] = cell.seed
+            parts["sampling"] = self.training.model_dump(
+                mode="json", include={"group_size", "micro_batch_size", "temperature", "max_response_tokens"}
+            )
+        if stage == "bias":
+            parts["estimators"] = [
+                (self.methods[method].model_dump(mode="json", exclude={"label"}), rho)
+                for method, rho in self.estimators
+            ]
         if stage == "report":
             parts = self.model_dump(mode="json")
         return sha256_json(parts)[:12]
-
-
-def parse_rho(value: object) -> float:
-    """ρ from `0.01`, `"1e-2"`, or `"e-13"` (which is exp(−13)). Raises ValueError outside (0, 1)."""
-    match = re.fullmatch(r"(e-)?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(value))
-    if match is None:
-        rho = math.nan
-    elif match[1]:
-        rho = math.exp(-float(match[2])) if match[3] is None else math.nan
-    else:
-        rho = float(match[0])
-    if isinstance(value, bool) or not 0 < rho < 1:
-        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {value!r}")
-    return rho

@@ -76,18 +76,18 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
 
 
 def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
-    """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError."""
-    if not NAME.fullmatch(name):
-        raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
-    path = config / "experiments" / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
-        raise DvpError(f"{path}: no such experiment; known are {known}")
-    value = read_yaml(path)
-    if value.get("name") != name:
-        raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
-    if "deepspeed" in value:
-        raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
+    """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError.
+
+    One that says `extends: OTHER` is config/experiments/OTHER.yaml with its own keys on top: mappings are merged key by
+    key, anything else is replaced.
+    """
+    path, value = _read_experiment(name, config)
+    if "extends" in value:
+        parent = load_experiment(value.pop("extends"), config).name  # its mistakes are told in its own name
+        path_of_parent, other = _read_experiment(parent, config)
+        if "extends" in other:
+            raise DvpError(f"{path}: extends: {path_of_parent} itself extends another experiment; extend that one")
+        value = _merged(other, value)
     elsewhere = {}
     for table in ("sources", "engines", "methods"):
         own = value.get(table, {})
@@ -101,6 +101,29 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     return experiment.model_copy(
         update={"deepspeed": _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)}
     )
+
+
+def _read_experiment(name: Any, config: Path) -> tuple[Path, dict]:
+    """An experiment's file as it is written. Raises DvpError."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
+    path = config / "experiments" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
+        raise DvpError(f"{path}: no such experiment; known are {known}")
+    value = read_yaml(path)
+    if value.get("name") != name:
+        raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
+    if "deepspeed" in value:
+        raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
+    return path, value
+
+
+def _merged(below: dict, above: dict) -> dict:
+    return below | {
+        key: _merged(below[key], item) if isinstance(item, dict) and isinstance(below.get(key), dict) else item
+        for key, item in above.items()
+    }
 
 
 def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.errors import DvpError
 from dvp.experiment_files import dump_experiment, load_experiment, read_resolved, read_settings
 from dvp.files import (
@@ -25,6 +25,7 @@ from dvp.files import (
     write_json,
     write_text,
 )
+from dvp.grid import Run
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
 from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows

@@ -7,9 +7,10 @@ import numpy as np
 import pandas as pd
 
 from dvp.analysis.inputs import BASE, evaluation_folder
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.experiment_files import load_experiment, parse_experiment
 from dvp.files import sha256_file, write_json
+from dvp.grid import Run
 
 CONFIG = Path(__file__).parents[2] / "config"
 CLAIMS = CONFIG / "claims.yaml"

@@ -4,6 +4,8 @@ from made_up_results import CLAIMS
 from dvp.analysis.claims import claim, load_claims
 from dvp.errors import DvpError
 
+CONDITION = "{id: a, text: t, source: P, figure: e/f, conditions: [{says: s, experiment: e, statistic: x, %s}]}"
+
 
 def test_published_values():
     claims = load_claims(CLAIMS)
@@ -19,9 +21,18 @@ def test_published_values():
     ("entry", "message"),
     [
         ("{id: a, text: t, source: P, valu: 1.0}", r"claims.0.valu: unknown key"),
-        ("{id: a, text: t, source: Q}", r"source 'Q' is not defined"),
-        ("{id: a, text: t, source: P, value: 1.0}", r"claims.0: value, unit and relation go together"),
-        ("{id: a, text: t, source: P}, {id: a, text: u, source: P}", r"id 'a' is given twice"),
+        ("{id: a, text: t, source: P}", "claims.0: expected one of conditions, not_testable and not_tested"),
+        ("{id: a, text: t, source: P, not_tested: n, not_testable: m}", "expected one of conditions"),
+        ("{id: a, text: t, source: P, not_tested: n, figure: f}", "figure: belongs to a claim with conditions"),
+        (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),
+        (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
+        (CONDITION % "where: {rho: [1]}, above: 0", "claims.0.conditions.0.where.rho: "),
+        ("{id: a, text: t, source: Q, not_tested: n}", r"source 'Q' is not defined"),
+        ("{id: a, text: t, source: P, not_tested: n, value: 1.0}", r"claims.0: value, unit and relation go together"),
+        (
+            "{id: a, text: t, source: P, not_tested: n}, {id: a, text: u, source: P, not_tested: n}",
+            r"id 'a' is given twice",
+        ),
         ("{id: a, text: t, source: P, value: high, unit: '%', relation: equal}", r"claims.0.value: "),
     ],
 )
@@ -37,3 +48,10 @@ def test_refused(tmp_path, entry, message):
 def test_quoted_claim_must_have_a_value():
     with pytest.raises(DvpError, match="rho_u_shape"):
         claim(load_claims(CLAIMS), "rho_u_shape")
+
+
+def test_rho_is_written_as_in_the_paths_of_runs(tmp_path):
+    path = tmp_path / "claims.yaml"
+    path.write_text(f"sources: {{P: somewhere}}\nclaims: [{CONDITION % 'where: {rho: 1e-2, method: dvp}, above: 0'}]\n")
+    [condition] = load_claims(path)["a"].conditions
+    assert condition.where == {"rho": "0.01", "method": "dvp"}

@@ -11,15 +11,16 @@ from docutils.core import publish_parts
 from made_up_results import CLAIMS, Results, make_experiment
 
 from dvp.analysis import tables
-from dvp.analysis.inputs import Arm, evaluation_folder
+from dvp.analysis.inputs import evaluation_folder
 from dvp.analysis.report import print_table, report
 from dvp.errors import DvpError
 from dvp.files import sha256_file
+from dvp.grid import Arm
 
 CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
 TABLES = ("main_table", "mismatch_table")
-NAIVE = Arm("rloo", "coarse", None).run(0)
+NAIVE = Arm(method="rloo", engine="coarse", rho=None).run(0)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, uri):
 def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/cr@et@host/mlflow")
     done = subprocess.run(
-        ["make", "--old-file=install", "mlflow", f"VENV={sys.prefix}"],
+        ["make", "--no-print-directory", "--old-file=install", "mlflow", f"VENV={sys.prefix}"],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dvp.config import Run, TrainingConfig
+from dvp.config import TrainingConfig
 from dvp.errors import DvpError
 from dvp.experiment_files import load_experiment
+from dvp.grid import Run
 from dvp.methods import Method
 from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint

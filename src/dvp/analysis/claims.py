@@ -1,19 +1,53 @@
 """Published values, each with its source (config/claims.yaml)."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dvp.config import Name, Strict
 from dvp.errors import DvpError
 from dvp.experiment_files import read_yaml
+from dvp.strict import Name, Strict
 
 CLAIMS = Path("config/claims.yaml")
 
 
+class Condition(Strict):
+    """One measured number, and where its whole interval has to lie."""
+
+    says: str
+    """The condition in words."""
+    experiment: Name
+    """Under which name of `evidence` in config/config.yaml the experiment stands."""
+    statistic: Name
+    where: dict[Name, str] = {}
+    """Which row of the statistic: values of its columns, such as method, rho, engine or policy."""
+    above: float | None = None
+    below: float | None = None
+    within: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    contains: float | None = None
+    """Here the interval has to hold this value."""
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _as_in_paths(cls, value: Any) -> Any:
+        """ρ as runs' paths have it: YAML's 1e-2 is 0.01."""
+        if not isinstance(value, dict):
+            return value
+        return {key: repr(item) if isinstance(item, float) else item for key, item in value.items()}
+
+    @model_validator(mode="after")
+    def _one_test(self) -> "Condition":
+        tests = [name for name in ("above", "below", "within", "contains") if getattr(self, name) is not None]
+        if len(tests) != 1:
+            raise ValueError(f"expected one of above, below, within, contains; found {len(tests)}")
+        if self.within and self.within[0] >= self.within[1]:
+            raise ValueError(f"within: expected [low, high], found {self.within}")
+        return self
+
+
 class Claim(Strict):
-    """One published statement."""
+    """One published statement, and how it is answered."""
 
     id: Name
     text: str
@@ -27,6 +61,22 @@ class Claim(Strict):
     method: Name | None = None
     """The value stands beside this method's rows of the main table."""
     note: str | None = None
+    figure: str | None = None
+    """EXPERIMENT/FIGURE that shows the measurement."""
+    conditions: list[Condition] = []
+    not_testable: str | None = None
+    """Why it cannot be tested at this scale."""
+    not_tested: str | None = None
+    """Why it has not been tested, though it could be."""
+
+    @model_validator(mode="after")
+    def _answered(self) -> "Claim":
+        given = [name for name in ("conditions", "not_testable", "not_tested") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError("expected one of conditions, not_testable and not_tested")
+        if (self.figure is None) != (not self.conditions):
+            raise ValueError("figure: belongs to a claim with conditions, and to no other")
+        return self
 
     @model_validator(mode="after")
     def _whole(self) -> "Claim":

@@ -20,9 +20,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
-from dvp.analysis.inputs import BASE, Arm, arms, is_control, reference_arm
-from dvp.config import Experiment, parse_rho
+from dvp.analysis.inputs import BASE, arms, is_control, reference_arm
+from dvp.config import Experiment
 from dvp.files import atomic_path
+from dvp.grid import Arm, parse_rho
 
 SMOOTHING = 5
 # An exact engine has a KL of 0 up to rounding, which a logarithmic axis cannot show.

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.errors import DvpError
 from dvp.files import read_json, verify_checksums
+from dvp.grid import Arm, Run
 
 BASE = "base"
 # What the tables and figures use of a metrics row; the file holds more.
@@ -32,26 +33,9 @@ MEASURED = (
 )
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A grid point: the runs that differ by their seed alone."""
-
-    method: str
-    engine: str
-    rho: str | None
-
-    @property
-    def path(self) -> str:
-        """The part of a run's path before the seed, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}"
-
-    def run(self, seed: int) -> Run:
-        return Run(method=self.method, engine=self.engine, rho=self.rho, seed=seed)
-
-
 def arms(experiment: Experiment) -> list[Arm]:
     """The grid points in the order of the file."""
-    return list(dict.fromkeys(Arm(run.method, run.engine, run.rho) for run in experiment.runs))
+    return list(dict.fromkeys(Arm(method=run.method, engine=run.engine, rho=run.rho) for run in experiment.runs))
 
 
 def is_control(experiment: Experiment, arm: Arm) -> bool:

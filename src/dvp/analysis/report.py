@@ -14,8 +14,9 @@ from dvp.analysis.inputs import (
     read_metrics,
     reference_arm,
 )
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.files import read_json, sha256_file, write_json, write_text
+from dvp.grid import Run
 
 KL_BOUND = "dvp_kl"
 # Columns that the experiment itself defines.

@@ -11,7 +11,6 @@ from dvp.analysis.claims import CLAIMS, Claim, claim, load_claims
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
 from dvp.analysis.inputs import (
     BASE,
-    Arm,
     Evaluation,
     arms,
     is_control,
@@ -21,6 +20,7 @@ from dvp.analysis.inputs import (
     reference_arm,
 )
 from dvp.config import Experiment
+from dvp.grid import Arm
 
 GAIN = "dvp_mis_gain"
 LAST_STEPS = 10

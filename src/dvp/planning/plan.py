@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dvp.config import Experiment, FileSource, GeneratedSource, Run, TrainedBase
+from dvp.config import Experiment, FileSource, GeneratedSource, TrainedBase
 from dvp.data.sources import load
 from dvp.errors import DvpError
+from dvp.grid import Run
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.planning.records import Records

@@ -5,9 +5,10 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.errors import DvpError
 from dvp.files import read_json
+from dvp.grid import Run
 
 RATES = ("seconds", "tokens_per_second", "response_tokens_mean")
 

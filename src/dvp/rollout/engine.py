@@ -15,13 +15,17 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt."""
+    """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt.
+
+    With `whole_vocabulary` every completion carries the log-probabilities of all tokens at each of its positions.
+    """
 
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     safe_vocabulary: SafeVocabulary | None = None
+    whole_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,14 @@ class Completion:
     log_probs : log q of each of them, after temperature, masking and renormalising; same length as token_ids.
     text : the tokens decoded, special tokens left out.
     finish_reason : "stop" (the model ended its response) or "length" (cut off).
+    vocabulary_log_probs_TV : log q of every token at each position, float32, −inf where pruned; None if not asked for.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     text: str
     finish_reason: str
+    vocabulary_log_probs_TV: torch.Tensor | None = None
 
 
 class Engine(Protocol):

@@ -128,7 +128,10 @@ class VllmEngine:
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
                 seed=seed % 2**62,  # vLLM adds the response's index
-                logprobs=0,  # of the sampled token only
+                logprobs=-1 if sampling.whole_vocabulary else 0,  # 0: of the sampled token only
+                # vLLM would make an object, and a text, of each of the T · V numbers.
+                flat_logprobs=sampling.whole_vocabulary,
+                detokenize=not sampling.whole_vocabulary,
                 **sampling_arguments(sampling.safe_vocabulary),
             )
             for seed in seeds
@@ -138,7 +141,27 @@ class VllmEngine:
         if self._sleeps:
             self.llm.sleep()
             self._asleep = True
-        return [[_completion(one) for one in output.outputs] for output in outputs]
+        read = self._whole if sampling.whole_vocabulary else _completion
+        return [[read(one) for one in output.outputs] for output in outputs]
+
+    def _whole(self, output: Any) -> Completion:
+        """An output with flat log-probabilities of the whole vocabulary and without text."""
+        token_ids, reported = list(output.token_ids), output.logprobs
+        values_TV = torch.full((len(token_ids), self._vocabulary), -math.inf)
+        counts_T = torch.tensor(reported.end_indices) - torch.tensor(reported.start_indices)
+        row_N = torch.arange(len(token_ids)).repeat_interleave(counts_T)
+        values_TV[row_N, torch.tensor(reported.token_ids)] = torch.tensor(reported.logprobs)
+        return Completion(
+            token_ids=token_ids,
+            log_probs=values_TV[torch.arange(len(token_ids)), torch.tensor(token_ids)].tolist(),
+            text=self.llm.get_tokenizer().decode(token_ids, skip_special_tokens=True),
+            finish_reason=output.finish_reason,
+            vocabulary_log_probs_TV=values_TV,
+        )
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.llm.llm_engine.model_config.get_vocab_size()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it."""
@@ -173,7 +196,7 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
         output = self.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]
         reported = output.outputs[0].logprobs[0]
-        values_V = torch.full((self.llm.llm_engine.model_config.get_vocab_size(),), -math.inf)
+        values_V = torch.full((self._vocabulary,), -math.inf)
         values_V[torch.tensor(list(reported))] = torch.tensor([entry.logprob for entry in reported.values()])
         return values_V
 

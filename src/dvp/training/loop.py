@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dvp.config import Experiment, Run
+from dvp.config import Experiment
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
 from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import mismatch_metrics, pruned_mass_metrics, self_noise, tail_mismatch
@@ -29,6 +29,7 @@ from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import append_line, write_text
+from dvp.grid import Run
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Batch, Trainer

@@ -1,0 +1,142 @@
+"""What is run and measured: the grid of training runs, and the measurements at fixed policies; each has a path."""
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dvp.strict import Name, Positive, PositiveFloat, Strict
+
+
+def parse_rho(value: object) -> float:
+    """ρ from `0.01`, `"1e-2"`, or `"e-13"` (which is exp(−13)). Raises ValueError outside (0, 1)."""
+    match = re.fullmatch(r"(e-)?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(value))
+    if match is None:
+        rho = math.nan
+    elif match[1]:
+        rho = math.exp(-float(match[2])) if match[3] is None else math.nan
+    else:
+        rho = float(match[0])
+    if isinstance(value, bool) or not 0 < rho < 1:
+        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {value!r}")
+    return rho
+
+
+def _one_listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_written(value: Any) -> str:
+    parse_rho(value)
+    return value if isinstance(value, str) else repr(value)
+
+
+def _all_as_written(value: Any) -> list[str]:
+    return [_as_written(one) for one in (value if isinstance(value, list) else [value])]
+
+
+Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_one_listed)]
+Rho = Annotated[str, BeforeValidator(_as_written)]
+Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
+
+
+class GridEntry(Strict):
+    """Every combination of its lists, for every seed."""
+
+    method: Listed
+    engine: Listed
+    rho: Rhos | None = None
+
+
+class Estimators(Strict):
+    """Every combination of its lists: methods whose gradient estimates are compared, at each ρ if they take one."""
+
+    method: Listed
+    rho: Rhos | None = None
+
+
+class Run(Strict):
+    """One grid point with one seed."""
+
+    method: str
+    engine: str
+    rho: str | None
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The run as a relative path, which says what it is."""
+        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}/seed~{self.seed}"
+
+    @property
+    def rho_value(self) -> float | None:
+        """ρ as a number, None without a safe vocabulary."""
+        return None if self.rho is None else parse_rho(self.rho)
+
+
+class Arm(Strict):
+    """A grid point without its seed."""
+
+    method: Name
+    engine: Name
+    rho: Rho | None = None
+
+    @property
+    def path(self) -> str:
+        """The arm as a relative path, which says what it is."""
+        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}"
+
+    def run(self, seed: int) -> Run:
+        """The arm with this seed."""
+        return Run(method=self.method, engine=self.engine, rho=self.rho, seed=seed)
+
+
+class Cell(Strict):
+    """One measurement at a fixed policy: with one engine and one seed, which is the trained policy's seed as well."""
+
+    policy: Literal["base"] | Arm
+    engine: str
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The measurement as a relative path, which says what it is."""
+        policy = self.policy if self.policy == "base" else self.policy.path
+        return f"{policy}/by~{self.engine}/seed~{self.seed}"
+
+    @property
+    def run(self) -> Run | None:
+        """Whose model it measures; None for the base model."""
+        return None if self.policy == "base" else self.policy.run(self.seed)
+
+
+class _Measurement(Strict):
+    """What is measured at fixed policies: every policy with every engine, for every seed."""
+
+    policies: Annotated[list[Literal["base"] | Arm], Field(min_length=1)]
+    """The base model, or an arm of the grid at the end of its training."""
+    engines: Listed
+    problems: Positive
+    """Training problems whose prompts are used, the same for all."""
+
+
+class DiagnoseConfig(_Measurement):
+    """How far trainer and engine are apart, over the whole vocabulary, at the positions that the engine visits."""
+
+    responses: Positive
+    """Responses to each problem."""
+    rhos: Rhos
+    """At which safe vocabularies are compared."""
+    margins: Annotated[list[PositiveFloat], Field(min_length=1)]
+    """ε̂ of the margin rule, nats."""
+
+
+class BiasConfig(_Measurement):
+    """How far each estimator of the policy gradient is from the exact on-policy gradient, and how noisy it is."""
+
+    batches: Annotated[int, Field(ge=4)]
+    """Batches an estimator: all problems, training.group_size responses each."""
+    reference_batches: Annotated[int, Field(ge=4)]
+    """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
+    estimators: Annotated[list[Estimators], Field(min_length=1)]

@@ -16,21 +16,20 @@ include: "workflow/rules/base.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/convert.smk"
 include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/measure.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/evidence.smk"
 
 
 report: "workflow/report/workflow.rst"
 
 
 onstart:
-    hold_results()
-    shell(
-        f"dvp resolve --experiment {quote(EXPERIMENT.name)} --folder {quote(RESULTS)}"
-    )
+    begin()
 
 
 rule all:
     default_target: True
     input:
-        rules.report.output,
+        reports(config["experiment"]),
     localrule: True

@@ -25,7 +25,8 @@ WRITES = {
     "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
-    "report": ["tables/", "figures/", "report.json"],
+    "report": ["tables/", "figures/", "report/PART.json"],
+    "claims": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
     "track": ["tracking/", "Changes no file"],
     "show": ["Reads what `dvp report` wrote"],
 }

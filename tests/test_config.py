@@ -609,3 +609,91 @@ def test_any_change_concerns_the_report():
     assert re.fullmatch("[0-9a-f]{12}", identity)
     for changes in ({"methods.rloo.label": "x"}, {"scale": "x"}, {"evaluation.seed": 1}, {"training.steps": 4}):
         assert parse_experiment(put(resolved, changes), Path("x")).identity("report") != identity
+
+
+def test_an_experiment_that_extends_another_has_its_own_keys_on_top(config):
+    path = config / "experiments" / "mine.yaml"
+    path.write_text(
+        "name: mine\nextends: smoke\nseeds: [4]\ntraining: {steps: 5}\ngrid: [{method: rloo, engine: coarse}]\n",
+        encoding="utf-8",
+    )
+    mine, smoke = load_experiment("mine", config), load_experiment("smoke", config)
+    assert (mine.name, mine.seeds, mine.training.steps) == ("mine", [4], 5)
+    assert mine.training == smoke.training.model_copy(update={"steps": 5})
+    assert [run.path for run in mine.runs] == ["method~rloo/engine~coarse/rho~none/seed~4"]
+    assert (mine.base, mine.data, mine.evaluation) == (smoke.base, smoke.data, smoke.evaluation)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: nope", "nope.yaml: no such experiment; known are "),
+        ("extends: [smoke]", "expected the name of a file in "),
+        ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),
+        ("extends: mismatch", "itself extends another experiment; extend that one"),
+    ],
+)
+def test_what_extends_badly_is_refused(config, text, message):
+    (config / "experiments" / "mine.yaml").write_text(f"name: mine\n{text}\n", encoding="utf-8")
+    with pytest.raises(DvpError, match=re.escape(message)):
+        load_experiment("mine", config)
+
+
+DIAGNOSE = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
+BIAS = {
+    "policies": ["base"],
+    "engines": ["coarse"],
+    "problems": 2,
+    "batches": 4,
+    "reference_batches": 4,
+    "estimators": [{"method": "rloo"}, {"method": ["dvp"], "rho": 1e-2}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"diagnose": DIAGNOSE | {"engines": ["nope"]}}, "diagnose.engines: 'nope' is not defined; known are "),
+        ({"diagnose": DIAGNOSE | {"engines": ["fp32", "fp32"]}}, "diagnose: base/by~fp32/seed~0 is listed twice"),
+        ({"diagnose": DIAGNOSE | {"rhos": [2.0]}}, "diagnose.rhos: ρ must lie in (0, 1)"),
+        ({"diagnose": DIAGNOSE | {"margins": [0.0]}}, "diagnose.margins.0: "),
+        (
+            {"diagnose": DIAGNOSE | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
+            "diagnose.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
+        ),
+        ({"bias": BIAS | {"batches": 3}}, "bias.batches: "),
+        ({"bias": BIAS | {"estimators": [{"method": "nope"}]}}, "bias.estimators[0].method: 'nope' is not defined"),
+        ({"bias": BIAS | {"estimators": [{"method": "dvp"}]}}, "bias.estimators[0]: method 'dvp' needs rho"),
+        ({"bias": BIAS | {"estimators": [{"method": "gspo"}]}}, "method 'gspo': expected loss reinforce"),
+        ({"bias": BIAS | {"estimators": [{"method": ["rloo", "rloo"]}]}}, "rloo, ρ None is listed twice"),
+    ],
+)
+def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message):
+    assert message in refused(changes)
+
+
+def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_other(edit):
+    trained = {"method": "rloo", "engine": "fp32"}
+    sections = {"diagnose": DIAGNOSE | {"policies": ["base", trained]}, "bias": BIAS}
+    first = edit(copy.deepcopy(sections))
+
+    def changed(changes):
+        second = edit(copy.deepcopy(sections) | changes)
+        pairs = [
+            (stage, cell, second.cell(stage, cell.path))
+            for stage in ("diagnose", "bias")
+            for cell in first.cells(stage)
+        ]
+        return {
+            (stage, cell.path.split("/by~")[0].split("/")[0])
+            for stage, cell, again in pairs
+            if first.identity(stage, cell=cell) != second.identity(stage, cell=again)
+        }
+
+    base, policy = ("diagnose", "base"), ("diagnose", "method~rloo")
+    assert changed({"training.learning_rate": 0.5}) == {policy}
+    assert changed({"diagnose.problems": 3}) == {base, policy}
+    assert changed({"bias.estimators": [{"method": "rloo"}]}) == {("bias", "base")}
+    assert changed({"bias.engines": ["coarse", "fp32"]}) == set()
+    assert changed({"report.declarations": ["Otherwise."]}) == set()
+    assert changed({"training.group_size": 8}) == {base, policy, ("bias", "base")}

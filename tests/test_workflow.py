@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dvp.experiment_files import load_experiment
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 
@@ -72,11 +74,11 @@ def test_lint(snakemake):
 @pytest.mark.parametrize(
     ("experiment", "jobs"),
     [
-        ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report": 1}),
-        ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report": 1}),
-        ("paper_8b", {"prepare": 1, "base": 1, "train": 30, "convert": 30, "evaluate": 124, "report": 1}),
-        ("paper_14b", {"prepare": 1, "base": 1, "train": 27, "convert": 27, "evaluate": 112, "report": 1}),
-        ("paper_otb", {"prepare": 1, "base": 1, "train": 18, "convert": 18, "evaluate": 76, "report": 1}),
+        ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report_training": 1}),
+        ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
+        ("paper_8b", {"prepare": 1, "base": 1, "train": 30, "convert": 30, "evaluate": 124, "report_training": 1}),
+        ("paper_14b", {"prepare": 1, "base": 1, "train": 27, "convert": 27, "evaluate": 112, "report_training": 1}),
+        ("paper_otb", {"prepare": 1, "base": 1, "train": 18, "convert": 18, "evaluate": 76, "report_training": 1}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):
@@ -90,6 +92,27 @@ def test_dry_run(snakemake, place, experiment, jobs):
     # The processor's time, as the machine may be busy: under 20 s is asked for, 3 to 6 s are usual.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+
+
+def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(snakemake, place):
+    status, out, errors = snakemake("-n", "--quiet", "rules", "evidence", "--config", "results=there")
+    assert status == 0, errors
+    counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
+    names = ("mismatch", "safe_sets", "estimator_bias", "training_grid", "training_grid_stale", "rho_sweep")
+    experiments = [load_experiment(name, ROOT / "config") for name in names]
+    expected = {
+        "base": len(names),
+        "train": sum(len(one.runs) for one in experiments),
+        "diagnose": sum(len(one.cells("diagnose")) for one in experiments),
+        "bias": sum(len(one.cells("bias")) for one in experiments),
+        "report_training": len(names),
+        "report_mismatch": 2,
+        "report_bias": 2,
+        "report_sweep": 1,
+        "evidence": 1,
+    }
+    assert expected.items() <= {rule: int(count) for rule, count in counted.items()}.items()
+    assert not (place / "there").exists()
 
 
 def test_the_slurm_profile_is_found_by_its_name(snakemake):

@@ -110,7 +110,32 @@ def parser() -> argparse.ArgumentParser:
         threads=True,
     )
     evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
-    stage("report", "make tables and figures", "Writes tables/, figures/ and report.json.")
+    one = stage(
+        "report",
+        "make tables and figures",
+        "Writes tables/, figures/ and report/PART.json. Which parts there are follows from the experiment.",
+    )
+    one.add_argument(
+        "--part",
+        default="training",
+        choices=("training", "mismatch", "bias", "sweep"),
+        help="training: scores and curves of the grid (default); mismatch, bias: the measurements at fixed policies; "
+        "sweep: over ρ",
+    )
+    one = verb(
+        "claims",
+        "hold what was measured against what was published",
+        "Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html and claims.json.",
+    )
+    one.add_argument("--results", required=True, type=Path, metavar="FOLDER", help="where the experiments' folders are")
+    one.add_argument(
+        "--experiments",
+        required=True,
+        nargs="+",
+        metavar="KEY=NAME",
+        help="experiment NAME answers what the claims ask of KEY (config/config.yaml: evidence)",
+    )
+    one.add_argument("--output", required=True, type=Path, metavar="FOLDER")
     stage(
         "track",
         "bring the tracking store up to date from the files",

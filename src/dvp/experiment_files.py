@@ -147,8 +147,11 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
 
 
 def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:
-    """config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them. Raises DvpError."""
-    settings = {key: str(value) for key, value in read_yaml(config / "config.yaml").items()}
+    """`experiment` and `results` of config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them.
+
+    Raises DvpError.
+    """
+    settings = {key: str(value) for key, value in read_yaml(config / "config.yaml").items() if key != "evidence"}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in settings:

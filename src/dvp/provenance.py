@@ -32,7 +32,11 @@ STAGE_MODULES = {
         "dvp.rollout.vllm",
         "dvp.training.base",  # check_vocabulary
     ),
-    "report": ("dvp.analysis.report",),
+    "report_training": ("dvp.analysis.report",),
+    "report_mismatch": ("dvp.analysis.mismatch",),
+    "report_bias": ("dvp.analysis.bias",),
+    "report_sweep": ("dvp.analysis.sweep",),
+    "claims": ("dvp.analysis.verdicts",),
 }
 
 

@@ -7,6 +7,7 @@ the stage's identity, commit and the key of its MLflow run, which the next stage
 import os
 import time
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dvp.files import (
 from dvp.grid import Run
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
+from dvp.reuse import reuse
 from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows
 from dvp.tracking.stage import StageRun, stage_run
 from dvp.tracking.store import create_store, store_name
@@ -114,6 +116,8 @@ def base(config: Path, threads: int) -> None:
     identity = place.experiment.identity("base")
     started = time.time()
     with place.tracked("base", identity, {"prepare": place.data / "manifest.json"}) as tracked:
+        if reuse(place.folder, place.base / "manifest.json", tracked):
+            return
         manifest = make_base(place.experiment, place.data, place.base)
         tracked.log_params(place.experiment.base.model_dump(mode="json"))
         tracked.log_result(
@@ -172,6 +176,8 @@ def _train(place: Place, run: Run, threads: int) -> None:
             tracked = stack.enter_context(
                 place.tracked("train", identity, upstream, run=run.path, metrics=folder / "metrics.jsonl")
             )
+            if settings.ranks == 1 and reuse(place.folder, folder / "train.json", tracked):
+                return
             tracked.log_params(
                 {
                     "run": run.model_dump(mode="json"),
@@ -250,6 +256,8 @@ def convert(config: Path, run_path: str, threads: int) -> None:
     started = time.time()
     with place.tracked("convert", identity, {"train": folder / "train.json"}, run=run.path) as tracked:
         model = place.model(run.path)
+        if reuse(place.folder, model / "conversion.json", tracked):
+            return
         result = run_convert(
             folder / trained["checkpoint"],
             place.base,
@@ -288,6 +296,9 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
     started = time.time()
     upstream = {"base" if run is None else "convert": source, "prepare": place.data / "manifest.json"}
     with place.tracked("evaluate", identity, upstream, run=run and run.path, task=task) as tracked:
+        folder = place.folder / "evals" / run_path / task
+        if reuse(place.folder, folder / "scores.json", tracked):
+            return
         settings = experiment.evaluation
         tracked.log_params(
             settings.model_dump(mode="json", exclude={"samples_per_problem"})
@@ -308,7 +319,6 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
             max_num_seqs=256,
             seed=settings.seed,
         )
-        folder = place.folder / "evals" / run_path / task
         scores = run_evaluate(
             experiment,
             task,
@@ -324,27 +334,48 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         _finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
 
 
-def report(config: Path) -> None:
-    """Everything measured → figures/, tables/, provenance.json and, last, report.json."""
-    from dvp.analysis.inputs import evaluation_folder
-    from dvp.analysis.report import report as run_report
+def report(config: Path, part: str) -> None:
+    """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
+    from dvp.analysis.output import record, write
+    from dvp.analysis.parts import parts
 
     place = Place(config)
     experiment = place.experiment
-    identity = experiment.identity("report")
+    if part not in parts(experiment):
+        raise DvpError(f"--part {part}: the report of '{experiment.name}' has {', '.join(parts(experiment))}")
     started = time.time()
-    task = experiment.report.task
-    upstream = {
-        "train": [place.run_folder(run) / "train.json" for run in experiment.runs],
-        "evaluate": [evaluation_folder(place.folder, run, task) / "scores.json" for run in [None, *experiment.runs]],
-    }
-    with place.tracked("report", identity, upstream) as tracked:
-        run_report(experiment, place.folder, place.folder)
-        tracked.log_file(place.folder / "provenance.json")
-        for name in ("tables", "figures"):
-            for file in sorted((place.folder / name).iterdir()):
-                tracked.log_file(file, name)
-        _finish(place.folder / "report.json", {"experiment": experiment.name}, tracked, identity, started)
+    if part == "training":
+        from dvp.analysis.report import report as run_report
+
+        measured = run_report(experiment, place.folder, place.folder)
+    else:
+        measured = import_module(f"dvp.analysis.{part}").measured(experiment, place.folder)
+        write(measured, place.folder)
+    identity = experiment.identity("report")
+    upstream: dict[str, list[Path]] = {}
+    for source in measured.sources:
+        stage = {"scores": "evaluate"}.get(Path(source).stem, Path(source).stem)
+        upstream.setdefault(stage, []).append(place.folder / source)
+    with place.tracked(f"report_{part}", identity, upstream) as tracked:
+        for folder, names in (("tables", measured.tables), ("figures", measured.figures)):
+            for file in sorted((place.folder / folder).iterdir()):
+                if file.stem in names:
+                    tracked.log_file(file, folder)
+        result = {"experiment": experiment.name, "part": part, **record(measured, place.folder)}
+        _finish(place.folder / "report" / f"{part}.json", result, tracked, identity, started)
+
+
+def claims(results: Path, experiments: list[str], output: Path) -> None:
+    """The reports of some experiments, and config/claims.yaml → claims.md, claims.html and, last, claims.json."""
+    from dvp.analysis.verdicts import answer, to_html, to_markdown
+
+    answered = answer(results, experiments)
+    write_text(output / "claims.md", to_markdown(answered))
+    write_text(output / "claims.html", to_html(answered, results))
+    write_json(output / "claims.json", answered | {"git_commit": git_commit()})
+    for one in answered["claims"]:
+        print(f"{one['verdict']:22} {one['text']}")
+    print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
 
 
 def show(config: Path) -> None:

@@ -172,6 +172,8 @@ def test_captions_render(name):
     """As Snakemake renders them; docutils stops at the first warning."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     template = environment.from_string((CAPTIONS / f"{name}.rst").read_text())
-    text = template.render(snakemake=SimpleNamespace(config={"experiment": "tiny"}))
+    text = template.render(
+        snakemake=SimpleNamespace(config={"experiment": "tiny"}, wildcards=SimpleNamespace(experiment="tiny"))
+    )
     html = publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
     assert "tiny" in html

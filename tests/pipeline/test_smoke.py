@@ -157,9 +157,9 @@ def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
 
 
 def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(copy, monkeypatch):
-    key = json.loads((copy.smoke / "report.json").read_text())["tracking_key"]
+    key = json.loads((copy.smoke / "report/training.json").read_text())["tracking_key"]
     runs = len(list((copy.smoke / "runs").rglob("train.json")))
-    expected = {"prepare": 1, "base": 1, "train": runs, "convert": runs, "evaluate": runs + 1, "report": 1}
+    expected = {"prepare": 1, "base": 1, "train": runs, "convert": runs, "evaluate": runs + 1, "report_training": 1}
     ids = lineage(copy.results, "smoke", key)
     assert {stage: len(found) for stage, found in ids.items()} == expected
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.folder}/another.db")
@@ -177,10 +177,10 @@ def test_the_conversion_is_proved(copy):
 
 def test_a_change_runs_again_what_depends_on_it_and_nothing_else(copy):
     original = (copy.folder / "config/experiments/smoke.yaml").read_text()
-    everything = {"prepare", "base", "train", "convert", "evaluate", "report"}
+    everything = {"prepare", "base", "train", "convert", "evaluate", "report_training"}
     for change, expected in [
-        (lambda value: value["report"].update(declarations=["Said otherwise."]), {"report"}),
-        (lambda value: value["evaluation"].update(temperature=0.5), {"evaluate", "report"}),
+        (lambda value: value["report"].update(declarations=["Said otherwise."]), {"report_training"}),
+        (lambda value: value["evaluation"].update(temperature=0.5), {"evaluate", "report_training"}),
         (lambda value: value["training"].update(learning_rate=0.5), everything - {"prepare", "base"}),
         (lambda value: value["data"].update(held_out=20), everything),
     ]:

@@ -298,7 +298,7 @@ def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tm
         record.write(f"models/{run.path}/conversion.json", "convert", run, seconds=seconds)
     record.write(f"evals/{first.path}/held_out/scores.json", "evaluate", first, "held_out", seconds=30.0)
     record.write("evals/base/held_out/scores.json", "evaluate", None, "held_out", seconds=40.0)
-    record.write("report.json", "report", seconds=50.0)
+    record.write("report/training.json", "report", seconds=50.0)
     plan = make_plan(loaded, tmp_path)
     assert sources(plan, "convert") == [2, 12, 0]
     assert sources(plan, "evaluate") == [2, 13, 0]

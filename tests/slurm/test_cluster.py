@@ -18,10 +18,10 @@ ASKED = {
     "train": ("gpu", 8, 96, 1, 1440),
     "convert": ("cpu", 1, 128, 0, 120),
     "evaluate": ("gpu", 8, 64, 1, 480),
-    "report": ("cpu", 1, 16, 0, 120),
+    "report_training": ("cpu", 1, 16, 0, 120),
 }
 # The file that each stage writes last.
-ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "report.json")
+ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "training.json")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_every_stage_is_a_job_that_asked_for_its_resources(jobs):
         "train": 3,
         "convert": 3,
         "evaluate": 4,
-        "report": 1,
+        "report_training": 1,
     }
     for job in jobs:
         asked = dict(part.split("=") for part in job["ReqTRES"].split(","))

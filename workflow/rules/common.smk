@@ -1,11 +1,13 @@
 import sys
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from shlex import quote
 
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
+from dvp.analysis.parts import parts
 from dvp.experiment_files import load_experiment
 from dvp.errors import DvpError
 from dvp.files import only_writer
@@ -20,35 +22,50 @@ shell.prefix(
     f"export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
 )
 
-try:
-    EXPERIMENT = load_experiment(config["experiment"])
-except DvpError as error:
-    raise WorkflowError(str(error)) from None
-
-RESULTS = f"{config['results']}/{EXPERIMENT.name}"
+# Every experiment has the same rules, in a folder of its own; rules see it as a wildcard.
+RESULTS = f"{config['results']}/{{experiment}}"
 LOGS = f"{RESULTS}/logs"
-RUNS = [run.path for run in EXPERIMENT.runs]
 # The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
 # that its `identity` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
 RESOLVED = f"{RESULTS}/config.yaml"
+EVIDENCE = f"{config['results']}/evidence"
+
+
+@cache
+def experiment(name):
+    try:
+        return load_experiment(name)
+    except DvpError as error:
+        raise WorkflowError(str(error)) from None
+
+
+# The one that is asked for, now: a mistake in it is told before anything else.
+experiment(config["experiment"])
+
+
+def begin():
+    """Lock and resolve the experiments of which something is to be done.
+
+    Until this process ends, no other Snakemake writes to their results, from whichever checkout. (Snakemake's own lock
+    sees its working directory only, and outlives a Snakemake that was killed.)
+    """
+    todo = [job.wildcards_dict.get("experiment") for job in workflow.dag.needrun_jobs()]
+    for name in dict.fromkeys(filter(None, todo)):
+        folder = RESULTS.format(experiment=name)
+        try:
+            HELD.enter_context(only_writer(Path(folder), "running this experiment"))
+        except DvpError as error:
+            raise WorkflowError(str(error)) from None
+        shell(f"dvp resolve --experiment {quote(name)} --folder {quote(folder)}")
 
 
 HELD = ExitStack()
 
 
-def hold_results():
-    """Until this process ends, no other Snakemake writes to these results, from whichever checkout.
-
-    Snakemake's own lock sees its working directory only, and outlives a Snakemake that was killed.
-    """
-    try:
-        HELD.enter_context(only_writer(Path(RESULTS), "running this experiment"))
-    except DvpError as error:
-        raise WorkflowError(str(error)) from None
-
-
 wildcard_constraints:
+    experiment="[a-z0-9][a-z0-9_.-]*",
     run="base|method~[^/]+/engine~[^/]+/rho~[^/]+/seed~[0-9]+",
+    cell="(base|method~[^/]+/engine~[^/]+/rho~[^/]+)/by~[^/]+/seed~[0-9]+",
     task="[^/]+",
 
 
@@ -56,35 +73,103 @@ def identity(stage):
     """The params function that re-runs a stage when a part of the experiment that it depends on changes."""
 
     def of_wildcards(wildcards):
+        asked = experiment(wildcards.experiment)
+        if "cell" in wildcards.keys():
+            return asked.identity(stage, cell=asked.cell(stage, wildcards.cell))
         path = wildcards.get("run", "base")
-        run = None if path == "base" else EXPERIMENT.run(path)
-        return EXPERIMENT.identity(stage, run, wildcards.get("task"))
+        run = None if path == "base" else asked.run(path)
+        return asked.identity(stage, run, wildcards.get("task"))
 
     return of_wildcards
 
 
-def gpus(of_each_node, nodes=1):
-    """A job's GPUs, for the Slurm plugin and, as a number that can be limited, for Snakemake."""
+def gpus(of_each_node, nodes=lambda asked, wildcards: 1):
+    """A job's GPUs, for the Slurm plugin and, as a number that can be limited, for Snakemake.
+
+    Both arguments are functions of the experiment and the wildcards.
+    """
+
+    def resource(value):
+        return lambda wildcards: value(experiment(wildcards.experiment), wildcards)
+
     return {
         # Not the plugin's `gpu`: it counts all nodes', and no step could start in a job of several.
-        "gres": f"gpu:{of_each_node}",
-        "nodes": nodes,
-        "accelerators": of_each_node * nodes,
+        "gres": resource(lambda *job: f"gpu:{of_each_node(*job)}"),
+        "nodes": resource(nodes),
+        "accelerators": resource(lambda *job: of_each_node(*job) * nodes(*job)),
     }
 
 
-def local_files():
+def training_gpus(asked, wildcards):
+    return asked.training.gpus
+
+
+def training_nodes(asked, wildcards):
+    return asked.training.nodes
+
+
+def evaluation_gpus(asked, wildcards):
+    return asked.engines[asked.evaluation.engine].tensor_parallel
+
+
+def cell_gpus(asked, wildcards):
+    """Of a measurement: those of its engine."""
+    return asked.engines[wildcards.cell.split("/by~")[1].split("/")[0]].tensor_parallel
+
+
+def threads_of(gpus_of_job):
+    return lambda wildcards: gpus_of_job(experiment(wildcards.experiment), wildcards)
+
+
+def local_files(wildcards):
     """Problems that come from files of this machine: when one changes, everything runs again."""
-    names = dict.fromkeys([EXPERIMENT.data.train, *EXPERIMENT.data.evaluation])
+    asked = experiment(wildcards.experiment)
+    names = dict.fromkeys([asked.data.train, *asked.data.evaluation])
     return [
-        str(EXPERIMENT.sources[name].path)
+        str(asked.sources[name].path)
         for name in names
-        if EXPERIMENT.sources[name].kind == "file"
+        if asked.sources[name].kind == "file"
     ]
 
 
+def of_all_runs(rule, *more):
+    """The output of `rule` for every run of the experiment, `more` paths of runs (such as base) and every task."""
+
+    def files(wildcards):
+        asked = experiment(wildcards.experiment)
+        runs = [*more, *(run.path for run in asked.runs)]
+        every = expand(
+            rule.output[0], experiment=asked.name, run=runs, task=asked.data.tasks
+        )
+        return list(dict.fromkeys(every))  # not every stage has tasks
+
+    return files
+
+
+def of_all_cells(rule, stage):
+    """The output of `rule` for every measurement of the experiment's `stage`."""
+
+    def files(wildcards):
+        asked = experiment(wildcards.experiment)
+        cells = [cell.path for cell in asked.cells(stage)]
+        return expand(rule.output[0], experiment=asked.name, cell=cells)
+
+    return files
+
+
 def model_proof(wildcards):
-    """What says that the model to evaluate is complete."""
-    if wildcards.run == "base":
+    """What says that the model to evaluate or to measure is complete."""
+    run = wildcards.get("run")
+    if "cell" in wildcards.keys():
+        policy, seed = wildcards.cell.split("/by~")[0], wildcards.cell.split("/")[-1]
+        run = policy if policy == "base" else f"{policy}/{seed}"
+    if run == "base":
         return rules.base.output
-    return rules.convert.output[0].format(run=wildcards.run)
+    return rules.convert.output[0].format(experiment=wildcards.experiment, run=run)
+
+
+def reports(name):
+    """What the report of an experiment ends with: a file for each of its parts."""
+    return expand(
+        f"{RESULTS}/report/{{part}}.json", experiment=name, part=parts(experiment(name))
+    )

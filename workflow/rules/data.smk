@@ -1,6 +1,6 @@
 rule prepare:
     input:
-        files=local_files(),
+        files=local_files,
     output:
         f"{RESULTS}/data/manifest.json",
     log:

@@ -8,9 +8,9 @@ rule evaluate:
         f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
     conda:
         "../../envs/dvp.yaml"
-    threads: EXPERIMENT.engines[EXPERIMENT.evaluation.engine].tensor_parallel
+    threads: threads_of(evaluation_gpus)
     resources:
-        **gpus(EXPERIMENT.engines[EXPERIMENT.evaluation.engine].tensor_parallel),
+        **gpus(evaluation_gpus),
     params:
         config=RESOLVED,
         identity=identity("evaluate"),

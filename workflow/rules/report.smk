@@ -1,65 +1,200 @@
-FIGURES = ["scores", "learning_curves", "mismatch_curves", "gradient_norm"]
-TABLES = ["main_table", "mismatch_table"]
-
-
-rule report:
+rule report_training:
     input:
         claims="config/claims.yaml",
-        runs=expand(rules.train.output, run=RUNS),
-        scores=expand(
-            rules.evaluate.output, run=["base", *RUNS], task=EXPERIMENT.data.tasks
-        ),
+        runs=of_all_runs(rules.train),
+        scores=of_all_runs(rules.evaluate, "base"),
     output:
-        f"{RESULTS}/report.json",
+        f"{RESULTS}/report/training.json",
         f"{RESULTS}/provenance.json",
         multiext(f"{RESULTS}/tables/main_table", ".csv", ".tex"),
         multiext(f"{RESULTS}/tables/mismatch_table", ".csv", ".tex"),
-        expand(f"{RESULTS}/figures/{{figure}}.png", figure=FIGURES),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["scores", "learning_curves", "mismatch_curves", "gradient_norm"],
+            allow_missing=True,
+        ),
         report(
             f"{RESULTS}/tables/main_table.md",
             caption="../report/main_table.rst",
-            category="Tables",
-            labels={"table": "Scores by method"},
+            category="{experiment}",
+            labels={"show": "Scores by method"},
         ),
         report(
             f"{RESULTS}/tables/mismatch_table.md",
             caption="../report/mismatch_table.rst",
-            category="Tables",
-            labels={"table": "Mismatch by method"},
+            category="{experiment}",
+            labels={"show": "Mismatch by method"},
         ),
         report(
             f"{RESULTS}/figures/scores.svg",
             caption="../report/scores.rst",
-            category="Figures",
-            labels={"figure": "Held-out scores"},
+            category="{experiment}",
+            labels={"show": "Held-out scores"},
         ),
         report(
             f"{RESULTS}/figures/learning_curves.svg",
             caption="../report/learning_curves.rst",
-            category="Figures",
-            labels={"figure": "Learning curves"},
+            category="{experiment}",
+            labels={"show": "Learning curves"},
         ),
         report(
             f"{RESULTS}/figures/mismatch_curves.svg",
             caption="../report/mismatch_curves.rst",
-            category="Figures",
-            labels={"figure": "Mismatch KL"},
+            category="{experiment}",
+            labels={"show": "Mismatch KL"},
         ),
         report(
             f"{RESULTS}/figures/gradient_norm.svg",
             caption="../report/gradient_norm.rst",
-            category="Figures",
-            labels={"figure": "Gradient norm"},
+            category="{experiment}",
+            labels={"show": "Gradient norm"},
         ),
     log:
-        f"{LOGS}/report.log",
+        f"{LOGS}/report-training.log",
     conda:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
         identity=identity("report"),
-        code=code_hash("report"),
+        code=code_hash("report_training"),
     message:
-        "drawing tables and figures"
+        "drawing training and scores of {wildcards.experiment}"
     shell:
-        "dvp report --config {params.config:q} 2>&1 | tee {log:q}"
+        "dvp report --config {params.config:q} --part training 2>&1 | tee {log:q}"
+
+
+rule report_mismatch:
+    input:
+        cells=of_all_cells(rules.diagnose, "diagnose"),
+    output:
+        f"{RESULTS}/report/mismatch.json",
+        multiext(f"{RESULTS}/tables/engines_table", ".csv", ".tex"),
+        multiext(f"{RESULTS}/tables/safe_sets_table", ".csv", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=[
+                "bounds",
+                "mismatch_distribution",
+                "mismatch_by_probability",
+                "safe_sets",
+            ],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/engines_table.md",
+            caption="../report/engines_table.rst",
+            category="{experiment}",
+            labels={"show": "Engines"},
+        ),
+        report(
+            f"{RESULTS}/tables/safe_sets_table.md",
+            caption="../report/safe_sets_table.rst",
+            category="{experiment}",
+            labels={"show": "Safe vocabularies"},
+        ),
+        report(
+            f"{RESULTS}/figures/bounds.svg",
+            caption="../report/bounds.rst",
+            category="{experiment}",
+            labels={"show": "|d| and its bounds"},
+        ),
+        report(
+            f"{RESULTS}/figures/mismatch_distribution.svg",
+            caption="../report/mismatch_distribution.rst",
+            category="{experiment}",
+            labels={"show": "Distribution of d"},
+        ),
+        report(
+            f"{RESULTS}/figures/mismatch_by_probability.svg",
+            caption="../report/mismatch_by_probability.rst",
+            category="{experiment}",
+            labels={"show": "Where the mismatch is"},
+        ),
+        report(
+            f"{RESULTS}/figures/safe_sets.svg",
+            caption="../report/safe_sets.rst",
+            category="{experiment}",
+            labels={"show": "Safe vocabularies by ρ"},
+        ),
+    log:
+        f"{LOGS}/report-mismatch.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        config=RESOLVED,
+        identity=identity("report"),
+        code=code_hash("report_mismatch"),
+    message:
+        "drawing the mismatch of {wildcards.experiment}"
+    shell:
+        "dvp report --config {params.config:q} --part mismatch 2>&1 | tee {log:q}"
+
+
+rule report_bias:
+    input:
+        cells=of_all_cells(rules.bias, "bias"),
+    output:
+        f"{RESULTS}/report/bias.json",
+        multiext(f"{RESULTS}/tables/bias_table", ".csv", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["bias_variance"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/bias_table.md",
+            caption="../report/bias_table.rst",
+            category="{experiment}",
+            labels={"show": "Estimators"},
+        ),
+        report(
+            f"{RESULTS}/figures/bias_variance.svg",
+            caption="../report/bias_variance.rst",
+            category="{experiment}",
+            labels={"show": "Bias against variance"},
+        ),
+    log:
+        f"{LOGS}/report-bias.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        config=RESOLVED,
+        identity=identity("report"),
+        code=code_hash("report_bias"),
+    message:
+        "drawing the estimators' bias of {wildcards.experiment}"
+    shell:
+        "dvp report --config {params.config:q} --part bias 2>&1 | tee {log:q}"
+
+
+rule report_sweep:
+    input:
+        claims="config/claims.yaml",
+        runs=of_all_runs(rules.train),
+        scores=of_all_runs(rules.evaluate, "base"),
+        cells=of_all_cells(rules.bias, "bias"),
+    output:
+        f"{RESULTS}/report/sweep.json",
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["rho_sweep"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/figures/rho_sweep.svg",
+            caption="../report/rho_sweep.rst",
+            category="{experiment}",
+            labels={"show": "Score, KL, bias and variance by ρ"},
+        ),
+    log:
+        f"{LOGS}/report-sweep.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        config=RESOLVED,
+        identity=identity("report"),
+        code=code_hash("report_sweep"),
+    message:
+        "drawing the sweep of {wildcards.experiment}"
+    shell:
+        "dvp report --config {params.config:q} --part sweep 2>&1 | tee {log:q}"

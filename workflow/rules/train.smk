@@ -9,9 +9,9 @@ rule train:
         f"{LOGS}/runs/{{run}}/train.log",
     conda:
         "../../envs/dvp.yaml"
-    threads: EXPERIMENT.training.gpus
+    threads: threads_of(training_gpus)
     resources:
-        **gpus(EXPERIMENT.training.gpus, EXPERIMENT.training.nodes),
+        **gpus(training_gpus, training_nodes),
     params:
         config=RESOLVED,
         identity=identity("train"),

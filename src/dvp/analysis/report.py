@@ -1,4 +1,4 @@
-"""The report of an experiment: figures, tables, and where each of their numbers comes from."""
+"""The report of training and scores: figures, tables, and where each of their numbers comes from."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pandas as pd
 
 from dvp.analysis import figures, tables
 from dvp.analysis.claims import CLAIMS, claim, load_claims
-from dvp.analysis.formats import from_markdown, to_markdown, to_tex, to_text
+from dvp.analysis.formats import from_markdown, to_text
 from dvp.analysis.inputs import (
     BASE,
     arms,
@@ -14,18 +14,22 @@ from dvp.analysis.inputs import (
     read_metrics,
     reference_arm,
 )
+from dvp.analysis.output import write
+from dvp.analysis.statistics import Measured
+from dvp.analysis.training import statistics
 from dvp.config import Experiment
-from dvp.files import read_json, sha256_file, write_json, write_text
+from dvp.files import read_json, sha256_file, write_json
 from dvp.grid import Run
 
 KL_BOUND = "dvp_kl"
+TRAINED, SCORED = "train.json", "scores.json"
 # Columns that the experiment itself defines.
 DEFINED = ("arm", "label", "engine", "rho", "role", "policies", "seeds", "k")
 CHANGE = ("change_percent", "change_low", "change_high")
 
 
-def report(experiment: Experiment, results: Path, folder: Path, claims: Path = CLAIMS) -> dict:
-    """Write figures/*.svg and *.png, tables/*.csv, *.md and *.tex, and last provenance.json below `folder`.
+def report(experiment: Experiment, results: Path, folder: Path, claims: Path = CLAIMS) -> Measured:
+    """Write figures and tables of training and scores, and last provenance.json, below `folder`.
 
     Everything is read, checked and drawn before the first file is written.
 
@@ -34,7 +38,7 @@ def report(experiment: Experiment, results: Path, folder: Path, claims: Path = C
         claims: the published values.
 
     Returns:
-        What provenance.json holds.
+        What was written, with its statistics.
 
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
@@ -54,14 +58,15 @@ def report(experiment: Experiment, results: Path, folder: Path, claims: Path = C
         "gradient_norm": figures.gradient_norm(experiment, metrics),
     }
     provenance = _provenance(experiment, results, claims, main=main, mismatch=mismatch, drawn=list(drawn))
-    for name, figure in drawn.items():
-        figures.save(figure, folder / "figures", name)
-    for name, (table, formatted) in written.items():
-        write_text(folder / "tables" / f"{name}.csv", tables.to_csv(table))
-        write_text(folder / "tables" / f"{name}.md", to_markdown(formatted))
-        write_text(folder / "tables" / f"{name}.tex", to_tex(formatted))
+    measured = Measured(
+        statistics=statistics(experiment, results, main),
+        tables=written,
+        figures=drawn,
+        sources=tuple(name for name in provenance["files"] if name.endswith((TRAINED, SCORED))),
+    )
+    write(measured, folder)
     write_json(folder / "provenance.json", provenance)
-    return provenance
+    return measured
 
 
 def print_table(folder: Path) -> str:
@@ -130,14 +135,14 @@ def _provenance(
 
 def _evaluation_files(results: Path, run: Run | None, task: str, files: dict[str, dict]) -> list[str]:
     folder = evaluation_folder(results, run, task)
-    origin = _origin("evaluate", run, read_json(folder / "scores.json"))
-    return _enter(files, results, [folder / "scores.json", folder / "samples.parquet"], origin)
+    origin = _origin("evaluate", run, read_json(folder / SCORED))
+    return _enter(files, results, [folder / SCORED, folder / "samples.parquet"], origin)
 
 
 def _training_files(results: Path, run: Run, files: dict[str, dict]) -> list[str]:
     folder = results / "runs" / run.path
-    origin = _origin("train", run, read_json(folder / "train.json"))
-    return _enter(files, results, [folder / "train.json", folder / "metrics.jsonl"], origin)
+    origin = _origin("train", run, read_json(folder / TRAINED))
+    return _enter(files, results, [folder / TRAINED, folder / "metrics.jsonl"], origin)
 
 
 def _origin(stage: str, run: Run | None, record: dict) -> dict:

@@ -1,6 +1,6 @@
 """An experiment as `costs` sees it: its model, its lengths and its stages, on one kind of device."""
 
-from dvp.config import Experiment, GeneratedSource, HubSource, TrainedBase
+from dvp.config import EngineConfig, Experiment, GeneratedSource, HubSource, TrainedBase
 from dvp.errors import DvpError
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
@@ -84,6 +84,39 @@ class Estimate:
             responses=problems * samples,
             at_once=costs.PARALLEL_SAMPLES,
         )
+
+    def diagnose(self) -> float:
+        """One measurement: the engine samples, the trainer scores three times."""
+        settings = self.experiment.diagnose
+        responses = settings.problems * settings.responses
+        return self.device.startup + self._sample(settings.problems, responses) + 3 * self._forward(responses)
+
+    def bias(self) -> float:
+        """One measurement: samples for every safe vocabulary, and a gradient of each response for every estimator."""
+        settings, group = self.experiment.bias, self.experiment.training.group_size
+        estimators = self.experiment.estimators
+        sampled = len({rho for _, rho in estimators}) * settings.batches + settings.reference_batches
+        gradients = len(estimators) * settings.batches + settings.reference_batches
+        problems, responses = sampled * settings.problems, sampled * settings.problems * group
+        scored = gradients * settings.problems * group
+        return self.device.startup + self._sample(problems, responses) + 3 * self._forward(scored)
+
+    def _sample(self, prompts: int, responses: int) -> float:
+        training = self.experiment.training
+        return costs.sampling_seconds(
+            self.model,
+            EngineConfig(dtype="bfloat16"),
+            self.device,
+            self.lengths(training.max_response_tokens),
+            prompts=prompts,
+            responses=responses,
+            at_once=costs.PARALLEL_SAMPLES,
+        )
+
+    def _forward(self, responses: int) -> float:
+        lengths = self.lengths(self.experiment.training.max_response_tokens)
+        forward = self.model.forward_flops(lengths.sequence, lengths.sequence_squared)
+        return self.device.compute_seconds(responses * forward, "float32")
 
     def report(self) -> float:
         return REPORT_SECONDS

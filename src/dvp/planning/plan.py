@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from dvp.analysis.parts import parts
 from dvp.config import Experiment, FileSource, GeneratedSource, TrainedBase
 from dvp.data.sources import load
 from dvp.errors import DvpError
@@ -19,7 +20,8 @@ from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.planning.records import Records
 
-STAGES = ("prepare", "base", "train", "convert", "evaluate", "report")
+STAGES = ("prepare", "base", "train", "convert", "evaluate", "diagnose", "bias", "report")
+T = TypeVar("T")
 RECORDED, INFERRED, ESTIMATED = "recorded", "inferred", "estimated"
 
 
@@ -84,6 +86,8 @@ def make_plan(
     stages = []
     for stage in STAGES:
         some = [job for job in jobs if job.stage == stage]
+        if not some:
+            continue
         hours = [job.seconds / 3600 for job in some]
         stages.append({"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]} | cost(some))
     methods = []
@@ -160,13 +164,22 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
         )
         for run, model in models.items():
             last.append(add("evaluate", run.path if run else "base", gpus, times[run], disk, [prepare, model]))
-    add("report", "", beside, once("report", "report.json", estimate.report()), 0, last)
+    for stage, folder in (("diagnose", "diagnostics"), ("bias", "bias")):
+        cells = experiment.cells(stage)
+        times = _alike(
+            {cell: (f"{folder}/{cell.path}/{stage}.json", experiment.identity(stage, cell=cell)) for cell in cells},
+            records,
+            getattr(estimate, stage),
+        )
+        for cell in cells:
+            gpus = experiment.engines[cell.engine].tensor_parallel
+            last.append(add(stage, cell.path, gpus, times[cell], 0, [prepare, models[cell.run]]))
+    for part in parts(experiment):
+        add("report", part, beside, once("report", f"report/{part}.json", estimate.report()), 0, last)
     return jobs
 
 
-def _alike(
-    files: dict[Run | None, tuple[str, str]], records: Records, guess: Callable[[], float]
-) -> dict[Run | None, tuple[float, str]]:
+def _alike(files: dict[T, tuple[str, str]], records: Records, guess: Callable[[], float]) -> dict[T, tuple[float, str]]:
     """Seconds, and their source, of jobs that differ by their run alone; `files` are their records and identities."""
     recorded = {run: seconds for run, place in files.items() if (seconds := records.seconds(*place)) is not None}
     other = (fmean(recorded.values()), INFERRED) if recorded else (guess(), ESTIMATED)

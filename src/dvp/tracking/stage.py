@@ -10,11 +10,13 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking.record import FAILURE, FOLDER, KEY, UPSTREAM, Record, key_of, read_record, write_record
+from dvp.tracking.record import FAILURE, FOLDER, KEY, UPSTREAM, Record, key_of, read_record, read_rows, write_record
 from dvp.tracking.store import Feed, reason_of, store_name
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
 SHARE = 20  # times what the attempt took: a dead store costs a stage 5 % of its time at most
+# The tags that say what a stage works on.
+WORK = ("stage", "config_hash", "code_hash", "inputs_hash", "run", "task")
 
 
 class StageRun:
@@ -22,6 +24,7 @@ class StageRun:
 
     def __init__(self, folder: Path, path: Path, record: Record, metrics: Path | None):
         self.key = record.key
+        self._work = {name: record.tags[name] for name in WORK}
         self._folder, self._path, self._record = folder, path, record
         self._metrics = metrics
         self._rows: list[dict] = []
@@ -31,6 +34,10 @@ class StageRun:
         self._next_attempt = 0.0
         self._save()
         self._send()
+
+    def key_in(self, experiment: str) -> str:
+        """The key that the same work (stage, settings, code, inputs, run, task) has in another experiment."""
+        return key_of(experiment, self._work)
 
     def log_params(self, params: dict) -> None:
         """Parameters, flattened to dotted names. A re-run has the same ones."""
@@ -53,6 +60,14 @@ class StageRun:
     def tag(self, name: str, value: str) -> None:
         """Something to find the run by."""
         self._record.tags[name] = value
+
+    def adopt(self, folder: Path) -> None:
+        """Log what the same stage has logged in another experiment's `folder`. Raises DvpError."""
+        other = read_record(folder / self._relative(self._path))
+        self._record.params, self._record.results = dict(other.params), dict(other.results)
+        self._record.files, self._record.metrics = dict(other.files), other.metrics
+        if other.metrics:
+            self._rows += read_rows(folder / other.metrics)
 
     def flush(self) -> None:
         """Send what the store lacks, unless it failed a moment ago."""

@@ -1,0 +1,153 @@
+"""The sweep over ρ: score and KL at the end of training, bias and variance of the gradient before it."""
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dvp.analysis import bootstrap
+from dvp.analysis.bias import pooled
+from dvp.analysis.figures import STYLE
+from dvp.analysis.inputs import arms, is_control, read_evaluations, reference_arm
+from dvp.analysis.parts import FEWEST_RHOS, swept
+from dvp.analysis.statistics import Measured, Statistic
+from dvp.analysis.tables import main_table
+from dvp.analysis.training import score_sources, statistics, where_of
+from dvp.config import Experiment
+from dvp.grid import Arm, parse_rho
+
+
+def measured(experiment: Experiment, results: Path) -> Measured:
+    """Figure rho_sweep, and score_over_small_rho and score_over_large_rho of every sweep. Raises DvpError.
+
+    Both are the mean score over the middle three values of ρ (of an even number the smaller ones) minus the score at
+    the smallest, or the largest: above 0, both, where the score is best in between. Which values are in the middle
+    does not depend on the scores.
+    """
+    main = main_table(experiment, results)
+    trained = statistics(experiment, results, main)
+    found = [one for sweep in swept(experiment) for one in _contrasts(experiment, results, *sweep)]
+    figure = _figure(experiment, main, {_key(one): one for one in trained}, pooled(experiment, results))
+    sources = {name for one in trained for name in one.sources}
+    cells = {f"bias/{cell.path}/bias.json" for cell in experiment.cells("bias")}
+    return Measured(statistics=found, figures={"rho_sweep": figure}, sources=tuple(sorted(sources | cells)))
+
+
+def middle(rhos: list[str]) -> list[str]:
+    """The middle three values, the smallest first."""
+    ordered = sorted(rhos, key=parse_rho)
+    start = (len(ordered) - FEWEST_RHOS) // 2
+    return ordered[start : start + FEWEST_RHOS]
+
+
+def _contrasts(experiment: Experiment, results: Path, method: str, engine: str, rhos: list[str]) -> list[Statistic]:
+    evaluations = read_evaluations(experiment, results)
+    every = {rho: Arm(method=method, engine=engine, rho=rho) for rho in rhos}
+    correct = {
+        rho: [evaluations[arm.run(seed).path].correct_PK for seed in experiment.seeds] for rho, arm in every.items()
+    }
+    drawn = bootstrap.replicates(correct, experiment.evaluation.bootstrap_resamples, experiment.evaluation.seed)
+    scores = {rho: float(np.mean([one.mean() for one in found])) for rho, found in correct.items()}
+    ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
+    result = []
+    for name, end in (("score_over_small_rho", ordered[0]), ("score_over_large_rho", ordered[-1])):
+        value = float(np.mean([scores[rho] for rho in inside])) - scores[end]
+        low, high = bootstrap.interval(np.mean([drawn[rho] for rho in inside], axis=0) - drawn[end])
+        how = (
+            f"mean at ρ = {', '.join(inside)} minus the score at {end}; hierarchical bootstrap over problems, samples "
+            "and, from three on, training seeds, paired"
+        )
+        sources = tuple(file for rho in {*inside, end} for file in score_sources(experiment, results, every[rho]))
+        result.append(Statistic(name, {"method": method, "engine": engine}, value, low, high, "fraction", how, sources))
+    return result
+
+
+def _key(one: Statistic) -> tuple:
+    return one.name, one.where["method"], one.where["engine"], one.where["rho"]
+
+
+def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Statistic], bias: pd.DataFrame) -> Figure:
+    """Four panels against ρ; horizontal lines are arms without ρ."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 2, sharex=True).flat
+        for axes, (name, scale, label) in zip(
+            panels,
+            (
+                ("score", 100, f"avg@{int(main['k'].iloc[0])} on {experiment.report.task}, %"),
+                ("final_k3", 1, "k3 of the sampled policies, last 10 steps, nats per token"),
+                ("squared_bias", 1, "squared bias of the gradient, |g|² = 1"),
+                ("variance", 1, "variance of the gradient of a batch, |g|² = 1"),
+            ),
+            strict=True,
+        ):
+            axes.set_xscale("log")
+            axes.set_ylabel(label)
+            for index, (method, engine, rhos) in enumerate(swept(experiment)):
+                color = f"C{index}"
+                if name in ("score", "final_k3"):
+                    rows = [trained[name, method, engine, rho] for rho in rhos]
+                    rows = [(parse_rho(rho), one.value, one.low, one.high) for rho, one in zip(rhos, rows, strict=True)]
+                else:
+                    own = bias[(bias["method"] == method) & (bias["engine"] == engine) & bias["rho"].isin(rhos)]
+                    rows = [
+                        (parse_rho(row["rho"]), row[name], row[f"{name}_low"], row[f"{name}_high"])
+                        for row in own.to_dict("records")
+                    ]
+                _points(axes, rows, scale, color, f"{experiment.methods[method].label}, engine {engine}")
+            for arm, color, line in _levels(experiment):
+                if name in ("score", "final_k3"):
+                    value = trained[name, *where_of(arm).values()].value
+                else:
+                    own = bias[
+                        (bias["method"] == arm.method) & (bias["engine"] == arm.engine) & (bias["rho"] == "none")
+                    ]
+                    value = own[name].iloc[0] if len(own) else float("nan")
+                if np.isfinite(value) and (name != "final_k3" or value > 0):
+                    axes.axhline(
+                        scale * value,
+                        color=color,
+                        linestyle=line,
+                        linewidth=1.3,
+                        label=f"{experiment.methods[arm.method].label}, engine {arm.engine}",
+                    )
+            if name in ("final_k3", "variance"):
+                axes.set_yscale("log")
+        for axes in figure.axes[2:]:
+            axes.set_xlabel("ρ (logarithmic); larger prunes more")
+        handles = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+        figure.suptitle(
+            f"{experiment.name}: bars are 95 % intervals; score and KL over {len(experiment.seeds)} training seeds, "
+            "bias and variance at the base policy",
+            fontsize=9.5,
+        )
+    return figure
+
+
+def _levels(experiment: Experiment) -> list[tuple[Arm, str, str]]:
+    """Arms without ρ: controls grey and dashed, the reference black."""
+    result = []
+    for arm in arms(experiment):
+        if arm.rho is not None:
+            continue
+        if is_control(experiment, arm):
+            result.append((arm, "#808080", "--"))
+        else:
+            result.append((arm, "black" if arm == reference_arm(experiment) else "#D55E00", ":"))
+    return result
+
+
+def _points(axes: Axes, rows: list[tuple[float, float, float, float]], scale: float, color: str, label: str) -> None:
+    rho, value, low, high = np.array(sorted(rows)).T
+    axes.plot(rho, scale * value, "o-", color=color, label=label, markersize=5)
+    axes.vlines(rho, scale * low, scale * high, color=color, linewidth=1.8, alpha=0.6)

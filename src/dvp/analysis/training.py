@@ -1,0 +1,104 @@
+"""Statistics of training runs by name (see config/claims.yaml)."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics
+from dvp.analysis.statistics import Statistic
+from dvp.analysis.tables import LAST_STEPS
+from dvp.config import Experiment
+
+LEVEL = 0.95
+
+
+def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> list[Statistic]:
+    """Of every arm: its score, how it ends and how it grew. `main` is `tables.main_table`.
+
+    score (fraction), score_change_percent against the reference; final_k3, final_gradient_norm, final_reward (means
+    over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
+    runs).
+    """
+    metrics = read_metrics(experiment, results)
+    rows = main.set_index("arm").to_dict("index")
+    found = []
+    for arm in arms(experiment):
+        where, scored = where_of(arm), rows[arm.path]
+        scores, trained = score_sources(experiment, results, arm), train_sources(experiment, arm)
+        bootstrapped = "hierarchical bootstrap over problems, samples and, from three on, training seeds"
+        found.append(
+            Statistic(
+                "score", where, scored["score"], scored["score_low"], scored["score_high"],
+                f"avg@{scored['k']}, fraction", bootstrapped, scores,
+            )
+        )  # fmt: skip
+        if scored["role"] != "reference":
+            found.append(
+                Statistic(
+                    "score_change_percent", where, scored["change_percent"], scored["change_low"],
+                    scored["change_high"], "%", f"{bootstrapped}, paired with the reference", scores,
+                )
+            )  # fmt: skip
+        own = metrics[metrics["arm"] == arm.path]
+        first, last = own["step"] <= LAST_STEPS, own["step"] > experiment.training.steps - LAST_STEPS
+        k3 = own[last].groupby("seed")["k3"].mean()
+        for name, values, unit, logarithmic in (
+            ("final_k3", k3, "nats per token", True),
+            ("k3_growth", k3 / own[first].groupby("seed")["k3"].mean(), "ratio", True),
+            ("final_gradient_norm", own[last].groupby("seed")["gradient_norm"].mean(), "norm", True),
+            ("final_reward", own[last].groupby("seed")["reward"].mean(), "fraction", False),
+        ):
+            value, low, high = over_seeds(list(values), logarithmic=logarithmic)
+            how = f"t interval over {len(values)} training seeds" + (", of the logarithm" if logarithmic else "")
+            found.append(Statistic(name, where, value, low, high, unit, how, trained))
+        steps = read_collapses(experiment, results, arm)
+        collapsed = sum(step is not None for step in steps)
+        interval = stats.binomtest(collapsed, len(steps)).proportion_ci(LEVEL, method="exact")
+        found.append(
+            Statistic(
+                "collapsed", where, collapsed / len(steps), interval.low, interval.high, "fraction of runs",
+                f"Clopper-Pearson, {collapsed} of {len(steps)} training seeds", trained,
+            )
+        )  # fmt: skip
+    return found
+
+
+def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, float]:
+    """Mean and 95 % t interval, or their exponentials in the logarithm (the geometric mean).
+
+    The interval is NaN with fewer than two values; all is NaN where a logarithm, or a value, is not defined.
+    """
+    numbers = np.asarray(values, dtype=float)
+    if not np.isfinite(numbers).all() or (logarithmic and (numbers <= 0).any()):
+        return math.nan, math.nan, math.nan
+    if logarithmic:
+        return tuple(math.exp(value) for value in over_seeds(np.log(numbers), logarithmic=False))
+    mean = float(numbers.mean())
+    if len(numbers) < 2:
+        return mean, math.nan, math.nan
+    reach = stats.t.ppf((1 + LEVEL) / 2, len(numbers) - 1) * stats.sem(numbers)
+    return mean, mean - reach, mean + reach
+
+
+def where_of(arm: Arm) -> dict[str, str]:
+    """An arm as statistics name it."""
+    return {"method": arm.method, "engine": arm.engine, "rho": arm.rho or "none"}
+
+
+def train_sources(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
+    """The train.json of an arm's runs, relative to the experiment's folder."""
+    return tuple(f"runs/{arm.run(seed).path}/train.json" for seed in experiment.seeds)
+
+
+def score_sources(experiment: Experiment, results: Path, arm: Arm) -> tuple[str, ...]:
+    """The scores.json of an arm's models on report.task, relative to the experiment's folder."""
+    return tuple(
+        (evaluation_folder(results, arm.run(seed), experiment.report.task) / "scores.json")
+        .relative_to(results)
+        .as_posix()
+        for seed in experiment.seeds
+    )

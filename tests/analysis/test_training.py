@@ -1,0 +1,38 @@
+"""Statistics of training runs."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dvp.analysis.training import over_seeds
+
+
+def test_the_interval_over_three_seeds_is_students():
+    # t with two degrees of freedom: 4.3027 at 97.5 %.
+    mean, low, high = over_seeds([1.0, 2.0, 6.0], logarithmic=False)
+    reach = 4.302653 * math.sqrt(7.0) / math.sqrt(3.0)
+    assert mean == pytest.approx(3.0)
+    assert (low, high) == (pytest.approx(3.0 - reach, rel=1e-5), pytest.approx(3.0 + reach, rel=1e-5))
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
+def test_the_logarithmic_interval_holds_the_geometric_mean_and_stays_positive(values):
+    mean, low, high = over_seeds(values, logarithmic=True)
+    assert mean == pytest.approx(math.exp(np.mean(np.log(values))))
+    assert 0 <= low <= mean * (1 + 1e-9)
+    assert mean * (1 - 1e-9) <= high
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -1.0], [1.0, math.nan]])
+def test_a_logarithm_that_is_not_defined_gives_no_number(values):
+    assert all(math.isnan(one) for one in over_seeds(values, logarithmic=True))
+
+
+def test_one_seed_has_no_interval():
+    mean, low, high = over_seeds([2.0], logarithmic=False)
+    assert mean == 2.0
+    assert math.isnan(low)
+    assert math.isnan(high)

@@ -1,0 +1,168 @@
+"""The page of claims: conditions, verdicts, and what it says of where the numbers come from."""
+
+import json
+
+import pytest
+from made_up_results import make_experiment
+
+from dvp.analysis.claims import Condition
+from dvp.analysis.verdicts import answer, status, to_html, to_markdown, verdict
+from dvp.errors import DvpError
+from dvp.experiment_files import dump_experiment
+from dvp.files import write_json, write_text
+
+ORIGIN = {"sha256": "0" * 64, "identity": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
+CLAIMS = """
+sources: {P: somewhere, arXiv 1}
+claims:
+  - id: gain
+    text: it gains
+    value: 20.0
+    unit: "%"
+    relation: equal
+    source: P
+    note: Table 1
+    figure: grid/scores
+    conditions:
+      - {says: above nothing, experiment: grid, statistic: gain, where: {rho: 1e-2}, above: 0}
+      - {says: and by 20, experiment: grid, statistic: gain, where: {rho: 1e-2}, contains: 20}
+  - {id: other, text: another thing, source: P, not_tested: no time}
+  - {id: large, text: a large thing, source: P, not_testable: no GPU}
+"""
+
+
+def statistic(value, low, high, **where):
+    return {
+        "name": "gain",
+        "where": where,
+        "value": value,
+        "low": low,
+        "high": high,
+        "unit": "%",
+        "how": "t interval over 3 training seeds",
+        "sources": ["runs/a/train.json"],
+    }
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Results of one experiment whose report holds the given statistics, and the claims."""
+
+    def write(*statistics):
+        (tmp_path / "claims.yaml").write_text(CLAIMS.replace("{P: somewhere, arXiv 1}", "{P: somewhere}"))
+        write_text(tmp_path / "tiny/config.yaml", dump_experiment(make_experiment()))
+        record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
+        write_json(tmp_path / "tiny/report/training.json", record)
+        return tmp_path
+
+    return write
+
+
+def answered(folder):
+    return answer(folder, ["grid=tiny"], folder / "claims.yaml")
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "statuses"),
+    [
+        ((18.0, 5.0, 31.0), "reproduced", ["met", "met"]),
+        ((8.0, 5.0, 11.0), "reproduced in part", ["met", "failed"]),
+        ((8.0, -5.0, 18.0), "not reproduced", ["open", "failed"]),
+        ((-8.0, -15.0, 0.0), "not reproduced", ["failed", "failed"]),
+        ((8.0, None, None), "not reproduced", ["open", "open"]),
+    ],
+)
+def test_the_verdict_follows_from_the_interval(place, measured, expected, statuses):
+    folder = place(statistic(*measured, rho="0.01"), statistic(99.0, 98.0, 100.0, rho="e-13"))
+    gain, other, large = answered(folder)["claims"]
+    assert gain["verdict"] == expected
+    assert [one["status"] for one in gain["conditions"]] == statuses
+    assert gain["settings"] == 2
+    assert other["verdict"] == "not tested yet"
+    assert large["verdict"] == "not testable at this scale"
+
+
+def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
+    gain = answered(place(statistic(1.0, 0.5, 1.5, rho="0.5")))["claims"][0]
+    assert gain["verdict"] == "not tested yet"
+    assert {one["status"] for one in gain["conditions"]} == {"not measured"}
+
+
+def test_a_condition_that_two_statistics_fit_is_refused(place):
+    folder = place(statistic(1.0, 0.5, 1.5, rho="0.01", engine="a"), statistic(1.0, 0.5, 1.5, rho="0.01", engine="b"))
+    with pytest.raises(DvpError, match=r"claim 'gain': gain: 2 statistics fit .* tell them apart by engine"):
+        answered(folder)
+
+
+def test_an_experiment_that_is_asked_for_and_not_named_is_refused(place):
+    folder = place(statistic(1.0, 0.5, 1.5, rho="0.01"))
+    with pytest.raises(DvpError, match=r"evidence: 'grid', for which .*claims.yaml asks, is missing"):
+        answer(folder, ["mismatch=tiny"], folder / "claims.yaml")
+    with pytest.raises(DvpError, match="expected KEY=NAME"):
+        answer(folder, ["grid"], folder / "claims.yaml")
+
+
+def test_an_experiment_without_a_report_is_refused(tmp_path, place):
+    folder = place()
+    with pytest.raises(DvpError, match="no report; run the experiment first"):
+        answered(folder)
+
+
+def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    result = json.loads(json.dumps(answered(folder), allow_nan=False))
+    page = to_markdown(result)
+    table = [line for line in page.splitlines() if line.startswith("| [")]
+    assert len(table) == 3
+    for line in table:
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        assert len(cells) == 7
+        assert all(cells)
+    assert "8 [5, 11] %: met<br>8 [5, 11] %: failed" in table[0]
+    assert "**reproduced in part**" in table[0]
+    assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
+    assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
+    assert "Scale: " in page
+    html = to_html(result, folder)
+    for text in ("8 [5, 11] %: met", "reproduced in part", "tiny/runs/a/train.json", "key1", "no GPU", "no time"):
+        assert text in html
+
+
+def test_the_html_page_escapes_what_it_quotes_and_holds_its_figures(place):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    (folder / "tiny/figures").mkdir()
+    (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
+    result = answered(folder)
+    result["claims"][0]["text"] = "<script>"
+    html = to_html(result, folder)
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "data:image/png;base64,iVBORw==" in html
+
+
+@pytest.mark.parametrize(
+    ("test", "low", "high", "expected"),
+    [
+        ({"above": 0.0}, 0.1, 0.2, "met"),
+        ({"above": 0.0}, 0.0, 0.2, "open"),
+        ({"above": 0.0}, -0.2, 0.0, "failed"),
+        ({"below": 1.0}, 0.1, 0.2, "met"),
+        ({"below": 1.0}, 1.0, 1.2, "failed"),
+        ({"below": 1.0}, 0.9, 1.2, "open"),
+        ({"within": [-1.0, 1.0]}, -0.5, 0.5, "met"),
+        ({"within": [-1.0, 1.0]}, -1.5, 0.5, "open"),
+        ({"within": [-1.0, 1.0]}, 1.5, 2.5, "failed"),
+        ({"contains": 0.0}, -1.0, 0.0, "met"),
+        ({"contains": 0.0}, 0.1, 0.2, "failed"),
+    ],
+)
+def test_a_condition_is_about_the_whole_interval(test, low, high, expected):
+    condition = Condition(says="s", experiment="e", statistic="x", **test)
+    assert status(condition, low, high) == expected
+
+
+def test_a_verdict_needs_all_conditions_or_some():
+    assert verdict(["met", "met"]) == "reproduced"
+    assert verdict(["met", "not measured"]) == "reproduced in part"
+    assert verdict(["open", "failed"]) == "not reproduced"
+    assert verdict(["not measured"]) == "not tested yet"

@@ -1,0 +1,81 @@
+"""A stage takes over what another experiment has made of the same settings, code and inputs, and nothing else."""
+
+import json
+import shutil
+
+import pytest
+from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
+
+from dvp.experiment_files import dump_experiment, load_experiment
+from dvp.files import read_json, sha256_file, write_json, write_text
+from dvp.reuse import reuse
+from dvp.tracking.stage import stage_run
+from dvp.tracking.store import create_store
+
+WORK = {"identity": "abc", "inputs": "def", "run": RUN}
+STEPS = 3
+
+
+@pytest.fixture
+def other(folder):
+    """Another experiment's folder beside `folder`, with a finished training run and its MLflow run."""
+    other = folder.parent / "other"
+    shutil.copytree(folder, other)
+    create_store(other.parent, "other")
+    run = other / "runs" / RUN
+    (run / "checkpoints/0123/step-3").mkdir(parents=True)
+    (run / "checkpoints/0123/step-3/weights").write_text("weights")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(made_up_row(step)) + "\n" for step in range(1, STEPS + 1)))
+    with stage_run(other, "other", "train", metrics=run / "metrics.jsonl", **WORK) as tracked:
+        tracked.log_params({"seed": 0})
+        for step in range(1, STEPS + 1):
+            tracked.log_step(step, made_up_row(step))
+        record = {
+            "files": {"metrics.jsonl": sha256_file(run / "metrics.jsonl")},
+            "checkpoint": "checkpoints/0123/step-3",
+            "git_commit": "c" * 40,
+            "seconds_stage": 12.5,
+            "tracking_key": tracked.key,
+        }
+        write_json(run / "train.json", record)
+    return other
+
+
+def taken(folder, **changes) -> bool:
+    run = folder / "runs" / RUN
+    with stage_run(folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", **(WORK | changes)) as tracked:
+        return reuse(folder, run / "train.json", tracked)
+
+
+def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder, other):
+    assert taken(folder)
+    run = folder / "runs" / RUN
+    assert (run / "checkpoints/0123/step-3/weights").read_text() == "weights"
+    assert (run / "metrics.jsonl").read_bytes() == (other / "runs" / RUN / "metrics.jsonl").read_bytes()
+    ours, theirs = read_json(run / "train.json"), read_json(other / "runs" / RUN / "train.json")
+    assert ours["reused_from"] == f"other {theirs['tracking_key']}"
+    assert ours["tracking_key"] != theirs["tracking_key"]
+    for key in ("git_commit", "seconds_stage", "files", "checkpoint"):
+        assert ours[key] == theirs[key]
+    stored = contents(folder)
+    points = stored[ours["tracking_key"]]["metrics"]["reward"]
+    assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("changes", [{"identity": "xyz"}, {"inputs": "xyz"}])
+def test_other_settings_or_inputs_are_other_work(folder, other, changes):
+    assert not taken(folder, **changes)
+    assert not (folder / "runs").exists()
+
+
+def test_a_damaged_file_is_not_taken_over(folder, other):
+    with open(other / "runs" / RUN / "metrics.jsonl", "a") as file:
+        file.write("{}\n")
+    assert not taken(folder)
+
+
+def test_an_experiment_does_not_take_over_its_own_work(folder):
+    experiment = load_experiment(EXPERIMENT)
+    write_text(folder / "config.yaml", dump_experiment(experiment))
+    make_folder(folder.parent)
+    assert not taken(folder)

@@ -1,0 +1,29 @@
+rule evidence:
+    input:
+        claims="config/claims.yaml",
+        reports=lambda wildcards: [
+            file for name in config["evidence"].values() for file in reports(name)
+        ],
+    output:
+        f"{EVIDENCE}/claims.json",
+        f"{EVIDENCE}/claims.md",
+        report(
+            f"{EVIDENCE}/claims.html",
+            caption="../report/claims.rst",
+            category="Claims",
+            labels={"page": "Claims and verdicts"},
+        ),
+    log:
+        f"{EVIDENCE}/claims.log",
+    conda:
+        "../../envs/dvp.yaml"
+    params:
+        results=config["results"],
+        experiments=[f"{key}={name}" for key, name in config["evidence"].items()],
+        code=code_hash("claims"),
+    message:
+        "answering the claims"
+    shell:
+        "dvp claims --results {params.results:q} --experiments {params.experiments:q} --output "
+        f"{EVIDENCE}"
+        " 2>&1 | tee {log:q}"

@@ -32,6 +32,7 @@ STAGE_MODULES = {
         "dvp.rollout.vllm",
         "dvp.training.base",  # check_vocabulary
     ),
+    "bias": ("dvp.measurement.bias",),
     "report": ("dvp.analysis.report",),
 }
 

@@ -110,6 +110,33 @@ def parser() -> argparse.ArgumentParser:
         threads=True,
     )
     evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
+    one = verb(
+        "bias",
+        "measure bias and variance of every estimator of the policy gradient",
+        "At a fixed policy, against the exact on-policy gradient. With --config and --cell: a measurement of an "
+        "experiment; writes bias/CELL/estimators.parquet, jackknife.parquet and bias.json. With --model and --engine: "
+        "any Hugging Face directory; prints the table and writes the same files to FOLDER. Run it in the repository's "
+        "root.",
+    )
+    one.add_argument("--config", type=Path, metavar="FILE", help="results/E/config.yaml")
+    one.add_argument("--cell", metavar="CELL", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…")
+    one.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory")
+    one.add_argument("--engine", metavar="NAME", help="an engine of the experiment or of config/catalogue")
+    one.add_argument(
+        "--experiment",
+        default="estimator_bias",
+        metavar="NAME",
+        help="whose estimators, batches and sampling are used (default: estimator_bias)",
+    )
+    one.add_argument(
+        "--problems",
+        type=Path,
+        metavar="FILE",
+        help=".parquet, .jsonl or .json with columns problem and answer (default: what the experiment trains on)",
+    )
+    one.add_argument("--seed", type=_natural, default=0, metavar="N", help="draws problems and responses (default: 0)")
+    one.add_argument("--output", type=Path, default=Path("bias"), metavar="FOLDER", help="(default: bias)")
+    one.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default: 1)")
     one = stage(
         "report",
         "make tables and figures",
@@ -149,6 +176,13 @@ def parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
         raise ValueError
     return value
 

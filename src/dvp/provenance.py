@@ -32,6 +32,7 @@ STAGE_MODULES = {
         "dvp.rollout.vllm",
         "dvp.training.base",  # check_vocabulary
     ),
+    "bias": ("dvp.measurement.bias",),
     "report_training": ("dvp.analysis.report",),
     "report_mismatch": ("dvp.analysis.mismatch",),
     "report_bias": ("dvp.analysis.bias",),

@@ -334,6 +334,97 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         _finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
 
 
+def bias(
+    config: Path | None,
+    cell: str | None,
+    model: Path | None,
+    engine: str | None,
+    name: str,
+    problems: Path | None,
+    seed: int,
+    output: Path,
+    threads: int,
+) -> None:
+    """Every gradient estimator against the exact gradient: a cell of an experiment (config), or any model."""
+    given = [option is not None for option in (config, cell, model, engine)]
+    if given not in ([True, True, False, False], [False, False, True, True]):
+        raise DvpError("expected --config FILE --cell CELL, or --model DIR --engine NAME")
+    from dvp.rollout.vllm import configure_environment
+
+    configure_environment(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    if config is None:
+        _bias_of_model(model, engine, load_experiment(name), problems, seed, output)
+    else:
+        _bias_of_cell(Place(config), cell)
+
+
+def _bias_of_cell(place: Place, path: str) -> None:
+    """A policy of the experiment → bias/CELL/estimators.parquet, jackknife.parquet and bias.json."""
+    from dvp.measurement.bias import measure_bias, write_tables
+
+    experiment, cell = place.experiment, place.experiment.cell("bias", path)
+    model = place.model(BASE if cell.run is None else cell.run.path)
+    source = model / ("manifest.json" if cell.run is None else "conversion.json")
+    verify_checksums(model, read_json(source, "files")["files"])
+    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
+    identity = experiment.identity("bias", cell=cell)
+    started = time.time()
+    upstream = {"base" if cell.run is None else "convert": source, "prepare": place.data / "manifest.json"}
+    run, task = cell.run and cell.run.path, f"{cell.engine}-{cell.seed}"
+    with place.tracked("bias", identity, upstream, run=run, task=task) as tracked:
+        tracked.log_params({"cell": cell.path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})})
+        problems = pd.read_parquet(place.data / "train.parquet")
+        where = "data/train.parquet"
+        measured = measure_bias(experiment, model, cell.engine, problems, where=where, seed=cell.seed, name=path)
+        tracked.log_result(measured.results())
+        folder = place.folder / "bias" / path
+        result = {"cell": path, **measured.summary, "files": write_tables(measured, folder)}
+        tracked.log_file(folder / "estimators.parquet")
+        _finish(folder / "bias.json", result, tracked, identity, started)
+
+
+def _bias_of_model(
+    model: Path, engine: str, experiment: Experiment, problems: Path | None, seed: int, output: Path
+) -> None:
+    """Any Hugging Face directory: prints the table, and writes the same files to `output`."""
+    from dvp.analysis.bias import format_estimators
+    from dvp.analysis.formats import to_text
+    from dvp.config import Columns, FileSource
+    from dvp.measurement.bias import measure_bias, source_problems, write_tables
+
+    if experiment.bias is None:
+        raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
+    if engine not in experiment.engines:
+        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
+    if not (model / "config.json").is_file():
+        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
+    where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
+    if problems is not None:
+        columns = Columns(problem="problem", answer="answer")
+        where, source = "--problems", FileSource(kind="file", path=problems, columns=columns)
+    started = time.time()
+    read = source_problems(source, where, experiment.data.prompt_template)
+    where = where if problems is None else str(problems)
+    measured = measure_bias(experiment, model, engine, read, where=where, seed=seed, name=str(model))
+    result = {
+        "model": str(model),
+        "engine": engine,
+        "experiment": experiment.name,
+        "seed": seed,
+        **measured.summary,
+        "files": write_tables(measured, output),
+        "git_commit": git_commit(),
+        "seconds_stage": round(time.time() - started, 2),
+    }
+    write_json(output / "bias.json", result)
+    title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
+    print(to_text(format_estimators(measured.estimators, measured.summary, title)))
+    print(f"\nfull precision, and what the intervals are made from: {output}")
+
+
 def report(config: Path, part: str) -> None:
     """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
     from dvp.analysis.output import record, write

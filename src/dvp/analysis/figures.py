@@ -31,10 +31,10 @@ FLOOR = 1e-12
 DPI = 150
 
 # Okabe and Ito: distinguishable with the common colour-vision deficiencies.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#5D3A9B")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#5D3A9B")
 _GREYS = ("#707070", "#A0A0A0", "#404040")
 _LINES = ("-", (0, (5, 1.2, 1, 1.2)), (0, (1, 1)), (0, (7, 2)), (0, (3, 1, 1, 1, 1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -74,12 +74,12 @@ def styles(experiment: Experiment) -> dict[Arm, Style]:
             label += f", ρ = {rho_text(arm.rho)}"
         if is_control(experiment, arm):
             label += f"\n(control: engine {arm.engine})"
-            result[arm] = Style(_GREYS[method % len(_GREYS)], (0, (4, 2)), _MARKERS[rho % len(_MARKERS)], label)
+            result[arm] = Style(_GREYS[method % len(_GREYS)], (0, (4, 2)), MARKERS[rho % len(MARKERS)], label)
         else:
             label += f", {arm.engine}" if several else ""
             # With and without a single ρ the line is solid: the colour already tells the methods apart.
             line = _LINES[max(rho - 1, 0) % len(_LINES)]
-            result[arm] = Style(_COLORS[method % len(_COLORS)], line, _MARKERS[rho % len(_MARKERS)], label)
+            result[arm] = Style(COLORS[method % len(COLORS)], line, MARKERS[rho % len(MARKERS)], label)
     return result
 
 

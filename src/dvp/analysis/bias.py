@@ -1,0 +1,371 @@
+"""Bias and variance of the gradient estimators: the cells of stage `bias`, pooled over seeds, as a table and a figure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from dvp.analysis.figures import COLORS, MARKERS, STYLE
+from dvp.analysis.formats import EMPTY, Formatted, rho_text
+from dvp.analysis.inputs import check_fresh
+from dvp.analysis.statistics import Measured, Statistic
+from dvp.config import Experiment
+from dvp.errors import DvpError
+from dvp.files import read_json, verify_checksums
+from dvp.grid import Cell, parse_rho
+
+STATISTICS = {"squared_bias": "of |g|²", "cosine": "1", "variance": "of |g|²", "mse": "of |g|²"}
+CHANGES = ("squared_bias", "variance")
+NORMAL_95 = 1.959964
+LINEAR = 0.1  # |squared bias| up to which the figure's axis is linear
+_COLUMNS = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
+_KEYS = ["method", "rho"]
+# A colour for each correction; black for none.
+_CORRECTIONS = ("#000000", *COLORS)
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """A cell as stage `bias` wrote it, tables indexed by (method, rho), rho `none` where there is none."""
+
+    record: dict
+    source: str
+    estimators: pd.DataFrame
+    jackknife: dict[tuple[str, str], pd.DataFrame]
+
+
+def bias_rows(experiment: Experiment, results: Path) -> pd.DataFrame:
+    """Every estimator at every policy and engine, pooled over seeds: what statistics, table and figure are made of.
+
+    Columns: policy (`base` or the arm's path), engine, method, rho (`none` without one), label, partner (the same
+    correction without safe vocabulary; None if there is none), seeds; each of STATISTICS, and squared_bias_change and
+    variance_change against the partner (NaN without one), with _low and _high; batches and empty_batches of all seeds;
+    the means of _COLUMNS; sources.
+
+    The value is the mean over seeds; its interval is normal, with the larger of the jackknife's mean variance and the
+    variance between seeds (which contains it), over their number. `results` is the experiment's folder. Raises DvpError
+    for a missing, stale, altered or malformed cell.
+    """
+    settings = experiment.bias
+    rows = []
+    for policy, engine in product(settings.policies, settings.engines):
+        cells = [
+            read_cell(experiment, results, Cell(policy=policy, engine=engine, seed=seed)) for seed in experiment.seeds
+        ]
+        for key in [(method, rho or "none") for method, rho in experiment.estimators]:
+            partner = _partner(experiment, key[0])
+            found = [cell.estimators.loc[key] for cell in cells]
+            row = {
+                "policy": policy if policy == "base" else policy.path,
+                "engine": engine,
+                "method": key[0],
+                "rho": key[1],
+                "label": experiment.methods[key[0]].label,
+                "partner": partner,
+                "seeds": len(cells),
+            }
+            for name in STATISTICS:
+                row |= _pooled(name, [one[name] for one in found], [one[f"{name}_se"] for one in found])
+            for name in CHANGES:
+                changes = (
+                    [_change(cell, key, (partner, "none"), name) for cell in cells] if partner else [(math.nan,) * 2]
+                )
+                row |= _pooled(f"{name}_change", *zip(*changes, strict=True))
+            row |= {name: sum(int(one[name]) for one in found) for name in ("batches", "empty_batches")}
+            row |= {name: float(np.mean([one[name] for one in found])) for name in _COLUMNS}
+            rows.append(row | {"sources": tuple(cell.source for cell in cells)})
+    exact = ("rho", "partner", "sources")
+    return pd.DataFrame(
+        {name: pd.Series([row[name] for row in rows], dtype=object if name in exact else None) for name in rows[0]}
+    )
+
+
+def measured(experiment: Experiment, results: Path) -> Measured:
+    """The statistics of `bias_rows`, the table `bias_table` and the figure `bias_variance`. Raises DvpError."""
+    rows = bias_rows(experiment, results)
+    table = rows.drop(columns=["sources"])
+    return Measured(
+        statistics=_statistics(experiment, rows),
+        tables={"bias_table": (table, _format(experiment, rows))},
+        figures={"bias_variance": bias_variance(experiment, rows)},
+        sources=tuple(dict.fromkeys(source for sources in rows["sources"] for source in sources)),
+    )
+
+
+def read_cell(experiment: Experiment, results: Path, cell: Cell) -> MeasuredCell:
+    """A cell's three files. Raises DvpError, naming the file, for a missing, stale, altered or malformed one."""
+    folder = results / "bias" / cell.path
+    path = folder / "bias.json"
+    record = read_json(
+        path, "identity", "cell", "reference", "responses_a_batch", "git_commit", "tracking_key", "files"
+    )
+    check_fresh(path, record, experiment.identity("bias", cell=cell))
+    if record["cell"] != cell.path:
+        raise DvpError(f"{path}: cell: expected '{cell.path}', found {record['cell']!r}")
+    for name in ("estimators.parquet", "jackknife.parquet"):
+        if name not in record["files"]:
+            raise DvpError(f"{path}: files: '{name}' is missing")
+    verify_checksums(folder, record["files"])
+    numbers = [f"{name}{end}" for name in STATISTICS for end in ("", "_se")]
+    estimators = _read(folder / "estimators.parquet", [*_KEYS, *numbers, "batches", "empty_batches", *_COLUMNS])
+    expected = [(method, rho or "none") for method, rho in experiment.estimators]
+    if list(zip(estimators["method"], estimators["rho"], strict=True)) != expected:
+        raise DvpError(f"{folder / 'estimators.parquet'}: method, rho: not the experiment's estimators in their order")
+    # A cosine may be undefined.
+    if not np.isfinite(estimators[[name for name in numbers if "cosine" not in name]].to_numpy(dtype=float)).all():
+        raise DvpError(f"{folder / 'estimators.parquet'}: expected finite numbers in {', '.join(STATISTICS)}")
+    jackknife = _read(folder / "jackknife.parquet", [*_KEYS, "sample", "batch", *CHANGES])
+    by_estimator = {
+        key: part.set_index(["sample", "batch"])[list(CHANGES)] for key, part in jackknife.groupby(_KEYS, sort=False)
+    }
+    if set(by_estimator) != set(expected):
+        raise DvpError(f"{folder / 'jackknife.parquet'}: method, rho: not the experiment's estimators")
+    return MeasuredCell(record, path.relative_to(results).as_posix(), estimators.set_index(_KEYS), by_estimator)
+
+
+def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatted:
+    """The table of a single measurement, with what one must know to read it."""
+    reference = summary["reference"]
+    rows = [
+        [
+            row["label"],
+            EMPTY if pd.isna(row["rho"]) else rho_text(row["rho"]),
+            *(_ranged(row, name) for name in STATISTICS),
+            f"{100 * row['kept_fraction']:.0f}",
+            str(row["empty_batches"]),
+        ]
+        for row in table.to_dict("records")
+    ]
+    notes = [
+        *_reading("the delete-one jackknife over the batches of both"),
+        f"{summary['batches']} batches of {summary['responses_a_batch']} responses to {len(summary['problems'])} "
+        f"problems an estimator; {reference['batches']} such batches from the trainer's own policy (fp32) for g, with "
+        f"|g|² = {reference['squared_norm']:.3g} ± {reference['squared_norm_se']:.1g} (s.e.) and mean reward "
+        f"{reference['reward']:.2f}. {len(table)} estimators were compared.",
+    ]
+    if summary["sketched"]:
+        notes.append(
+            f"The gradient of {summary['parameters']:,} parameters was count-sketched to {summary['coordinates']:,} "
+            "numbers: inner products are unbiased, with an error of about 0.1 % of the product of the norms."
+        )
+    return Formatted(title, ["estimator", "ρ", *_HEADINGS, "kept (%)", "empty"], rows, notes)
+
+
+_HEADINGS = ("bias²/|g|² [95 %]", "cosine [95 %]", "variance/|g|² [95 %]", "mse/|g|² [95 %]")
+
+
+def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
+    """Squared bias against variance, a panel a policy and engine; an arrow from each estimator to itself with DVP."""
+    engines, policies = experiment.bias.engines, list(dict.fromkeys(rows["policy"]))
+    plain = list(dict.fromkeys(row["partner"] or row["method"] for row in rows.to_dict("records")))
+    colors = {method: _CORRECTIONS[index % len(_CORRECTIONS)] for index, method in enumerate(plain)}
+    rhos = sorted(set(rows["rho"]) - {"none"}, key=parse_rho, reverse=True)
+    markers = {"none": "o"} | {rho: MARKERS[1 + index % (len(MARKERS) - 1)] for index, rho in enumerate(rhos)}
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.1 * len(engines) + 2.7, 3.3 * len(policies) + 0.9), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(len(policies), len(engines), squeeze=False, sharex=True, sharey=True)
+        for (row, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
+            axes = grid[row, column]
+            shown = rows[(rows["policy"] == policy) & (rows["engine"] == engine)].to_dict("records")
+            _panel(axes, shown, colors, markers)
+            axes.set_title(f"engine {engine}, {_policy_text(experiment, policy)}")
+            if row == len(policies) - 1:
+                axes.set_xlabel("variance of one batch, of |g|²")
+            if column == 0:
+                axes.set_ylabel("squared bias, of |g|²")
+        figure.suptitle(
+            "Estimators of the policy gradient against the exact one: lower is less biased, further left less noisy. "
+            f"Bars: 95 %.\nThe vertical axis is linear between ±{LINEAR:g} (grey), where an estimate below 0 is a bias "
+            "that is not told from 0.",
+            fontsize=9.5,
+            x=0.01,
+            ha="left",
+        )
+        handles = [
+            Line2D([], [], color=color, marker="o", linewidth=0, label=experiment.methods[method].label)
+            for method, color in colors.items()
+        ]
+        dark = "#505050"
+        handles += [
+            Line2D([], [], linewidth=0, label=" "),
+            *(
+                Line2D([], [], color=dark, marker=markers[rho], linewidth=0, label=f"with DVP, ρ = {rho_text(rho)}")
+                for rho in rhos
+            ),
+            Line2D([], [], color=dark, marker=r"$\rightarrow$", markersize=11, linewidth=0, label="what DVP changes"),
+        ]
+        figure.legend(handles=handles, loc="outside right upper")
+    return figure
+
+
+def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], markers: dict[str, str]) -> None:
+    by_key = {(row["method"], row["rho"]): row for row in shown}
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.7)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.axhspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)
+    axes.axhline(0, color="#808080", linewidth=0.8, zorder=1)
+    for row in shown:
+        color, x, y = colors[row["partner"] or row["method"]], row["variance"], row["squared_bias"]
+        if row["partner"]:
+            start = by_key[row["partner"], "none"]
+            axes.annotate(
+                "",
+                (x, y),
+                (start["variance"], start["squared_bias"]),
+                arrowprops={
+                    "arrowstyle": "->",
+                    "color": color,
+                    "linewidth": 0.9,
+                    "alpha": 0.75,
+                    "shrinkA": 3,
+                    "shrinkB": 3,
+                },
+                zorder=2,
+            )
+        faint = {"color": color, "linewidth": 0.8, "alpha": 0.4, "zorder": 2}
+        axes.plot([x, x], [row["squared_bias_low"], row["squared_bias_high"]], **faint)
+        # A logarithmic axis has no place for what is not above 0.
+        axes.plot([max(row["variance_low"], x / 10), row["variance_high"]], [y, y], **faint)
+        axes.plot(x, y, markers[row["rho"]], color=color, markersize=5.5, mec="white", mew=0.5, zorder=3)
+
+
+def _statistics(experiment: Experiment, rows: pd.DataFrame) -> list[Statistic]:
+    seeds = len(experiment.seeds)
+    over = "one seed" if seeds == 1 else f"the mean over {seeds} seeds (each with problems of its own)"
+    spread = (
+        f"{over}; normal interval from the larger of the delete-one jackknife's variance (batches of the estimator and of "
+        "the reference) and the variance between seeds"
+    )
+    units = STATISTICS | {f"{name}_change": STATISTICS[name] for name in CHANGES}
+    return [
+        Statistic(
+            name=name,
+            where={key: row[key] for key in ("policy", "engine", "method", "rho")},
+            value=row[name],
+            low=row[f"{name}_low"],
+            high=row[f"{name}_high"],
+            unit=unit,
+            how=spread
+            + (f"; paired with {row['partner']}, the same seeds of the sampler" if name.endswith("_change") else ""),
+            sources=row["sources"],
+        )
+        for row in rows.to_dict("records")
+        for name, unit in units.items()
+        if math.isfinite(row[name])
+    ]
+
+
+def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
+    several = rows["policy"].nunique() > 1
+    cells = [
+        [
+            row["label"],
+            rho_text(None if row["rho"] == "none" else row["rho"]),
+            row["engine"],
+            *([_policy_text(experiment, row["policy"])] if several else []),
+            *(_ranged(row, name) for name in STATISTICS),
+            *(_ranged(row, f"{name}_change", "+.2g") for name in CHANGES),
+            f"{100 * row['kept_fraction']:.0f}",
+            f"{row['empty_batches']} / {row['batches']}",
+        ]
+        for row in rows.to_dict("records")
+    ]
+    settings, count = experiment.bias, len(experiment.seeds)
+    how = "the jackknife over batches and the spread between seeds, whichever is larger"
+    notes = [
+        f"Scale: {experiment.scale}",
+        *experiment.report.declarations,
+        *_reading(how),
+        f"{settings.batches} batches of {settings.problems * experiment.training.group_size} responses to "
+        f"{settings.problems} problems an estimator, {settings.reference_batches} for g; "
+        + ("one seed." if count == 1 else f"mean over {count} seeds, each with problems of its own.")
+        + f" {len(experiment.estimators)} estimators were compared at each policy and engine; none was left out.",
+        "Changes: against the same correction without safe vocabulary, from the same seeds of the sampler (paired).",
+    ]
+    headings = ["estimator", "ρ", "engine", *(["policy"] if several else []), *_HEADINGS]
+    headings += ["bias² change [95 %]", "variance change [95 %]", "kept (%)", "empty batches"]
+    return Formatted(
+        f"{experiment.name}: bias and variance of the policy gradient's estimators", headings, cells, notes
+    )
+
+
+def _reading(how: str) -> list[str]:
+    return [
+        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|²; it is estimated without bias "
+        "(products of different batches), so that one that is 0 comes out negative half of the time. cosine: between E ĝ "
+        "and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
+        f"[95 %]: from {how}. {EMPTY}: not defined, where E ĝ is not told from 0.",
+        "kept: responses with a token that was not rejected. empty: batches without any, which count as a gradient of 0.",
+    ]
+
+
+def _policy_text(experiment: Experiment, policy: str) -> str:
+    if policy == "base":
+        return "base model"
+    arm = next(one for one in experiment.bias.policies if one != "base" and one.path == policy)
+    return f"after {'/'.join(filter(None, [arm.method, arm.engine, arm.rho]))}"
+
+
+def _partner(experiment: Experiment, method: str) -> str | None:
+    """The estimator without safe vocabulary that is like `method` in all else, if it has one."""
+    own = experiment.methods[method]
+    if own.safe_vocabulary is None:
+        return None
+    for name, _ in experiment.estimators:
+        other = experiment.methods[name]
+        same = (other.advantage, other.importance, other.loss) == (own.advantage, own.importance, own.loss)
+        if other.safe_vocabulary is None and same:
+            return name
+    return None
+
+
+def _change(cell: MeasuredCell, key: tuple[str, str], partner: tuple[str, str], name: str) -> tuple[float, float]:
+    """The difference of a statistic, and its standard error by the jackknife over what both share."""
+    value = cell.estimators.loc[key, name] - cell.estimators.loc[partner, name]
+    differences = cell.jackknife[key][name] - cell.jackknife[partner][name]
+    variance = 0.0
+    for _, without in differences.groupby("sample"):
+        variance += (len(without) - 1) * without.var(ddof=0)
+    return value, math.sqrt(variance)
+
+
+def _pooled(name: str, values: Sequence[float], errors: Sequence[float]) -> dict[str, float]:
+    within, count = float(np.mean(np.square(errors))), len(values)
+    between = float(np.var(values, ddof=1)) if count > 1 else 0.0
+    value = float(np.mean(values))
+    half = NORMAL_95 * math.sqrt(max(within, between) / count) if math.isfinite(within) else math.nan
+    return {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
+
+
+def _ranged(row: dict, name: str, spec: str = ".2g") -> str:
+    values = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
+    if not math.isfinite(values[0]):
+        return EMPTY
+    value, low, high = (_number(one, spec) for one in values)
+    return f"{value} [{low}, {high}]"
+
+
+def _number(value: float, spec: str) -> str:
+    """Two digits, and whole hundreds without an exponent."""
+    return f"{value:{spec[:-2]}.0f}" if abs(value) >= 10 else f"{value:{spec}}"
+
+
+def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    try:
+        table = pd.read_parquet(path, columns=columns)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DvpError(f"{path}: no parquet file with {', '.join(columns)} ({str(error).splitlines()[0]})") from None
+    return table.assign(rho=[("none" if pd.isna(rho) else rho) for rho in table["rho"]])

@@ -1,0 +1,1 @@
+"""Measurements at a fixed policy: one engine, one model, no training."""

@@ -32,6 +32,7 @@ STAGE_MODULES = {
         "dvp.rollout.vllm",
         "dvp.training.base",  # check_vocabulary
     ),
+    "diagnose": ("dvp.measurement.mismatch", "dvp.rollout.vllm", "dvp.data.prompts", "dvp.training.base"),
     "report": ("dvp.analysis.report",),
 }
 

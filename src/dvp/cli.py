@@ -110,6 +110,16 @@ def parser() -> argparse.ArgumentParser:
         threads=True,
     )
     evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
+    diagnose = stage(
+        "diagnose",
+        "measure the mismatch between engine and trainer at a fixed policy",
+        "Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes "
+        "diagnostics/CELL/*.parquet and diagnose.json.",
+        threads=True,
+    )
+    diagnose.add_argument(
+        "--cell", required=True, metavar="CELL", help="POLICY/by~ENGINE/seed~N; POLICY as RUN, or base"
+    )
     one = verb(
         "bias",
         "measure bias and variance of every estimator of the policy gradient",
@@ -204,8 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     quiet()
     from dvp import stages
 
-    if "run" in options:
-        options["run_path"] = options.pop("run")
+    for name in ("run", "cell"):
+        if name in options:
+            options[f"{name}_path"] = options.pop(name)
     if "experiment" in options:
         options["name"] = options.pop("experiment")
     try:

@@ -334,9 +334,73 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         _finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
 
 
+def diagnose(config: Path, cell_path: str, threads: int) -> None:
+    """The mismatch of a policy with an engine, over the whole vocabulary → diagnostics/CELL/*.parquet, diagnose.json."""
+    from dvp.rollout.vllm import VllmEngine, configure_environment
+
+    configure_environment(threads)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts, short_enough
+    from dvp.measurement import mismatch
+    from dvp.training.base import check_vocabulary
+
+    place = Place(config)
+    experiment = place.experiment
+    cell = experiment.cell("diagnose", cell_path)
+    mismatch.check(experiment)
+    model = place.model(BASE if cell.run is None else cell.run.path)
+    source = model / ("manifest.json" if cell.run is None else "conversion.json")
+    verify_checksums(model, read_json(source, "files")["files"])
+    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
+    check_vocabulary(model)
+    identity = experiment.identity("diagnose", cell=cell)
+    torch.set_num_threads(threads)
+    started = time.time()
+    upstream = {"base" if cell.run is None else "convert": source, "prepare": place.data / "manifest.json"}
+    task = f"by~{cell.engine}-seed~{cell.seed}"
+    with place.tracked("diagnose", identity, upstream, run=cell.run and cell.run.path, task=task) as tracked:
+        tracked.log_params(
+            {
+                "diagnose": experiment.diagnose.model_dump(mode="json", exclude={"policies", "engines"}),
+                "engine": experiment.engines[cell.engine].model_dump(mode="json"),
+            }
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        problems = pd.read_parquet(place.data / "train.parquet")
+        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
+        kept = short_enough(encoded, experiment.training.max_prompt_tokens)
+        drawn = mismatch.drawn_problems(len(kept), experiment.diagnose.problems, cell.seed)
+        rows = [kept[index] for index in drawn]
+        prompts = [encoded[row] for row in rows]
+        trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        longest = max(map(len, prompts)) + experiment.training.max_response_tokens
+        engine = VllmEngine(
+            model,
+            experiment.engines[cell.engine],
+            max_model_len=min(longest, trainer.config.max_position_embeddings),
+            max_num_seqs=experiment.diagnose.responses,
+            seed=cell.seed,
+        )
+        folder = place.folder / "diagnostics" / cell.path
+        result = mismatch.diagnose(
+            experiment,
+            cell,
+            problems=problems.iloc[rows],
+            prompts=prompts,
+            pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            model=trainer.to("cuda" if torch.cuda.is_available() else "cpu"),
+            engine=engine,
+            folder=folder,
+        )
+        tracked.log_result({name: value for name, value in result.items() if name not in ("cell", "files")})
+        _finish(folder / "diagnose.json", result, tracked, identity, started)
+
+
 def bias(
     config: Path | None,
-    cell: str | None,
+    cell_path: str | None,
     model: Path | None,
     engine: str | None,
     name: str,
@@ -346,7 +410,7 @@ def bias(
     threads: int,
 ) -> None:
     """Every gradient estimator against the exact gradient: a cell of an experiment (config), or any model."""
-    given = [option is not None for option in (config, cell, model, engine)]
+    given = [option is not None for option in (config, cell_path, model, engine)]
     if given not in ([True, True, False, False], [False, False, True, True]):
         raise DvpError("expected --config FILE --cell CELL, or --model DIR --engine NAME")
     from dvp.rollout.vllm import configure_environment
@@ -358,7 +422,7 @@ def bias(
     if config is None:
         _bias_of_model(model, engine, load_experiment(name), problems, seed, output)
     else:
-        _bias_of_cell(Place(config), cell)
+        _bias_of_cell(Place(config), cell_path)
 
 
 def _bias_of_cell(place: Place, path: str) -> None:

@@ -1,0 +1,256 @@
+"""How far trainer and engine are apart at a fixed policy, over the whole vocabulary at positions that the engine visits.
+
+The engine samples from its full distribution, at temperature 1; the trainer, fp32, scores the same positions. Controls,
+without which nothing can be blamed on the engine, are the trainer at another batch shape (`shape`) and under bf16
+autocast (`bf16`), each in the engine's place. What is written are sums a problem, so that intervals over problems can
+be had without the distributions themselves.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from dvp.config import Experiment
+from dvp.core.diagnostics import mismatch_metrics
+from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
+from dvp.core.vocabulary_mismatch import (
+    D_EDGES,
+    GAP_EDGES,
+    PROBABILITY_EDGES,
+    REST_EDGES,
+    TOLERANCE,
+    bounds,
+    by_gap,
+    combined,
+    epsilon,
+    histogram,
+    kl,
+    normalised,
+    safe_sets,
+)
+from dvp.data.verifier import grade
+from dvp.errors import DvpError
+from dvp.files import atomic_path, sha256_file
+from dvp.grid import Cell, parse_rho
+from dvp.progress import Progress
+from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.training.backend import Batch
+from dvp.training.loop import derived_seed
+
+ENGINE = "engine"
+SOURCES = (ENGINE, "shape", "bf16")
+"""Whose distribution is q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
+TABLES = ("histogram", "gaps", "bounds", "safe_sets", "noise")
+
+
+def check(experiment: Experiment) -> None:
+    """Raise DvpError unless the experiment samples as it is measured here."""
+    if experiment.training.temperature != 1.0:
+        raise DvpError(
+            f"training.temperature: `dvp diagnose` measures at temperature 1, found {experiment.training.temperature:g}"
+        )
+
+
+def drawn_problems(available: int, count: int, seed: int) -> list[int]:
+    """The rows of the training problems that are used with a seed. Raises DvpError if there are too few."""
+    if available < count:
+        raise DvpError(f"data/train.parquet: {available} problems that are short enough, {count} are to be measured")
+    return np.random.default_rng([seed, 0]).choice(available, count, replace=False).tolist()
+
+
+def diagnose(
+    experiment: Experiment,
+    cell: Cell,
+    *,
+    problems: pd.DataFrame,
+    prompts: list[list[int]],
+    pad: int,
+    model: PreTrainedModel,
+    engine: Engine,
+    folder: Path,
+) -> dict:
+    """Measure a cell; write histogram, gaps, bounds, safe_sets and noise .parquet to `folder`.
+
+    Args:
+        problems: with `id` and `answer`, as many as `prompts`, the token ids of their prompts.
+        pad: a token id; it is never attended to.
+        model: the trainer's policy, fp32.
+        engine: the engine with the same policy.
+
+    Returns:
+        Counts, the means that one looks at first, and the files' checksums.
+    """
+    settings = experiment.diagnose
+    sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)
+    model.eval()
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
+    progress = Progress(f"diagnose {cell.path}", len(prompts))
+    truncated = 0
+    for index, (problem, prompt) in enumerate(zip(problems.itertuples(), prompts, strict=True)):
+        completions = engine.generate([prompt], sampling, [derived_seed(cell.seed, 0, index)])[0]
+        scored = _scored(model, Batch.collate([prompt] * len(completions), [c.token_ids for c in completions], pad))
+        truncated += sum(one.finish_reason == "length" for one in completions)
+        rewards = [
+            float(grade(one.text, problem.answer, truncated=one.finish_reason == "length")) for one in completions
+        ]
+        for name, rows in _measured(experiment, completions, scored, rewards).items():
+            tables[name].append(rows.assign(problem=str(problem.id)))
+        progress.step(index + 1, f"{sum(len(one.token_ids) for one in completions)} tokens")
+    written = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
+    for name, table in written.items():
+        with atomic_path(folder / f"{name}.parquet") as temporary:
+            table.to_parquet(temporary, index=False)
+    return {
+        "cell": cell.path,
+        "problems": len(prompts),
+        "responses": len(prompts) * settings.responses,
+        "truncated": truncated,
+        "vocabulary": model.config.vocab_size,
+        "tolerance": TOLERANCE,
+        **_headline(written),
+        "files": {f"{name}.parquet": sha256_file(folder / f"{name}.parquet") for name in TABLES},
+    }
+
+
+@torch.no_grad()
+def _scored(model: PreTrainedModel, batch: Batch) -> dict[str, list[torch.Tensor]]:
+    """The trainer's logits (T, V) at the positions of each response: as it is ("train"), and the controls."""
+    tokens_BT, response_BT = batch.tokens_BT.to(model.device), batch.response_BT.to(model.device)
+
+    def logits(rows_b: torch.Tensor, bf16: bool = False) -> list[torch.Tensor]:
+        # Right padding under a causal mask: no real position sees a pad.
+        part = Batch(tokens_BT, response_BT).rows(rows_b)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            logits_BTV = model(part.tokens_BT[:, :-1], use_cache=False).logits
+        return [row_TV[mask_T] for row_TV, mask_T in zip(logits_BTV, part.response_BT[:, 1:], strict=True)]
+
+    every = torch.arange(len(tokens_BT), device=tokens_BT.device)
+    return {
+        "train": logits(every),
+        "shape": [row for one in every.split(1) for row in logits(one)],
+        "bf16": logits(every, bf16=True),
+    }
+
+
+def _measured(
+    experiment: Experiment,
+    completions: list[Completion],
+    scored: dict[str, list[torch.Tensor]],
+    rewards: list[float],
+) -> dict[str, pd.DataFrame]:
+    """The tables' rows of one problem."""
+    sums: dict[tuple[str, str], list[dict]] = {}
+    noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
+    sets = []
+    for response, (one, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
+        log_p_TV = normalised(logits_TV)
+        tokens_T = torch.tensor(one.token_ids, device=log_p_TV.device)
+        for source in SOURCES:
+            other = one.vocabulary_log_probs_TV.to(log_p_TV.device) if source == ENGINE else scored[source][response]
+            log_q_TV = normalised(other)
+            sums.setdefault(("histogram", source), []).append(histogram(log_p_TV, log_q_TV))
+            sums.setdefault(("gaps", source), []).append(by_gap(log_p_TV, log_q_TV))
+            noise[source].append(_noise(log_p_TV, log_q_TV, tokens_T))
+            if source == ENGINE:
+                sums.setdefault(("bounds", source), []).append(bounds(log_p_TV, log_q_TV))
+                rows = _safe_sets(experiment, log_p_TV, log_q_TV, tokens_T)
+                sets += [{"response": response, "reward": rewards[response]} | row for row in rows]
+    binned = {key: combined(values) for key, values in sums.items()}
+    edges = {"gaps": ("gap", GAP_EDGES), "bounds": ("rest", REST_EDGES)}
+    tables = {
+        name: pd.concat(
+            _bins(binned[name, source], [edges[name]]).assign(source=source)
+            for source in SOURCES
+            if (name, source) in binned
+        )
+        for name in edges
+    }
+    tables["histogram"] = pd.concat(
+        _bins(binned["histogram", source], [("p", PROBABILITY_EDGES), ("d", D_EDGES)]).assign(source=source)
+        for source in SOURCES
+    )
+    tables["safe_sets"] = pd.DataFrame(sets)
+    tables["noise"] = pd.DataFrame(
+        {"source": source}
+        | {name: (max if name.startswith("max") else sum)(row[name] for row in rows) for name in rows[0]}
+        for source, rows in noise.items()
+    )
+    return tables
+
+
+def _bins(sums: dict[str, torch.Tensor], edges: list[tuple[str, tuple[float, ...]]]) -> pd.DataFrame:
+    """A row for each bin that holds a pair: its edges (NAME_low, NAME_high), and its sums."""
+    filled = sums["pairs"].cpu().numpy().nonzero()
+    columns = {}
+    for (name, values), index in zip(edges, filled, strict=True):
+        columns |= {f"{name}_low": np.array(values)[index], f"{name}_high": np.array(values)[index + 1]}
+    return pd.DataFrame(columns | {name: value.cpu().numpy()[filled] for name, value in sums.items()})
+
+
+def _noise(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, float]:
+    """Sums over one response's positions, and maxima."""
+    log_ratio_T = (log_p_TV - log_q_TV).gather(1, tokens_T[:, None]).squeeze(1)
+    tokens = len(tokens_T)
+    metrics = mismatch_metrics(log_ratio_T[None], torch.ones_like(log_ratio_T, dtype=torch.bool)[None])
+    largest_T, deviation_T = epsilon(log_p_TV, log_q_TV)
+    return {
+        "tokens": tokens,
+        "kl": kl(log_q_TV, log_p_TV).sum().item(),
+        "k1": metrics["k1"] * tokens,
+        "k3": metrics["k3"] * tokens,
+        "ratio_outside": metrics["ratio_outside_0.9_1.1"] * tokens,
+        "d_positive": (log_ratio_T < 0).sum().item(),
+        "epsilon_variance": deviation_T.square().sum().item(),
+        "epsilon_max": largest_T.sum().item(),
+        "max_epsilon": largest_T.max().item(),
+        "max_abs_log_ratio": metrics["max_abs_log_ratio"],
+    }
+
+
+def _safe_sets(
+    experiment: Experiment, log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tensor
+) -> list[dict]:
+    """A row for each ρ without a margin, and for each margin on either side."""
+    log_p = log_p_TV.gather(1, tokens_T[:, None]).sum().item()
+    log_q = log_q_TV.gather(1, tokens_T[:, None]).sum().item()
+    known: dict[tuple[bool, SafeVocabulary], torch.Tensor] = {}
+
+    def mask(train: bool, rule: SafeVocabulary) -> torch.Tensor:
+        if (train, rule) not in known:
+            known[train, rule] = safe_mask(log_p_TV if train else log_q_TV, rule)
+        return known[train, rule]
+
+    rows = []
+    for rho in experiment.diagnose.rhos:
+        plain = FixedRho(parse_rho(rho))
+        sides = [("none", 0.0, plain, plain)]
+        for margin in experiment.diagnose.margins:
+            wider = with_margin(plain.rho, margin)
+            sides += [("trainer", margin, wider, plain), ("engine", margin, plain, wider)]
+        for side, margin, train, infer in sides:
+            found = safe_sets(log_p_TV, log_q_TV, mask(True, train), mask(False, infer), tokens_T)
+            pruned = found.pop("pruned_log_prob")
+            rows.append(
+                {"rho": rho, "margin": margin, "side": side, "tokens": len(tokens_T)}
+                | found
+                | {"log_ratio": log_p - log_q, "pruned_log_ratio": pruned - log_q}
+            )
+    return rows
+
+
+def _headline(tables: dict[str, pd.DataFrame]) -> dict:
+    """The numbers that one looks at first, over all problems."""
+    noise = tables["noise"].groupby("source").sum(numeric_only=True)
+    first = tables["safe_sets"].drop_duplicates(["problem", "response"])
+    pairs = tables["bounds"]
+    return {
+        "positions": int(noise.loc[ENGINE, "tokens"]),
+        "pairs": int(pairs["pairs"].sum()),
+        "reward": float(first["reward"].mean()),
+        "kl": {source: float(noise.loc[source, "kl"] / noise.loc[source, "tokens"]) for source in SOURCES},
+        "literal_violations": int(pairs["literal_violations"].sum()),
+        "sharp_violations": int(pairs["sharp_violations"].sum()),
+    }

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed-$(ENV)
 # Where pip finds the CPU build of torch if the package index that it is set to has none.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
 
-.PHONY: run smoke plan test check bench format mlflow install clean
+.PHONY: run smoke evidence plan test check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
@@ -18,6 +18,10 @@ run: install
 
 smoke: install
 	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
+
+# All experiments that answer config/claims.yaml, and the page of claims.
+evidence: install
+	@$(SNAKEMAKE) --quiet host reason evidence --report results/evidence/report.html
 
 # make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
 plan: install

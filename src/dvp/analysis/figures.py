@@ -31,11 +31,11 @@ FLOOR = 1e-12
 DPI = 150
 
 # Okabe and Ito: distinguishable with the common colour-vision deficiencies.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#5D3A9B")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#5D3A9B")
 _GREYS = ("#707070", "#A0A0A0", "#404040")
 _LINES = ("-", (0, (5, 1.2, 1, 1.2)), (0, (1, 1)), (0, (7, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -79,7 +79,7 @@ def styles(experiment: Experiment) -> dict[Arm, Style]:
             label += f", {arm.engine}" if several else ""
             # With and without a single ρ the line is solid: the colour already tells the methods apart.
             line = _LINES[max(rho - 1, 0) % len(_LINES)]
-            result[arm] = Style(_COLORS[method % len(_COLORS)], line, _MARKERS[rho % len(_MARKERS)], label)
+            result[arm] = Style(COLORS[method % len(COLORS)], line, _MARKERS[rho % len(_MARKERS)], label)
     return result
 
 
@@ -132,7 +132,7 @@ def scores(experiment: Experiment, table: pd.DataFrame) -> Figure:
     """avg@k of every arm with its interval and its seeds, `table` as of `tables.main_table`."""
     every, style = arms(experiment), styles(experiment)
     rows = {row["arm"]: row for row in table.to_dict("records")}
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 1.6 + 0.42 * len(every)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
@@ -195,7 +195,7 @@ def scores(experiment: Experiment, table: pd.DataFrame) -> Figure:
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write folder/NAME.svg and folder/NAME.png; each is whole or absent."""
     paths = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             path = folder / f"{name}.{suffix}"
             with atomic_path(path) as temporary:
@@ -240,7 +240,7 @@ def _curves(
     columns = min(len(parts), 3)
     rows = math.ceil(len(parts) / columns)
     width = max(3.6 * columns, 5.2)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width + 2.6, 3.4 * rows + 0.5), layout="constrained")
         FigureCanvasAgg(figure)
         heights = [4, 1][:bands] * rows

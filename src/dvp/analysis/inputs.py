@@ -89,7 +89,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
         "tracking_key",
         "files",
     )
-    _fresh(record_path, record, experiment.identity("train", run))
+    check_fresh(record_path, record, experiment.identity("train", run))
     if record["run"] != run.path:
         raise DvpError(f"{record_path}: run: expected '{run.path}', found {record['run']!r}")
     if not metrics_path.is_file():
@@ -184,7 +184,7 @@ def read_evaluation(experiment: Experiment, results: Path, run: Run | None, task
     record = read_json(
         scores_path, "files", "task", "samples_per_problem", "metrics", "identity", "git_commit", "tracking_key"
     )
-    _fresh(scores_path, record, experiment.identity("evaluate", run, task))
+    check_fresh(scores_path, record, experiment.identity("evaluate", run, task))
     k = experiment.evaluation.samples_per_problem[task]
     for key, expected in (("task", task), ("samples_per_problem", k)):
         if record[key] != expected:
@@ -242,7 +242,8 @@ def _read_samples(path: Path, k: int) -> tuple[list[str], np.ndarray]:
     return list(sizes.index), samples["correct"].to_numpy(dtype=bool).reshape(-1, k)
 
 
-def _fresh(path: Path, record: dict, expected: str) -> None:
+def check_fresh(path: Path, record: dict, expected: str) -> None:
+    """Raise DvpError if a stage's JSON file has another identity than the experiment says."""
     if record["identity"] != expected:
         raise DvpError(
             f"{path}: stale, written by another version of the experiment (identity {record['identity']}, "

@@ -335,7 +335,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
 
 
 def diagnose(config: Path, cell_path: str, threads: int) -> None:
-    """The mismatch of a policy with an engine, over the whole vocabulary → diagnostics/CELL/*.parquet, diagnose.json."""
+    """The mismatch between trainer and engine at a fixed policy → diagnostics/CELL/*.parquet and diagnose.json."""
     from dvp.rollout.vllm import VllmEngine, configure_environment
 
     configure_environment(threads)

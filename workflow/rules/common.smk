@@ -132,27 +132,27 @@ def local_files(wildcards):
     ]
 
 
-def of_all_runs(rule, *more):
-    """The output of `rule` for every run of the experiment, `more` paths of runs (such as base) and every task."""
+def of_all_runs(stage, *more):
+    """The output of the rule `stage` for every run, `more` paths of runs (such as base), and every task."""
 
     def files(wildcards):
         asked = experiment(wildcards.experiment)
         runs = [*more, *(run.path for run in asked.runs)]
         every = expand(
-            rule.output[0], experiment=asked.name, run=runs, task=asked.data.tasks
+            stage.output[0], experiment=asked.name, run=runs, task=asked.data.tasks
         )
         return list(dict.fromkeys(every))  # not every stage has tasks
 
     return files
 
 
-def of_all_cells(rule, stage):
-    """The output of `rule` for every measurement of the experiment's `stage`."""
+def of_all_cells(stage):
+    """The output of the rule `stage` (diagnose or bias) for every measurement of the experiment."""
 
     def files(wildcards):
         asked = experiment(wildcards.experiment)
-        cells = [cell.path for cell in asked.cells(stage)]
-        return expand(rule.output[0], experiment=asked.name, cell=cells)
+        cells = [cell.path for cell in asked.cells(stage.rule.name)]
+        return expand(stage.output[0], experiment=asked.name, cell=cells)
 
     return files
 

@@ -65,7 +65,7 @@ rule report_training:
 
 rule report_mismatch:
     input:
-        cells=of_all_cells(rules.diagnose, "diagnose"),
+        cells=of_all_cells(rules.diagnose),
     output:
         f"{RESULTS}/report/mismatch.json",
         multiext(f"{RESULTS}/tables/engines_table", ".csv", ".tex"),
@@ -132,7 +132,7 @@ rule report_mismatch:
 
 rule report_bias:
     input:
-        cells=of_all_cells(rules.bias, "bias"),
+        cells=of_all_cells(rules.bias),
     output:
         f"{RESULTS}/report/bias.json",
         multiext(f"{RESULTS}/tables/bias_table", ".csv", ".tex"),
@@ -172,7 +172,7 @@ rule report_sweep:
         claims="config/claims.yaml",
         runs=of_all_runs(rules.train),
         scores=of_all_runs(rules.evaluate, "base"),
-        cells=of_all_cells(rules.bias, "bias"),
+        cells=of_all_cells(rules.bias),
     output:
         f"{RESULTS}/report/sweep.json",
         expand(

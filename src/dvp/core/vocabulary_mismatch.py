@@ -29,7 +29,7 @@ D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)
 """Of d, nats."""
 GAP_EDGES = (-math.inf, *map(float, range(-30, 0)), -1e-9, 0.0)
 """Of log(p/p_max), nats. The last bin holds the most likely token of each position alone."""
-REST_EDGES = (0.0, *(10 ** (step / 2) for step in range(-20, 0)), 0.9, 0.99, 1.0)
+REST_EDGES = (0.0, *(10 ** (step / 10) for step in range(-100, 0)), 0.9, 0.99, 1.0)
 """Of 1 − p."""
 
 

@@ -1,4 +1,4 @@
-"""How far trainer and engine are apart at a fixed policy, over the whole vocabulary at positions that the engine visits.
+"""How far trainer and engine are apart at a fixed policy, over the whole vocabulary where the engine goes.
 
 The engine samples from its full distribution, at temperature 1; the trainer, fp32, scores the same positions. Controls,
 without which nothing can be blamed on the engine, are the trainer at another batch shape (`shape`) and under bf16

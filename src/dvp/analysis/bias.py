@@ -304,9 +304,9 @@ def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
 
 def _reading(how: str) -> list[str]:
     return [
-        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias of "
-        "its own (products of different batches), so that one that is 0 comes out negative half of the time. cosine: "
-        "between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
+        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias "
+        "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
+        "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
         f"[95 %]: from {how}. {EMPTY}: not defined, where E ĝ is not told from 0.",
         "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
     ]

@@ -1,4 +1,4 @@
-"""Bias and variance of the gradient estimators: the cells of stage `bias`, pooled over seeds, as a table and a figure."""
+"""Bias and variance of the gradient estimators: the cells of stage `bias`, pooled over seeds, as table and figure."""
 
 import math
 from collections.abc import Sequence
@@ -246,8 +246,8 @@ def _statistics(experiment: Experiment, rows: pd.DataFrame) -> list[Statistic]:
     seeds = len(experiment.seeds)
     over = "one seed" if seeds == 1 else f"the mean over {seeds} seeds (each with problems of its own)"
     spread = (
-        f"{over}; normal interval from the larger of the delete-one jackknife's variance (batches of the estimator and of "
-        "the reference) and the variance between seeds"
+        f"{over}; normal interval from the larger of the delete-one jackknife's variance (batches of the estimator and "
+        "of the reference) and the variance between seeds"
     )
     units = STATISTICS | {f"{name}_change": STATISTICS[name] for name in CHANGES}
     return [
@@ -304,11 +304,11 @@ def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
 
 def _reading(how: str) -> list[str]:
     return [
-        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|²; it is estimated without bias "
-        "(products of different batches), so that one that is 0 comes out negative half of the time. cosine: between E ĝ "
-        "and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
+        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias "
+        "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
+        "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
         f"[95 %]: from {how}. {EMPTY}: not defined, where E ĝ is not told from 0.",
-        "kept: responses with a token that was not rejected. empty: batches without any, which count as a gradient of 0.",
+        "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
     ]
 
 

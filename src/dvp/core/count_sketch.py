@@ -12,7 +12,7 @@ from dvp.errors import DvpError
 
 
 class CountSketch:
-    """Brings vectors that come as a sequence of tensors to at most `buckets` coordinates; shorter ones stay as they are."""
+    """Brings vectors, given as several tensors, to at most `buckets` coordinates; shorter ones stay as they are."""
 
     def __init__(self, sizes: Sequence[int], buckets: int, seed: int):
         """`sizes`: elements of each tensor. Takes four bytes for each of them unless they fit into the buckets.

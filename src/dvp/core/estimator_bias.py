@@ -11,6 +11,8 @@ With A = |E x|², B = ⟨E x, g⟩, C = |g|² and P = E|x|²:
 
 A, B and C are U-statistics (products of different batches only), hence unbiased, numerators with them: where the bias
 is 0 the estimate of its square is negative half of the time. A plain |x̄ − ȳ|² would have the noise of both means in it.
+Where the bias is near 0 the jackknife's standard error of its square is too large, by up to √2 (the U-statistic is then
+degenerate): such intervals are too wide rather than too narrow.
 
 Shape suffixes: n batches of the estimator, m of the reference, D coordinates, N and M rows.
 """

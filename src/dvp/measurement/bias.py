@@ -5,8 +5,8 @@ RLOO without any correction is then unbiased. The estimators get batches of the 
 weights, advantages and safe vocabularies as training has them; their i-th batches have the same seeds whatever the safe
 vocabulary, so that differences between estimators are paired.
 
-Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses, made
-once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.core.count_sketch).
+Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
+made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.core.count_sketch).
 
 Shape suffixes: B responses of a batch, T tokens, G group, E estimators, D coordinates.
 """
@@ -57,9 +57,9 @@ class Measurement:
     """A table a row an estimator, what its intervals are made from, and what there is to know of all."""
 
     estimators: pd.DataFrame
-    """method, rho (None without one) and label; each of STATISTICS with _se, _low and _high, in units of |g|² (the cosine
-    in none); batches; empty_batches (nothing was kept: a gradient of 0); kept_fraction of the responses; mean_weight of
-    their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; reward, mean of the responses."""
+    """method, rho (None without one) and label; each of STATISTICS with _se, _low and _high, in units of |g|² (the
+    cosine in none); batches; empty_batches (nothing was kept: a gradient of 0); kept_fraction of the responses;
+    mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward."""
     jackknife: pd.DataFrame
     """STATISTICS of each method and rho without one batch: of the engine's (sample `engine`) or of the reference."""
     summary: dict

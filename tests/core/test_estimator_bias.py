@@ -1,0 +1,173 @@
+"""Bias, cosine, variance and mse of gradient estimates, against float64 loops and simulated gradients."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dvp.core import estimator_bias as module
+from dvp.core.estimator_bias import STATISTICS, estimator_bias, inner_products, squared_norm
+from dvp.errors import DvpError
+
+
+def measured(x_nD, y_mD):
+    x_nD, y_mD = torch.as_tensor(x_nD), torch.as_tensor(y_mD)
+    return estimator_bias(inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD))
+
+
+def by_loops(x, y):
+    """The definitions: averages over pairs of different batches, one product after the other."""
+
+    def over_pairs(z):
+        pairs = [(i, j) for i in range(len(z)) for j in range(len(z)) if i != j]
+        return math.fsum(float(z[i] @ z[j]) for i, j in pairs) / len(pairs)
+
+    mean, norm = over_pairs(x), over_pairs(y)
+    cross = math.fsum(float(a @ b) for a in x for b in y) / (len(x) * len(y))
+    power = math.fsum(float(a @ a) for a in x) / len(x)
+    bias, variance = (mean - 2 * cross + norm) / norm, (power - mean) / norm
+    cosine = cross / math.sqrt(mean * norm) if mean > 0 else math.nan
+    return {"squared_bias": bias, "cosine": cosine, "variance": variance, "mse": bias + variance}
+
+
+def gaussian(rng, mean_D, variance, count):
+    """Batches whose covariance has the trace `variance`."""
+    return mean_D + rng.normal(size=(count, len(mean_D))) * math.sqrt(variance / len(mean_D))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(4, 7),
+    m=st.integers(4, 7),
+    columns=st.integers(1, 9),
+    bias=st.floats(0, 2),
+)
+def test_values_and_jackknife_are_those_of_the_definitions(seed, n, m, columns, bias):
+    rng = np.random.default_rng(seed)
+    g_D = rng.normal(size=6)
+    x, y = gaussian(rng, g_D * (1 + bias), 2.0, n), gaussian(rng, g_D, 0.1 * g_D @ g_D, m)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "COLUMNS", columns)
+        found = measured(x, y)
+    expected = by_loops(x, y)
+    without_x = [by_loops(np.delete(x, i, axis=0), y) for i in range(n)]
+    without_y = [by_loops(x, np.delete(y, k, axis=0)) for k in range(m)]
+    for name in STATISTICS:
+        close = {"rtol": 1e-7, "atol": 1e-9}
+        np.testing.assert_allclose(found[name].value, expected[name], **close)
+        np.testing.assert_allclose(found[name].over_batches_n, [one[name] for one in without_x], **close)
+        np.testing.assert_allclose(found[name].over_reference_m, [one[name] for one in without_y], **close)
+        variance = sum(
+            (len(part) - 1)
+            / len(part)
+            * sum((one[name] - np.mean([other[name] for other in part])) ** 2 for one in part)
+            for part in (without_x, without_y)
+        )
+        np.testing.assert_allclose(found[name].se, math.sqrt(variance), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("direction", "variance"), [("none", 3.0), ("along", 3.0), ("across", 12.0)])
+def test_simulated_gradients_give_back_their_bias_and_variance_with_intervals_that_cover_them(direction, variance):
+    """Known truth: |g|² = 1, a bias of 0 or of 0.3 along or across g, noise several times the signal."""
+    rng = np.random.default_rng(1)
+    g_D, across_D = np.eye(40)[0], np.eye(40)[1]
+    shift = {"none": 0.0, "along": 0.3, "across": 0.3}[direction]
+    mean_D = g_D + shift * (across_D if direction == "across" else g_D)
+    truth = {
+        "squared_bias": shift**2,
+        "cosine": mean_D @ g_D / np.linalg.norm(mean_D),
+        "variance": variance,
+        "mse": shift**2 + variance,
+    }
+    runs = [measured(gaussian(rng, mean_D, variance, 40), gaussian(rng, g_D, 2.0, 160)) for _ in range(300)]
+    for name in STATISTICS:
+        values = np.array([run[name].value for run in runs])
+        noise = values.std(ddof=1)
+        # A ratio of unbiased estimates: what is left of a bias is of second order, (s.e. of |g|²)² ≈ .003.
+        tolerance = 4 * noise / math.sqrt(len(values)) + 0.01 * abs(truth[name])
+        assert values.mean() == pytest.approx(truth[name], abs=tolerance), name
+        # Where the bias is small the jackknife is too large by up to √2, never much too small.
+        assert 0.85 <= np.mean([run[name].se for run in runs]) / noise <= 1.5, name
+        covered = np.mean([run[name].interval[0] <= truth[name] <= run[name].interval[1] for run in runs])
+        assert 0.9 <= covered, name
+
+
+def test_a_plain_difference_of_means_would_be_biased_by_the_noise():
+    """What the U-statistic is for: |x̄ − ȳ|² is too large by variance/n + variance/m."""
+    rng = np.random.default_rng(2)
+    g_D = np.eye(40)[0]
+    plain, unbiased = [], []
+    for _ in range(200):
+        x, y = gaussian(rng, g_D, 12.0, 40), gaussian(rng, g_D, 2.0, 160)
+        plain.append(((x.mean(axis=0) - y.mean(axis=0)) ** 2).sum())
+        unbiased.append(measured(x, y)["squared_bias"].value)
+    assert np.mean(plain) == pytest.approx(12 / 40 + 2 / 160, rel=0.1)
+    assert np.mean(unbiased) == pytest.approx(0, abs=0.02)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6))
+def test_the_unit_of_the_gradient_does_not_matter(seed, scale):
+    rng = np.random.default_rng(seed)
+    g_D = np.ones(5)
+    x, y = gaussian(rng, 1.2 * g_D, 3.0, 6), gaussian(rng, g_D, 0.5, 8)
+    one, other = measured(x, y), measured(scale * x, scale * y)
+    for name in STATISTICS:
+        np.testing.assert_allclose(other[name].value, one[name].value, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(other[name].se, one[name].se, rtol=1e-6, atol=1e-10)
+
+
+def test_what_two_estimators_share_cancels_in_their_difference():
+    rng = np.random.default_rng(3)
+    g_D = np.ones(10)
+    x, y = gaussian(rng, g_D, 30.0, 12), gaussian(rng, g_D, 5.0, 12)
+    one, other = measured(x, y)["variance"], measured(0.9 * x, y)["variance"]
+    assert (one - one).value == (one - one).se == 0
+    difference = other - one
+    assert difference.value == pytest.approx(other.value - one.value)
+    assert difference.se < 0.3 * math.hypot(one.se, other.se)
+
+
+def test_cosine_is_undefined_where_the_mean_of_the_estimates_is_not_told_from_zero():
+    rng = np.random.default_rng(0)
+    y = gaussian(rng, np.ones(30), 0.1, 6)
+    found = measured(np.concatenate([y[:3], -y[:3]]), y)
+    assert math.isnan(found["cosine"].value)
+    assert all(math.isfinite(found[name].value) for name in STATISTICS if name != "cosine")
+
+
+def test_inner_products_of_float32_gradients_keep_the_digits_that_differences_need():
+    rng = np.random.default_rng(4)
+    x = (rng.normal(size=(5, 200_000)) * 10).astype(np.float32)
+    expected = x.astype(np.float64) @ x.astype(np.float64).T
+    np.testing.assert_allclose(inner_products(torch.tensor(x), torch.tensor(x)), expected, rtol=1e-12, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (np.ones((6, 2)), np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]]), "not distinguishable from 0"),
+        (np.ones((6, 2)), np.zeros((6, 2)), "not distinguishable from 0"),
+        (np.ones((3, 2)), np.ones((6, 2)), "batches: expected at least 4, got 3"),
+        (np.ones((6, 2)), np.ones((3, 2)), "reference batches: expected at least 4, got 3"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(x, y, message):
+    with pytest.raises(DvpError, match=message):
+        measured(x, y)
+
+
+def test_inner_products_that_do_not_fit_together_are_refused():
+    with pytest.raises(DvpError, match=r"expected \(n, n\), \(n, m\) and \(m, m\)"):
+        estimator_bias(torch.eye(5), torch.ones(4, 6), torch.eye(6))
+
+
+def test_the_reference_alone_gives_the_squared_norm():
+    rng = np.random.default_rng(5)
+    y = torch.tensor(gaussian(rng, np.ones(4), 1.0, 400))
+    norm = squared_norm(inner_products(y, y))
+    assert abs(norm.value - 4) < 3 * norm.se < 1

@@ -1,6 +1,7 @@
 """Bias and variance of the gradient estimators: the cells of stage `bias`, pooled over seeds, as table and figure."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -185,14 +186,11 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
                 axes.set_xlabel("variance of one batch, of |g|²")
             if column == 0:
                 axes.set_ylabel("squared bias, of |g|²")
-        figure.suptitle(
+        title = (
             "Estimators of the policy gradient against the exact one: lower is less biased, further left less noisy. "
-            f"Bars: 95 %.\nThe vertical axis is linear between ±{LINEAR:g} (grey), where an estimate below 0 is a bias "
-            "that is not told from 0.",
-            fontsize=9.5,
-            x=0.01,
-            ha="left",
+            f"Bars: 95 %; hollow where that of the bias holds 0. The vertical axis is linear within ±{LINEAR:g} (grey)."
         )
+        figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9.5, x=0.01, ha="left")
         handles = [
             Line2D([], [], color=color, marker="o", linewidth=0, label=experiment.methods[method].label)
             for method, color in colors.items()
@@ -205,6 +203,7 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
                 for rho in rhos
             ),
             Line2D([], [], color=dark, marker=r"$\rightarrow$", markersize=11, linewidth=0, label="what DVP changes"),
+            Line2D([], [], color=dark, marker="o", mfc="white", linewidth=0, label="bias not told from 0"),
         ]
         figure.legend(handles=handles, loc="outside right upper")
     return figure
@@ -214,7 +213,7 @@ def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], markers: dict[
     by_key = {(row["method"], row["rho"]): row for row in shown}
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.7)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     axes.axhspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)
     axes.axhline(0, color="#808080", linewidth=0.8, zorder=1)
     for row in shown:
@@ -239,7 +238,8 @@ def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], markers: dict[
         axes.plot([x, x], [row["squared_bias_low"], row["squared_bias_high"]], **faint)
         # A logarithmic axis has no place for what is not above 0.
         axes.plot([max(row["variance_low"], x / 10), row["variance_high"]], [y, y], **faint)
-        axes.plot(x, y, markers[row["rho"]], color=color, markersize=5.5, mec="white", mew=0.5, zorder=3)
+        told = row["squared_bias_low"] > 0
+        axes.plot(x, y, markers[row["rho"]], color=color, markersize=5, mfc=color if told else "white", zorder=3)
 
 
 def _statistics(experiment: Experiment, rows: pd.DataFrame) -> list[Statistic]:
@@ -277,7 +277,7 @@ def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
             row["engine"],
             *([_policy_text(experiment, row["policy"])] if several else []),
             *(_ranged(row, name) for name in STATISTICS),
-            *(_ranged(row, f"{name}_change", "+.2g") for name in CHANGES),
+            *(_ranged(row, f"{name}_change", "+") for name in CHANGES),
             f"{100 * row['kept_fraction']:.0f}",
             f"{row['empty_batches']} / {row['batches']}",
         ]
@@ -307,7 +307,7 @@ def _reading(how: str) -> list[str]:
         "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias "
         "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
         "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
-        f"[95 %]: from {how}. {EMPTY}: not defined, where E ĝ is not told from 0.",
+        f"[95 %]: from {how}. A cosine, or its interval, is not defined where E ĝ is not told from 0.",
         "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
     ]
 
@@ -350,17 +350,17 @@ def _pooled(name: str, values: Sequence[float], errors: Sequence[float]) -> dict
     return {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
 
 
-def _ranged(row: dict, name: str, spec: str = ".2g") -> str:
+def _ranged(row: dict, name: str, sign: str = "") -> str:
     values = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
     if not math.isfinite(values[0]):
         return EMPTY
-    value, low, high = (_number(one, spec) for one in values)
-    return f"{value} [{low}, {high}]"
+    value, low, high = (_number(one, sign) for one in values)
+    return f"{value} [{low}, {high}]" if math.isfinite(values[1]) else value
 
 
-def _number(value: float, spec: str) -> str:
-    """Two digits, and whole hundreds without an exponent."""
-    return f"{value:{spec[:-2]}.0f}" if abs(value) >= 10 else f"{value:{spec}}"
+def _number(value: float, sign: str) -> str:
+    """Two digits, or whole numbers; no exponent above 10."""
+    return f"{value:{sign}.0f}" if abs(value) >= 10 else f"{value:{sign}.2g}"
 
 
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:

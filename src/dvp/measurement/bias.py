@@ -115,7 +115,8 @@ class Gradients:
     def score(self, batch: Batch, safe: SafeVocabulary | None) -> dict[str, torch.Tensor]:
         """The head's statistics of every response token, each (B, T), 0 elsewhere."""
         parts = [
-            self._statistics(batch.rows(rows), safe) for rows in self._micro_batches(torch.arange(len(batch.tokens_BT)))
+            self._statistics(batch.rows(rows), safe)
+            for rows in _split(torch.arange(len(batch.tokens_BT)), self._micro_batch)
         ]
         mask_BT = batch.response_BT
         result = {}
@@ -128,7 +129,7 @@ class Gradients:
         """∇ Σ_b Σ_t c_bt log p^mp(y_bt), (D,); with V_S constant, and no term where c is 0."""
         total_D = torch.zeros(self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
-        for rows in self._micro_batches(useful):
+        for rows in _split(useful, self._micro_batch):
             part = batch.rows(rows)
             coefficient_N = coefficient_BT[rows, : part.tokens_BT.shape[1]][part.response_BT].to(self._device)
             total_D += self._gradient(self._statistics(part, safe).pruned_log_prob, coefficient_N)
@@ -138,7 +139,7 @@ class Gradients:
         """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, (E, D): one backward pass a response serves all."""
         total_ED = torch.zeros(coefficient_BE.shape[1], self.sketch.length)
         useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
-        for rows in useful.split(SEQUENCES):
+        for rows in _split(useful, SEQUENCES):
             gradient_bD = torch.stack([self._of_response(batch.rows(row[None]), safe) for row in rows])
             total_ED.addmm_(coefficient_BE[rows].T, gradient_bD)
         return total_ED
@@ -156,9 +157,6 @@ class Gradients:
     def _statistics(self, batch: Batch, safe: SafeVocabulary | None) -> TokenStatistics:
         on_device = Batch(batch.tokens_BT.to(self._device), batch.response_BT.to(self._device))
         return self._policy(on_device, safe=safe, temperature=self._temperature)
-
-    def _micro_batches(self, rows_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rows_B.split(self._micro_batch) if len(rows_B) else ()
 
 
 def source_problems(source: Source, where: str, template: str) -> pd.DataFrame:
@@ -474,3 +472,8 @@ def _replicates(one: Estimator, found: dict[str, Jackknifed]) -> pd.DataFrame:
 
 def _mean_reward(rollouts: list[Rollout]) -> float:
     return torch.cat([rollout.rewards_B for rollout in rollouts]).mean().item()
+
+
+def _split(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """Some rows at a time; no part for no rows."""
+    return rows.split(size) if len(rows) else ()

@@ -1,0 +1,72 @@
+"""Cells of stage `bias`, made up: simulated gradients, measured by the core, in the files that the stage writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dvp.config import Experiment
+from dvp.core.estimator_bias import STATISTICS, estimator_bias, inner_products
+from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.files import sha256_file, write_json
+from dvp.grid import Cell
+
+CONFIG = Path(__file__).parents[2] / "config"
+LENGTH = 30
+
+
+def bias_experiment(**changes) -> Experiment:
+    """The experiment `estimator_bias` with two engines, and changes to its `bias`."""
+    value = load_experiment("estimator_bias", CONFIG).model_dump(mode="json")
+    value["bias"] |= {"engines": ["fp32", "coarse"], "batches": 24, "reference_batches": 48} | changes
+    return parse_experiment(value, Path("test.yaml"))
+
+
+def truth(method: str, rho: str | None, engine: str) -> tuple[float, float]:
+    """Squared bias (along g) and variance, of |g|² = 1."""
+    pruned = 0.6 if rho == "0.01" else 1.0
+    variance = {"seq_is": 40.0, "mis": 2.0}.get(method.partition("_")[2], 6.0) * pruned
+    squared_bias = 0.0 if engine == "fp32" else 0.5 if method in ("rloo", "dvp") else 0.05
+    return squared_bias, variance
+
+
+def write_cell(experiment: Experiment, results: Path, cell: Cell) -> None:
+    """What the stage would have written."""
+    rng = np.random.default_rng([cell.seed, len(cell.path)])
+    noise_nD = rng.normal(size=(experiment.bias.batches, LENGTH)) / LENGTH**0.5
+    g_D = np.eye(LENGTH)[0]
+    y_mD = torch.tensor(g_D + rng.normal(size=(experiment.bias.reference_batches, LENGTH)) * (2 / LENGTH) ** 0.5)
+    rows, parts = [], []
+    for method, rho in experiment.estimators:
+        squared_bias, variance = truth(method, rho, cell.engine)
+        own_nD = noise_nD + 0.2 * rng.normal(size=noise_nD.shape) / LENGTH**0.5
+        x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (variance / 1.04) ** 0.5)
+        found = estimator_bias(inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD))
+        row = {"method": method, "rho": rho, "label": experiment.methods[method].label}
+        for name in STATISTICS:
+            low, high = found[name].interval
+            row |= {name: found[name].value, f"{name}_se": found[name].se, f"{name}_low": low, f"{name}_high": high}
+        empty = 3 if method.endswith("geo_rs") else 0
+        row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
+        rows.append(row | {"outside_safe_fraction": 0.0, "reward": 0.4})
+        for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
+            part = pd.DataFrame({name: getattr(found[name], attribute).numpy() for name in STATISTICS})
+            parts.append(part.assign(method=method, rho=rho, sample=sample, batch=range(len(part))))
+    folder = results / "bias" / cell.path
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {"estimators.parquet": pd.DataFrame(rows), "jackknife.parquet": pd.concat(parts, ignore_index=True)}
+    for name, table in tables.items():
+        table.to_parquet(folder / name)
+    record = {
+        "cell": cell.path,
+        "identity": experiment.identity("bias", cell=cell),
+        "git_commit": "c" * 40,
+        "tracking_key": f"bias {cell.path}",
+        "problems": ["1", "2"],
+        "responses_a_batch": 64,
+        "batches": experiment.bias.batches,
+        "reference": {"batches": experiment.bias.reference_batches, "squared_norm": 1.0, "reward": 0.4},
+        "files": {name: sha256_file(folder / name) for name in tables},
+    }
+    write_json(folder / "bias.json", record)

@@ -1,0 +1,201 @@
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_bias import bias_experiment, truth, write_cell
+
+from dvp.analysis import bias
+from dvp.analysis.formats import to_markdown, to_tex
+from dvp.errors import DvpError
+from dvp.files import sha256_file, write_json
+
+TRAINED = "method~rloo/engine~fp32/rho~none"
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return bias_experiment()
+
+
+@pytest.fixture(scope="module")
+def folder(experiment, tmp_path_factory):
+    results = tmp_path_factory.mktemp("results")
+    for cell in experiment.cells("bias"):
+        write_cell(experiment, results, cell)
+    return results
+
+
+@pytest.fixture(scope="module")
+def measured(experiment, folder):
+    return bias.measured(experiment, folder)
+
+
+def found(measured, name, **where):
+    """The one statistic of this name and place."""
+    (one,) = [s for s in measured.statistics if s.name == name and all(s.where[k] == v for k, v in where.items())]
+    return one
+
+
+def test_every_estimator_has_its_statistics_at_every_policy_and_engine(experiment, measured):
+    for name in ("squared_bias", "cosine", "variance", "mse"):
+        of_name = [one for one in measured.statistics if one.name == name]
+        assert len(of_name) == 2 * 2 * len(experiment.estimators)
+        assert all(one.how and len(one.sources) == 3 for one in of_name)
+        # The interval of a cosine is not defined where a jackknife replicate's is not.
+        bounded = [one for one in of_name if name != "cosine" or "seq_is" not in one.where["method"]]
+        assert all(one.low < one.value < one.high for one in bounded)
+    assert {one.where["policy"] for one in measured.statistics} == {"base", TRAINED}
+    naive = found(measured, "squared_bias", policy="base", engine="coarse", method="rloo")
+    assert naive.where["rho"] == "none"
+    assert naive.unit == "of |g|²"
+    assert naive.sources[0] == "bias/base/by~coarse/seed~0/bias.json"
+    assert len(measured.sources) == 2 * 2 * 3
+
+
+def test_intervals_hold_what_the_gradients_were_made_with(experiment, measured):
+    covered = []
+    for one in measured.statistics:
+        if one.name in ("squared_bias", "variance"):
+            rho = None if one.where["rho"] == "none" else one.where["rho"]
+            expected = truth(one.where["method"], rho, one.where["engine"])[one.name == "variance"]
+            covered.append(one.low <= expected <= one.high)
+    assert np.mean(covered) > 0.85  # the estimators of a cell share their noise
+    assert found(measured, "squared_bias", policy="base", engine="coarse", method="rloo").low > 0
+
+
+def test_pooling_by_hand(experiment, folder, measured):
+    """Mean over seeds; the larger of the mean squared standard error and the variance between seeds, over three."""
+    cells = [
+        pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / "estimators.parquet")
+        for seed in range(3)
+    ]
+    rows = [table[(table["method"] == "dvp_mis") & (table["rho"] == "0.01")].iloc[0] for table in cells]
+    for name in ("squared_bias", "cosine", "variance", "mse"):
+        values, errors = [row[name] for row in rows], [row[f"{name}_se"] for row in rows]
+        between = sum((value - sum(values) / 3) ** 2 for value in values) / 2
+        half = 1.959964 * math.sqrt(max(between, sum(error**2 for error in errors) / 3) / 3)
+        one = found(measured, name, policy="base", engine="coarse", method="dvp_mis", rho="0.01")
+        assert one.value == pytest.approx(sum(values) / 3)
+        assert (one.low, one.high) == pytest.approx((one.value - half, one.value + half))
+
+
+def test_changes_are_paired_with_the_same_correction_without_safe_vocabulary(experiment, measured):
+    changes = [one for one in measured.statistics if one.name == "variance_change"]
+    assert len(changes) == 2 * 2 * sum(rho is not None for _, rho in experiment.estimators)
+    where = {"policy": "base", "engine": "coarse", "method": "dvp_mis", "rho": "0.01"}
+    change, own = found(measured, "variance_change", **where), found(measured, "variance", **where)
+    partner = found(measured, "variance", **where | {"method": "rloo_mis", "rho": "none"})
+    assert change.value == pytest.approx(own.value - partner.value)
+    assert "rloo_mis" in change.how
+    assert change.high < 0  # 2.0 → 1.2, which unpaired intervals would just tell
+    unpaired = math.hypot(own.high - own.low, partner.high - partner.low)
+    assert change.high - change.low < 0.8 * unpaired
+
+
+def test_a_method_without_counterpart_has_no_change(tmp_path):
+    experiment = bias_experiment(
+        engines=["coarse"], policies=["base"], estimators=[{"method": ["rloo"]}, {"method": ["dvp_mis"], "rho": "0.01"}]
+    )
+    for cell in experiment.cells("bias"):
+        write_cell(experiment, tmp_path, cell)
+    measured = bias.measured(experiment, tmp_path)
+    assert not [one for one in measured.statistics if one.name.endswith("_change")]
+    table, formatted = measured.tables["bias_table"]
+    assert list(table["partner"]) == [None, None]
+    assert formatted.rows[1][7:9] == ["–", "–"]
+    assert measured.figures["bias_variance"]
+
+
+def test_the_table_says_what_is_what(experiment, measured):
+    table, formatted = measured.tables["bias_table"]
+    assert len(table) == len(formatted.rows) == 4 * len(experiment.estimators)
+    notes = " ".join(formatted.notes)
+    for part in (
+        experiment.scale,
+        experiment.report.declarations[0],
+        "22 estimators",
+        "mean over 3 seeds",
+        "negative half",
+    ):
+        assert part in notes
+    geo = next(row for row in formatted.rows if row[0] == "RLOO + Geo-RS")
+    assert geo[-1] == "9 / 72"
+    for render in (to_markdown, to_tex):
+        assert "Geo-RS" in render(formatted)
+
+
+def test_the_figure_has_a_panel_a_policy_and_engine_and_says_that_its_axis_is_linear_around_zero(measured):
+    figure = measured.figures["bias_variance"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert len(titles) == 4
+    assert "engine coarse, base model" in titles
+    assert "engine coarse, after rloo/fp32" in titles
+    assert all(axes.get_yscale() == "symlog" for axes in figure.axes)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "RLOO (naive)" in labels
+    assert "with DVP, ρ = e⁻¹³" in labels
+
+
+@pytest.fixture
+def cell(tmp_path):
+    experiment = bias_experiment(engines=["coarse"], policies=["base"])
+    experiment = experiment.model_copy(update={"seeds": [0]})
+    (cell,) = experiment.cells("bias")
+    write_cell(experiment, tmp_path, cell)
+    return experiment, cell, tmp_path, tmp_path / "bias" / cell.path
+
+
+def test_one_seed_gives_the_cell_itself(cell):
+    experiment, _, results, folder = cell
+    rows = bias.bias_rows(experiment, results)
+    own = pd.read_parquet(folder / "estimators.parquet")
+    assert list(rows["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
+    assert "one seed" in " ".join(bias.measured(experiment, results).tables["bias_table"][1].notes)
+
+
+def rewrite(folder, name, change):
+    """Alter a table and its checksum."""
+    change(pd.read_parquet(folder / name)).to_parquet(folder / name)
+    record = json.loads((folder / "bias.json").read_text())
+    record["files"][name] = sha256_file(folder / name)
+    write_json(folder / "bias.json", record)
+
+
+def test_what_cannot_be_used_is_refused_with_one_line(cell):
+    experiment, one, results, folder = cell
+
+    def refused(message):
+        with pytest.raises(DvpError, match=message):
+            bias.bias_rows(experiment, results)
+        write_cell(experiment, results, one)
+
+    (folder / "bias.json").unlink()
+    refused(r"bias\.json: no such file")
+    record = json.loads((folder / "bias.json").read_text())
+    write_json(folder / "bias.json", record | {"identity": "0" * 12})
+    refused("stale")
+    write_json(folder / "bias.json", record | {"cell": "base/by~fp32/seed~0"})
+    refused("cell: expected 'base/by~coarse/seed~0'")
+    write_json(folder / "bias.json", record | {"files": {}})
+    refused("'estimators.parquet' is missing")
+    with open(folder / "jackknife.parquet", "ab") as file:
+        file.write(b"x")
+    refused("altered since it was written")
+    rewrite(folder, "estimators.parquet", lambda table: table.iloc[1:])
+    refused("not the experiment's estimators in their order")
+    rewrite(folder, "estimators.parquet", lambda table: table.drop(columns="variance_se"))
+    refused("no parquet file with")
+    rewrite(folder, "estimators.parquet", lambda table: table.assign(mse=math.inf))
+    refused("expected finite numbers")
+    rewrite(folder, "jackknife.parquet", lambda table: table[table["method"] != "dvp"])
+    refused("not the experiment's estimators")
+
+
+def test_an_undefined_cosine_is_a_dash_and_no_statistic(cell):
+    experiment, _, results, folder = cell
+    rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan, cosine_se=math.nan))
+    measured = bias.measured(experiment, results)
+    assert not [one for one in measured.statistics if one.name == "cosine"]
+    assert {row[4] for row in measured.tables["bias_table"][1].rows} == {"–"}

@@ -1,0 +1,310 @@
+"""Stage `bias`: gradients against dense float64 autograd, weights against training's, the whole with a real engine."""
+
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp import stages
+from dvp.analysis.bias import measured, read_cell
+from dvp.core.safe_vocabulary import FixedRho
+from dvp.errors import DvpError
+from dvp.experiment_files import dump_experiment, load_experiment
+from dvp.files import checksums, read_json, sha256_file, write_json, write_text
+from dvp.measurement import bias
+from dvp.measurement.bias import Estimator, Gradients
+from dvp.training.backend import Batch, Policy
+from dvp.training.loop import Loop, Rollout
+
+ANSWER, SHARE = "1", 4  # of four answers that are given, one is right
+PROBLEMS = [f"{name} tells a number" for name in ("bafi", "dogu", "kelo", "mipa", "nuri", "sato")]
+EXPERIMENT = {
+    "name": "small_bias",
+    "extends": "tiny",
+    "seeds": [3],
+    "grid": [{"method": "rloo", "engine": "fp32"}],
+    "training": {"group_size": 4, "max_response_tokens": 8, "micro_batch_size": 32},
+    "bias": {
+        "policies": ["base"],
+        "engines": ["fp32", "coarse"],
+        "problems": 4,
+        "batches": 12,
+        "reference_batches": 24,
+        "estimators": [
+            {"method": ["rloo", "rloo_tis", "rloo_mis", "otb"]},
+            {"method": ["dvp", "dvp_tis"], "rho": 0.05},
+        ],
+    },
+}
+
+
+@pytest.fixture
+def policy(tiny_model):
+    return Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    prompts = [[20, 30, 40], [20, 30, 40], [50, 60, 70, 80, 90], [50, 60, 70, 80, 90]]
+    responses = [torch.randint(400, (length,), generator=generator).tolist() for length in (4, 7, 1, 5)]
+    return Batch.collate(prompts, responses, 1)
+
+
+def dense_gradient(model_dir, batch, coefficient_BT, rho, temperature):
+    """∇ Σ c log p^mp in float64 from whole logits, V_S by its definition, tokens outside it left out."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).double()
+    logits_BTV = model(batch.tokens_BT).logits[:, :-1] / temperature
+    if rho is not None:
+        outside_BTV = logits_BTV < logits_BTV.amax(dim=-1, keepdim=True) + math.log(rho)
+        logits_BTV = logits_BTV.masked_fill(outside_BTV.detach(), -torch.inf)
+    log_prob_BT = logits_BTV.log_softmax(dim=-1).gather(2, batch.tokens_BT[:, 1:, None])[:, :, 0]
+    used_BT = batch.response_BT[:, 1:] & log_prob_BT.isfinite()
+    total = torch.where(used_BT, coefficient_BT[:, 1:].double() * torch.where(used_BT, log_prob_BT, 0.0), 0.0).sum()
+    parts = torch.autograd.grad(total, list(model.parameters()))
+    return torch.cat([part.reshape(-1) for part in parts]), used_BT
+
+
+@pytest.mark.parametrize("rho", [None, 0.02])
+def test_gradients_of_responses_are_those_of_autograd(tiny_model, policy, batch, rho):
+    safe = None if rho is None else FixedRho(rho)
+    gradients = Gradients(policy, temperature=0.8, micro_batch=3, seed=0)
+    coefficient_BE = torch.tensor([[1.0, 0.5], [0.0, -2.0], [3.0, 0.0], [0.0, 0.25]])
+    found_ED = gradients.of_responses(batch, coefficient_BE, safe)
+    for column, found_D in enumerate(found_ED):
+        coefficient_BT = coefficient_BE[:, column, None] * batch.response_BT
+        expected_D, used_BT = dense_gradient(tiny_model, batch, coefficient_BT, rho, 0.8)
+        assert (used_BT != batch.response_BT[:, 1:]).any() == (rho is not None)
+        torch.testing.assert_close(found_D.double(), expected_D, rtol=1e-3, atol=1e-4 * expected_D.abs().max().item())
+
+
+@pytest.mark.parametrize("rho", [None, 0.02])
+def test_gradients_of_token_weights_are_those_of_autograd(tiny_model, policy, batch, rho):
+    safe = None if rho is None else FixedRho(rho)
+    gradients = Gradients(policy, temperature=1.0, micro_batch=2, seed=0)
+    in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
+    coefficient_BT = torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(1)) * in_safe_BT
+    coefficient_BT[2] = 0  # a response that was rejected
+    found_D = gradients.of_batch(batch, coefficient_BT, safe)
+    expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT, rho, 1.0)
+    torch.testing.assert_close(found_D.double(), expected_D, rtol=1e-3, atol=1e-4 * expected_D.abs().max().item())
+
+
+def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, batch):
+    gradients = Gradients(policy, temperature=1.0, micro_batch=2, seed=0)
+    assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None).any()
+    assert not gradients.of_responses(batch, torch.zeros(4, 2), None).any()
+
+
+def test_a_long_gradient_is_sketched_after_it_was_made(policy, batch, monkeypatch):
+    coefficient_BT = batch.response_BT.float()
+    whole = Gradients(policy, temperature=1.0, micro_batch=4, seed=5).of_batch(batch, coefficient_BT, None)
+    monkeypatch.setattr(bias, "BUCKETS", 2**12)
+    gradients = Gradients(policy, temperature=1.0, micro_batch=4, seed=5)
+    assert not gradients.sketch.exact
+    short = gradients.of_batch(batch, coefficient_BT, None)
+    assert len(short) == 2**12
+    assert (short @ short).item() == pytest.approx((whole @ whole).item(), rel=0.15)
+    sizes = [one.numel() for one in policy.parameters()]
+    torch.testing.assert_close(short, gradients.sketch(whole.split(sizes)), rtol=1e-4, atol=1e-4)
+
+
+def small_experiment(root, folder):
+    """The experiment of these tests, and a folder that it can be found from."""
+    shutil.copytree(root / "config", folder / "config", dirs_exist_ok=True)
+    (folder / "config" / "experiments" / "small_bias.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    return load_experiment("small_bias", folder / "config")
+
+
+@pytest.mark.parametrize("method", ["rloo", "rloo_tis", "rloo_mis", "otb", "dvp", "dvp_tis"])
+def test_coefficients_are_what_training_multiplies_gradients_with(root, tmp_path, policy, batch, method):
+    experiment = small_experiment(root, tmp_path)
+    rho = "0.05" if method.startswith("dvp") else None
+    one = Estimator(experiment, method, rho)
+    statistics = Gradients(policy, temperature=1.0, micro_batch=4, seed=0).score(batch, one.safe.trainer)
+    noise_BT = 0.8 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
+    infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
+    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    loop = SimpleNamespace(rule=one.rule, config=experiment.training, advantage=one._advantage)
+    update = Loop._prepare(loop, rollout, statistics)
+    found_BT, weights = one.coefficients(rollout, statistics)
+    expected_BT = update.weight_BT * update.advantage_BT / max(update.weights.denominator, 1)
+    torch.testing.assert_close(found_BT, expected_BT)
+    assert torch.equal(weights.kept_B, update.weights.kept_B)
+    if not one.by_token:  # one number a response, where it is not 0
+        for row_T, safe_T in zip(found_BT, batch.response_BT & statistics["target_in_safe"], strict=True):
+            assert len(row_T[safe_T].unique()) <= 1
+
+
+def make_task(experiment, tokenizer, problems, **changes):
+    return bias._Task(experiment, tokenizer, problems, **({"where": "FILE", "seed": 0, "context": 512} | changes))
+
+
+def problem_table(count):
+    return pd.DataFrame(
+        [{"id": str(n), "answer": ANSWER, "prompt": text + "\n"} for n, text in enumerate(PROBLEMS[:count])]
+    )
+
+
+def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommends(root, tmp_path, tiny_model):
+    """First tokens against the softmax, where the directory says top_k = 1; a response ends with its end."""
+    experiment = small_experiment(root, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.generation_config.update(top_k=1, temperature=0.1, do_sample=True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    task = make_task(experiment, tokenizer, problem_table(6))
+    batches = 150
+    rollouts = task.from_trainer(model, batches, "test")
+    again = task.from_trainer(model, batches, "test")
+    assert all(torch.equal(a.batch.tokens_BT, b.batch.tokens_BT) for a, b in zip(rollouts, again, strict=True))
+    ends = 0
+    counts = np.zeros((4, 400))
+    for rollout in rollouts:
+        batch = rollout.batch
+        for row in range(16):
+            tokens = batch.tokens_BT[row][batch.response_BT[row]].tolist()
+            counts[row // 4, tokens[0]] += 1
+            ended = tokenizer.eos_token_id in tokens
+            assert ended == (not rollout.truncated_B[row])
+            assert tokens.index(tokenizer.eos_token_id) == len(tokens) - 1 if ended else len(tokens) == 8
+            ends += ended
+    assert ends > 0
+    for prompt, counts_V in zip(task.prompts, counts, strict=True):
+        with torch.no_grad():
+            p_V = model(torch.tensor([prompt])).logits[0, -1].double().softmax(dim=0).numpy()
+        expected_V = p_V * counts_V.sum()
+        common = expected_V >= 5
+        chi2 = ((counts_V - expected_V)[common] ** 2 / expected_V[common]).sum()
+        assert chi2 < common.sum() + 5 * math.sqrt(2 * common.sum())
+        assert counts_V.max() < counts_V.sum() / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "int1"}, "--engine: 'int1' is not defined; known are bf16"),
+        ({"model": "nowhere"}, "nowhere: not a Hugging Face model directory"),
+        ({"name": "tiny"}, "experiment 'tiny' has no `bias`"),
+        ({"config": "results/x/config.yaml"}, "expected --config FILE --cell CELL, or --model DIR --engine NAME"),
+        ({"engine": None}, "expected --config FILE --cell CELL, or --model DIR --engine NAME"),
+        ({"problems": "missing.jsonl"}, "--problems: missing.jsonl: no such file"),
+        ({"rows": [{"question": "x", "answer": "1"}]}, "no column 'problem'; found question, answer"),
+        ({"rows": [{"problem": "x", "answer": "1"}] * 2}, "2 problems are fewer than bias.problems"),
+        ({"rows": [{"problem": "x", "answer": "x" * 500}] * 4}, r"row \d .id \d.: the answer .* is too long"),
+        (
+            {"rows": [{"problem": "bafi " * 600, "answer": "1"}] * 4},
+            "its prompt has .* tokens; the model's context of 512",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):
+    small_experiment(root, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options = {"config": None, "cell": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
+    options |= {"problems": None, "seed": 0, "output": tmp_path / "out", "threads": 1}
+    change = dict(change)
+    if "rows" in change:
+        pd.DataFrame(change.pop("rows")).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+        change["problems"] = "rows.jsonl"
+    for name in ("problems", "model", "config"):
+        if name in change:
+            change[name] = tmp_path / change[name] if name == "model" else type(tmp_path)(change[name])
+    with pytest.raises(DvpError, match=message):
+        stages.bias(**options | change)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def solver(tiny_model, tmp_path_factory):
+    """The tiny model, taught to state one of four answers: right now and then, so that there is a gradient."""
+    folder = tmp_path_factory.mktemp("solver")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng = np.random.default_rng(0)
+    for _ in range(80):
+        rows = []
+        for text in PROBLEMS:
+            prompt = tokenizer(text + "\n")["input_ids"]
+            answer = tokenizer(f"#### {rng.integers(1, 1 + SHARE)}")["input_ids"] + [tokenizer.eos_token_id]
+            rows.append((prompt, answer))
+        batch = Batch.collate([prompt for prompt, _ in rows], [answer for _, answer in rows], 1)
+        labels_BT = torch.where(batch.response_BT, batch.tokens_BT, -100)
+        optimizer.zero_grad()
+        model(batch.tokens_BT, labels=labels_BT).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_hand(root, solver, dvp, tmp_path_factory):
+    """`dvp bias --model` with an exact engine."""
+    folder = tmp_path_factory.mktemp("by-hand")
+    small_experiment(root, folder)
+    rows = [{"problem": text, "answer": ANSWER} for text in PROBLEMS]
+    pd.DataFrame(rows).to_parquet(folder / "problems.parquet")
+    arguments = ["--model", solver, "--engine", "fp32", "--experiment", "small_bias", "--seed", 3]
+    status, line, said = dvp("bias", *arguments, "--problems", "problems.parquet", "--output", "out", cwd=folder)
+    assert status == 0, line
+    return folder / "out", said
+
+
+@pytest.mark.slow
+def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
+    folder, said = by_hand
+    table = pd.read_parquet(folder / "estimators.parquet").set_index("method")
+    record = read_json(folder / "bias.json", "engine", "seed", "git_commit", "reference")
+    assert record["files"] == {name: sha256_file(folder / name) for name in record["files"]}
+    assert record["engine"] == "fp32"
+    assert 0 < record["reference"]["reward"] < 1
+    naive = table.loc["rloo"]
+    assert abs(naive["squared_bias"]) < 3 * naive["squared_bias_se"]
+    assert abs(naive["cosine"] - 1) < 3 * naive["cosine_se"]
+    assert naive["variance"] > 3 * naive["variance_se"] > 0
+    # All ratios are 1 but for rounding.
+    for method in ("rloo_tis", "rloo_mis"):
+        assert table.loc[method, "kept_fraction"] == 1
+        assert table.loc[method, "mean_weight"] == pytest.approx(1, abs=1e-4)
+        for name in ("squared_bias", "variance"):
+            assert table.loc[method, name] == pytest.approx(naive[name], abs=1e-3 * naive["variance"])
+    assert table.loc["dvp", "rho"] == "0.05"
+    assert "gradients: step" in said
+
+
+@pytest.mark.slow
+def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, solver, dvp, tmp_path):
+    """The same model, engine, problems and seed through the other door: equal to the last bit, and reported."""
+    experiment = small_experiment(root, tmp_path)
+    results = tmp_path / "results" / "small_bias"
+    write_text(results / "config.yaml", dump_experiment(experiment))
+    shutil.copytree(solver, results / "base")
+    write_json(results / "base" / "manifest.json", {"tracking_key": "base", "files": checksums(results / "base")})
+    (results / "data").mkdir()
+    table = problem_table(6)
+    table["id"] = [str(number) for number in range(1, 7)]
+    table.to_parquet(results / "data" / "train.parquet")
+    write_json(results / "data" / "manifest.json", {"tracking_key": "prepare", "files": checksums(results / "data")})
+    cell = experiment.cells("bias")[0]
+    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--cell", cell.path, cwd=tmp_path)
+    assert status == 0, line
+    for name in ("estimators.parquet", "jackknife.parquet"):
+        pd.testing.assert_frame_equal(
+            pd.read_parquet(results / "bias" / cell.path / name), pd.read_parquet(by_hand[0] / name)
+        )
+    assert list((results / "tracking").rglob("bias-fp32-3.json"))
+    assert read_cell(experiment, results, cell).record["tracking_key"]
+    only = experiment.model_copy(update={"bias": experiment.bias.model_copy(update={"engines": ["fp32"]})})
+    assert measured(only, results).statistics
+
+    (results / "base" / "config.json").write_text("{}")
+    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--cell", cell.path, cwd=tmp_path)
+    assert status == 2
+    assert "altered since it was written" in line

@@ -22,7 +22,7 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def dvp():
     """Run `dvp …` in a process of its own; returns (exit status, standard error's last line, all of it)."""
 

@@ -485,7 +485,7 @@ def _bias_of_model(
     }
     write_json(output / "bias.json", result)
     title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
-    print(to_text(format_estimators(measured.estimators, measured.summary, title)))
+    print(to_text(format_estimators(measured.estimators, measured.summary, title), width=120))
     print(f"\nfull precision, and what the intervals are made from: {output}")
 
 

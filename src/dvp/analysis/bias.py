@@ -142,7 +142,8 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
         [
             row["label"],
             EMPTY if pd.isna(row["rho"]) else rho_text(row["rho"]),
-            *(_ranged(row, name) for name in STATISTICS),
+            *(_ranged(row, name) for name in ("squared_bias", "cosine", "variance")),
+            _number(row["mse"], ""),
             f"{100 * row['kept_fraction']:.0f}",
             str(row["empty_batches"]),
         ]
@@ -160,10 +161,10 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
             f"The gradient of {summary['parameters']:,} parameters was count-sketched to {summary['coordinates']:,} "
             "numbers: inner products are unbiased, with an error of about 0.1 % of the product of the norms."
         )
-    return Formatted(title, ["estimator", "ρ", *_HEADINGS, "kept (%)", "empty"], rows, notes)
+    return Formatted(title, ["estimator", "ρ", *_HEADINGS[:3], "mse", "kept (%)", "empty"], rows, notes)
 
 
-_HEADINGS = ("bias²/|g|² [95 %]", "cosine [95 %]", "variance/|g|² [95 %]", "mse/|g|² [95 %]")
+_HEADINGS = ("bias² [95 %]", "cosine [95 %]", "variance [95 %]", "mse [95 %]")
 
 
 def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
@@ -174,7 +175,8 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
     rhos = sorted(set(rows["rho"]) - {"none"}, key=parse_rho, reverse=True)
     markers = {"none": "o"} | {rho: MARKERS[1 + index % (len(MARKERS) - 1)] for index, rho in enumerate(rhos)}
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * len(engines) + 2.7, 3.3 * len(policies) + 0.9), layout="constrained")
+        width = max(3.1 * len(engines), 4.2)
+        figure = Figure(figsize=(width + 2.7, 3.3 * len(policies) + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(policies), len(engines), squeeze=False, sharex=True, sharey=True)
         for (row, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
@@ -188,9 +190,9 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
                 axes.set_ylabel("squared bias, of |g|²")
         title = (
             "Estimators of the policy gradient against the exact one: lower is less biased, further left less noisy. "
-            f"Bars: 95 %; hollow where that of the bias holds 0. The vertical axis is linear within ±{LINEAR:g} (grey)."
+            f"Bars: 95 %. The vertical axis is linear within ±{LINEAR:g} (grey)."
         )
-        figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9.5, x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(title, int(13 * width)), fontsize=9.5, x=0.01, ha="left")
         handles = [
             Line2D([], [], color=color, marker="o", linewidth=0, label=experiment.methods[method].label)
             for method, color in colors.items()
@@ -203,7 +205,9 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
                 for rho in rhos
             ),
             Line2D([], [], color=dark, marker=r"$\rightarrow$", markersize=11, linewidth=0, label="what DVP changes"),
-            Line2D([], [], color=dark, marker="o", mfc="white", linewidth=0, label="bias not told from 0"),
+            Line2D(
+                [], [], color=dark, marker="o", mfc="white", linewidth=0, label="95 % interval of the\nbias holds 0"
+            ),
         ]
         figure.legend(handles=handles, loc="outside right upper")
     return figure
@@ -306,7 +310,8 @@ def _reading(how: str) -> list[str]:
     return [
         "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias "
         "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
-        "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum.",
+        "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum. All but the cosine are "
+        "relative to |g|².",
         f"[95 %]: from {how}. A cosine, or its interval, is not defined where E ĝ is not told from 0.",
         "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
     ]

@@ -49,7 +49,7 @@ REFERENCE = -1  # in a seed, where the engine's batches have their number
 ENGINE_SEQUENCES = 256  # that the engine samples at once
 CALL = 512  # responses that it is asked for at once
 GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samples at once
-SEQUENCES = 16  # gradients of responses held at once
+SEQUENCES = 16  # responses, or their gradients, at once
 
 
 @dataclass(frozen=True)
@@ -114,22 +114,21 @@ class Gradients:
     @torch.no_grad()
     def score(self, batch: Batch, safe: SafeVocabulary | None) -> dict[str, torch.Tensor]:
         """The head's statistics of every response token, each (B, T), 0 elsewhere."""
-        parts = [
-            self._statistics(batch.rows(rows), safe)
-            for rows in _split(torch.arange(len(batch.tokens_BT)), self._micro_batch)
-        ]
-        mask_BT = batch.response_BT
-        result = {}
-        for one in fields(TokenStatistics):
-            values_N = torch.cat([getattr(part, one.name).cpu() for part in parts])
-            result[one.name] = torch.zeros(mask_BT.shape, dtype=values_N.dtype).masked_scatter(mask_BT, values_N)
+        result: dict[str, torch.Tensor] = {}
+        for rows in self._micro_batches(batch, torch.arange(len(batch.tokens_BT))):
+            part = batch.rows(rows)
+            statistics, (row_n, column_n) = self._statistics(part, safe), part.response_BT.nonzero(as_tuple=True)
+            for one in fields(TokenStatistics):
+                values_n = getattr(statistics, one.name).cpu()
+                values_BT = result.setdefault(one.name, torch.zeros(batch.tokens_BT.shape, dtype=values_n.dtype))
+                values_BT[rows[row_n], column_n] = values_n
         return result
 
     def of_batch(self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
         """∇ Σ_b Σ_t c_bt log p^mp(y_bt), (D,); with V_S constant, and no term where c is 0."""
         total_D = torch.zeros(self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
-        for rows in _split(useful, self._micro_batch):
+        for rows in self._micro_batches(batch, useful):
             part = batch.rows(rows)
             coefficient_N = coefficient_BT[rows, : part.tokens_BT.shape[1]][part.response_BT].to(self._device)
             total_D += self._gradient(self._statistics(part, safe).pruned_log_prob, coefficient_N)
@@ -139,10 +138,16 @@ class Gradients:
         """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, (E, D): one backward pass a response serves all."""
         total_ED = torch.zeros(coefficient_BE.shape[1], self.sketch.length)
         useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
-        for rows in _split(useful, SEQUENCES):
+        for rows in useful.split(SEQUENCES) if len(useful) else ():
             gradient_bD = torch.stack([self._of_response(batch.rows(row[None]), safe) for row in rows])
             total_ED.addmm_(coefficient_BE[rows].T, gradient_bD)
         return total_ED
+
+    def _micro_batches(self, batch: Batch, rows_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Some of the rows at a time, those of like length together, so that little is padded."""
+        # A response is never empty, so its last True is its end.
+        end_B = (batch.response_BT[rows_B] * torch.arange(batch.response_BT.shape[1])).amax(dim=1)
+        return rows_B[end_B.argsort()].split(min(self._micro_batch, SEQUENCES)) if len(rows_B) else ()
 
     def _of_response(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
         statistics = self._statistics(batch, safe)
@@ -472,8 +477,3 @@ def _replicates(one: Estimator, found: dict[str, Jackknifed]) -> pd.DataFrame:
 
 def _mean_reward(rollouts: list[Rollout]) -> float:
     return torch.cat([rollout.rewards_B for rollout in rollouts]).mean().item()
-
-
-def _split(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Some rows at a time; no part for no rows."""
-    return rows.split(size) if len(rows) else ()

@@ -457,7 +457,8 @@ def _bias_of_model(
     from dvp.analysis.bias import format_estimators
     from dvp.analysis.formats import to_text
     from dvp.config import Columns, FileSource
-    from dvp.measurement.bias import measure_bias, source_problems, write_tables
+    from dvp.measurement.bias import measure_bias, write_tables
+    from dvp.measurement.problems import source_problems
 
     if experiment.bias is None:
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")

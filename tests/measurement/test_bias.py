@@ -17,8 +17,9 @@ from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
 from dvp.experiment_files import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
-from dvp.measurement import bias
-from dvp.measurement.bias import Estimator, Gradients
+from dvp.measurement import gradients as module
+from dvp.measurement.gradients import Estimator, Gradients
+from dvp.measurement.problems import FixedProblems
 from dvp.training.backend import Batch, Policy
 from dvp.training.loop import Loop, Rollout
 
@@ -105,7 +106,7 @@ def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, 
 def test_a_long_gradient_is_sketched_after_it_was_made(policy, batch, monkeypatch):
     coefficient_BT = batch.response_BT.float()
     whole = Gradients(policy, temperature=1.0, micro_batch=4, seed=5).of_batch(batch, coefficient_BT, None)
-    monkeypatch.setattr(bias, "BUCKETS", 2**12)
+    monkeypatch.setattr(module, "BUCKETS", 2**12)
     gradients = Gradients(policy, temperature=1.0, micro_batch=4, seed=5)
     assert not gradients.sketch.exact
     short = gradients.of_batch(batch, coefficient_BT, None)
@@ -143,7 +144,7 @@ def test_coefficients_are_what_training_multiplies_gradients_with(root, tmp_path
 
 
 def make_task(experiment, tokenizer, problems, **changes):
-    return bias._Task(experiment, tokenizer, problems, **({"where": "FILE", "seed": 0, "context": 512} | changes))
+    return FixedProblems(experiment, tokenizer, problems, **({"where": "FILE", "seed": 0, "context": 512} | changes))
 
 
 def problem_table(count):
@@ -206,7 +207,7 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
 def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):
     small_experiment(root, tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = {"config": None, "cell": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
+    options = {"config": None, "cell_path": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
     options |= {"problems": None, "seed": 0, "output": tmp_path / "out", "threads": 1}
     change = dict(change)
     if "rows" in change:

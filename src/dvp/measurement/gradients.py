@@ -1,0 +1,116 @@
+"""Estimators of the policy gradient as training makes them, and exact gradients at a fixed policy.
+
+Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
+made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.core.count_sketch).
+
+Shape suffixes: B responses of a batch, T tokens, E estimators, D coordinates.
+"""
+
+from dataclasses import fields
+
+import torch
+
+from dvp.config import Experiment
+from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy
+from dvp.core.count_sketch import CountSketch
+from dvp.core.head import TokenStatistics
+from dvp.core.importance import ImportanceWeights, importance_weights
+from dvp.core.objective import zero_outside_safe
+from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.grid import parse_rho
+from dvp.methods import TOKEN_LEVEL_ADVANTAGES
+from dvp.training.backend import Batch, Policy
+from dvp.training.loop import Rollout, derived_seed
+from dvp.training.method import SafeVocabularies, importance_rule
+
+BUCKETS = 2**20
+SEQUENCES = 16  # responses, or their gradients, at once
+
+
+class Estimator:
+    """One estimator: a method, at a ρ if it takes one."""
+
+    def __init__(self, experiment: Experiment, method: str, rho: str | None):
+        settings = experiment.methods[method]
+        self.method, self.rho, self.label = method, rho, settings.label
+        self.rule = importance_rule(settings.importance)
+        self.safe = SafeVocabularies(
+            settings, None if rho is None else parse_rho(rho), experiment.training.max_response_tokens
+        )
+        self._advantage = ADVANTAGES[settings.advantage]
+        self._group_size = experiment.training.group_size
+        self.by_token = self.rule.level == "token" or settings.advantage in TOKEN_LEVEL_ADVANTAGES
+
+    def coefficients(
+        self, rollout: Rollout, statistics: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ImportanceWeights]:
+        """What multiplies each token's ∇log p (B, T), as in training; all 0 if nothing was kept."""
+        mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
+        weights = importance_weights(log_prob_BT - rollout.infer_log_prob_BT, mask_BT, self.rule)
+        weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
+        proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
+        responses = Responses(rollout.rewards_B, mask_BT, self._group_size, proxy_BT, weight_BT)
+        return weight_BT * self._advantage(responses) / max(weights.denominator, 1), weights
+
+
+class Gradients:
+    """Exact fp32 gradients of Σ_t c_t log p(y_t) over a model's parameters, sketched if they are long."""
+
+    def __init__(self, policy: Policy, temperature: float, micro_batch: int, seed: int):
+        torch.set_float32_matmul_precision("highest")
+        self._policy, self._temperature, self._micro_batch = policy, temperature, micro_batch
+        self._parameters = list(policy.parameters())
+        self.sketch = CountSketch([one.numel() for one in self._parameters], BUCKETS, derived_seed(seed))
+        self._device = self._parameters[0].device
+
+    @torch.no_grad()
+    def score(self, batch: Batch, safe: SafeVocabulary | None) -> dict[str, torch.Tensor]:
+        """The head's statistics of every response token, each (B, T), 0 elsewhere."""
+        result: dict[str, torch.Tensor] = {}
+        for rows in self._micro_batches(batch, torch.arange(len(batch.tokens_BT))):
+            part = batch.rows(rows)
+            statistics, (row_n, column_n) = self._statistics(part, safe), part.response_BT.nonzero(as_tuple=True)
+            for one in fields(TokenStatistics):
+                values_n = getattr(statistics, one.name).cpu()
+                values_BT = result.setdefault(one.name, torch.zeros(batch.tokens_BT.shape, dtype=values_n.dtype))
+                values_BT[rows[row_n], column_n] = values_n
+        return result
+
+    def of_batch(self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
+        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), (D,); with V_S constant, and no term where c is 0."""
+        total_D = torch.zeros(self.sketch.length)
+        useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
+        for rows in self._micro_batches(batch, useful):
+            part = batch.rows(rows)
+            coefficient_N = coefficient_BT[rows, : part.tokens_BT.shape[1]][part.response_BT].to(self._device)
+            total_D += self._gradient(self._statistics(part, safe).pruned_log_prob, coefficient_N)
+        return total_D
+
+    def of_responses(self, batch: Batch, coefficient_BE: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
+        """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, (E, D): one backward pass a response serves all."""
+        total_ED = torch.zeros(coefficient_BE.shape[1], self.sketch.length)
+        useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
+        for rows in useful.split(SEQUENCES) if len(useful) else ():
+            gradient_bD = torch.stack([self._of_response(batch.rows(row[None]), safe) for row in rows])
+            total_ED.addmm_(coefficient_BE[rows].T, gradient_bD)
+        return total_ED
+
+    def _micro_batches(self, batch: Batch, rows_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Some of the rows at a time, those of like length together, so that little is padded."""
+        # A response is never empty, so its last True is its end.
+        end_B = (batch.response_BT[rows_B] * torch.arange(batch.response_BT.shape[1])).amax(dim=1)
+        return rows_B[end_B.argsort()].split(min(self._micro_batch, SEQUENCES)) if len(rows_B) else ()
+
+    def _of_response(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
+        statistics = self._statistics(batch, safe)
+        return self._gradient(statistics.pruned_log_prob, statistics.target_in_safe.float())
+
+    def _gradient(self, log_prob_N: torch.Tensor, coefficient_N: torch.Tensor) -> torch.Tensor:
+        parts = torch.autograd.grad(
+            log_prob_N, self._parameters, coefficient_N, allow_unused=True, materialize_grads=True
+        )
+        return self.sketch(parts).cpu()
+
+    def _statistics(self, batch: Batch, safe: SafeVocabulary | None) -> TokenStatistics:
+        on_device = Batch(batch.tokens_BT.to(self._device), batch.response_BT.to(self._device))
+        return self._policy(on_device, safe=safe, temperature=self._temperature)

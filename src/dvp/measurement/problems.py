@@ -1,0 +1,148 @@
+"""Batches of graded responses to fixed problems, from an engine or from the trainer's own policy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import GenerationConfig
+
+from dvp.config import Experiment, Source
+from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.data.prompts import encode_prompts, short_enough
+from dvp.data.sources import load
+from dvp.data.verifier import check_reference, grade
+from dvp.errors import DvpError
+from dvp.progress import Progress
+from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.training.backend import Batch
+from dvp.training.loop import Rollout, derived_seed, prompt_rows
+
+REFERENCE = -1  # in a seed, where the engine's batches have their number
+CALL = 512  # responses that the engine is asked for at once
+GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samples at once
+
+
+def source_problems(source: Source, where: str, template: str) -> pd.DataFrame:
+    """id, answer and prompt of every problem of a source. Raises DvpError, naming `where`."""
+    rows = load(source, where)
+    return pd.DataFrame(
+        {
+            "id": [row.id for row in rows],
+            "answer": [row.answer for row in rows],
+            "prompt": [template.replace("{problem}", row.problem) for row in rows],
+        }
+    )
+
+
+class FixedProblems:
+    """The problems of a measurement, and batches of graded responses to them."""
+
+    def __init__(
+        self, experiment: Experiment, tokenizer: Any, problems: pd.DataFrame, *, where: str, seed: int, context: int
+    ):
+        count, self._training = experiment.bias.problems, experiment.training
+        self.group_size = self._training.group_size
+        if len(problems) < count:
+            raise DvpError(f"{where}: {len(problems)} problems are fewer than bias.problems ({count})")
+        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, where)
+        kept = short_enough(encoded, self._training.max_prompt_tokens)
+        if len(kept) < count:
+            raise DvpError(
+                f"{where}: {len(kept)} problems have at most training.max_prompt_tokens "
+                f"({self._training.max_prompt_tokens}) tokens, fewer than bias.problems ({count})"
+            )
+        self.rows = [kept[index] for index in prompt_rows(len(kept), count, 1, seed)]
+        self.ids = [str(problems["id"].iloc[row]) for row in self.rows]
+        self.prompts = [encoded[row] for row in self.rows]
+        self._answers = [problems["answer"].iloc[row] for row in self.rows]
+        for row, answer, prompt in zip(self.rows, self._answers, self.prompts, strict=True):
+            at = f"{where}: row {row} (id {problems['id'].iloc[row]})"
+            try:
+                check_reference(answer)
+            except DvpError as error:
+                raise DvpError(f"{at}: {error}") from None
+            if len(prompt) + self._training.max_response_tokens > context:
+                raise DvpError(
+                    f"{at}: its prompt has {len(prompt)} tokens; the model's context of {context} leaves "
+                    f"{context - self._training.max_response_tokens} beside max_response_tokens"
+                )
+        self.longest = max(map(len, self.prompts)) + self._training.max_response_tokens
+        self._tokenizer, self._seed = tokenizer, seed
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    @property
+    def responses(self) -> int:
+        """B, in a batch."""
+        return len(self.prompts) * self.group_size
+
+    def from_engine(self, engine: Engine, rule: SafeVocabulary | None, batches: int) -> Iterator[Rollout]:
+        """Batches from the engine. Their seeds do not depend on the safe vocabulary."""
+        sampling = Sampling(
+            max_tokens=self._training.max_response_tokens,
+            n=self.group_size,
+            temperature=self._training.temperature,
+            safe_vocabulary=rule,
+        )
+        for numbers in torch.arange(batches).split(max(1, CALL // self.responses)):
+            seeds = [derived_seed(self._seed, number, row) for number in numbers.tolist() for row in self.rows]
+            groups = engine.generate(self.prompts * len(numbers), sampling, seeds)
+            for start in range(0, len(groups), len(self.prompts)):
+                yield self._graded(groups[start : start + len(self.prompts)])
+
+    def from_trainer(self, model: torch.nn.Module, batches: int, name: str) -> list[Rollout]:
+        """Batches from the trainer's policy itself: temperature, and nothing else between the logits and the sample."""
+        ends = model.generation_config.eos_token_id
+        ends = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])}
+        # Not as an argument: `generate` would fill it up with the model's own defaults, such as top_k.
+        model.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=self._training.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self._training.max_response_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=self._pad,
+        )
+        group = self.group_size
+        progress = Progress(name, len(self.prompts))
+        sampled: list[list[Completion]] = []
+        # All responses to a prompt side by side, so that nothing is padded on the left.
+        for done, (row, prompt) in enumerate(zip(self.rows, self.prompts, strict=True), start=1):
+            at_once = max(1, GENERATED_TOKENS // (len(prompt) + self._training.max_response_tokens))
+            own: list[Completion] = []
+            with torch.random.fork_rng():
+                torch.manual_seed(derived_seed(self._seed, REFERENCE, row))
+                for part in torch.arange(batches * group).split(at_once):
+                    inputs_BT = torch.tensor([prompt], device=model.device).expand(len(part), -1)
+                    outputs_BT = model.generate(inputs_BT, attention_mask=torch.ones_like(inputs_BT))
+                    own += [self._completion(tokens, ends) for tokens in outputs_BT[:, len(prompt) :].tolist()]
+            sampled.append(own)
+            progress.step(done, f"{len(own)} responses a problem")
+        return [
+            self._graded([own[start : start + group] for own in sampled]) for start in range(0, batches * group, group)
+        ]
+
+    def _completion(self, tokens: list[int], ends: set[int]) -> Completion:
+        length = next((index for index, token in enumerate(tokens, start=1) if token in ends), None)
+        kept = tokens[:length]
+        text = self._tokenizer.decode(kept, skip_special_tokens=True)
+        return Completion(kept, [0.0] * len(kept), text, "length" if length is None else "stop")
+
+    def _graded(self, groups: list[list[Completion]]) -> Rollout:
+        """A batch from a group of responses to each problem."""
+        flat = [
+            (prompt, answer, one)
+            for prompt, answer, group in zip(self.prompts, self._answers, groups, strict=True)
+            for one in group
+        ]
+        batch = Batch.collate([prompt for prompt, _, _ in flat], [one.token_ids for _, _, one in flat], self._pad)
+        infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
+        infer_log_prob_BT[batch.response_BT] = torch.tensor([value for _, _, one in flat for value in one.log_probs])
+        if not infer_log_prob_BT.isfinite().all():
+            raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
+        truncated = [one.finish_reason == "length" for _, _, one in flat]
+        rewards = [
+            float(grade(one.text, answer, truncated=cut)) for (_, answer, one), cut in zip(flat, truncated, strict=True)
+        ]
+        return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))

@@ -8,8 +8,9 @@ from made_up_bias import bias_experiment, truth, write_cell
 
 from dvp.analysis import bias
 from dvp.analysis.formats import to_markdown, to_tex
+from dvp.analysis.output import record, write
 from dvp.errors import DvpError
-from dvp.files import sha256_file, write_json
+from dvp.files import dump_json, sha256_file, write_json
 
 TRAINED = "method~rloo/engine~fp32/rho~none"
 
@@ -138,6 +139,17 @@ def test_the_figure_has_a_panel_a_policy_and_engine_and_says_that_its_axis_is_li
     assert "with DVP, ρ = e⁻¹³" in labels
 
 
+def test_it_is_written_as_every_part_of_a_report_is(measured, folder, tmp_path):
+    write(measured, tmp_path)
+    written = json.loads(dump_json(record(measured, folder)))
+    assert len(written["statistics"]) == len(measured.statistics)
+    assert written["files"]["bias/base/by~coarse/seed~0/bias.json"]["tracking_key"] == "bias base/by~coarse/seed~0"
+    assert {file.name for file in tmp_path.rglob("*.*")} == {
+        *(f"bias_table.{suffix}" for suffix in ("csv", "md", "tex")),
+        *(f"bias_variance.{suffix}" for suffix in ("png", "svg")),
+    }
+
+
 @pytest.fixture
 def cell(tmp_path):
     experiment = bias_experiment(engines=["coarse"], policies=["base"])
@@ -149,7 +161,7 @@ def cell(tmp_path):
 
 def test_one_seed_gives_the_cell_itself(cell):
     experiment, _, results, folder = cell
-    rows = bias.bias_rows(experiment, results)
+    rows = bias.pooled(experiment, results)
     own = pd.read_parquet(folder / "estimators.parquet")
     assert list(rows["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
     assert "one seed" in " ".join(bias.measured(experiment, results).tables["bias_table"][1].notes)
@@ -168,7 +180,7 @@ def test_what_cannot_be_used_is_refused_with_one_line(cell):
 
     def refused(message):
         with pytest.raises(DvpError, match=message):
-            bias.bias_rows(experiment, results)
+            bias.pooled(experiment, results)
         write_cell(experiment, results, one)
 
     (folder / "bias.json").unlink()

@@ -46,11 +46,11 @@ class MeasuredCell:
     jackknife: dict[tuple[str, str], pd.DataFrame]
 
 
-def bias_rows(experiment: Experiment, results: Path) -> pd.DataFrame:
+def pooled(experiment: Experiment, results: Path) -> pd.DataFrame:
     """Every estimator at every policy and engine, pooled over seeds: what statistics, table and figure are made of.
 
     Columns: policy (`base` or the arm's path), engine, method, rho (`none` without one), label, partner (the same
-    correction without safe vocabulary; None if there is none), seeds; each of STATISTICS, and squared_bias_change and
+    correction without safe vocabulary; None if there is none), seeds (list); each of STATISTICS, and squared_bias_change and
     variance_change against the partner (NaN without one), with _low and _high; batches and empty_batches of all seeds;
     the means of _COLUMNS; sources.
 
@@ -74,27 +74,27 @@ def bias_rows(experiment: Experiment, results: Path) -> pd.DataFrame:
                 "rho": key[1],
                 "label": experiment.methods[key[0]].label,
                 "partner": partner,
-                "seeds": len(cells),
+                "seeds": list(experiment.seeds),
             }
             for name in STATISTICS:
-                row |= _pooled(name, [one[name] for one in found], [one[f"{name}_se"] for one in found])
+                row |= _over_seeds(name, [one[name] for one in found], [one[f"{name}_se"] for one in found])
             for name in CHANGES:
                 changes = (
                     [_change(cell, key, (partner, "none"), name) for cell in cells] if partner else [(math.nan,) * 2]
                 )
-                row |= _pooled(f"{name}_change", *zip(*changes, strict=True))
+                row |= _over_seeds(f"{name}_change", *zip(*changes, strict=True))
             row |= {name: sum(int(one[name]) for one in found) for name in ("batches", "empty_batches")}
             row |= {name: float(np.mean([one[name] for one in found])) for name in _COLUMNS}
             rows.append(row | {"sources": tuple(cell.source for cell in cells)})
-    exact = ("rho", "partner", "sources")
+    exact = ("rho", "partner", "seeds", "sources")
     return pd.DataFrame(
         {name: pd.Series([row[name] for row in rows], dtype=object if name in exact else None) for name in rows[0]}
     )
 
 
 def measured(experiment: Experiment, results: Path) -> Measured:
-    """The statistics of `bias_rows`, the table `bias_table` and the figure `bias_variance`. Raises DvpError."""
-    rows = bias_rows(experiment, results)
+    """The statistics of `pooled`, the table `bias_table` and the figure `bias_variance`. Raises DvpError."""
+    rows = pooled(experiment, results)
     table = rows.drop(columns=["sources"])
     return Measured(
         statistics=_statistics(experiment, rows),
@@ -347,7 +347,7 @@ def _change(cell: MeasuredCell, key: tuple[str, str], partner: tuple[str, str], 
     return value, math.sqrt(variance)
 
 
-def _pooled(name: str, values: Sequence[float], errors: Sequence[float]) -> dict[str, float]:
+def _over_seeds(name: str, values: Sequence[float], errors: Sequence[float]) -> dict[str, float]:
     within, count = float(np.mean(np.square(errors))), len(values)
     between = float(np.var(values, ddof=1)) if count > 1 else 0.0
     value = float(np.mean(values))

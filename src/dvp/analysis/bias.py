@@ -50,9 +50,9 @@ def pooled(experiment: Experiment, results: Path) -> pd.DataFrame:
     """Every estimator at every policy and engine, pooled over seeds: what statistics, table and figure are made of.
 
     Columns: policy (`base` or the arm's path), engine, method, rho (`none` without one), label, partner (the same
-    correction without safe vocabulary; None if there is none), seeds (list); each of STATISTICS, and squared_bias_change and
-    variance_change against the partner (NaN without one), with _low and _high; batches and empty_batches of all seeds;
-    the means of _COLUMNS; sources.
+    correction without safe vocabulary; None if there is none), seeds (list); each of STATISTICS, and changes of
+    CHANGES (NAME_change, against the partner, NaN without one), with _low and _high; batches and empty_batches of all
+    seeds; the means of _COLUMNS; sources.
 
     The value is the mean over seeds; its interval is normal, with the larger of the jackknife's mean variance and the
     variance between seeds (which contains it), over their number. `results` is the experiment's folder. Raises DvpError

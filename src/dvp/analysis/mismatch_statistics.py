@@ -164,6 +164,10 @@ class Density:
         kernel_DG = np.exp(-0.5 * scaled_DG**2) / (self._bandwidth_D[:, None] * math.sqrt(2 * math.pi))
         return weight_RD @ kernel_DG / weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
 
+    def mode(self) -> float:
+        """Where the density is highest, of the value alone."""
+        return float(self.points_G[self.at(self.points_G)[0].argmax()])
+
     def modes(self) -> np.ndarray:
         """Where the density is highest, of the value and of each replicate; NaN without a token."""
         if not len(self._lows_D):

@@ -72,7 +72,6 @@ def _bounds(every: list[Cells], label: str) -> Figure:
         line = np.logspace(-10, 0, 200)
         axes.plot(line, line, "-", color="black", linewidth=1)
         axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
-        axes.plot(line, -np.log1p(line * np.expm1(-2 * largest)) / (2 * largest), "--", color=COLORS[0], linewidth=1)
         axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
         literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
         counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
@@ -83,9 +82,8 @@ def _bounds(every: list[Cells], label: str) -> Figure:
         Line2D([], [], color=COLORS[0], marker="^", linewidth=0, label="largest |d| of a bin where d > 0 (q > p)"),
         Line2D([], [], color=COLORS[1], marker="v", linewidth=0, label="largest |d| of a bin where d < 0 (q < p)"),
         Line2D([], [], color=GREY, label="mean |d| of a bin"),
-        Line2D([], [], color="black", label="literal bound, 1 − p"),
-        Line2D([], [], color=COLORS[0], linestyle="--", label="sharp bound for d > 0, at the largest ε_max"),
-        Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound for d < 0, at the largest ε_max"),
+        Line2D([], [], color="black", label="literal bound, 1 − p; where d > 0 the sharp one is within it"),
+        Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound where d < 0, at the largest ε_max"),
     ]
     title = "d = log q − log p of every (position, token) pair against 1 − p, each in units of its position's 2 ε_max"
     return _finish(figure, f"{title}; {label}", handles, 3)
@@ -131,7 +129,7 @@ def _distribution(every: list[Cells], label: str) -> Figure | None:
                 axes.text(place, 1.02, f"{mode:+.2g}", transform=axes.transAxes, ha="right", color=color, size=7.5)
             axes.set_xlim(points[0], points[-1])
             axes.set_ylim(0, 1.1)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_locator(MaxNLocator(3))
             axes.tick_params(labelsize=7)
     handles = [
         Line2D([], [], color=INFER, linewidth=2, label="weighted by the engine's π_infer"),

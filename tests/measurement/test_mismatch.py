@@ -17,6 +17,7 @@ from dvp.measurement import mismatch
 from noisy_engine import NoisyEngine
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
+RUN = "method~rloo/engine~fp32/rho~none/seed~5"
 RESPONSES, LONGEST, VOCABULARY = 3, 8, 400
 
 
@@ -25,7 +26,7 @@ def experiment_of(root, engines=("fp32", "coarse"), temperature=1.0):
     value["seeds"] = [5]
     value["training"] |= {"max_response_tokens": LONGEST, "temperature": temperature}
     value["diagnose"] = {
-        "policies": ["base"],
+        "policies": ["base", {"method": "rloo", "engine": "fp32"}],
         "engines": list(engines),
         "problems": len(PROMPTS),
         "responses": RESPONSES,
@@ -159,11 +160,13 @@ def test_another_temperature_than_1_is_refused(root):
 
 @pytest.fixture(scope="module")
 def place(root, tiny_model, tmp_path_factory):
-    """Results of the stages before, with the tiny model as base."""
+    """Results of the stages before, with the tiny model as base and, as if it were trained, as the run's."""
     results = tmp_path_factory.mktemp("results")
     folder = results / "mismatch"
     write_text(folder / "config.yaml", dump_experiment(experiment_of(root)))
     shutil.copytree(tiny_model, folder / "base")
+    shutil.copytree(tiny_model, folder / "models" / RUN)
+    write_json(folder / "models" / RUN / "conversion.json", {"files": checksums(tiny_model), "tracking_key": "RUN"})
     (folder / "data").mkdir()
     problems = [{"id": f"p{n}", "answer": str(n), "prompt": "badu kefi " * n} for n in range(1, 7)]
     pd.DataFrame(problems).to_parquet(folder / "data" / "train.parquet")
@@ -176,8 +179,8 @@ def place(root, tiny_model, tmp_path_factory):
 def test_the_real_engine_in_fp32_differs_by_rounding_and_a_coarse_one_does_not(place, dvp, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     found = {}
-    for engine in ("fp32", "coarse"):
-        cell = f"base/by~{engine}/seed~5"
+    for policy, engine, run in (("base", "fp32", ""), (RUN.rsplit("/", 1)[0], "coarse", f"runs/{RUN}")):
+        cell = f"{policy}/by~{engine}/seed~5"
         status, _, everything = dvp("diagnose", "--config", place / "config.yaml", "--cell", cell, "--threads", "1")
         assert status == 0, everything
         folder = place / "diagnostics" / cell
@@ -191,7 +194,7 @@ def test_the_real_engine_in_fp32_differs_by_rounding_and_a_coarse_one_does_not(p
         assert record["sharp_violations"] == 0
         assert record["kl"]["shape"] < 1e-9 < record["kl"]["bf16"]
         found[engine] = record, pd.read_parquet(folder / "noise.parquet").query("source == 'engine'")
-        tracking = json.loads((place / "tracking" / f"diagnose-by~{engine}-seed~5.json").read_text())
+        tracking = json.loads((place / "tracking" / run / f"diagnose-by~{engine}-seed~5.json").read_text())
         assert tracking["status"] == "FINISHED"
     assert found["fp32"][1]["max_epsilon"].max() < 1e-3
     assert found["fp32"][0]["kl"]["engine"] < 1e-8

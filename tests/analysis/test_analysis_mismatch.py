@@ -17,7 +17,8 @@ from dvp.analysis.mismatch_statistics import Density
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
 from dvp.errors import DvpError
 from dvp.files import read_json, sha256_file, write_json
-from dvp.measurement.mismatch import TABLES, diagnose
+from dvp.measurement.mismatch import diagnose
+from dvp.measurement.mismatch_files import TABLES
 from noisy_engine import NoisyEngine
 
 SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
@@ -163,14 +164,14 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
 @pytest.mark.parametrize(("seeds", "resampled"), [(1, False), (2, False), (3, True)])
 def test_replicates_draw_seeds_from_three_on_and_as_many_problems_as_there_are(seeds, resampled):
     problems = 4
-    draws = mismatch_inputs._draws(seeds, problems, 500, 0)
+    draws = mismatch_inputs.draws(seeds, problems, 500, 0)
     assert (draws[0] == 1).all()
     assert (draws.sum(axis=1) == seeds * problems).all()
     per_seed = draws[1:].reshape(500, seeds, problems).sum(axis=2)
     assert (per_seed != problems).any() == resampled
     assert draws[1:].mean(axis=0) == pytest.approx(1.0, abs=0.3)
-    assert (draws == mismatch_inputs._draws(seeds, problems, 500, 0)).all()
-    assert (draws != mismatch_inputs._draws(seeds, problems, 500, 1)).any()
+    assert (draws == mismatch_inputs.draws(seeds, problems, 500, 0)).all()
+    assert (draws != mismatch_inputs.draws(seeds, problems, 500, 1)).any()
 
 
 @pytest.mark.parametrize(("centre", "width"), [(0.3, 0.1), (-2.0, 0.7), (0.0, 1e-6), (5e-3, 2e-3)])

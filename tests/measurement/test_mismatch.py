@@ -14,6 +14,7 @@ from dvp.experiment_files import dump_experiment, load_experiment, parse_experim
 from dvp.files import checksums, write_json, write_text
 from dvp.grid import parse_rho
 from dvp.measurement import mismatch
+from dvp.measurement.mismatch_files import SOURCES, TABLES
 from noisy_engine import NoisyEngine
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
@@ -63,7 +64,7 @@ def measure(root, tiny_model, model, tmp_path_factory):
                 folder=folder,
             )
             assert result["files"] == checksums(folder)
-            known[sigma] = result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in mismatch.TABLES}
+            known[sigma] = result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
         return known[sigma]
 
     return run
@@ -79,7 +80,7 @@ def test_every_pair_is_in_every_table(measure):
     weights = tables["histogram"].groupby("source")[["infer", "train"]].sum()
     assert weights.to_numpy() == pytest.approx(result["positions"])
     for name in ("histogram", "gaps"):
-        assert list(tables[name]["source"].unique()) == list(mismatch.SOURCES)
+        assert list(tables[name]["source"].unique()) == list(SOURCES)
 
 
 def test_noise_of_a_known_size_is_measured_as_such(measure):

@@ -21,7 +21,7 @@ from dvp.analysis.statistics import Statistic
 from dvp.config import Experiment
 from dvp.core.vocabulary_mismatch import D_EDGES
 from dvp.grid import parse_rho
-from dvp.measurement.mismatch import ENGINE
+from dvp.measurement.mismatch_files import ENGINE
 
 DARK, GREY = "#404040", "#8A8A8A"
 INFER, TRAIN = COLORS[0], COLORS[1]

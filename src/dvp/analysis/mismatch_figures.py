@@ -116,8 +116,8 @@ def _distribution(every: list[Cells], label: str) -> Figure | None:
             left = min(one.central[0] for one in densities.values())
             right = max(one.central[1] for one in densities.values())
             margin = max(0.25 * (right - left), 2 * RESOLUTION)
-            even = np.linspace(left - margin, right + margin, 400)
-            candidates = np.concatenate([even, *(one.points_G for one in densities.values())])
+            even = np.linspace(left - margin, right + margin, 200)
+            candidates = np.concatenate([even, *(one.points_G[::4] for one in densities.values())])
             points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])
             for (weighting, one), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
                 density = one.at(points)[0]

@@ -72,6 +72,39 @@ def test_reported_log_probs_are_those_of_the_sampled_distribution(fp32, tiny_mod
             assert torch.allclose(torch.tensor(one.log_probs).double(), expected, atol=2e-5)
 
 
+def test_the_whole_vocabulary_comes_with_the_same_responses_as_without(fp32, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    fp32.load_weights(model.named_parameters())
+    plain = fp32.generate(PROMPTS, Sampling(max_tokens=24, n=3), SEEDS)
+    whole = fp32.generate(PROMPTS, Sampling(max_tokens=24, n=3, whole_vocabulary=True), SEEDS)
+    for prompt, before, after in zip(PROMPTS, plain, whole, strict=True):
+        first_V = fp32.log_probs(prompt, None)
+        for one, same in zip(before, after, strict=True):
+            assert one.vocabulary_log_probs_TV is None
+            assert (same.token_ids, same.finish_reason) == (one.token_ids, one.finish_reason)
+            # vLLM, which decodes token by token, holds an unfinished last character back; and of a prompt that ends
+            # within a character, as here the last one, it has the rest begin the response.
+            assert one.text.rstrip("\ufffd").endswith(same.text.rstrip("\ufffd"))
+            assert same.text.strip()
+            assert same.log_probs == pytest.approx(one.log_probs, abs=1e-5)
+            values_TV = same.vocabulary_log_probs_TV
+            assert values_TV.shape == (len(same.token_ids), 400)
+            assert values_TV.double().logsumexp(-1).abs().max() < 1e-5
+            assert torch.allclose(values_TV[0], first_V, atol=2e-5)
+            expected_TV = dense_logits(model, prompt, same.token_ids).log_softmax(-1)
+            assert torch.allclose(values_TV.double(), expected_TV, atol=5e-5)
+
+
+def test_the_whole_vocabulary_says_what_was_pruned(fp32, tiny_model):
+    fp32.load_weights(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).named_parameters())
+    sampling = Sampling(max_tokens=8, safe_vocabulary=FixedRho(0.05), whole_vocabulary=True)
+    for prompt, (one,) in zip(PROMPTS, fp32.generate(PROMPTS, sampling, SEEDS), strict=True):
+        values_TV = one.vocabulary_log_probs_TV
+        assert 0 < values_TV.isfinite().sum() < values_TV.numel()
+        assert values_TV.double().logsumexp(-1).abs().max() < 1e-5
+        assert torch.equal(values_TV[0].isfinite(), fp32.log_probs(prompt, FixedRho(0.05)).isfinite())
+
+
 def in_budget(p_V, budget):
     """The safe set under a budget of mass, least likely entries first; the tiny model's have no ties."""
     pruned, safe = 0.0, torch.ones(len(p_V), dtype=torch.bool)

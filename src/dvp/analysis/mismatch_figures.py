@@ -21,13 +21,14 @@ from dvp.analysis.statistics import Statistic
 from dvp.config import Experiment
 from dvp.core.vocabulary_mismatch import D_EDGES
 from dvp.grid import parse_rho
-from dvp.measurement.mismatch import ENGINE
+from dvp.measurement.mismatch_files import ENGINE
 
 DARK, GREY = "#404040", "#8A8A8A"
 INFER, TRAIN = COLORS[0], COLORS[1]
 # From the tail to the head: p of the rows of `mismatch_distribution`.
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
 RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
+FEW = 5
 LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
 
@@ -71,7 +72,6 @@ def _bounds(every: list[Cells], label: str) -> Figure:
         line = np.logspace(-10, 0, 200)
         axes.plot(line, line, "-", color="black", linewidth=1)
         axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
-        axes.plot(line, -np.log1p(line * np.expm1(-2 * largest)) / (2 * largest), "--", color=COLORS[0], linewidth=1)
         axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
         literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
         counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
@@ -82,9 +82,8 @@ def _bounds(every: list[Cells], label: str) -> Figure:
         Line2D([], [], color=COLORS[0], marker="^", linewidth=0, label="largest |d| of a bin where d > 0 (q > p)"),
         Line2D([], [], color=COLORS[1], marker="v", linewidth=0, label="largest |d| of a bin where d < 0 (q < p)"),
         Line2D([], [], color=GREY, label="mean |d| of a bin"),
-        Line2D([], [], color="black", label="literal bound, 1 − p"),
-        Line2D([], [], color=COLORS[0], linestyle="--", label="sharp bound for d > 0, at the largest ε_max"),
-        Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound for d < 0, at the largest ε_max"),
+        Line2D([], [], color="black", label="literal bound, 1 − p; where d > 0 the sharp one is within it"),
+        Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound where d < 0, at the largest ε_max"),
     ]
     title = "d = log q − log p of every (position, token) pair against 1 − p, each in units of its position's 2 ε_max"
     return _finish(figure, f"{title}; {label}", handles, 3)
@@ -117,20 +116,20 @@ def _distribution(every: list[Cells], label: str) -> Figure | None:
             left = min(one.central[0] for one in densities.values())
             right = max(one.central[1] for one in densities.values())
             margin = max(0.25 * (right - left), 2 * RESOLUTION)
-            even = np.linspace(left - margin, right + margin, 400)
-            candidates = np.concatenate([even, *(one.points_G for one in densities.values())])
+            even = np.linspace(left - margin, right + margin, 200)
+            candidates = np.concatenate([even, *(one.points_G[::4] for one in densities.values())])
             points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])
             for (weighting, one), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
                 density = one.at(points)[0]
                 axes.plot(points, density / density.max(), color=color, linewidth=1.3)
                 if weighting == "infer":
                     axes.fill_between(points, density / density.max(), color=color, alpha=0.15, linewidth=0)
-                mode = one.modes()[0]
+                mode = one.mode()
                 axes.plot([mode, mode], [0, 1], color=color, linewidth=0.9, linestyle=":")
                 axes.text(place, 1.02, f"{mode:+.2g}", transform=axes.transAxes, ha="right", color=color, size=7.5)
             axes.set_xlim(points[0], points[-1])
             axes.set_ylim(0, 1.1)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_locator(MaxNLocator(3))
             axes.tick_params(labelsize=7)
     handles = [
         Line2D([], [], color=INFER, linewidth=2, label="weighted by the engine's π_infer"),
@@ -201,6 +200,11 @@ def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Stat
     found = [one for one in statistics if one.where["policy"] == every[0].policy]
     colors = {cells.engine: COLORS[index % len(COLORS)] for index, cells in enumerate(every)}
     rhos = sorted(experiment.diagnose.rhos, key=parse_rho)
+    outside = {}
+    for cells in every:
+        rows = cells.tables["safe_sets"].query("side == 'none'")
+        for rho, lost in np.isneginf(rows["pruned_log_ratio"]).groupby(rows["rho"]).sum().items():
+            outside[cells.engine, rho] = lost
 
     def curve(axes: Axes, name: str, line: str = "-", *, band: bool = True, **where: str) -> None:
         for place, (engine, color) in enumerate(colors.items()):
@@ -218,6 +222,8 @@ def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Stat
                 )
                 x = x * 1.15 ** (place - (len(colors) - 1) / 2)
                 axes.vlines(x, low, high, color=color, linewidth=1)
+                few = np.array([outside[engine, one.where["rho"]] < FEW for _, one in points])
+                axes.plot(x[few], abs(value)[few], "o", color=color, mfc="white", markersize=4, zorder=3)
             elif band:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
             axes.plot(x, abs(value), line, color=color, linewidth=1.6, markersize=4)
@@ -236,7 +242,9 @@ def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Stat
     panels[3].set(ylabel="fraction", title="overlap: Jaccard (solid), V'_S in V_S (dotted)")
     curve(panels[4], "outside_safe")
     handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
-    handles.append(Line2D([], [], color=DARK, label="no margin (last panel)"))
+    few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
+    handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
+    handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
     for margin, line in zip(experiment.diagnose.margins, ("--", "-.", ":"), strict=False):
         curve(panels[4], "outside_safe_margin", line, band=False, margin=f"{margin:g}", side="trainer")
         handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
@@ -269,5 +277,6 @@ def _inner(axes: Axes, place: int, label: str) -> None:
 def _finish(figure: Figure, title: str, handles: list[Line2D], columns: int) -> Figure:
     figure.suptitle(textwrap.fill(title, int(12.5 * figure.get_figwidth())), fontsize=9.5, x=0.01, ha="left")
     if handles:
+        columns = columns if figure.get_figwidth() > 8 else 1
         figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     return figure

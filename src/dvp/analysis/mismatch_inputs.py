@@ -19,7 +19,7 @@ from dvp.config import Experiment
 from dvp.errors import DvpError
 from dvp.files import read_json, verify_checksums
 from dvp.grid import Cell
-from dvp.measurement.mismatch import TABLES
+from dvp.measurement.mismatch_files import TABLES
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_cells(experiment: Experiment, results: Path) -> list[Cells]:
         policy = cell.policy if cell.policy == "base" else cell.policy.path
         groups.setdefault((policy, cell.engine), []).append(cell)
     evaluation = experiment.evaluation
-    draws_RU = _draws(
+    draws_RU = draws(
         len(experiment.seeds), experiment.diagnose.problems, evaluation.bootstrap_resamples, evaluation.seed
     )
     return [
@@ -106,7 +106,7 @@ def _read_cell(experiment: Experiment, results: Path, cell: Cell) -> dict[str, p
     return tables
 
 
-def _draws(seeds: int, problems: int, resamples: int, seed: int) -> np.ndarray:
+def draws(seeds: int, problems: int, resamples: int, seed: int) -> np.ndarray:
     """How often each unit counts, (1 + resamples, seeds · problems): seeds are drawn (from three on), then problems.
 
     The same for all policies and engines, which share their problems: their differences are paired.

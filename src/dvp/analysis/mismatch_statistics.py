@@ -4,7 +4,7 @@ Shape suffixes: R replicates, the value first; D bins of d; G points.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -13,8 +13,10 @@ from dvp.analysis import bootstrap
 from dvp.analysis.mismatch_inputs import Cells
 from dvp.analysis.statistics import Statistic
 from dvp.config import Experiment
-from dvp.measurement.mismatch import ENGINE, SOURCES
+from dvp.measurement.mismatch_files import ENGINE, SOURCES
 
+Statistics = Callable[..., Iterator[Statistic]]
+"""Makes one, or none: name, values (R,), unit, how, and what it is of beside policy and engine."""
 TAIL = (1e-4, 1e-2)
 """p of the tokens whose d is looked at as the tail's: rarer ones are hardly ever sampled."""
 HEAD = (0.9, 1.0)
@@ -98,7 +100,7 @@ def statistics(experiment: Experiment, cells: Cells) -> Iterator[Statistic]:
     yield from _safe_sets(cells, statistic)
 
 
-def _by_probability(cells: Cells, statistic) -> Iterator[Statistic]:
+def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
     table = cells.tables["histogram"]
     table = table[table["source"] == ENGINE]
     head, tail = table[table["p_low"] >= 0.5], table[table["p_high"] <= 1e-2]
@@ -164,6 +166,10 @@ class Density:
         kernel_DG = np.exp(-0.5 * scaled_DG**2) / (self._bandwidth_D[:, None] * math.sqrt(2 * math.pi))
         return weight_RD @ kernel_DG / weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
 
+    def mode(self) -> float:
+        """Where the density is highest, of the value alone."""
+        return float(self.points_G[self.at(self.points_G)[0].argmax()])
+
     def modes(self) -> np.ndarray:
         """Where the density is highest, of the value and of each replicate; NaN without a token."""
         if not len(self._lows_D):
@@ -172,7 +178,7 @@ class Density:
         return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
 
 
-def _safe_sets(cells: Cells, statistic) -> Iterator[Statistic]:
+def _safe_sets(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
     table = cells.tables["safe_sets"]
     # Only ratios of the weights matter, so the largest may be 1.
     shift = table["log_ratio"].max()

@@ -35,15 +35,11 @@ from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.files import atomic_path, sha256_file
 from dvp.grid import Cell, parse_rho
+from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training.backend import Batch
 from dvp.training.loop import derived_seed
-
-ENGINE = "engine"
-SOURCES = (ENGINE, "shape", "bf16")
-"""Whose distribution is q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
-TABLES = ("histogram", "gaps", "bounds", "safe_sets", "noise")
 
 
 def check(experiment: Experiment) -> None:

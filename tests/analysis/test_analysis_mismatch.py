@@ -1,0 +1,281 @@
+"""What the report makes of the stage `diagnose`: measured here with an engine whose noise is known."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from made_up_results import CLAIMS, make_experiment
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.analysis import figures, mismatch, mismatch_inputs
+from dvp.analysis.claims import load_claims
+from dvp.analysis.formats import EMPTY, from_markdown, to_markdown, to_text
+from dvp.analysis.mismatch_inputs import Cells
+from dvp.analysis.mismatch_statistics import Density
+from dvp.core.vocabulary_mismatch import D_EDGES, histogram
+from dvp.errors import DvpError
+from dvp.files import read_json, sha256_file, write_json
+from dvp.measurement.mismatch import diagnose
+from dvp.measurement.mismatch_files import TABLES
+from noisy_engine import NoisyEngine
+
+SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
+PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
+ARM = {"method": "rloo", "engine": "fp32", "rho": None}
+
+
+def experiment_of(rhos=(0.01, 0.0001, "e-3"), seeds=(0, 1, 2)):
+    return make_experiment(
+        seeds=list(seeds),
+        training__max_response_tokens=6,
+        evaluation__bootstrap_resamples=200,
+        diagnose={
+            "policies": ["base", ARM],
+            "engines": list(SIGMA),
+            "problems": len(PROMPTS),
+            "responses": 2,
+            "rhos": list(rhos),
+            "margins": [0.5],
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return experiment_of()
+
+
+@pytest.fixture(scope="module")
+def results(experiment, tiny_model, tmp_path_factory):
+    """The folder of an experiment with every cell, diagnosed for real but for the engine."""
+    folder = tmp_path_factory.mktemp("results")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(5.0)  # sharper, so that there is a head
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for cell in experiment.cells("diagnose"):
+        place = folder / "diagnostics" / cell.path
+        record = diagnose(
+            experiment,
+            cell,
+            problems=pd.DataFrame({"id": [f"{name}{cell.seed}" for name in "abc"], "answer": ["7", "7", "8"]}),
+            prompts=PROMPTS,
+            pad=tokenizer.pad_token_id,
+            model=model,
+            engine=NoisyEngine(model, tokenizer, SIGMA[cell.engine]),
+            folder=place,
+        )
+        identity = experiment.identity("diagnose", cell=cell)
+        write_json(place / "diagnose.json", record | {"identity": identity, "git_commit": "c", "tracking_key": "k"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(experiment, results):
+    return mismatch.measured(experiment, results)
+
+
+def find(measured, name, **where):
+    """The one statistic of this name at exactly this place, of the base model."""
+    (one,) = [one for one in measured.statistics if one.name == name and one.where == {"policy": "base"} | where]
+    return one
+
+
+def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):
+    asked = [
+        condition
+        for claim in load_claims(CLAIMS).values()
+        for condition in claim.conditions
+        if condition.experiment in ("mismatch", "safe_sets")
+    ]
+    assert len(asked) >= 10
+    for condition in asked:
+        one = find(measured, condition.statistic, **{k: v for k, v in condition.where.items() if k != "policy"})
+        assert one.low <= one.value <= one.high
+        assert one.sources == tuple(
+            f"diagnostics/base/by~{condition.where['engine']}/seed~{seed}/diagnose.json" for seed in (0, 1, 2)
+        )
+
+
+def test_no_statistic_is_there_twice_and_each_says_how(measured):
+    places = [(one.name, tuple(sorted(one.where.items()))) for one in measured.statistics]
+    assert len(set(places)) == len(places)
+    assert {one.where["policy"] for one in measured.statistics} == {"base", "method~rloo/engine~fp32/rho~none"}
+    for one in measured.statistics:
+        assert one.unit
+        assert "seeds, 200 resamples" in one.how or "no bootstrap interval" in one.how
+
+
+def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_problems(results, measured):
+    folders = [results / f"diagnostics/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    noise = pd.concat(pd.read_parquet(folder / "noise.parquet") for folder in folders).query("source == 'engine'")
+    one = find(measured, "kl", engine="coarse")
+    assert one.value == pytest.approx(noise["kl"].sum() / noise["tokens"].sum())
+    each = noise["kl"] / noise["tokens"]
+    assert each.min() < one.low < one.value < one.high < each.max()
+
+
+def test_the_size_of_the_noise_is_found_again(measured):
+    for engine, sigma in SIGMA.items():
+        assert find(measured, "epsilon_sd", engine=engine).value == pytest.approx(sigma, rel=0.06, abs=1e-5)
+
+
+def test_the_tail_is_shifted_by_selection_and_the_control_is_not(measured):
+    infer = find(measured, "tail_mean", engine="coarse", weighting="infer")
+    train = find(measured, "tail_mean", engine="coarse", weighting="train")
+    assert infer.low > 0.1 > abs(train.value)
+    assert infer.value - train.value == pytest.approx(0.25, rel=0.3)  # σ²
+    mode = find(measured, "tail_mode", engine="coarse", weighting="infer")
+    assert mode.value > find(measured, "tail_mode", engine="coarse", weighting="train").value
+
+
+def test_where_no_pair_breaks_a_bound_the_value_is_zero_and_says_of_how_many(measured):
+    one = find(measured, "sharp_bound_violations", engine="coarse")
+    assert (one.value, one.low, one.high) == (0, 0, 0)
+    assert one.how.startswith("none of ")
+    assert "pairs" in one.how
+
+
+def test_a_maximum_has_no_interval(measured):
+    one = find(measured, "max_abs_log_ratio", engine="coarse")
+    assert one.value > 0.3
+    assert math.isnan(one.low)
+    assert math.isnan(one.high)
+
+
+def test_the_change_of_the_objective_is_the_importance_weighted_one(results, measured):
+    folders = [results / f"diagnostics/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
+    rows = rows[(rows["rho"] == "0.01") & (rows["side"] == "none")]
+    change = weight = bound = 0.0
+    for row in rows.itertuples():
+        full, pruned = math.exp(row.log_ratio), math.exp(row.pruned_log_ratio)
+        change += (pruned - full) * row.reward
+        weight += full
+        bound += full * row.pruned_mass_sum
+    assert find(measured, "objective_change", engine="coarse", rho="0.01").value == pytest.approx(change / weight)
+    over = find(measured, "objective_change_over_bound", engine="coarse", rho="0.01")
+    assert over.value == pytest.approx(abs(change) / bound)
+    assert f"{np.isneginf(rows['pruned_log_ratio']).sum()} of {len(rows)} responses" in over.how
+
+
+@pytest.mark.parametrize(("seeds", "resampled"), [(1, False), (2, False), (3, True)])
+def test_replicates_draw_seeds_from_three_on_and_as_many_problems_as_there_are(seeds, resampled):
+    problems = 4
+    draws = mismatch_inputs.draws(seeds, problems, 500, 0)
+    assert (draws[0] == 1).all()
+    assert (draws.sum(axis=1) == seeds * problems).all()
+    per_seed = draws[1:].reshape(500, seeds, problems).sum(axis=2)
+    assert (per_seed != problems).any() == resampled
+    assert draws[1:].mean(axis=0) == pytest.approx(1.0, abs=0.3)
+    assert (draws == mismatch_inputs.draws(seeds, problems, 500, 0)).all()
+    assert (draws != mismatch_inputs.draws(seeds, problems, 500, 1)).any()
+
+
+@pytest.mark.parametrize(("centre", "width"), [(0.3, 0.1), (-2.0, 0.7), (0.0, 1e-6), (5e-3, 2e-3)])
+def test_the_mode_of_a_known_density_is_found(centre, width):
+    """Half a thousand tokens whose d is normal: d enters by the engine's log-probs, all p alike."""
+    generator = np.random.default_rng(0)
+    d = centre + width * generator.standard_normal(500)
+    low = np.array([max(edge for edge in D_EDGES if edge < one) for one in d])
+    high = np.array([min(edge for edge in D_EDGES if edge >= one) for one in d])
+    columns = {"unit": 0, "d_low": low, "d_high": high, "infer": 1.0, "infer_squared": 1.0, "infer_d": d}
+    rows = pd.DataFrame(columns)
+    density = Density(Cells("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
+    assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
+    grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
+    assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_histograms_bins_are_those_of_the_density():
+    log_p = torch.randn(3, 30, dtype=torch.float64).log_softmax(-1)
+    assert histogram(log_p, log_p)["pairs"].shape[1] == len(D_EDGES) - 1
+
+
+def test_tables_have_a_row_for_each_engine_and_rho_and_read_back(experiment, measured, tmp_path):
+    engines, formatted = measured.tables["engines_table"]
+    assert len(engines) == 2 * len(SIGMA) == len(formatted.rows)
+    assert "after " in formatted.rows[-1][0]
+    safe, safe_formatted = measured.tables["safe_sets_table"]
+    assert len(safe) == 2 * len(SIGMA) * 3
+    for name, (table, text) in measured.tables.items():
+        cells = [cell for row in text.rows for cell in row]
+        assert all(cells)
+        assert cells.count(EMPTY) == 0, name
+        assert not any("nan" in cell for cell in cells)
+        (tmp_path / f"{name}.md").write_text(to_markdown(text))
+        assert from_markdown(tmp_path / f"{name}.md").rows == text.rows
+        assert to_text(text)
+        assert table.to_csv()
+    assert safe_formatted.headings[-1] == "with ε̂ = 0.5"
+
+
+def test_figures_are_drawn_for_every_policy(measured, tmp_path):
+    names = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
+    assert list(measured.figures) == names + [f"{name}_rloo_fp32" for name in names]
+    for name, figure in list(measured.figures.items())[:4]:
+        svg, png = figures.save(figure, tmp_path, name)
+        assert png.stat().st_size > 20_000
+        assert svg.stat().st_size > 20_000
+
+
+def copied(results, experiment, tmp_path):
+    """The cells of the results in a folder of the test's own, by links; the first cell's folder for real."""
+    first = experiment.cells("diagnose")[0]
+    for cell in experiment.cells("diagnose"):
+        place = tmp_path / "diagnostics" / cell.path
+        place.mkdir(parents=True)
+        for file in (results / "diagnostics" / cell.path).iterdir():
+            (place / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "diagnostics" / first.path
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", r"diagnose.json: no such file; the stage that writes it has not finished"),
+        ("stale", r"diagnose.json: stale, written by another version of the experiment"),
+        ("altered", r"gaps.parquet: altered since it was written"),
+        ("other", r"diagnose.json: cell: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
+        ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
+        ("no parquet", r"bounds.parquet: cannot be read"),
+    ],
+)
+def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment, tmp_path):
+    folder = copied(results, experiment, tmp_path)
+    path = folder / "diagnose.json"
+    record = read_json(path)
+
+    def rewrite(name, table):
+        table.to_parquet(folder / f"{name}.parquet")
+        record["files"][f"{name}.parquet"] = sha256_file(folder / f"{name}.parquet")
+
+    match what:
+        case "missing":
+            path.unlink()
+        case "stale":
+            record["identity"] = "0" * 12
+        case "altered":
+            pd.read_parquet(folder / "gaps.parquet").assign(pairs=1.0).to_parquet(folder / "gaps.parquet")
+        case "other":
+            record["cell"] = "base/by~x/seed~0"
+        case "fewer":
+            rewrite("noise", pd.read_parquet(folder / "noise.parquet").query("problem != 'b0'"))
+        case "no parquet":
+            (folder / "bounds.parquet").write_text("no")
+            record["files"]["bounds.parquet"] = sha256_file(folder / "bounds.parquet")
+    if what != "missing":
+        write_json(path, record)
+    with pytest.raises(DvpError, match=message):
+        mismatch_inputs.read_cells(experiment, tmp_path)
+
+
+def test_every_table_of_a_cell_is_read(experiment, results):
+    every = mismatch_inputs.read_cells(experiment, results)
+    assert [(cells.policy, cells.engine) for cells in every][:3] == [("base", engine) for engine in SIGMA]
+    for cells in every:
+        assert set(cells.tables) == set(TABLES)
+        for table in cells.tables.values():
+            assert set(table["unit"]) == set(range(9))

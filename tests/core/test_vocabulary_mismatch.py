@@ -1,0 +1,218 @@
+"""The sums over the whole vocabulary against loops in plain float64, and what they mean."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dvp.core import vocabulary_mismatch as mismatch
+from dvp.core.diagnostics import mismatch_over_vocabulary
+from dvp.core.safe_vocabulary import FixedRho, safe_mask
+from dvp.errors import DvpError
+
+POSITIONS, VOCABULARY = 5, 40
+
+
+def pair(noise=0.3, seed=0, spread=4.0, shape=(POSITIONS, VOCABULARY)):
+    """(log p, log q) of a trainer and an engine whose logits are `noise` apart."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    moved = logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    return logits.log_softmax(-1), moved.log_softmax(-1)
+
+
+def entries(log_p, log_q):
+    """(position, p, q, d) of every pair, as floats."""
+    return [
+        (row, math.exp(log_p[row, a].item()), math.exp(log_q[row, a].item()), (log_q[row, a] - log_p[row, a]).item())
+        for row in range(len(log_p))
+        for a in range(log_p.shape[1])
+    ]
+
+
+def bin_of(value, edges):
+    """The index of the bin (lower, upper] that holds it; the lowest edge belongs to the first one."""
+    return next(index for index in range(len(edges) - 1) if value <= edges[index + 1])
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.3, 3.0])
+def test_the_histogram_is_the_sum_over_all_pairs(noise):
+    log_p, log_q = pair(noise)
+    found = mismatch.histogram(log_p, log_q)
+    expected = {name: torch.zeros_like(value) for name, value in found.items()}
+    for _, p, q, d in entries(log_p, log_q):
+        place = bin_of(p, mismatch.PROBABILITY_EDGES), bin_of(d, mismatch.D_EDGES)
+        expected["pairs"][place] += 1
+        expected["abs_d"][place] += abs(d)
+        for name, weight in (("infer", q), ("train", p)):
+            expected[name][place] += weight
+            expected[f"{name}_squared"][place] += weight**2
+            expected[f"{name}_d"][place] += weight * d
+            expected[f"{name}_abs_d"][place] += weight * abs(d)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-15), name
+    assert found["infer"].sum().item() == pytest.approx(POSITIONS)
+    assert found["train"].sum().item() == pytest.approx(POSITIONS)
+
+
+def test_the_histogram_has_the_means_that_samples_weighted_by_either_side_have():
+    log_p, log_q = pair(1.0)
+    found = mismatch.histogram(log_p, log_q)
+    for weighting in ("infer", "train"):
+        rows = mismatch_over_vocabulary(log_p, log_q, [1e-6, 1e-4, 1e-2, 0.1], weighting)
+        for row in rows:
+            index = mismatch.PROBABILITY_EDGES.index(row["lower"])
+            assert found[f"{weighting}_d"][index].sum() / found[weighting][index].sum() == pytest.approx(row["mean"])
+
+
+def test_a_difference_of_exactly_zero_counts_as_not_positive():
+    log_p, _ = pair()
+    found = mismatch.histogram(log_p, log_p)
+    positive = torch.tensor([low >= 0 for low in mismatch.D_EDGES[:-1]])
+    assert found["pairs"][:, positive].sum() == 0
+    assert found["pairs"].sum() == POSITIONS * VOCABULARY
+
+
+def test_the_bins_of_d_reach_far_and_are_fine_near_zero():
+    edges = torch.tensor(mismatch.D_EDGES[1:-1])
+    assert edges.max() > 25
+    assert (edges + edges.flip(0)).abs().max() < 1e-9
+    near = edges[edges.abs() < 1e-3]
+    assert near.diff().max() < 2e-4
+    assert 0.0 in mismatch.D_EDGES
+
+
+def test_gaps_are_measured_from_the_most_likely_token():
+    log_p, log_q = pair(0.7)
+    found = mismatch.by_gap(log_p, log_q)
+    expected = {name: torch.zeros_like(value) for name, value in found.items()}
+    for row, p, q, d in entries(log_p, log_q):
+        place = bin_of(min(math.log(p / log_p[row].exp().max().item()), 0.0), mismatch.GAP_EDGES)
+        expected["pairs"][place] += 1
+        expected["abs_d"][place] += abs(d)
+        expected["max_abs_d"][place] = max(expected["max_abs_d"][place], abs(d))
+        for name, weight in (("infer", q), ("train", p)):
+            expected[name][place] += weight
+            expected[f"{name}_abs_d"][place] += weight * abs(d)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-15), name
+    assert found["pairs"][-1] == POSITIONS  # the top tokens, alone
+
+
+def test_the_bounds_are_held_against_every_pair():
+    log_p, log_q = pair(1.5, spread=3.0, shape=(100, 6))
+    found = mismatch.bounds(log_p, log_q)
+    d = log_q - log_p
+    literal = sharp = 0
+    largest = 0.0
+    for row, p, _, one in entries(log_p, log_q):
+        spread = [d[row, a].item() for a in range(6)]
+        epsilon = (max(spread) - min(spread)) / 2
+        if abs(one) > 2 * epsilon * (1 - p) + mismatch.TOLERANCE:
+            literal += 1
+            largest = max(largest, abs(one) / (2 * epsilon * (1 - p)))
+        ratio = -one
+        lower, upper = (math.log(p + (1 - p) * math.exp(sign * 2 * epsilon)) for sign in (-1, 1))
+        sharp += not lower - mismatch.TOLERANCE <= ratio <= upper + mismatch.TOLERANCE
+    assert found["literal_violations"].sum() == literal > 0
+    assert found["sharp_violations"].sum() == sharp == 0
+    assert found["max_over_literal"].max().item() == pytest.approx(largest, rel=1e-9)
+    assert found["max_abs_d"].max() == d.abs().max()
+    assert found["pairs"].sum() == 600
+
+
+def test_only_pairs_that_the_engine_finds_less_likely_break_the_literal_bound():
+    """METHOD.md, Theory 2: where q > p the literal bound holds; `above` is that side, in units of 2 ε_max."""
+    log_p, log_q = pair(1.5, spread=3.0, shape=(100, 6))
+    found = mismatch.bounds(log_p, log_q)
+    upper = torch.tensor(mismatch.REST_EDGES[1:])
+    assert (found["max_scaled_above"] <= upper + 1e-12).all()
+    assert (found["max_scaled_below"] > upper).any()
+
+
+def test_a_bound_that_is_broken_is_counted(monkeypatch):
+    """With half of the true ε_max, as if the engine's logits were better than they are."""
+    log_p, log_q = pair(1.0)
+    halved = mismatch.epsilon
+    monkeypatch.setattr(mismatch, "epsilon", lambda *pair: tuple(value / 2 for value in halved(*pair)))
+    assert mismatch.bounds(log_p, log_q)["sharp_violations"].sum() > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), noise=st.floats(1e-7, 6.0), spread=st.floats(0.1, 12.0))
+def test_no_engine_breaks_the_sharp_bounds(seed, noise, spread):
+    assert mismatch.bounds(*pair(noise, seed, spread))["sharp_violations"].sum() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), noise=st.floats(0, 6.0), shift=st.floats(-50, 50))
+def test_a_constant_added_to_the_logits_is_no_mismatch(seed, noise, shift):
+    log_p, log_q = pair(noise, seed)
+    again = mismatch.normalised(log_q + shift)
+    for before, after in zip(mismatch.epsilon(log_p, log_q), mismatch.epsilon(log_p, again), strict=True):
+        assert torch.allclose(before, after, atol=1e-12)
+    assert torch.allclose(mismatch.kl(log_q, log_p), mismatch.kl(again, log_p), atol=1e-12)
+
+
+def test_epsilon_is_what_was_added_to_the_logits():
+    log_p, _ = pair()
+    added = torch.linspace(-0.4, 0.6, VOCABULARY, dtype=torch.float64)
+    largest, deviation = mismatch.epsilon(log_p, mismatch.normalised(log_p + added))
+    assert torch.allclose(largest, torch.full((POSITIONS,), 0.5, dtype=torch.float64))
+    assert torch.allclose(deviation, added.std(correction=0).expand(POSITIONS))
+
+
+def test_kl_is_the_sum_over_the_vocabulary_and_keeps_small_values():
+    log_p, log_q = pair(0.5)
+    for row in range(POSITIONS):
+        q, p = log_q[row].exp(), log_p[row].exp()
+        assert mismatch.kl(log_q, log_p)[row].item() == pytest.approx((q * (q / p).log()).sum().item(), rel=1e-9)
+    log_p, log_q = pair(1e-9)
+    d = log_q - log_p
+    second_order = 0.5 * (log_p.exp() * d**2).sum(-1)
+    assert torch.allclose(mismatch.kl(log_q, log_p), second_order, rtol=0.05, atol=0)
+
+
+def test_safe_sets_and_what_pruning_does_to_a_response():
+    log_p, log_q = pair(1.0, spread=1.5)
+    safe_train, safe_infer = safe_mask(log_p, FixedRho(0.1)), safe_mask(log_q, FixedRho(0.05))
+    tokens = log_q.argmax(-1)
+    tokens[1] = (safe_infer[1] & ~safe_train[1]).long().argmax()  # sampled by a pruned engine, pruned by the trainer
+    assert safe_infer[1, tokens[1]]
+    assert not safe_train[1, tokens[1]]
+    found = mismatch.safe_sets(log_p, log_q, safe_train, safe_infer, tokens)
+    pruned, outside = [], []
+    for row in range(POSITIONS):
+        p, q = log_p[row].exp(), log_q[row].exp()
+        pruned.append(sum(p[a].item() for a in range(VOCABULARY) if not safe_train[row, a]))
+        kept = sum(q[a].item() for a in range(VOCABULARY) if safe_infer[row, a])
+        lost = sum(q[a].item() for a in range(VOCABULARY) if safe_infer[row, a] and not safe_train[row, a])
+        outside.append(lost / kept)
+    assert found["pruned_mass"] == pytest.approx(sum(pruned) / POSITIONS)
+    assert found["pruned_mass_sum"] == pytest.approx(sum(pruned))
+    assert found["outside_train"] == pytest.approx(sum(outside) / POSITIONS)
+    assert found["tokens_inside_infer"] == POSITIONS
+    assert found["tokens_outside_train"] == 1
+    assert found["pruned_log_prob"] == -math.inf
+    tokens[1] = log_p[1].argmax()
+    inside = mismatch.safe_sets(log_p, log_q, safe_train, safe_infer, tokens)
+    expected = sum(log_p[row, tokens[row]].item() - math.log(1 - pruned[row]) for row in range(POSITIONS))
+    assert inside["pruned_log_prob"] == pytest.approx(expected)
+
+
+def test_sums_of_several_responses_add_up_and_maxima_do_not():
+    log_p, log_q = pair(0.8)
+    whole = mismatch.by_gap(log_p, log_q)
+    parts = mismatch.combined([mismatch.by_gap(log_p[:2], log_q[:2]), mismatch.by_gap(log_p[2:], log_q[2:])])
+    for name, value in whole.items():
+        assert torch.allclose(parts[name], value), name
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_log_probabilities_that_are_not_finite_are_refused(broken):
+    log_p, _ = pair()
+    log_p[1, 3] = broken
+    with pytest.raises(DvpError, match="finite log-probabilities of every token"):
+        mismatch.normalised(log_p)

@@ -1,0 +1,222 @@
+"""What `dvp diagnose` measures: of an engine whose noise is known, and of the real one."""
+
+import json
+import math
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.errors import DvpError
+from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment
+from dvp.files import checksums, write_json, write_text
+from dvp.grid import parse_rho
+from dvp.measurement import mismatch
+from dvp.measurement.mismatch_files import SOURCES, TABLES
+from noisy_engine import NoisyEngine
+
+PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
+RUN = "method~rloo/engine~fp32/rho~none/seed~5"
+RESPONSES, LONGEST, VOCABULARY = 3, 8, 400
+
+
+def experiment_of(root, engines=("fp32", "coarse"), temperature=1.0):
+    value = load_experiment("mismatch", root / "config").model_dump(mode="json")
+    value["seeds"] = [5]
+    value["training"] |= {"max_response_tokens": LONGEST, "temperature": temperature}
+    value["diagnose"] = {
+        "policies": ["base", {"method": "rloo", "engine": "fp32"}],
+        "engines": list(engines),
+        "problems": len(PROMPTS),
+        "responses": RESPONSES,
+        "rhos": [0.1, "e-3"],
+        "margins": [0.5],
+    }
+    return parse_experiment(value, root / "test.yaml")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def measure(root, tiny_model, model, tmp_path_factory):
+    """Diagnose the tiny model with a noise of σ: (the result, the tables, the engine)."""
+    known = {}
+
+    def run(sigma):
+        if sigma not in known:
+            experiment = experiment_of(root)
+            folder = tmp_path_factory.mktemp("cell")
+            tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+            engine = NoisyEngine(model, tokenizer, sigma)
+            result = mismatch.diagnose(
+                experiment,
+                experiment.cells("diagnose")[0],
+                problems=pd.DataFrame({"id": ["a", "b", "c"], "answer": ["7", "7", "8"]}),
+                prompts=PROMPTS,
+                pad=tokenizer.pad_token_id,
+                model=model,
+                engine=engine,
+                folder=folder,
+            )
+            assert result["files"] == checksums(folder)
+            known[sigma] = result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+        return known[sigma]
+
+    return run
+
+
+def test_every_pair_is_in_every_table(measure):
+    result, tables = measure(0.4)
+    assert result["pairs"] == result["positions"] * VOCABULARY
+    for name in ("histogram", "gaps", "bounds"):
+        assert set(tables[name]["problem"]) == {"a", "b", "c"}
+        for _, rows in tables[name].groupby("source"):
+            assert rows["pairs"].sum() == result["pairs"]
+    weights = tables["histogram"].groupby("source")[["infer", "train"]].sum()
+    assert weights.to_numpy() == pytest.approx(result["positions"])
+    for name in ("histogram", "gaps"):
+        assert list(tables[name]["source"].unique()) == list(SOURCES)
+
+
+def test_noise_of_a_known_size_is_measured_as_such(measure):
+    sigma = 0.4
+    result, tables = measure(sigma)
+    noise = tables["noise"].groupby("source").sum(numeric_only=True)
+    assert math.sqrt(noise.loc["engine", "epsilon_variance"] / result["positions"]) == pytest.approx(sigma, rel=0.05)
+    assert noise.loc["shape", "kl"] < 1e-9 < noise.loc["bf16", "kl"] < noise.loc["engine", "kl"]
+    assert result["sharp_violations"] == 0
+
+
+def test_what_is_sampled_by_the_noisy_engine_has_a_positive_d_and_what_the_trainer_samples_has_not(measure):
+    _, tables = measure(0.4)
+    rows = tables["histogram"].query("source == 'engine' and p_low >= 1e-6 and p_high <= 1e-2")
+    infer, train = (rows[f"{name}_d"].sum() / rows[name].sum() for name in ("infer", "train"))
+    assert infer > 0.3 * 0.4**2
+    assert train < infer - 0.9 * 0.4**2
+    assert abs(train) < 0.4**2
+
+
+def test_an_exact_engine_is_as_far_away_as_rounding(measure):
+    _, tables = measure(0.0)
+    own = tables["noise"].query("source == 'engine'")
+    assert own["max_epsilon"].max() < 2e-5
+    assert own["kl"].sum() / own["tokens"].sum() < 1e-11
+    sets = tables["safe_sets"].query("side == 'none'")
+    assert (sets["jaccard"] > 0.999).all()
+    assert (sets["outside_train"] < 1e-6).all()
+
+
+def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_model, model, measure):
+    _, tables = measure(0.4)
+    experiment = experiment_of(root)
+    engine = NoisyEngine(model, AutoTokenizer.from_pretrained(tiny_model), 0.4)
+    sampling = mismatch.Sampling(max_tokens=LONGEST, n=RESPONSES, whole_vocabulary=True)
+    seed = mismatch.derived_seed(5, 0, 1)
+    for response, one in enumerate(engine.generate([PROMPTS[1]], sampling, [seed])[0]):
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[1] + one.token_ids])).logits[0, len(PROMPTS[1]) - 1 : -1].double()
+        tokens = torch.tensor(one.token_ids)[:, None]
+        log_q = sum(one.log_probs)
+        rows = tables["safe_sets"].query(f"problem == 'b' and response == {response} and side == 'none'")
+        assert list(rows["rho"]) == experiment.diagnose.rhos
+        for row in rows.itertuples():
+            log_p = logits.log_softmax(-1).gather(1, tokens).sum().item()
+            assert row.log_ratio == pytest.approx(log_p - log_q, abs=1e-4)
+            below = logits < logits.amax(-1, keepdim=True) + math.log(parse_rho(row.rho))
+            pruned = logits.masked_fill(below, -math.inf).log_softmax(-1).gather(1, tokens).sum().item()
+            assert row.pruned_log_ratio == pytest.approx(pruned - log_q, abs=1e-4)
+            mass = logits.softmax(-1).masked_fill(~below, 0.0).sum().item()
+            assert row.pruned_mass_sum == pytest.approx(mass, rel=1e-4)
+
+
+def test_a_margin_on_either_side_widens_that_side(measure):
+    _, tables = measure(0.4)
+    sets = tables["safe_sets"].groupby(["rho", "side"]).mean(numeric_only=True)
+    for rho in ("0.1", "e-3"):
+        none, trainer, engine = (sets.loc[(rho, side)] for side in ("none", "trainer", "engine"))
+        assert trainer["safe_size_train"] > none["safe_size_train"] == engine["safe_size_train"]
+        assert engine["safe_size_infer"] > none["safe_size_infer"] == trainer["safe_size_infer"]
+        assert trainer["outside_train"] < none["outside_train"]
+
+
+def test_problems_are_drawn_by_the_seed_without_repetition():
+    drawn = mismatch.drawn_problems(50, 20, 3)
+    assert drawn == mismatch.drawn_problems(50, 20, 3)
+    assert drawn != mismatch.drawn_problems(50, 20, 4)
+    assert len(set(drawn)) == 20
+    with pytest.raises(DvpError, match=r"data/train.parquet: 5 problems that are short enough, 6 are to be measured"):
+        mismatch.drawn_problems(5, 6, 0)
+
+
+def test_another_temperature_than_1_is_refused(root):
+    mismatch.check(experiment_of(root))
+    with pytest.raises(DvpError, match=r"^training.temperature: `dvp diagnose` measures at temperature 1, found 0.7$"):
+        mismatch.check(experiment_of(root, temperature=0.7))
+
+
+@pytest.fixture(scope="module")
+def place(root, tiny_model, tmp_path_factory):
+    """Results of the stages before, with the tiny model as base and, as if it were trained, as the run's."""
+    results = tmp_path_factory.mktemp("results")
+    folder = results / "mismatch"
+    write_text(folder / "config.yaml", dump_experiment(experiment_of(root)))
+    shutil.copytree(tiny_model, folder / "base")
+    shutil.copytree(tiny_model, folder / "models" / RUN)
+    write_json(folder / "models" / RUN / "conversion.json", {"files": checksums(tiny_model), "tracking_key": "RUN"})
+    (folder / "data").mkdir()
+    problems = [{"id": f"p{n}", "answer": str(n), "prompt": "badu kefi " * n} for n in range(1, 7)]
+    pd.DataFrame(problems).to_parquet(folder / "data" / "train.parquet")
+    for part in ("base", "data"):
+        write_json(folder / part / "manifest.json", {"files": checksums(folder / part), "tracking_key": part})
+    return folder
+
+
+@pytest.mark.slow
+def test_the_real_engine_in_fp32_differs_by_rounding_and_a_coarse_one_does_not(place, dvp, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    found = {}
+    for policy, engine, run in (("base", "fp32", ""), (RUN.rsplit("/", 1)[0], "coarse", f"runs/{RUN}")):
+        cell = f"{policy}/by~{engine}/seed~5"
+        status, _, everything = dvp("diagnose", "--config", place / "config.yaml", "--cell", cell, "--threads", "1")
+        assert status == 0, everything
+        folder = place / "diagnostics" / cell
+        record = json.loads((folder / "diagnose.json").read_text())
+        assert record["files"] == {
+            name: digest for name, digest in checksums(folder).items() if name != "diagnose.json"
+        }
+        assert record["cell"] == cell
+        assert record["responses"] == len(PROMPTS) * RESPONSES
+        assert record["pairs"] == record["positions"] * VOCABULARY
+        assert record["sharp_violations"] == 0
+        assert record["kl"]["shape"] < 1e-9 < record["kl"]["bf16"]
+        found[engine] = record, pd.read_parquet(folder / "noise.parquet").query("source == 'engine'")
+        tracking = json.loads((place / "tracking" / run / f"diagnose-by~{engine}-seed~5.json").read_text())
+        assert tracking["status"] == "FINISHED"
+    assert found["fp32"][1]["max_epsilon"].max() < 1e-3
+    assert found["fp32"][0]["kl"]["engine"] < 1e-8
+    assert found["coarse"][1]["max_epsilon"].max() > 0.1
+    assert found["coarse"][0]["kl"]["engine"] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_cell_that_is_not_asked_for_and_an_altered_model_are_refused_in_one_line(place, dvp):
+    config = place / "config.yaml"
+    status, line, everything = dvp("diagnose", "--config", config, "--cell", "base/by~bf16/seed~5")
+    assert (status, line) == (2, "dvp diagnose: diagnose 'base/by~bf16/seed~5' is not in experiment 'mismatch'")
+    assert everything == line + "\n"
+    model = place / "base" / "model.safetensors"
+    whole = model.read_bytes()
+    try:
+        model.write_bytes(whole[:-1] + b"\1")
+        status, line, everything = dvp("diagnose", "--config", config, "--cell", "base/by~fp32/seed~5")
+    finally:
+        model.write_bytes(whole)
+    assert status == 2
+    assert line.startswith("dvp diagnose: ")
+    assert "model.safetensors: altered since it was written" in line
+    assert everything == line + "\n"

@@ -13,9 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment, read_resolved, read_settings
+from dvp.experiment_files import dump_experiment, load_experiment, read_settings
 from dvp.files import (
     dump_json,
     only_writer,
@@ -27,46 +26,16 @@ from dvp.files import (
     write_text,
 )
 from dvp.grid import Run
+from dvp.measuring import bias, diagnose  # noqa: F401 - verbs, too
+from dvp.place import BASE, Place, finish
 from dvp.progress import Progress
 from dvp.provenance import code_hash, git_commit
 from dvp.reuse import reuse
-from dvp.tracking.record import COLLAPSED, KEY, read_records, read_rows
-from dvp.tracking.stage import StageRun, stage_run
+from dvp.tracking.record import COLLAPSED, read_records, read_rows
 from dvp.tracking.store import create_store, store_name
 from dvp.tracking.store import track as track_stage
 
-BASE = "base"  # the pseudo-run of the model before RL
 PROBE_PROMPTS = 16
-
-
-class Place:
-    """An experiment and where its files are: `results/E/config.yaml` says both."""
-
-    def __init__(self, config: Path):
-        self.experiment: Experiment = read_resolved(config)
-        self.folder = config.parent
-        self.results = config.resolve().parent.parent
-        self.data = self.folder / "data"
-        self.base = self.folder / "base"
-
-    def run_folder(self, run: Run) -> Path:
-        return self.folder / "runs" / run.path
-
-    def model(self, run: str) -> Path:
-        """The model to evaluate under this run's path."""
-        return self.base if run == BASE else self.folder / "models" / run
-
-    def tracked(self, stage: str, identity: str, upstream: dict[str, Path | list[Path]], **more):
-        """The stage's MLflow run, linked to those of its inputs (JSON files with a `tracking_key`)."""
-        links, files = {}, []
-        for name, paths in upstream.items():
-            read = [read_json(path, KEY, "files") for path in ([paths] if isinstance(paths, Path) else paths)]
-            links[name] = [record[KEY] for record in read]
-            files += [record["files"] for record in read]
-        inputs = sha256_json(files)[:12]
-        return stage_run(
-            self.folder, self.experiment.name, stage, identity=identity, inputs=inputs, upstream=links, **more
-        )
 
 
 def resolve(name: str, folder: Path) -> None:
@@ -101,7 +70,7 @@ def prepare(config: Path) -> None:
         manifest = run_prepare(place.experiment.data, place.experiment.sources, place.data)
         tracked.log_params(place.experiment.data.model_dump(mode="json"))
         tracked.log_result(manifest["counts"])
-        _finish(place.data / "manifest.json", manifest, tracked, identity, started)
+        finish(place.data / "manifest.json", manifest, tracked, identity, started)
 
 
 def base(config: Path, threads: int) -> None:
@@ -123,7 +92,7 @@ def base(config: Path, threads: int) -> None:
         tracked.log_result(
             {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
         )
-        _finish(place.base / "manifest.json", manifest, tracked, identity, started)
+        finish(place.base / "manifest.json", manifest, tracked, identity, started)
 
 
 def train(config: Path, run_path: str, threads: int) -> None:
@@ -236,7 +205,7 @@ def _train(place: Place, run: Run, threads: int) -> None:
             "checkpoint": str(final.relative_to(folder)),
             "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", "probe.safetensors")},
         }
-        _finish(folder / "train.json", result, tracked, identity, started)
+        finish(folder / "train.json", result, tracked, identity, started)
 
 
 def convert(config: Path, run_path: str, threads: int) -> None:
@@ -266,7 +235,7 @@ def convert(config: Path, run_path: str, threads: int) -> None:
             place.experiment.training.temperature,
         )
         tracked.log_result({key: result[key] for key in ("max_abs_delta_log_prob", "max_abs_delta_log_prob_live")})
-        _finish(model / "conversion.json", {"run": run.path, **result}, tracked, identity, started)
+        finish(model / "conversion.json", {"run": run.path, **result}, tracked, identity, started)
 
 
 def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
@@ -286,15 +255,12 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
     run = None if run_path == BASE else experiment.run(run_path)
     if task not in experiment.data.tasks:
         raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
-    model = place.model(run_path)
-    source = model / ("manifest.json" if run is None else "conversion.json")
-    verify_checksums(model, read_json(source, "files")["files"])
-    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
+    model, source, made_by = place.verified_model(run)
     check_vocabulary(model)
     identity = experiment.identity("evaluate", run, task)
     torch.set_num_threads(threads)
     started = time.time()
-    upstream = {"base" if run is None else "convert": source, "prepare": place.data / "manifest.json"}
+    upstream = {made_by: source, "prepare": place.data / "manifest.json"}
     with place.tracked("evaluate", identity, upstream, run=run and run.path, task=task) as tracked:
         folder = place.folder / "evals" / run_path / task
         if reuse(place.folder, folder / "scores.json", tracked):
@@ -331,163 +297,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
         tracked.log_file(folder / "samples.parquet")
         scores["files"] = {"samples.parquet": sha256_file(folder / "samples.parquet")}
-        _finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
-
-
-def diagnose(config: Path, cell_path: str, threads: int) -> None:
-    """The mismatch between trainer and engine at a fixed policy → diagnostics/CELL/*.parquet and diagnose.json."""
-    from dvp.rollout.vllm import VllmEngine, configure_environment
-
-    configure_environment(threads)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from dvp.data.prompts import encode_prompts, short_enough
-    from dvp.measurement import mismatch
-    from dvp.training.base import check_vocabulary
-
-    place = Place(config)
-    experiment = place.experiment
-    cell = experiment.cell("diagnose", cell_path)
-    mismatch.check(experiment)
-    model = place.model(BASE if cell.run is None else cell.run.path)
-    source = model / ("manifest.json" if cell.run is None else "conversion.json")
-    verify_checksums(model, read_json(source, "files")["files"])
-    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
-    check_vocabulary(model)
-    identity = experiment.identity("diagnose", cell=cell)
-    torch.set_num_threads(threads)
-    started = time.time()
-    upstream = {"base" if cell.run is None else "convert": source, "prepare": place.data / "manifest.json"}
-    task = f"by~{cell.engine}-seed~{cell.seed}"
-    with place.tracked("diagnose", identity, upstream, run=cell.run and cell.run.path, task=task) as tracked:
-        tracked.log_params(
-            {
-                "diagnose": experiment.diagnose.model_dump(mode="json", exclude={"policies", "engines"}),
-                "engine": experiment.engines[cell.engine].model_dump(mode="json"),
-            }
-        )
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = pd.read_parquet(place.data / "train.parquet")
-        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
-        kept = short_enough(encoded, experiment.training.max_prompt_tokens)
-        drawn = mismatch.drawn_problems(len(kept), experiment.diagnose.problems, cell.seed)
-        rows = [kept[index] for index in drawn]
-        prompts = [encoded[row] for row in rows]
-        trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        longest = max(map(len, prompts)) + experiment.training.max_response_tokens
-        engine = VllmEngine(
-            model,
-            experiment.engines[cell.engine],
-            max_model_len=min(longest, trainer.config.max_position_embeddings),
-            max_num_seqs=experiment.diagnose.responses,
-            seed=cell.seed,
-        )
-        folder = place.folder / "diagnostics" / cell.path
-        result = mismatch.diagnose(
-            experiment,
-            cell,
-            problems=problems.iloc[rows],
-            prompts=prompts,
-            pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            model=trainer.to("cuda" if torch.cuda.is_available() else "cpu"),
-            engine=engine,
-            folder=folder,
-        )
-        tracked.log_result({name: value for name, value in result.items() if name not in ("cell", "files")})
-        _finish(folder / "diagnose.json", result, tracked, identity, started)
-
-
-def bias(
-    config: Path | None,
-    cell_path: str | None,
-    model: Path | None,
-    engine: str | None,
-    name: str,
-    problems: Path | None,
-    seed: int,
-    output: Path,
-    threads: int,
-) -> None:
-    """Every gradient estimator against the exact gradient: a cell of an experiment (config), or any model."""
-    given = [option is not None for option in (config, cell_path, model, engine)]
-    if given not in ([True, True, False, False], [False, False, True, True]):
-        raise DvpError("expected --config FILE --cell CELL, or --model DIR --engine NAME")
-    from dvp.rollout.vllm import configure_environment
-
-    configure_environment(threads)
-    import torch
-
-    torch.set_num_threads(threads)
-    if config is None:
-        _bias_of_model(model, engine, load_experiment(name), problems, seed, output)
-    else:
-        _bias_of_cell(Place(config), cell_path)
-
-
-def _bias_of_cell(place: Place, path: str) -> None:
-    """A policy of the experiment → bias/CELL/estimators.parquet, jackknife.parquet and bias.json."""
-    from dvp.measurement.bias import measure_bias, write_tables
-
-    experiment, cell = place.experiment, place.experiment.cell("bias", path)
-    model = place.model(BASE if cell.run is None else cell.run.path)
-    source = model / ("manifest.json" if cell.run is None else "conversion.json")
-    verify_checksums(model, read_json(source, "files")["files"])
-    verify_checksums(place.data, read_json(place.data / "manifest.json", "files")["files"])
-    identity = experiment.identity("bias", cell=cell)
-    started = time.time()
-    upstream = {"base" if cell.run is None else "convert": source, "prepare": place.data / "manifest.json"}
-    run, task = cell.run and cell.run.path, f"{cell.engine}-{cell.seed}"
-    with place.tracked("bias", identity, upstream, run=run, task=task) as tracked:
-        tracked.log_params({"cell": cell.path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})})
-        problems = pd.read_parquet(place.data / "train.parquet")
-        where = "data/train.parquet"
-        measured = measure_bias(experiment, model, cell.engine, problems, where=where, seed=cell.seed, name=path)
-        tracked.log_result(measured.results())
-        folder = place.folder / "bias" / path
-        result = {"cell": path, **measured.summary, "files": write_tables(measured, folder)}
-        tracked.log_file(folder / "estimators.parquet")
-        _finish(folder / "bias.json", result, tracked, identity, started)
-
-
-def _bias_of_model(
-    model: Path, engine: str, experiment: Experiment, problems: Path | None, seed: int, output: Path
-) -> None:
-    """Any Hugging Face directory: prints the table, and writes the same files to `output`."""
-    from dvp.analysis.bias import format_estimators
-    from dvp.analysis.formats import to_text
-    from dvp.config import Columns, FileSource
-    from dvp.measurement.bias import measure_bias, write_tables
-    from dvp.measurement.problems import source_problems
-
-    if experiment.bias is None:
-        raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
-    if engine not in experiment.engines:
-        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
-    if not (model / "config.json").is_file():
-        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
-    where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
-    if problems is not None:
-        columns = Columns(problem="problem", answer="answer")
-        where, source = "--problems", FileSource(kind="file", path=problems, columns=columns)
-    started = time.time()
-    read = source_problems(source, where, experiment.data.prompt_template)
-    where = where if problems is None else str(problems)
-    measured = measure_bias(experiment, model, engine, read, where=where, seed=seed, name=str(model))
-    result = {
-        "model": str(model),
-        "engine": engine,
-        "experiment": experiment.name,
-        "seed": seed,
-        **measured.summary,
-        "files": write_tables(measured, output),
-        "git_commit": git_commit(),
-        "seconds_stage": round(time.time() - started, 2),
-    }
-    write_json(output / "bias.json", result)
-    title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
-    print(to_text(format_estimators(measured.estimators, measured.summary, title), width=120))
-    print(f"\nfull precision, and what the intervals are made from: {output}")
+        finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
 
 
 def report(config: Path, part: str) -> None:
@@ -518,7 +328,7 @@ def report(config: Path, part: str) -> None:
                 if file.stem in names:
                     tracked.log_file(file, folder)
         result = {"experiment": experiment.name, "part": part, **record(measured, place.folder)}
-        _finish(place.folder / "report" / f"{part}.json", result, tracked, identity, started)
+        finish(place.folder / "report" / f"{part}.json", result, tracked, identity, started)
 
 
 def claims(results: Path, experiments: list[str], output: Path) -> None:
@@ -561,15 +371,3 @@ def track(config: Path) -> None:
         added = track_stage(place.folder, record, rows)
         print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
     print(f"stages in {store_name(place.results)}: {len(stages)}")
-
-
-def _finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:
-    """Write a stage's JSON file, its last act, and keep a copy with its MLflow run."""
-    provenance = {
-        "identity": identity,
-        "git_commit": git_commit(),
-        KEY: tracked.key,
-        "seconds_stage": round(time.time() - started, 2),
-    }
-    write_json(path, result | provenance)
-    tracked.log_file(path)

@@ -167,7 +167,7 @@ def test_missing_and_malformed_scores_are_refused(experiment, results, tmp_path)
         report(experiment, results.folder, tmp_path / "report", CLAIMS)
 
 
-@pytest.mark.parametrize("name", ["workflow", *TABLES, *FIGURES])
+@pytest.mark.parametrize("name", sorted(file.stem for file in CAPTIONS.glob("*.rst")))
 def test_captions_render(name):
     """As Snakemake renders them; docutils stops at the first warning."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
@@ -176,4 +176,4 @@ def test_captions_render(name):
         snakemake=SimpleNamespace(config={"experiment": "tiny"}, wildcards=SimpleNamespace(experiment="tiny"))
     )
     html = publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
-    assert "tiny" in html
+    assert ("tiny" in html) == (name not in ("workflow", "claims"))  # those are about several experiments

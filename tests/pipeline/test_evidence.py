@@ -1,0 +1,133 @@
+"""The page of claims from nothing, for real, at the size of a smoke test: measured, answered, traced, asked again."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from dvp.analysis.claims import load_claims
+from dvp.tracking.store import store_uri
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+NAME = "smoke_evidence"
+
+
+class Copy:
+    """A working copy of the workflow, the installed package shared."""
+
+    def __init__(self, folder: Path, root: Path):
+        self.folder = folder
+        for name in ("config", "envs", "profiles", "workflow"):
+            shutil.copytree(root / name, folder / name)
+        shutil.copy(root / "Snakefile", folder)
+        self.results = folder / "results"
+
+    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [Path(sys.executable).parent / "snakemake", *arguments, "--configfile", "config/evidence_smoke.yaml"],
+            cwd=self.folder,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+        )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, root) -> Copy:
+    copy = Copy(tmp_path_factory.mktemp("evidence"), root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        done = copy.snakemake("evidence")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return copy
+
+
+@pytest.fixture(scope="module")
+def answered(copy) -> dict:
+    return json.loads((copy.results / "evidence/claims.json").read_text())
+
+
+def test_every_claim_has_its_row_and_no_cell_is_empty(copy, root):
+    rows = [line for line in (copy.results / "evidence/claims.md").read_text().splitlines() if line.startswith("| [")]
+    assert len(rows) == len(load_claims(root / "config/claims.yaml"))
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 7
+        assert all(cells)
+
+
+def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(copy, answered):
+    experiment = MlflowClient(tracking_uri=store_uri(copy.results)).get_experiment_by_name(NAME)
+    runs = MlflowClient(tracking_uri=store_uri(copy.results)).search_runs([experiment.experiment_id], max_results=500)
+    known = {run.data.tags.get("tracking_key") for run in runs}
+    measured = {}
+    for claim in answered["claims"]:
+        assert {origin["tracking_key"] for origin in claim["files"].values()} <= known
+        for condition in claim["conditions"]:
+            if condition["status"] != "not measured":
+                measured.setdefault(condition["statistic"], condition)
+    # One condition of each experiment at least, on the one engine that is measured here.
+    for name in ("score_over_small_rho", "squared_bias", "tail_mode", "sharp_bound_violations"):
+        assert measured[name]["low"] <= measured[name]["value"] <= measured[name]["high"]
+    assert measured["sharp_bound_violations"]["value"] == 0
+    assert measured["sharp_bound_violations"]["status"] == "met"
+
+
+def test_tables_and_figures_of_every_part_are_there_and_in_the_report(copy):
+    folder = copy.results / NAME
+    for name in ("main_table", "mismatch_table", "engines_table", "safe_sets_table", "bias_table"):
+        assert len(pd.read_csv(folder / f"tables/{name}.csv")) > 0
+    figures = ("bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets", "bias_variance", "rho_sweep")
+    for name in figures:
+        assert (folder / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
+    done = copy.snakemake("evidence", "--report", "report.html")
+    assert done.returncode == 0, done.stdout[-2000:]
+    report = (copy.folder / "report.html").read_text()
+    for text in (
+        "Claims and verdicts",
+        "Bias against variance",
+        "Where the mismatch is",
+        "Score, KL, bias and variance",
+    ):
+        assert text in report
+
+
+def test_a_second_run_has_nothing_to_do_and_a_changed_line_measures_what_depends_on_it(copy):
+    assert "Nothing to be done" in copy.snakemake("evidence").stdout
+    path = copy.folder / f"config/experiments/{NAME}.yaml"
+    original = path.read_text()
+    reports = {"report_training", "report_mismatch", "report_bias", "report_sweep", "evidence"}
+    for change, expected in [
+        (lambda value: value["bias"].update(engines=["coarse", "bf16"]), {"bias"}),
+        (lambda value: value["diagnose"].update(rhos=[0.5, 0.2]), {"diagnose"}),
+        (lambda value: value.update(seeds=[0, 1]), {"bias", "diagnose", "train", "convert", "evaluate"}),
+    ]:
+        value = yaml.safe_load(original)
+        change(value)
+        path.write_text(yaml.safe_dump(value, sort_keys=False))
+        lines = (line.split() for line in copy.snakemake("evidence", "--dry-run").stdout.splitlines())
+        listed = {one[0] for one in lines if len(one) == 2 and one[1].isdigit() and not one[0].endswith(":")}
+        path.write_text(original)
+        assert listed - {"total"} == expected | reports
+
+
+def test_another_experiment_takes_over_what_is_the_same(copy):
+    path = copy.folder / "config/experiments/mine.yaml"
+    value = yaml.safe_load((copy.folder / f"config/experiments/{NAME}.yaml").read_text())
+    path.write_text(yaml.safe_dump(value | {"name": "mine"}, sort_keys=False))
+    run = "method~rloo/engine~coarse/rho~none/seed~0"
+    goal = f"results/mine/evals/{run}/held_out/scores.json"
+    done = copy.snakemake(goal)
+    assert done.returncode == 0, done.stdout[-2000:]
+    for file in (f"runs/{run}/train.json", f"models/{run}/conversion.json", f"evals/{run}/held_out/scores.json"):
+        ours, theirs = (json.loads((copy.results / name / file).read_text()) for name in ("mine", NAME))
+        assert ours["reused_from"] == f"{NAME} {theirs['tracking_key']}"
+        assert ours["files"] == theirs["files"]

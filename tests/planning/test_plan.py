@@ -137,6 +137,20 @@ def test_gpu_hours_of_the_8b_experiment_by_hand():
     assert stage(plan, "base")["disk"] == 2 * parameters
 
 
+def test_measurements_are_jobs_with_records_of_their_own(tmp_path):
+    loaded = load_experiment("smoke_evidence", ROOT / "config")
+    plan = make_plan(loaded, tmp_path)
+    assert [stage(plan, name)["jobs"] for name in ("diagnose", "bias", "report")] == [1, 1, 4]
+    assert all(stage(plan, name)["gpu_hours"] > 0 for name in ("diagnose", "bias"))
+    [cell] = loaded.cells("bias")
+    record = {"identity": loaded.identity("bias", cell=cell), "seconds_stage": 36.0}
+    write_json(tmp_path / "bias" / cell.path / "bias.json", record)
+    assert stage(make_plan(loaded, tmp_path), "bias")["gpu_hours"] == pytest.approx(0.01)
+    assert [row["stage"] for row in make_plan(experiment("smoke"), NOWHERE)["stages"]] == [
+        *("prepare", "base", "train", "convert", "evaluate", "report")
+    ]
+
+
 def test_half_the_steps_take_half_the_time_but_for_the_start():
     hours = [
         stage(make_plan(experiment("paper_8b", training__steps=steps), NOWHERE), "train")["gpu_hours"]

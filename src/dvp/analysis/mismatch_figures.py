@@ -162,9 +162,9 @@ def _by_probability(experiment: Experiment, every: list[Cells], label: str) -> F
             axes.axvline(np.log(parse_rho(rho)), color=GREY, linewidth=0.8)
             axes.annotate(
                 f"ρ = {rho_text(rho)}",
-                (np.log(parse_rho(rho)), 0.0),
+                (np.log(parse_rho(rho)), 1.0),
                 xycoords=axes.get_xaxis_transform(),
-                xytext=(3, 5),
+                xytext=(3, -10),
                 textcoords="offset points",
                 fontsize=8,
             )

@@ -166,6 +166,8 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
             last.append(add("evaluate", run.path if run else "base", gpus, times[run], disk, [prepare, model]))
     for stage, folder in (("diagnose", "diagnostics"), ("bias", "bias")):
         cells = experiment.cells(stage)
+        if not cells:
+            continue
         times = _alike(
             {cell: (f"{folder}/{cell.path}/{stage}.json", experiment.identity(stage, cell=cell)) for cell in cells},
             records,

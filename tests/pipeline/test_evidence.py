@@ -1,15 +1,12 @@
 """The page of claims from nothing, for real, at the size of a smoke test: measured, answered, traced, asked again."""
 
 import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
+from working_copy import Copy
 
 from dvp.analysis.claims import load_claims
 from dvp.tracking.store import store_uri
@@ -18,34 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NAME = "smoke_evidence"
 
 
-class Copy:
-    """A working copy of the workflow, the installed package shared."""
-
-    def __init__(self, folder: Path, root: Path):
-        self.folder = folder
-        for name in ("config", "envs", "profiles", "workflow"):
-            shutil.copytree(root / name, folder / name)
-        shutil.copy(root / "Snakefile", folder)
-        self.results = folder / "results"
-
-    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [Path(sys.executable).parent / "snakemake", *arguments, "--configfile", "config/evidence_smoke.yaml"],
-            cwd=self.folder,
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=1200,
-        )
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, root) -> Copy:
-    copy = Copy(tmp_path_factory.mktemp("evidence"), root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        done = copy.snakemake("evidence")
+    copy = Copy(tmp_path_factory.mktemp("evidence"), root, "--configfile", "config/evidence_smoke.yaml")
+    done = copy.snakemake("evidence")
     assert done.returncode == 0, done.stdout[-3000:]
     return copy
 

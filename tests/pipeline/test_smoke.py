@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
+from working_copy import Copy
 
 from dvp.stages import track
 from dvp.tracking.store import lineage, store_uri
@@ -21,30 +21,12 @@ AIME25 = Path(__file__).parents[2].parent / "shared/data/aime25.jsonl"
 DVP_MIS = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
 
 
-class Copy:
-    """A working copy of the workflow: configuration and rules of its own, the installed package shared."""
+class Smoke(Copy):
+    """One of the smoke experiment."""
 
     def __init__(self, folder: Path, root: Path):
-        self.folder = folder
-        for name in ("config", "envs", "profiles", "workflow"):
-            shutil.copytree(root / name, folder / name)
-        shutil.copy(root / "Snakefile", folder)
-        self.results = folder / "results"
+        super().__init__(folder, root, "--config", "experiment=smoke")
         self.smoke = self.results / "smoke"
-
-    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess:
-        environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-        snakemake = Path(sys.executable).parent / "snakemake"
-        return subprocess.run(
-            [snakemake, *arguments, "--config", "experiment=smoke"],
-            cwd=self.folder,
-            env=environment,
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=1200,
-        )
 
     def edit(self, change) -> None:
         path = self.folder / "config/experiments/smoke.yaml"
@@ -54,8 +36,8 @@ class Copy:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory, root) -> Copy:
-    copy = Copy(tmp_path_factory.mktemp("pipeline"), root)
+def copy(tmp_path_factory, root) -> Smoke:
+    copy = Smoke(tmp_path_factory.mktemp("pipeline"), root)
     started = time.monotonic()
     done = copy.snakemake()
     assert done.returncode == 0, done.stdout[-3000:]

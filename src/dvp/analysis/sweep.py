@@ -15,7 +15,7 @@ from dvp.analysis.figures import STYLE
 from dvp.analysis.inputs import arms, is_control, read_evaluations, reference_arm
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.statistics import Measured, Statistic
-from dvp.analysis.tables import main_table
+from dvp.analysis.tables import LAST_STEPS, main_table, seeds_text
 from dvp.analysis.training import score_sources, statistics, where_of
 from dvp.config import Experiment
 from dvp.grid import Arm, parse_rho
@@ -76,18 +76,17 @@ def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Sta
         figure = Figure(figsize=(9.2, 6.4), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(2, 2, sharex=True).flat
-        for axes, (name, scale, label) in zip(
+        for axes, (name, scale, title, label) in zip(
             panels,
             (
-                ("score", 100, f"avg@{int(main['k'].iloc[0])} on {experiment.report.task}, %"),
-                ("final_k3", 1, "k3 of the sampled policies, last 10 steps, nats per token"),
-                ("squared_bias", 1, "squared bias of the gradient, |g|² = 1"),
-                ("variance", 1, "variance of the gradient of a batch, |g|² = 1"),
+                ("score", 100, "after training: score", f"avg@{int(main['k'].iloc[0])} on {experiment.report.task}, %"),
+                ("final_k3", 1, f"last {LAST_STEPS} steps: KL of the sampled policies", "k3, nats per token"),
+                ("squared_bias", 1, "base policy: squared bias of the gradient", "units of |g|²"),
+                ("variance", 1, "base policy: variance of a batch's gradient", "units of |g|²"),
             ),
             strict=True,
         ):
-            axes.set_xscale("log")
-            axes.set_ylabel(label)
+            axes.set(xscale="log", title=title, ylabel=label)
             for index, (method, engine, rhos) in enumerate(swept(experiment)):
                 color = f"C{index}"
                 if name in ("score", "final_k3"):
@@ -127,8 +126,7 @@ def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Sta
         }
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
         figure.suptitle(
-            f"{experiment.name}: bars are 95 % intervals; score and KL over {len(experiment.seeds)} training seeds, "
-            "bias and variance at the base policy",
+            f"{experiment.name}: bars are 95 % intervals; {seeds_text(experiment)}",
             fontsize=9.5,
         )
     return figure

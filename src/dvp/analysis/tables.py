@@ -209,7 +209,7 @@ def format_mismatch(experiment: Experiment, table: pd.DataFrame) -> Formatted:
         "between the policies that sampled (engine, q) and that were trained (p): the pruned ones for "
         "methods with ρ, the full ones for the others (column policies). These are different quantities.",
         f"Values: mean over the last {last} steps of a run (max |log ratio|: the largest), then over "
-        f"the {_seeds(experiment)}; [smallest, largest seed], which is not a confidence interval.",
+        f"the {seeds_text(experiment)}; [smallest, largest seed], which is not a confidence interval.",
         "ESS: effective sample size of the sequences' importance weights, as a fraction of the batch. "
         "outside V_S: sampled tokens outside the trainer's safe vocabulary; they are left out of k1, k3, |log ratio| "
         "and ESS. masked: tokens of weight 0, rejected by the importance correction or outside V_S. skipped steps: "
@@ -238,10 +238,10 @@ def _main_notes(experiment: Experiment, table: pd.DataFrame, published: Claim) -
     k = int(table["k"].iloc[0])
     reference = table[table["role"] == "reference"].iloc[0]
     if bootstrap.resamples_seeds(experiment.seeds):
-        drawn = f"problems, samples and the {_seeds(experiment)}"
+        drawn = f"problems, samples and the {seeds_text(experiment)}"
     else:
         drawn = (
-            f"problems and samples but not over the {_seeds(experiment)}, so it does not cover what another "
+            f"problems and samples but not over the {seeds_text(experiment)}, so it does not cover what another "
             "training run would change (see the scores per seed)"
         )
     notes = [
@@ -249,7 +249,7 @@ def _main_notes(experiment: Experiment, table: pd.DataFrame, published: Claim) -
         *experiment.report.declarations,
         f"Every model at the end of its training ({experiment.training.steps} steps), sampled {k} times "
         f"a problem of {task} at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g} "
-        f"with engine {evaluation.engine}; mean over the {_seeds(experiment)}. "
+        f"with engine {evaluation.engine}; mean over the {seeds_text(experiment)}. "
         "Column engine: the one used in training.",
         f"[95 %]: hierarchical bootstrap, {evaluation.bootstrap_resamples} resamples, over {drawn}.",
         f"Change: relative to {reference['label']} on engine {reference['engine']} (ref.); its interval is "
@@ -280,7 +280,8 @@ def _control_note(experiment: Experiment) -> str:
     return f"(control): trained on the evaluation's engine ({engine}), without the mismatch."
 
 
-def _seeds(experiment: Experiment) -> str:
+def seeds_text(experiment: Experiment) -> str:
+    """How many seeds, in words."""
     count = len(experiment.seeds)
     return "one training seed" if count == 1 else f"{count} training seeds"
 

@@ -300,7 +300,7 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
         pd.testing.assert_frame_equal(
             pd.read_parquet(results / "bias" / cell.path / name), pd.read_parquet(by_hand[0] / name)
         )
-    assert list((results / "tracking").rglob("bias-fp32-3.json"))
+    assert list((results / "tracking").rglob("bias-by~fp32-seed~3.json"))
     assert read_cell(experiment, results, cell).record["tracking_key"]
     only = experiment.model_copy(update={"bias": experiment.bias.model_copy(update={"engines": ["fp32"]})})
     assert measured(only, results).statistics

@@ -25,6 +25,7 @@ WRITES = {
     "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
+    "bias": ["estimators.parquet", "jackknife.parquet", "bias.json"],
     "diagnose": ["diagnostics/CELL/*.parquet", "diagnose.json"],
     "report": ["tables/", "figures/", "report/PART.json"],
     "claims": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],

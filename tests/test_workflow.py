@@ -95,7 +95,7 @@ def test_dry_run(snakemake, place, experiment, jobs):
 
 
 def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(snakemake, place):
-    status, out, errors = snakemake("-n", "--quiet", "rules", "evidence", "--config", "results=there")
+    status, out, errors = snakemake("evidence", "-n", "--quiet", "rules", "--config", "results=there")
     assert status == 0, errors
     counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
     names = ("mismatch", "safe_sets", "estimator_bias", "training_grid", "training_grid_stale", "rho_sweep")

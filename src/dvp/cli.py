@@ -164,13 +164,12 @@ def parser() -> argparse.ArgumentParser:
         "hold what was measured against what was published",
         "Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html and claims.json.",
     )
-    one.add_argument("--results", required=True, type=Path, metavar="FOLDER", help="where the experiments' folders are")
     one.add_argument(
         "--experiments",
         required=True,
         nargs="+",
-        metavar="KEY=NAME",
-        help="experiment NAME answers what the claims ask of KEY (config/config.yaml: evidence)",
+        metavar="KEY=FOLDER",
+        help="the experiment in FOLDER, results/E, answers what the claims ask of KEY (config/config.yaml: evidence)",
     )
     one.add_argument("--output", required=True, type=Path, metavar="FOLDER")
     stage(

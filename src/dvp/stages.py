@@ -331,13 +331,13 @@ def report(config: Path, part: str) -> None:
         finish(place.folder / "report" / f"{part}.json", result, tracked, identity, started)
 
 
-def claims(results: Path, experiments: list[str], output: Path) -> None:
+def claims(experiments: list[str], output: Path) -> None:
     """The reports of some experiments, and config/claims.yaml → claims.md, claims.html and, last, claims.json."""
     from dvp.analysis.verdicts import answer, to_html, to_markdown
 
-    answered = answer(results, experiments)
+    answered = answer(experiments)
     write_text(output / "claims.md", to_markdown(answered))
-    write_text(output / "claims.html", to_html(answered, results))
+    write_text(output / "claims.html", to_html(answered))
     write_json(output / "claims.json", answered | {"git_commit": git_commit()})
     for one in answered["claims"]:
         print(f"{one['verdict']:22} {one['text']}")

@@ -59,7 +59,7 @@ def place(tmp_path):
 
 
 def answered(folder):
-    return answer(folder, ["grid=tiny"], folder / "claims.yaml")
+    return answer([f"grid={folder / 'tiny'}"], folder / "claims.yaml")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_condition_that_two_statistics_fit_is_refused(place):
 def test_an_experiment_that_is_asked_for_and_not_named_is_refused(place):
     folder = place(statistic(1.0, 0.5, 1.5, rho="0.01"))
     with pytest.raises(DvpError, match=r"evidence: 'grid', for which .*claims.yaml asks, is missing"):
-        answer(folder, ["mismatch=tiny"], folder / "claims.yaml")
-    with pytest.raises(DvpError, match="expected KEY=NAME"):
-        answer(folder, ["grid"], folder / "claims.yaml")
+        answer([f"mismatch={folder / 'tiny'}"], folder / "claims.yaml")
+    with pytest.raises(DvpError, match="expected KEY=FOLDER"):
+        answer(["grid"], folder / "claims.yaml")
 
 
 def test_an_experiment_without_a_report_is_refused(tmp_path, place):
@@ -123,7 +123,7 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
     assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
     assert "Scale: " in page
-    html = to_html(result, folder)
+    html = to_html(result)
     for text in ("8 [5, 11] %: met", "reproduced in part", "tiny/runs/a/train.json", "key1", "no GPU", "no time"):
         assert text in html
 
@@ -134,7 +134,7 @@ def test_the_html_page_escapes_what_it_quotes_and_holds_its_figures(place):
     (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     result = answered(folder)
     result["claims"][0]["text"] = "<script>"
-    html = to_html(result, folder)
+    html = to_html(result)
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert "data:image/png;base64,iVBORw==" in html

@@ -112,9 +112,18 @@ def evaluation_gpus(asked, wildcards):
     return asked.engines[asked.evaluation.engine].tensor_parallel
 
 
+def cell_of(wildcards):
+    """The measurement that a path names."""
+    asked = experiment(wildcards.experiment)
+    for cell in asked.cells("diagnose") + asked.cells("bias"):
+        if cell.path == wildcards.cell:
+            return cell
+    raise WorkflowError(f"{wildcards.cell} is not measured by '{asked.name}'")
+
+
 def cell_gpus(asked, wildcards):
     """Of a measurement: those of its engine."""
-    return asked.engines[wildcards.cell.split("/by~")[1].split("/")[0]].tensor_parallel
+    return asked.engines[cell_of(wildcards).engine].tensor_parallel
 
 
 def threads_of(gpus_of_job):
@@ -160,9 +169,9 @@ def of_all_cells(stage):
 def model_proof(wildcards):
     """What says that the model to evaluate or to measure is complete."""
     run = wildcards.get("run")
-    if "cell" in wildcards.keys():
-        policy, seed = wildcards.cell.split("/by~")[0], wildcards.cell.split("/")[-1]
-        run = policy if policy == "base" else f"{policy}/{seed}"
+    if run is None:
+        measured = cell_of(wildcards).run
+        run = "base" if measured is None else measured.path
     if run == "base":
         return rules.base.output
     return rules.convert.output[0].format(experiment=wildcards.experiment, run=run)

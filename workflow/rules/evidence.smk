@@ -18,12 +18,14 @@ rule evidence:
     conda:
         "../../envs/dvp.yaml"
     params:
-        results=config["results"],
-        experiments=[f"{key}={name}" for key, name in config["evidence"].items()],
+        experiments=[
+            f"{key}={RESULTS.format(experiment=name)}"
+            for key, name in config["evidence"].items()
+        ],
         code=code_hash("claims"),
     message:
         "answering the claims"
     shell:
-        "dvp claims --results {params.results:q} --experiments {params.experiments:q} --output "
+        "dvp claims --experiments {params.experiments:q} --output "
         f"{EVIDENCE}"
         " 2>&1 | tee {log:q}"

@@ -28,34 +28,33 @@ th { background: #f4f4f4 } img { max-width: 100% } code { font-size: 85%; overfl
 """
 
 
-def answer(results: Path, experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
+def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
     """Every claim with its conditions, their statistics and the verdict, as plain data.
 
     Args:
-        results: the folder under which each experiment has its own.
-        experiments: KEY=NAME, the experiment NAME answers what the claims ask of KEY.
+        experiments: KEY=FOLDER, the experiment with this folder (results/E) answers what the claims ask of KEY.
 
     Raises:
         DvpError: a key that is missing or malformed, a report that is not there, or a condition that several
             statistics fit.
     """
     asked = load_claims(claims)
-    names = {}
+    folders: dict[str, Path] = {}
     for pair in experiments:
-        key, equals, name = pair.partition("=")
-        if not (key and equals and name):
-            raise DvpError(f"--experiments {pair}: expected KEY=NAME")
-        names[key] = name
+        key, equals, folder = pair.partition("=")
+        if not (key and equals and folder):
+            raise DvpError(f"--experiments {pair}: expected KEY=FOLDER")
+        folders[key] = Path(folder)
     wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
-    if missing := sorted(wanted - set(names)):
+    if missing := sorted(wanted - set(folders)):
         raise DvpError(f"config/config.yaml: evidence: '{missing[0]}', for which {claims} asks, is missing")
-    reports = {key: _read(results / name) for key, name in names.items()}
+    reports = {key: _read(folder) for key, folder in folders.items()}
     return {
         "experiments": {
-            key: {"name": names[key], "scale": report["scale"], "files": report["files"]}
+            key: {"folder": str(folders[key]), "scale": report["scale"], "files": report["files"]}
             for key, report in reports.items()
         },
-        "claims": [_answer_claim(claim, reports, names) for claim in asked.values()],
+        "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
     }
 
 
@@ -92,7 +91,7 @@ def to_markdown(answered: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def to_html(answered: dict[str, Any], results: Path) -> str:
+def to_html(answered: dict[str, Any]) -> str:
     """The page as one file, with its figures in it."""
     text = html.escape
     parts = [f"<!doctype html><meta charset='utf-8'><title>Claims and verdicts</title><style>{STYLE}</style>"]
@@ -113,11 +112,10 @@ def to_html(answered: dict[str, Any], results: Path) -> str:
         parts += [f"<li class='{condition['status']}'>{text(_long(condition))}" for condition in one["conditions"]]
         parts.append("</ul>")
         if one["figure"]:
-            experiment, figure = one["figure"].split("/")
-            image = results / experiment / "figures" / f"{figure}.png"
+            image = Path(one["image"])
             if image.is_file():
                 encoded = base64.b64encode(image.read_bytes()).decode()
-                parts.append(f"<p><img alt='{figure}' src='data:image/png;base64,{encoded}'></p>")
+                parts.append(f"<p><img alt='{one['figure']}' src='data:image/png;base64,{encoded}'></p>")
         if one["files"]:
             parts.append("<details><summary>from which runs</summary><table>")
             parts.append("<tr><th>file<th>MLflow tracking_key<th>identity<th>commit</tr>")
@@ -165,7 +163,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return {"scale": read_resolved(folder / "config.yaml").scale, "files": files, "statistics": found}
 
 
-def _answer_claim(claim: Claim, reports: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
     conditions = [
         _answer_condition(claim.id, condition, reports[condition.experiment]) for condition in claim.conditions
     ]
@@ -173,8 +171,11 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], names: dict[str, str]) 
     files: dict[str, Any] = {}
     for condition, answered in zip(claim.conditions, conditions, strict=True):
         origins = reports[condition.experiment]["files"]
-        files |= {f"{names[condition.experiment]}/{name}": origins[name] for name in answered["sources"]}
-    figure = claim.figure and claim.figure.split("/")
+        files |= {f"{folders[condition.experiment].name}/{name}": origins[name] for name in answered["sources"]}
+    figure = image = None
+    if claim.figure:
+        key, name = claim.figure.split("/")
+        figure, image = f"{folders[key].name}/{name}", str(folders[key] / "figures" / f"{name}.png")
     return {
         "id": claim.id,
         "text": claim.text,
@@ -189,7 +190,8 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], names: dict[str, str]) 
         "why": claim.not_testable or claim.not_tested or "",
         "conditions": conditions,
         "settings": max((one["settings"] for one in conditions), default=0),
-        "figure": f"{names[figure[0]]}/{figure[1]}" if figure else None,
+        "figure": figure,
+        "image": image,
         "files": files,
     }
 

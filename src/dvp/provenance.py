@@ -66,15 +66,21 @@ def _closure(*modules: str) -> set[str]:
         if name in found:
             continue
         found.add(name)
-        for node in ast.walk(ast.parse(_file(name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dvp":
-                waiting.append(node.module)
-                waiting += [
-                    f"{node.module}.{alias.name}" for alias in node.names if _exists(f"{node.module}.{alias.name}")
-                ]
-            elif isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names if alias.name.split(".")[0] == "dvp"]
+        # Of `from dvp.x import y`, y may be a module or not.
+        waiting += [one for one in _imported(_file(name).read_text(encoding="utf-8")) if _exists(one)]
     return found
+
+
+@cache  # most modules are part of several stages
+def _imported(source: str) -> list[str]:
+    """Everything of this package that a module imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dvp":
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names if alias.name.split(".")[0] == "dvp"]
+    return names
 
 
 def _file(name: str) -> Path:

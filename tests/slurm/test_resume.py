@@ -24,7 +24,7 @@ def untrained(finished, tmp_path_factory):
     shutil.rmtree(checkout.run_folder(RUN))
     file = checkout.folder / "config/experiments/smoke.yaml"
     value = yaml.safe_load(file.read_text())
-    value["training"] |= {"steps": 40, "checkpoint_every": 20}
+    value["training"] |= {"steps": 24, "checkpoint_every": 12}
     file.write_text(yaml.safe_dump(value, sort_keys=False))
     return checkout
 

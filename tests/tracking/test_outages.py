@@ -172,9 +172,11 @@ def test_a_server_killed_and_started_again_and_killed_again(folder, server, capf
 
     tracked = train(folder, STEPS, during)
     gone, back, gone_again = lines_of(capfd)
-    assert gone.startswith(f"MLflow store {server.uri}: cannot be used (")
     assert back.startswith(f"MLflow store {server.uri}: can be used again")
-    assert gone_again == gone
+    # The reason in between may differ: a connection is refused, or cut off in the middle of an answer.
+    for line in (gone, gone_again):
+        assert line.startswith(f"MLflow store {server.uri}: cannot be used (")
+        assert line.endswith(f"`dvp track --config {folder / 'config.yaml'}` brings in what it missed")
     server.start()
     half = contents(folder)[tracked.key]
     assert half["status"] == "RUNNING"

@@ -169,13 +169,20 @@ def test_lineage_follows_the_links_upstream(folder):
         with stage_run(folder, EXPERIMENT, stage, identity="abc", upstream=links) as tracked:
             keys[stage] = tracked.key
     other = train(folder, 1, identity="another seed").key
-    with stage_run(folder, EXPERIMENT, "report", identity="abc", upstream={"train": [keys["train"], other]}) as tracked:
+    with stage_run(
+        folder, EXPERIMENT, "report_training", identity="abc", upstream={"train": [keys["train"], other]}
+    ) as tracked:
         pass
     found = lineage(folder.parent, EXPERIMENT, keys["convert"])
     assert {stage: len(ids) for stage, ids in found.items()} == dict.fromkeys(keys, 1)
     assert set(lineage(folder.parent, EXPERIMENT, keys["base"])) == {"prepare", "base"}
     found = lineage(folder.parent, EXPERIMENT, tracked.key)
-    assert {stage: len(ids) for stage, ids in found.items()} == {"report": 1, "train": 2, "prepare": 1, "base": 1}
+    assert {stage: len(ids) for stage, ids in found.items()} == {
+        "report_training": 1,
+        "train": 2,
+        "prepare": 1,
+        "base": 1,
+    }
     with pytest.raises(DvpError, match="no run has the tracking_key 000000000000"):
         lineage(folder.parent, EXPERIMENT, "0" * 12)
 

@@ -30,7 +30,9 @@ def stages(folder):
 
     with pytest.raises(DvpError):
         train(folder, 3, fail, run=other)
-    with stage_run(folder, EXPERIMENT, "report", identity="x", upstream={"evaluate": [second], "train": [first]}):
+    with stage_run(
+        folder, EXPERIMENT, "report_training", identity="x", upstream={"evaluate": [second], "train": [first]}
+    ):
         pass
     return folder
 

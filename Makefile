@@ -20,8 +20,11 @@ smoke: install
 	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
 
 # All experiments that answer config/claims.yaml, and the page of claims.
+# make evidence EVIDENCE=config/evidence_smoke.yaml
 evidence: install
-	@$(SNAKEMAKE) --quiet host reason evidence --report results/evidence/report.html
+	@$(SNAKEMAKE) evidence --quiet host reason $(if $(EVIDENCE),--configfile $(EVIDENCE))
+	@$(SNAKEMAKE) evidence --quiet all $(if $(EVIDENCE),--configfile $(EVIDENCE)) --report results/evidence/report.html
+	@echo "claims   results/evidence/claims.md, results/evidence/report.html"
 
 # make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
 plan: install

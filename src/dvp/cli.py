@@ -235,6 +235,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"dvp {verb}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that is not ours
+            print(f"dvp {verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 2
         traceback.print_exc()
         print(
             f"dvp {verb}: a bug, please report it with the lines above: {type(error).__name__}: {error}",

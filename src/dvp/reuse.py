@@ -25,7 +25,8 @@ def reuse(folder: Path, path: Path, tracked: StageRun) -> bool:
         there = other / path.relative_to(folder)
         if other == folder or not there.is_file():
             continue
-        with contextlib.suppress(DvpError):  # of no use, then
+        # Of no use, then; or on its way out, or there is no room: the work itself will say so.
+        with contextlib.suppress(DvpError, OSError):
             record = read_json(there, KEY, "files")
             if record[KEY] != tracked.key_in(other.name):
                 continue

@@ -302,6 +302,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
 
 def report(config: Path, part: str) -> None:
     """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
+    from dvp.analysis.inputs import evaluation_folder
     from dvp.analysis.output import record, write
     from dvp.analysis.parts import parts
 
@@ -309,22 +310,32 @@ def report(config: Path, part: str) -> None:
     experiment = place.experiment
     if part not in parts(experiment):
         raise DvpError(f"--part {part}: the report of '{experiment.name}' has {', '.join(parts(experiment))}")
-    started = time.time()
-    if part == "training":
-        from dvp.analysis.report import report as run_report
-
-        measured = run_report(experiment, place.folder, place.folder)
-    else:
-        measured = import_module(f"dvp.analysis.{part}").measured(experiment, place.folder)
-        write(measured, place.folder)
+    upstream: dict[str, Path | list[Path]] = {}
+    if part in ("training", "sweep"):
+        upstream["train"] = [place.run_folder(run) / "train.json" for run in experiment.runs]
+        upstream["evaluate"] = [
+            evaluation_folder(place.folder, run, experiment.report.task) / "scores.json"
+            for run in [None, *experiment.runs]
+        ]
+    if part == "mismatch":
+        upstream["diagnose"] = [
+            place.folder / "diagnostics" / cell.path / "diagnose.json" for cell in experiment.cells("diagnose")
+        ]
+    if part in ("bias", "sweep"):
+        upstream["bias"] = [place.folder / "bias" / cell.path / "bias.json" for cell in experiment.cells("bias")]
     identity = experiment.identity("report")
-    upstream: dict[str, list[Path]] = {}
-    for source in measured.sources:
-        stage = {"scores": "evaluate"}.get(Path(source).stem, Path(source).stem)
-        upstream.setdefault(stage, []).append(place.folder / source)
+    started = time.time()
     with place.tracked(f"report_{part}", identity, upstream) as tracked:
+        if part == "training":
+            from dvp.analysis.report import report as run_report
+
+            measured = run_report(experiment, place.folder, place.folder)
+            tracked.log_file(place.folder / "provenance.json")
+        else:
+            measured = import_module(f"dvp.analysis.{part}").measured(experiment, place.folder)
+            write(measured, place.folder)
         for folder, names in (("tables", measured.tables), ("figures", measured.figures)):
-            for file in sorted((place.folder / folder).iterdir()):
+            for file in sorted((place.folder / folder).glob("*")):
                 if file.stem in names:
                     tracked.log_file(file, folder)
         result = {"experiment": experiment.name, "part": part, **record(measured, place.folder)}

@@ -13,7 +13,7 @@ from dvp.files import write_json, write_text
 
 ORIGIN = {"sha256": "0" * 64, "identity": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
 CLAIMS = """
-sources: {P: somewhere, arXiv 1}
+sources: {P: somewhere}
 claims:
   - id: gain
     text: it gains
@@ -49,9 +49,11 @@ def place(tmp_path):
     """Results of one experiment whose report holds the given statistics, and the claims."""
 
     def write(*statistics):
-        (tmp_path / "claims.yaml").write_text(CLAIMS.replace("{P: somewhere, arXiv 1}", "{P: somewhere}"))
-        write_text(tmp_path / "tiny/config.yaml", dump_experiment(make_experiment()))
+        (tmp_path / "claims.yaml").write_text(CLAIMS)
+        experiment = make_experiment()
+        write_text(tmp_path / "tiny/config.yaml", dump_experiment(experiment))
         record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
+        record["identity"] = experiment.identity("report")
         write_json(tmp_path / "tiny/report/training.json", record)
         return tmp_path
 
@@ -102,9 +104,15 @@ def test_an_experiment_that_is_asked_for_and_not_named_is_refused(place):
         answer(["grid"], folder / "claims.yaml")
 
 
-def test_an_experiment_without_a_report_is_refused(tmp_path, place):
+def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
     folder = place()
-    with pytest.raises(DvpError, match="no report; run the experiment first"):
+    path = folder / "tiny/report/training.json"
+    record = json.loads(path.read_text())
+    write_json(path, record | {"identity": "another"})
+    with pytest.raises(DvpError, match=r"report/training\.json: stale, written by another version"):
+        answered(folder)
+    path.unlink()
+    with pytest.raises(DvpError, match=r"report/training\.json: no such file"):
         answered(folder)
 
 

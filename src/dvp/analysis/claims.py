@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dvp.errors import DvpError
 from dvp.experiment_files import read_yaml
-from dvp.strict import Name, Strict
+from dvp.strict import NAME, Name, Strict
 
 CLAIMS = Path("config/claims.yaml")
 
@@ -61,7 +61,7 @@ class Claim(Strict):
     method: Name | None = None
     """The value stands beside this method's rows of the main table."""
     note: str | None = None
-    figure: str | None = None
+    figure: Annotated[str, Field(pattern=rf"^{NAME.pattern}/{NAME.pattern}$")] | None = None
     """EXPERIMENT/FIGURE that shows the measurement."""
     conditions: list[Condition] = []
     not_testable: str | None = None

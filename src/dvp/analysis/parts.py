@@ -17,7 +17,9 @@ def parts(experiment: Experiment) -> list[str]:
 
 
 def swept(experiment: Experiment) -> list[tuple[str, str, list[str]]]:
-    """Method, engine and the values of ρ of every sweep: trained, and their bias measured, at three values or more."""
+    """Method, engine and the values of ρ of every sweep: trained, and at three or more measured at the base policy."""
+    if experiment.bias is None or "base" not in experiment.bias.policies:
+        return []
     result = []
     for entry in experiment.grid:
         for method in entry.method:

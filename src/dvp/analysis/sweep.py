@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from dvp.analysis import bootstrap
 from dvp.analysis.bias import pooled
-from dvp.analysis.figures import STYLE
+from dvp.analysis.figures import COLORS, STYLE
 from dvp.analysis.inputs import arms, is_control, read_evaluations, reference_arm
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.statistics import Measured, Statistic
@@ -31,7 +31,8 @@ def measured(experiment: Experiment, results: Path) -> Measured:
     main = main_table(experiment, results)
     trained = statistics(experiment, results, main)
     found = [one for sweep in swept(experiment) for one in _contrasts(experiment, results, *sweep)]
-    figure = _figure(experiment, main, {_key(one): one for one in trained}, pooled(experiment, results))
+    bias = pooled(experiment, results)
+    figure = _figure(experiment, main, {_key(one): one for one in trained}, bias[bias["policy"] == "base"])
     sources = {name for one in trained for name in one.sources}
     cells = {f"bias/{cell.path}/bias.json" for cell in experiment.cells("bias")}
     return Measured(statistics=found, figures={"rho_sweep": figure}, sources=tuple(sorted(sources | cells)))
@@ -88,7 +89,7 @@ def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Sta
         ):
             axes.set(xscale="log", title=title, ylabel=label)
             for index, (method, engine, rhos) in enumerate(swept(experiment)):
-                color = f"C{index}"
+                color = COLORS[index % len(COLORS)]
                 if name in ("score", "final_k3"):
                     rows = [trained[name, method, engine, rho] for rho in rhos]
                     rows = [(parse_rho(rho), one.value, one.low, one.high) for rho, one in zip(rhos, rows, strict=True)]

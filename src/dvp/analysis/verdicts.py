@@ -11,6 +11,8 @@ from typing import Any
 
 from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims
 from dvp.analysis.formats import EMPTY
+from dvp.analysis.inputs import check_fresh
+from dvp.analysis.parts import parts
 from dvp.errors import DvpError
 from dvp.experiment_files import read_resolved
 from dvp.files import read_json
@@ -46,6 +48,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
             raise DvpError(f"--experiments {pair}: expected KEY=FOLDER")
         folders[key] = Path(folder)
     wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
+    wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}
     if missing := sorted(wanted - set(folders)):
         raise DvpError(f"config/config.yaml: evidence: '{missing[0]}', for which {claims} asks, is missing")
     reports = {key: _read(folder) for key, folder in folders.items()}
@@ -152,15 +155,16 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """All parts of an experiment's report."""
+    """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
+    experiment = read_resolved(folder / "config.yaml")
     files, found = {}, []
-    for path in sorted((folder / "report").glob("*.json")):
-        part = read_json(path, "statistics", "files")
+    for name in parts(experiment):
+        path = folder / "report" / f"{name}.json"
+        part = read_json(path, "identity", "statistics", "files")
+        check_fresh(path, part, experiment.identity("report"))
         files |= part["files"]
         found += part["statistics"]
-    if not found:
-        raise DvpError(f"{folder / 'report'}: no report; run the experiment first")
-    return {"scale": read_resolved(folder / "config.yaml").scale, "files": files, "statistics": found}
+    return {"scale": experiment.scale, "files": files, "statistics": found}
 
 
 def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:

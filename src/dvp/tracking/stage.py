@@ -10,7 +10,18 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.provenance import code_hash, git_commit
-from dvp.tracking.record import FAILURE, FOLDER, KEY, UPSTREAM, Record, key_of, read_record, read_rows, write_record
+from dvp.tracking.record import (
+    COLLAPSED,
+    FAILURE,
+    FOLDER,
+    KEY,
+    UPSTREAM,
+    Record,
+    key_of,
+    read_record,
+    read_rows,
+    write_record,
+)
 from dvp.tracking.store import Feed, reason_of, store_name
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
@@ -66,6 +77,8 @@ class StageRun:
         other = read_record(folder / self._relative(self._path))
         self._record.params, self._record.results = dict(other.params), dict(other.results)
         self._record.files, self._record.metrics = dict(other.files), other.metrics
+        if COLLAPSED in other.tags:
+            self.tag(COLLAPSED, other.tags[COLLAPSED])
         if other.metrics:
             self._rows += read_rows(folder / other.metrics)
 

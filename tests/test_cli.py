@@ -275,3 +275,11 @@ def test_evaluate_takes_tasks_of_the_experiment_only(refused, resolved, place):
     line = refused("evaluate", "--config", config, "--run", "base", "--task", "aime25")
     assert line == "task 'aime25' is not in experiment 'smoke': held_out"
     assert [path.name for path in (place / config).parent.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(dvp, place):
+    (place / "taken").write_text("a file, no folder")
+    status, line, everything = dvp("resolve", "--experiment", "smoke", "--folder", "taken/results", cwd=place)
+    assert status == 2
+    assert "taken" in line
+    assert "Traceback" not in everything

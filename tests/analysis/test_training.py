@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up_results import CLAIMS, Results, make_experiment
 
-from dvp.analysis.training import over_seeds
+from dvp.analysis.inputs import arms
+from dvp.analysis.tables import main_table
+from dvp.analysis.training import over_seeds, statistics
 
 
 def test_the_interval_over_three_seeds_is_students():
@@ -36,3 +39,22 @@ def test_one_seed_has_no_interval():
     assert mean == 2.0
     assert math.isnan(low)
     assert math.isnan(high)
+
+
+def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
+    experiment = make_experiment()
+    results = Results(experiment, tmp_path)
+    main = main_table(experiment, results.folder, CLAIMS)
+    found = statistics(experiment, results.folder, main)
+    names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
+    for arm, row in zip(arms(experiment), main.to_dict("records")[1:], strict=True):
+        own = {one.name: one for one in found if all(arm.path in source for source in one.sources)}
+        assert set(own) == names | ({"score_change_percent"} if row["role"] != "reference" else set())
+        assert (own["score"].value, own["score"].low, own["score"].high) == (
+            row["score"],
+            row["score_low"],
+            row["score_high"],
+        )
+        assert own["collapsed"].value == 0
+        assert len(own["final_k3"].sources) == len(experiment.seeds)
+    assert len(found) == len(arms(experiment)) * (len(names) + 1) - 1

@@ -140,6 +140,7 @@ def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
 
 def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(copy, monkeypatch):
     key = json.loads((copy.smoke / "report/training.json").read_text())["tracking_key"]
+    assert "provenance.json" in json.loads((copy.smoke / "tracking/report_training.json").read_text())["files"]
     runs = len(list((copy.smoke / "runs").rglob("train.json")))
     expected = {"prepare": 1, "base": 1, "train": runs, "convert": runs, "evaluate": runs + 1, "report_training": 1}
     ids = lineage(copy.results, "smoke", key)

@@ -9,6 +9,7 @@ from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
 from dvp.experiment_files import dump_experiment, load_experiment
 from dvp.files import read_json, sha256_file, write_json, write_text
 from dvp.reuse import reuse
+from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store
 
@@ -30,6 +31,7 @@ def other(folder):
         tracked.log_params({"seed": 0})
         for step in range(1, STEPS + 1):
             tracked.log_step(step, made_up_row(step))
+        tracked.tag(COLLAPSED, "at step 2: reward")
         record = {
             "files": {"metrics.jsonl": sha256_file(run / "metrics.jsonl")},
             "checkpoint": "checkpoints/0123/step-3",
@@ -58,6 +60,7 @@ def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder
     for key in ("git_commit", "seconds_stage", "files", "checkpoint"):
         assert ours[key] == theirs[key]
     stored = contents(folder)
+    assert stored[ours["tracking_key"]]["tags"][COLLAPSED] == "at step 2: reward"
     points = stored[ours["tracking_key"]]["metrics"]["reward"]
     assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
 

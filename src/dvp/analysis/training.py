@@ -1,8 +1,9 @@
 """Statistics of training runs by name (see config/claims.yaml)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from scipy import stats
 
 from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics
 from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import LAST_STEPS
+from dvp.analysis.tables import LAST_STEPS, seeds_text
 from dvp.config import Experiment
 
 LEVEL = 0.95
@@ -25,46 +26,40 @@ def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> lis
     """
     metrics = read_metrics(experiment, results)
     rows = main.set_index("arm").to_dict("index")
-    found = []
-    for arm in arms(experiment):
-        where, scored = where_of(arm), rows[arm.path]
-        scores, trained = score_sources(experiment, results, arm), train_sources(experiment, arm)
-        bootstrapped = "hierarchical bootstrap over problems, samples and, from three on, training seeds"
-        found.append(
-            Statistic(
-                "score", where, scored["score"], scored["score_low"], scored["score_high"],
-                f"avg@{scored['k']}, fraction", bootstrapped, scores,
-            )
-        )  # fmt: skip
-        if scored["role"] != "reference":
-            found.append(
-                Statistic(
-                    "score_change_percent", where, scored["change_percent"], scored["change_low"],
-                    scored["change_high"], "%", f"{bootstrapped}, paired with the reference", scores,
-                )
-            )  # fmt: skip
-        own = metrics[metrics["arm"] == arm.path]
-        first, last = own["step"] <= LAST_STEPS, own["step"] > experiment.training.steps - LAST_STEPS
-        k3 = own[last].groupby("seed")["k3"].mean()
-        for name, values, unit, logarithmic in (
-            ("final_k3", k3, "nats per token", True),
-            ("k3_growth", k3 / own[first].groupby("seed")["k3"].mean(), "ratio", True),
-            ("final_gradient_norm", own[last].groupby("seed")["gradient_norm"].mean(), "norm", True),
-            ("final_reward", own[last].groupby("seed")["reward"].mean(), "fraction", False),
-        ):
-            value, low, high = over_seeds(list(values), logarithmic=logarithmic)
-            how = f"t interval over {len(values)} training seeds" + (", of the logarithm" if logarithmic else "")
-            found.append(Statistic(name, where, value, low, high, unit, how, trained))
-        steps = read_collapses(experiment, results, arm)
-        collapsed = sum(step is not None for step in steps)
-        interval = stats.binomtest(collapsed, len(steps)).proportion_ci(LEVEL, method="exact")
-        found.append(
-            Statistic(
-                "collapsed", where, collapsed / len(steps), interval.low, interval.high, "fraction of runs",
-                f"Clopper-Pearson, {collapsed} of {len(steps)} training seeds", trained,
-            )
-        )  # fmt: skip
-    return found
+    return [one for arm in arms(experiment) for one in _of_arm(experiment, results, arm, rows[arm.path], metrics)]
+
+
+def _of_arm(
+    experiment: Experiment, results: Path, arm: Arm, scored: dict[str, Any], metrics: pd.DataFrame
+) -> Iterator[Statistic]:
+    def statistic(name: str, numbers: tuple[float, float, float], unit: str, how: str) -> Statistic:
+        found = score_sources(experiment, results, arm) if name.startswith("score") else train_sources(experiment, arm)
+        return Statistic(name, where_of(arm), *numbers, unit, how, found)
+
+    how = "hierarchical bootstrap over problems, samples and, from three on, training seeds"
+    score = tuple(scored[key] for key in ("score", "score_low", "score_high"))
+    yield statistic("score", score, f"avg@{scored['k']}, fraction", how)
+    if scored["role"] != "reference":
+        change = tuple(scored[key] for key in ("change_percent", "change_low", "change_high"))
+        yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference")
+
+    own = metrics[metrics["arm"] == arm.path]
+    first = own[own["step"] <= LAST_STEPS].groupby("seed")
+    last = own[own["step"] > experiment.training.steps - LAST_STEPS].groupby("seed")
+    for name, values, unit, logarithmic in (
+        ("final_k3", last["k3"].mean(), "nats per token", True),
+        ("k3_growth", last["k3"].mean() / first["k3"].mean(), "ratio", True),
+        ("final_gradient_norm", last["gradient_norm"].mean(), "norm", True),
+        ("final_reward", last["reward"].mean(), "fraction", False),
+    ):
+        how = f"t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
+        yield statistic(name, over_seeds(list(values), logarithmic=logarithmic), unit, how)
+
+    steps = read_collapses(experiment, results, arm)
+    collapsed = sum(step is not None for step in steps)
+    interval = stats.binomtest(collapsed, len(steps)).proportion_ci(LEVEL, method="exact")
+    numbers = (collapsed / len(steps), interval.low, interval.high)
+    yield statistic("collapsed", numbers, "fraction of runs", f"Clopper-Pearson, {collapsed} of {len(steps)} seeds")
 
 
 def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, float]:

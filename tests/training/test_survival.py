@@ -149,12 +149,12 @@ def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make
 RANK = """
 import os, signal, sys
 import torch
-from dvp.errors import Stopped
+from dvp.training.launch import reported
 from dvp.training.stopping import Abandoned, StopRequest
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-with StopRequest() as stop:
+with reported(), StopRequest() as stop:  # as a rank of a run ends: in the ordinary way its group's threads may abort it
     assert not stop.requested()
     try:
         with stop.abandonable():

@@ -22,14 +22,13 @@ from dvp.files import (
     sha256_file,
     sha256_json,
     verify_checksums,
-    write_json,
     write_text,
 )
 from dvp.grid import Run
 from dvp.measuring import bias, diagnose  # noqa: F401 - verbs, too
 from dvp.place import BASE, Place, finish
 from dvp.progress import Progress
-from dvp.provenance import code_hash, git_commit
+from dvp.provenance import code_hash
 from dvp.reuse import reuse
 from dvp.tracking.record import COLLAPSED, read_records, read_rows
 from dvp.tracking.store import create_store, store_name
@@ -344,12 +343,24 @@ def report(config: Path, part: str) -> None:
 
 def claims(experiments: list[str], output: Path) -> None:
     """The reports of some experiments, and config/claims.yaml → claims.md, claims.html and, last, claims.json."""
+    from dvp.analysis.claims import CLAIMS
     from dvp.analysis.verdicts import answer, to_html, to_markdown
+    from dvp.tracking.stage import stage_run
 
     answered = answer(experiments)
-    write_text(output / "claims.md", to_markdown(answered))
-    write_text(output / "claims.html", to_html(answered))
-    write_json(output / "claims.json", answered | {"git_commit": git_commit()})
+    identity = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
+    inputs = sha256_json([one["files"] for one in answered["experiments"].values()])[:12]
+    upstream = {key: list(one["reports"].values()) for key, one in answered["experiments"].items()}
+    output = output.resolve()
+    started = time.time()
+    with stage_run(output, output.name, "claims", identity=identity, inputs=inputs, upstream=upstream) as tracked:
+        write_text(output / "claims.md", to_markdown(answered))
+        write_text(output / "claims.html", to_html(answered))
+        for one in answered["claims"]:
+            tracked.tag(f"claim.{one['id']}", one["verdict"])
+        for name in ("claims.md", "claims.html"):
+            tracked.log_file(output / name)
+        finish(output / "claims.json", answered, tracked, identity, started)
     for one in answered["claims"]:
         print(f"{one['verdict']:22} {one['text']}")
     print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")

@@ -53,7 +53,7 @@ def place(tmp_path):
         experiment = make_experiment()
         write_text(tmp_path / "tiny/config.yaml", dump_experiment(experiment))
         record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
-        record["identity"] = experiment.identity("report")
+        record |= {"identity": experiment.identity("report"), "tracking_key": "report 1"}
         write_json(tmp_path / "tiny/report/training.json", record)
         return tmp_path
 

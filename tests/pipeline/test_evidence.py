@@ -9,7 +9,7 @@ from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
 from dvp.analysis.claims import load_claims
-from dvp.tracking.store import store_uri
+from dvp.tracking.store import lineage, store_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NAME = "smoke_evidence"
@@ -52,6 +52,17 @@ def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(c
         assert measured[name]["low"] <= measured[name]["value"] <= measured[name]["high"]
     assert measured["sharp_bound_violations"]["value"] == 0
     assert measured["sharp_bound_violations"]["status"] == "met"
+
+
+def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, answered):
+    found = lineage(copy.results, answered["tracking_key"])
+    parts = {"report_training", "report_mismatch", "report_bias", "report_sweep"}
+    assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "diagnose", "bias", "claims"} | parts
+    [run_id] = found["claims"]
+    run = MlflowClient(tracking_uri=store_uri(copy.results)).get_run(run_id)
+    assert run.info.status == "FINISHED"
+    told = {name.removeprefix("claim."): value for name, value in run.data.tags.items() if name.startswith("claim.")}
+    assert told == {claim["id"]: claim["verdict"] for claim in answered["claims"]}
 
 
 def test_tables_and_figures_of_every_part_are_there_and_in_the_report(copy):

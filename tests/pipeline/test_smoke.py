@@ -114,7 +114,7 @@ def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
     assert all(0 < row["pruned_mass_mean"] < 0.5 and 1 <= row["safe_size"] < 512 for row in rows)
     client = MlflowClient(tracking_uri=store_uri(copy.results))
     key = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["tracking_key"]
-    [run_id] = lineage(copy.results, "smoke", key)["train"]
+    [run_id] = lineage(copy.results, key)["train"]
     for name in set().union(*rows) - {"step"}:
         history = client.get_metric_history(run_id, name)
         expected = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
@@ -126,7 +126,7 @@ def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
     arm = next(name for name in provenance["tables"]["main_table"] if "dvp_mis" in name)
     sources = {provenance["files"][name]["tracking_key"] for name in provenance["tables"]["main_table"][arm]["score"]}
     assert len(sources) == 1  # one seed
-    found = lineage(copy.results, "smoke", sources.pop())
+    found = lineage(copy.results, sources.pop())
     assert set(found) == {"prepare", "base", "train", "convert", "evaluate"}
     client = MlflowClient(tracking_uri=store_uri(copy.results))
     for stage, (run_id,) in found.items():
@@ -143,11 +143,11 @@ def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(cop
     assert "provenance.json" in json.loads((copy.smoke / "tracking/report_training.json").read_text())["files"]
     runs = len(list((copy.smoke / "runs").rglob("train.json")))
     expected = {"prepare": 1, "base": 1, "train": runs, "convert": runs, "evaluate": runs + 1, "report_training": 1}
-    ids = lineage(copy.results, "smoke", key)
+    ids = lineage(copy.results, key)
     assert {stage: len(found) for stage, found in ids.items()} == expected
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.folder}/another.db")
     track(copy.smoke / "config.yaml")
-    others = lineage(copy.results, "smoke", key)
+    others = lineage(copy.results, key)
     assert {stage: len(found) for stage, found in others.items()} == expected
     assert all(set(ids[stage]).isdisjoint(others[stage]) for stage in expected)
 

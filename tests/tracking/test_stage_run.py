@@ -137,7 +137,7 @@ def test_a_result_that_changes_is_the_one_shown(folder):
     client = MlflowClient(tracking_uri=store_uri(folder.parent))
     for value in (0.5, 0.25, 0.5):
         tracked = evaluate(folder, {}, value)
-        [run_id] = lineage(folder.parent, EXPERIMENT, tracked.key)["evaluate"]
+        [run_id] = lineage(folder.parent, tracked.key)["evaluate"]
         assert client.get_run(run_id).data.metrics == {"avg_at_8": value}
     file = client.download_artifacts(run_id, "scores.json")
     assert json.loads(Path(file).read_text()) == {"value": 0.5}
@@ -173,10 +173,10 @@ def test_lineage_follows_the_links_upstream(folder):
         folder, EXPERIMENT, "report_training", identity="abc", upstream={"train": [keys["train"], other]}
     ) as tracked:
         pass
-    found = lineage(folder.parent, EXPERIMENT, keys["convert"])
+    found = lineage(folder.parent, keys["convert"])
     assert {stage: len(ids) for stage, ids in found.items()} == dict.fromkeys(keys, 1)
-    assert set(lineage(folder.parent, EXPERIMENT, keys["base"])) == {"prepare", "base"}
-    found = lineage(folder.parent, EXPERIMENT, tracked.key)
+    assert set(lineage(folder.parent, keys["base"])) == {"prepare", "base"}
+    found = lineage(folder.parent, tracked.key)
     assert {stage: len(ids) for stage, ids in found.items()} == {
         "report_training": 1,
         "train": 2,
@@ -184,7 +184,7 @@ def test_lineage_follows_the_links_upstream(folder):
         "base": 1,
     }
     with pytest.raises(DvpError, match="no run has the tracking_key 000000000000"):
-        lineage(folder.parent, EXPERIMENT, "0" * 12)
+        lineage(folder.parent, "0" * 12)
 
 
 def test_text_that_filters_might_stumble_over(folder):

@@ -54,7 +54,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
     reports = {key: _read(folder) for key, folder in folders.items()}
     return {
         "experiments": {
-            key: {"folder": str(folders[key]), "scale": report["scale"], "files": report["files"]}
+            key: {"folder": str(folders[key])} | {name: report[name] for name in ("scale", "reports", "files")}
             for key, report in reports.items()
         },
         "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
@@ -157,14 +157,15 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
     experiment = read_resolved(folder / "config.yaml")
-    files, found = {}, []
+    reports, files, found = {}, {}, []
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
-        part = read_json(path, "identity", "statistics", "files")
+        part = read_json(path, "identity", "tracking_key", "statistics", "files")
         check_fresh(path, part, experiment.identity("report"))
+        reports[name] = part["tracking_key"]
         files |= part["files"]
         found += part["statistics"]
-    return {"scale": experiment.scale, "files": files, "statistics": found}
+    return {"scale": experiment.scale, "reports": reports, "files": files, "statistics": found}
 
 
 def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:

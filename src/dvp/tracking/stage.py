@@ -114,9 +114,11 @@ class StageRun:
             ended = time.monotonic()
             self._next_attempt = ended + max(WAIT, SHARE * (ended - started))
             if not self._out:
+                config = self._folder / "config.yaml"
+                remedy = f"`dvp track --config {config}`" if config.is_file() else "the same command again"
                 self._say(
                     f"cannot be used ({reason_of(error, self._folder.parent)}); the stage goes on, and "
-                    f"`dvp track --config {self._folder / 'config.yaml'}` brings in what it missed"
+                    f"{remedy} brings in what it missed"
                 )
             self._out = True
         else:

@@ -70,13 +70,13 @@ def track(folder: Path, record: Record, rows: list[dict]) -> Counter:
     return feed.sent
 
 
-def lineage(results: Path, experiment: str, key: str) -> dict[str, list[str]]:
+def lineage(results: Path, key: str) -> dict[str, list[str]]:
     """MLflow run ids by stage of everything that the run of this key came from, itself included.
 
     Raises DvpError if a linked run is not in the store.
     """
     client = _client(results)
-    experiment_id = _experiment_id(client, results, experiment)
+    experiments = [found.experiment_id for found in client.search_experiments()]
     found: dict[str, list[str]] = {}
     seen: set[str] = set()
     waiting = [key]
@@ -85,7 +85,7 @@ def lineage(results: Path, experiment: str, key: str) -> dict[str, list[str]]:
         if current in seen:
             continue
         seen.add(current)
-        run = _find(client, experiment_id, current)
+        run = _find(client, experiments, current)
         if run is None:
             raise DvpError(f"MLflow store {store_name(results)}: no run has the {KEY} {current}; `dvp track` adds it")
         found.setdefault(run.data.tags["stage"], []).append(run.info.run_id)
@@ -189,7 +189,7 @@ class Feed:
         self.sent["files"] += len(there)
 
     def _find_or_create(self, experiment_id: str, name: str, tags: dict[str, str], started: int):
-        found = _find(self._client, experiment_id, tags[KEY])
+        found = _find(self._client, [experiment_id], tags[KEY])
         if found is None:
             found = self._client.create_run(experiment_id, start_time=started, tags=tags, run_name=name)
             self.sent["runs"] += 1
@@ -229,9 +229,9 @@ def _experiment_id(client, results: Path, name: str) -> str:
     return client.create_experiment(name, artifact_location=location)
 
 
-def _find(client, experiment_id: str, key: str):
+def _find(client, experiments: list[str], key: str):
     found = client.search_runs(
-        [experiment_id], f"tags.{KEY} = '{key}'", max_results=1, order_by=["attributes.start_time ASC"]
+        experiments, f"tags.{KEY} = '{key}'", max_results=1, order_by=["attributes.start_time ASC"]
     )
     return found[0] if found else None
 

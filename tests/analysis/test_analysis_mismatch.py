@@ -9,7 +9,7 @@ import torch
 from made_up_results import CLAIMS, make_experiment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.analysis import figures, mismatch, mismatch_inputs
+from dvp.analysis import figures, mismatch, mismatch_figures, mismatch_inputs
 from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, from_markdown, to_markdown, to_text
 from dvp.analysis.mismatch_inputs import Cells
@@ -24,6 +24,7 @@ from noisy_engine import NoisyEngine
 SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 ARM = {"method": "rloo", "engine": "fp32", "rho": None}
+FIGURES = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
 
 
 def experiment_of(rhos=(0.01, 0.0001, "e-3"), seeds=(0, 1, 2)):
@@ -212,13 +213,25 @@ def test_tables_have_a_row_for_each_engine_and_rho_and_read_back(experiment, mea
     assert safe_formatted.headings[-1] == "with ε̂ = 0.5"
 
 
-def test_figures_are_drawn_for_every_policy(measured, tmp_path):
-    names = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
-    assert list(measured.figures) == names + [f"{name}_rloo_fp32" for name in names]
-    for name, figure in list(measured.figures.items())[:4]:
+def test_figures_show_every_policy(measured, tmp_path):
+    assert list(measured.figures) == FIGURES
+    for name, figure in measured.figures.items():
+        assert [part.get_suptitle() for part in figure.subfigs] == ["base model", "after RLOO (naive), fp32"]
         svg, png = figures.save(figure, tmp_path, name)
         assert png.stat().st_size > 20_000
         assert svg.stat().st_size > 20_000
+
+
+def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experiment, results, measured, tmp_path):
+    """The rule that draws them expects every figure."""
+    exact = [cells for cells in mismatch_inputs.read_cells(experiment, results) if cells.engine == "fp32"]
+    drawn = mismatch_figures.figures(experiment_of(rhos=[0.01]), exact, measured.statistics)
+    assert list(drawn) == FIGURES
+    assert all(axes.lines for axes in drawn["mismatch_distribution"].axes)
+    sizes = drawn["safe_sets"].axes[0]
+    assert [(list(line.get_xdata()), line.get_marker()) for line in sizes.lines] == [([0.01], "o")] * 2
+    for name, figure in drawn.items():
+        figures.save(figure, tmp_path, name)
 
 
 def copied(results, experiment, tmp_path):

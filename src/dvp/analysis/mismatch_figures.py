@@ -1,6 +1,7 @@
 """The figures of the stage `diagnose`. An engine has the same colour in all of them."""
 
 import textwrap
+from collections.abc import Iterable
 
 import matplotlib as mpl
 import numpy as np
@@ -29,55 +30,35 @@ INFER, TRAIN = COLORS[0], COLORS[1]
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
 RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
 FEW = 5
+MARGIN_LINES = ("--", "-.", ":")
+Policies = dict[str, list[Cells]]  # each policy's, one of each engine
 LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
 
 def figures(experiment: Experiment, every: list[Cells], statistics: list[Statistic]) -> dict[str, Figure]:
-    """bounds, mismatch_distribution, mismatch_by_probability, and safe_sets if there are several ρ.
-
-    Those of a policy but the first have its path's parts in their names, as in `bounds_rloo_fp32`.
-    """
-    drawn = {}
-    for policy in dict.fromkeys(cells.policy for cells in every):
-        own = [cells for cells in every if cells.policy == policy]
-        label = policy_label(experiment, policy)
-        parts = [part.split("~")[1] for part in policy.split("/") if "~" in part]
-        suffix = "" if policy == every[0].policy else "_" + "_".join(part for part in parts if part != "none")
-        with mpl.rc_context(STYLE):
-            drawn[f"bounds{suffix}"] = _bounds(own, label)
-            drawn[f"mismatch_distribution{suffix}"] = _distribution(own, label)
-            drawn[f"mismatch_by_probability{suffix}"] = _by_probability(experiment, own, label)
-            if len(experiment.diagnose.rhos) > 1:
-                drawn[f"safe_sets{suffix}"] = _safe_sets(experiment, own, statistics, label)
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    """bounds, mismatch_distribution, mismatch_by_probability and safe_sets, each of all policies, one below another."""
+    policies = {policy: [cells for cells in every if cells.policy == policy] for policy in _unique(every, "policy")}
+    labels = {policy: policy_label(experiment, policy) for policy in policies}
+    with mpl.rc_context(STYLE):
+        return {
+            "bounds": _bounds(policies, labels),
+            "mismatch_distribution": _distribution(policies, labels),
+            "mismatch_by_probability": _by_probability(experiment, policies, labels),
+            "safe_sets": _safe_sets(experiment, policies, labels, statistics),
+        }
 
 
-def _bounds(every: list[Cells], label: str) -> Figure:
+def _unique(every: list[Cells], key: str) -> list[str]:
+    return list(dict.fromkeys(getattr(cells, key) for cells in every))
+
+
+def _bounds(policies: Policies, labels: dict[str, str]) -> Figure:
     """|d| in units of 2 ε_max, which the literal bound is 1 − p of."""
-    figure, grid = _grid(1, len(every), 2.5, 2.9)
-    for place, (axes, cells) in enumerate(zip(grid[0], every, strict=True)):
-        table = cells.tables["bounds"]
-        bins = table.groupby("rest_high").agg(
-            pairs=("pairs", "sum"),
-            scaled=("scaled", "sum"),
-            above=("max_scaled_above", "max"),
-            below=("max_scaled_below", "max"),
-        )
-        # At a bin's upper edge, where the literal bound is widest: a point above the line is a violation.
-        rest = bins.index
-        axes.plot(rest, bins["scaled"] / bins["pairs"], "-", color=GREY, linewidth=1.2)
-        axes.plot(rest, bins["above"].where(bins["above"] > 0), "^", color=COLORS[0], markersize=3)
-        axes.plot(rest, bins["below"].where(bins["below"] > 0), "v", color=COLORS[1], markersize=3)
-        largest = cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
-        line = np.logspace(-10, 0, 200)
-        axes.plot(line, line, "-", color="black", linewidth=1)
-        axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
-        axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
-        literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
-        counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
-        axes.set_title(f"{cells.engine} (ε_max up to {largest:.2g})")
-        axes.text(0.97, 0.03, counts, transform=axes.transAxes, ha="right", fontsize=7.5)
-        _inner(axes, place, "|d| / (2 ε_max)")
+    figure, grids = _stacked(labels.values(), 1, max(map(len, policies.values())), 2.5, 2.6)
+    for every, grid in zip(policies.values(), grids, strict=True):
+        for place, (axes, cells) in enumerate(zip(grid[0], every, strict=True)):
+            _bounds_panel(axes, cells)
+            _inner(axes, place, "|d| / (2 ε_max)")
     handles = [
         Line2D([], [], color=COLORS[0], marker="^", linewidth=0, label="largest |d| of a bin where d > 0 (q > p)"),
         Line2D([], [], color=COLORS[1], marker="v", linewidth=0, label="largest |d| of a bin where d < 0 (q < p)"),
@@ -86,98 +67,123 @@ def _bounds(every: list[Cells], label: str) -> Figure:
         Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound where d < 0, at the largest ε_max"),
     ]
     title = "d = log q − log p of every (position, token) pair against 1 − p, each in units of its position's 2 ε_max"
-    return _finish(figure, f"{title}; {label}", handles, 3)
+    return _finish(figure, title, handles, 3)
 
 
-def _distribution(every: list[Cells], label: str) -> Figure | None:
-    """Densities of d by probability; None if no engine's d is above the bins' resolution."""
-    shown = [cells for cells in every if cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01]
-    if not shown:
-        return None
-    figure, grid = _grid(len(PARTS), len(shown), 2.3, 1.25, share="none")
-    for column, cells in enumerate(shown):
-        table = cells.tables["histogram"].query("source == @ENGINE")
-        for row, (low, high) in enumerate(PARTS):
-            axes = grid[row, column]
-            own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
-            if row == 0:
-                axes.set_title(f"{cells.engine}\n", loc="left")
-            axes.set_yticks([])
-            axes.grid(visible=False)
-            axes.axvline(0, color="#C8C8C8", linewidth=0.8, zorder=0)
-            if column == 0:
-                name = f"p ≤ {high:g}" if low == 0 else f"p > {low:g}" if high == 1 else f"{low:g} < p ≤ {high:g}"
-                axes.set_ylabel(name, rotation=0, ha="right", va="center")
-            if row == len(PARTS) - 1:
-                axes.set_xlabel("d, nats")
-            if own.empty:
-                continue
-            densities = {"infer": Density(cells, own, "infer"), "train": Density(cells, own, "train")}
-            left = min(one.central[0] for one in densities.values())
-            right = max(one.central[1] for one in densities.values())
-            margin = max(0.25 * (right - left), 2 * RESOLUTION)
-            even = np.linspace(left - margin, right + margin, 200)
-            candidates = np.concatenate([even, *(one.points_G[::4] for one in densities.values())])
-            points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])
-            for (weighting, one), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
-                density = one.at(points)[0]
-                axes.plot(points, density / density.max(), color=color, linewidth=1.3)
-                if weighting == "infer":
-                    axes.fill_between(points, density / density.max(), color=color, alpha=0.15, linewidth=0)
-                mode = one.mode()
-                axes.plot([mode, mode], [0, 1], color=color, linewidth=0.9, linestyle=":")
-                axes.text(place, 1.02, f"{mode:+.2g}", transform=axes.transAxes, ha="right", color=color, size=7.5)
-            axes.set_xlim(points[0], points[-1])
-            axes.set_ylim(0, 1.1)
-            axes.xaxis.set_major_locator(MaxNLocator(3))
-            axes.tick_params(labelsize=7)
+def _bounds_panel(axes: Axes, cells: Cells) -> None:
+    table = cells.tables["bounds"]
+    bins = table.groupby("rest_high").agg(
+        pairs=("pairs", "sum"),
+        scaled=("scaled", "sum"),
+        above=("max_scaled_above", "max"),
+        below=("max_scaled_below", "max"),
+    )
+    # At a bin's upper edge, where the literal bound is widest: a point above the line is a violation.
+    rest = bins.index
+    axes.plot(rest, bins["scaled"] / bins["pairs"], "-", color=GREY, linewidth=1.2)
+    axes.plot(rest, bins["above"].where(bins["above"] > 0), "^", color=COLORS[0], markersize=3)
+    axes.plot(rest, bins["below"].where(bins["below"] > 0), "v", color=COLORS[1], markersize=3)
+    largest = cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
+    line = np.logspace(-10, 0, 200)
+    axes.plot(line, line, "-", color="black", linewidth=1)
+    axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
+    axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
+    literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
+    counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
+    axes.set_title(f"{cells.engine} (ε_max up to {largest:.2g})")
+    axes.text(0.97, 0.03, counts, transform=axes.transAxes, ha="right", fontsize=7.5)
+
+
+def _distribution(policies: Policies, labels: dict[str, str]) -> Figure:
+    """Densities of d by probability, of the engines whose d is above the bins' resolution, if there is one."""
+    every = [cells for own in policies.values() for cells in own]
+    coarse = [cells for cells in every if cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01]
+    engines = _unique(coarse or every, "engine")
+    figure, grids = _stacked(labels.values(), len(PARTS), len(engines), 2.3, 1.2, share="none")
+    for own, grid in zip(policies.values(), grids, strict=True):
+        for column, cells in enumerate(cells for cells in own if cells.engine in engines):
+            _distribution_column(grid[:, column], cells, first=column == 0)
     handles = [
         Line2D([], [], color=INFER, linewidth=2, label="weighted by the engine's π_infer"),
         Line2D([], [], color=TRAIN, linewidth=2, label="weighted by the trainer's π_train (control)"),
         Line2D([], [], color=DARK, linewidth=0.9, linestyle=":", label="mode, its value above"),
     ]
-    left_out = [cells.engine for cells in every if cells not in shown]
+    left_out = [engine for engine in _unique(every, "engine") if engine not in engines]
     title = "Density of d = log q − log p by the token's probability p = π_train, each scaled to its maximum"
     title += f"; not drawn: {', '.join(left_out)} (all |d| below 0.02)" if left_out else ""
-    return _finish(figure, f"{title}; {label}", handles, 3)
+    return _finish(figure, title, handles, 3)
 
 
-def _by_probability(experiment: Experiment, every: list[Cells], label: str) -> Figure:
+def _distribution_column(column: np.ndarray, cells: Cells, *, first: bool) -> None:
+    table = cells.tables["histogram"].query("source == @ENGINE")
+    column[0].set_title(f"{cells.engine}\n", loc="left")
+    column[-1].set_xlabel("d, nats")
+    for axes, (low, high) in zip(column, PARTS, strict=True):
+        own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+        axes.set_yticks([])
+        axes.grid(visible=False)
+        axes.axvline(0, color="#C8C8C8", linewidth=0.8, zorder=0)
+        if first:
+            name = f"p ≤ {high:g}" if low == 0 else f"p > {low:g}" if high == 1 else f"{low:g} < p ≤ {high:g}"
+            axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        if own.empty:
+            continue
+        densities = {"infer": Density(cells, own, "infer"), "train": Density(cells, own, "train")}
+        left = min(one.central[0] for one in densities.values())
+        right = max(one.central[1] for one in densities.values())
+        margin = max(0.25 * (right - left), 2 * RESOLUTION)
+        even = np.linspace(left - margin, right + margin, 200)
+        candidates = np.concatenate([even, *(one.points_G[::4] for one in densities.values())])
+        points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])
+        for (weighting, one), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
+            density = one.at(points)[0]
+            axes.plot(points, density / density.max(), color=color, linewidth=1.3)
+            if weighting == "infer":
+                axes.fill_between(points, density / density.max(), color=color, alpha=0.15, linewidth=0)
+            mode = one.mode()
+            axes.plot([mode, mode], [0, 1], color=color, linewidth=0.9, linestyle=":")
+            axes.text(place, 1.02, f"{mode:+.2g}", transform=axes.transAxes, ha="right", color=color, size=7.5)
+        axes.set_xlim(points[0], points[-1])
+        axes.set_ylim(0, 1.1)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.tick_params(labelsize=7)
+
+
+def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str, str]) -> Figure:
     """Mean |d| against log(p/p_max), all pairs alike and weighted, with the controls."""
-    figure, grid = _grid(1, 2, 4.3, 3.6)
+    figure, grids = _stacked(labels.values(), 1, 2, 4.3, 3.3)
     kinds = (("all tokens of the vocabulary alike", "abs_d", "pairs"), ("weighted by π_infer", "infer_abs_d", "infer"))
-    handles = []
-    for place, (axes, (title, above, below)) in enumerate(zip(grid[0], kinds, strict=True)):
-        for index, cells in enumerate(every):
-            table = cells.tables["gaps"]
-            color = COLORS[index % len(COLORS)]
-            _band(axes, cells, table[table["source"] == ENGINE], above, below, color, "-")
-            if place == 0:
-                handles.append(Line2D([], [], color=color, linewidth=2, label=f"engine {cells.engine}"))
-        # The controls are of the trainer alone; positions differ between engines, but hardly what they show.
-        table = every[0].tables["gaps"]
-        for source, line in (("bf16", "--"), ("shape", ":")):
-            _band(axes, every[0], table[table["source"] == source], above, below, DARK, line)
-        for rho in experiment.diagnose.rhos if len(experiment.diagnose.rhos) < 4 else []:
-            axes.axvline(np.log(parse_rho(rho)), color=GREY, linewidth=0.8)
-            axes.annotate(
-                f"ρ = {rho_text(rho)}",
-                (np.log(parse_rho(rho)), 1.0),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(3, -10),
-                textcoords="offset points",
-                fontsize=8,
-            )
-        axes.set(yscale="log", xlabel="log(p / p_max), nats", title=title)
-        _inner(axes, place, "mean |d|, nats")
-    grid[0, 0].set_ylim(bottom=LOWEST)
+    colors = _engine_colors(policies)
+    for every, grid in zip(policies.values(), grids, strict=True):
+        for place, (axes, (title, above, below)) in enumerate(zip(grid[0], kinds, strict=True)):
+            for cells in every:
+                table = cells.tables["gaps"]
+                _band(axes, cells, table[table["source"] == ENGINE], above, below, colors[cells.engine], "-")
+            # The controls are of the trainer alone; positions differ between engines, but hardly what they show.
+            table = every[0].tables["gaps"]
+            for source, line in (("bf16", "--"), ("shape", ":")):
+                _band(axes, every[0], table[table["source"] == source], above, below, DARK, line)
+            for rho in experiment.diagnose.rhos if len(experiment.diagnose.rhos) < 4 else []:
+                axes.axvline(np.log(parse_rho(rho)), color=GREY, linewidth=0.8)
+                axes.annotate(
+                    f"ρ = {rho_text(rho)}",
+                    (np.log(parse_rho(rho)), 1.0),
+                    xycoords=axes.get_xaxis_transform(),
+                    xytext=(3, -10),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+            axes.set(yscale="log", xlabel="log(p / p_max), nats", title=title)
+            _inner(axes, place, "mean |d|, nats")
+        grid[0, 0].set_ylim(bottom=LOWEST)
+    handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
     handles += [
         Line2D([], [], color=DARK, linestyle="--", label="self-noise: trainer in bf16"),
         Line2D([], [], color=DARK, linestyle=":", label=f"self-noise: other batch shape (cut at {LOWEST:g})"),
     ]
     title = "Mean |d| = |log q − log p| against log(p / p_max), p = π_train; bands: 95 % bootstrap interval; the last "
     title += "point is the most likely token"
-    return _finish(figure, f"{title}; {label}", handles, 4)
+    return _finish(figure, title, handles, 4)
 
 
 def _band(axes: Axes, cells: Cells, rows: pd.DataFrame, above: str, below: str, color: str, line: str) -> None:
@@ -194,12 +200,39 @@ def _band(axes: Axes, cells: Cells, rows: pd.DataFrame, above: str, below: str, 
     axes.fill_between(x_K[drawn], limits[drawn, 0], limits[drawn, 1], color=color, alpha=0.2, linewidth=0)
 
 
-def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Statistic], label: str) -> Figure:
+def _safe_sets(
+    experiment: Experiment, policies: Policies, labels: dict[str, str], statistics: list[Statistic]
+) -> Figure:
     """Against ρ: sizes, pruned mass, the bound of Prop. 5.5 with what it bounds, overlap, tokens outside."""
-    figure, grid = _grid(2, 3, 3.6, 2.9, share="x")
-    found = [one for one in statistics if one.where["policy"] == every[0].policy]
-    colors = {cells.engine: COLORS[index % len(COLORS)] for index, cells in enumerate(every)}
+    figure, grids = _stacked(labels.values(), 2, 3, 3.6, 2.7, share="x")
+    colors = _engine_colors(policies)
     rhos = sorted(experiment.diagnose.rhos, key=parse_rho)
+    for every, grid in zip(policies.values(), grids, strict=True):
+        _safe_sets_panels(experiment, every, grid.ravel(), statistics, colors, rhos)
+    handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
+    few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
+    handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
+    handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
+    for margin, line in zip(experiment.diagnose.margins, MARGIN_LINES, strict=False):
+        handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
+    for grid in grids:
+        empty = grid.ravel()[-1]
+        empty.set_axis_off()
+        empty.legend(handles=handles, loc="center")
+    title = "Safe vocabularies of trainer (V_S) and engine (V'_S) against ρ; bands: 95 % bootstrap interval"
+    return _finish(figure, title, [], 1)
+
+
+def _safe_sets_panels(
+    experiment: Experiment,
+    every: list[Cells],
+    panels: np.ndarray,
+    statistics: list[Statistic],
+    colors: dict[str, str],
+    rhos: list[str],
+) -> None:
+    """One policy's; the last panel stays empty."""
+    found = [one for one in statistics if one.where["policy"] == every[0].policy]
     outside = {}
     for cells in every:
         rows = cells.tables["safe_sets"].query("side == 'none'")
@@ -226,9 +259,11 @@ def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Stat
                 axes.plot(x[few], abs(value)[few], "o", color=color, mfc="white", markersize=4, zorder=3)
             elif band:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-            axes.plot(x, abs(value), line, color=color, linewidth=1.6, markersize=4)
+            # A single ρ makes no line.
+            marker = "o" if line == "o" or len(points) == 1 else None
+            style = "none" if line == "o" else line
+            axes.plot(x, abs(value), linestyle=style, marker=marker, color=color, linewidth=1.6, markersize=4)
 
-    panels = grid.ravel()
     curve(panels[0], "safe_size")
     curve(panels[0], "safe_size_infer", "--")
     panels[0].set(yscale="log", ylabel="tokens", title="size: V_S (solid), V'_S (dashed)")
@@ -241,30 +276,35 @@ def _safe_sets(experiment: Experiment, every: list[Cells], statistics: list[Stat
     curve(panels[3], "infer_in_train", ":")
     panels[3].set(ylabel="fraction", title="overlap: Jaccard (solid), V'_S in V_S (dotted)")
     curve(panels[4], "outside_safe")
-    handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
-    few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
-    handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
-    handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
-    for margin, line in zip(experiment.diagnose.margins, ("--", "-.", ":"), strict=False):
+    for margin, line in zip(experiment.diagnose.margins, MARGIN_LINES, strict=False):
         curve(panels[4], "outside_safe_margin", line, band=False, margin=f"{margin:g}", side="trainer")
-        handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
     panels[4].set(
         yscale="log", ylim=(1e-10, None), ylabel="fraction of tokens", title="pruned engine's tokens outside V_S"
     )
-    panels[5].remove()
     for axes in panels[:5]:
         axes.set(xscale="log", xlabel="ρ")
         axes.tick_params(labelbottom=True)
-    figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.98, 0.08))
-    title = f"Safe vocabularies of trainer (V_S) and engine (V'_S) against ρ; bands: 95 % bootstrap interval; {label}"
-    return _finish(figure, title, [], 1)
 
 
-def _grid(rows: int, columns: int, width: float, height: float, share: str = "all") -> tuple[Figure, np.ndarray]:
-    figure = Figure(figsize=(max(width * columns + 0.7, 6.0), height * rows + 1.2), layout="constrained")
+def _engine_colors(policies: Policies) -> dict[str, str]:
+    engines = _unique([cells for every in policies.values() for cells in every], "engine")
+    return {engine: COLORS[index % len(COLORS)] for index, engine in enumerate(engines)}
+
+
+def _stacked(
+    labels: Iterable[str], rows: int, columns: int, width: float, height: float, share: str = "all"
+) -> tuple[Figure, list[np.ndarray]]:
+    """A figure with panels (rows, columns) of `width` × `height` inches for each label, one below the other."""
+    labels = list(labels)
+    size = max(width * columns + 0.7, 6.0), len(labels) * (height * rows + 0.6) + 0.9
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     sharing = {"sharex": share in ("all", "x"), "sharey": share == "all"}
-    return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
+    grids = []
+    for label, part in zip(labels, figure.subfigures(len(labels), 1, squeeze=False)[:, 0], strict=True):
+        part.suptitle(label, fontsize=10, fontweight="bold", x=0.01, ha="left")
+        grids.append(part.subplots(rows, columns, squeeze=False, **sharing))
+    return figure, grids
 
 
 def _inner(axes: Axes, place: int, label: str) -> None:

@@ -289,6 +289,8 @@ def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
     ]
     settings, count = experiment.bias, len(experiment.seeds)
     how = "the jackknife over batches and the spread between seeds, whichever is larger"
+    if count > 1:
+        how += f": of the mean over these {count} sets of problems, as so few do not tell how others would differ"
     notes = [
         f"Scale: {experiment.scale}",
         *experiment.report.declarations,

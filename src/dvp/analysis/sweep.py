@@ -1,5 +1,6 @@
 """The sweep over ρ: score and KL at the end of training, bias and variance of the gradient before it."""
 
+import math
 from pathlib import Path
 
 import matplotlib as mpl
@@ -19,6 +20,9 @@ from dvp.analysis.tables import LAST_STEPS, main_table, seeds_text
 from dvp.analysis.training import score_sources, statistics, where_of
 from dvp.config import Experiment
 from dvp.grid import Arm, parse_rho
+
+TRAINED = ("score", "final_k3")  # what training and evaluation tell; the rest is measured at the base policy
+NEGLIGIBLE = 1e-7  # nats per token: rounding of fp32
 
 
 def measured(experiment: Experiment, results: Path) -> Measured:
@@ -72,65 +76,79 @@ def _key(one: Statistic) -> tuple:
 
 
 def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Statistic], bias: pd.DataFrame) -> Figure:
-    """Four panels against ρ; horizontal lines are arms without ρ."""
+    """Five panels against ρ; horizontal lines are arms without ρ."""
+    panels = {
+        "score": ("after training: score", f"avg@{int(main['k'].iloc[0])} on {experiment.report.task}, %"),
+        "final_k3": (f"last {LAST_STEPS} steps: KL of the sampled policies", "k3, nats per token"),
+        "squared_bias": ("base policy: squared bias of the gradient", "units of |g|²"),
+        "variance": ("base policy: variance of a batch's gradient", "units of |g|²"),
+        "mse": ("base policy: squared bias + variance", "units of |g|²"),
+    }
+    drawn = _curves(experiment)
+    colors = {curve: COLORS[index % len(COLORS)] for index, curve in enumerate(drawn)}
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 6.4), layout="constrained")
+        figure = Figure(figsize=(12.0, 6.2), layout="constrained")
         FigureCanvasAgg(figure)
-        panels = figure.subplots(2, 2, sharex=True).flat
-        for axes, (name, scale, title, label) in zip(
-            panels,
-            (
-                ("score", 100, "after training: score", f"avg@{int(main['k'].iloc[0])} on {experiment.report.task}, %"),
-                ("final_k3", 1, f"last {LAST_STEPS} steps: KL of the sampled policies", "k3, nats per token"),
-                ("squared_bias", 1, "base policy: squared bias of the gradient", "units of |g|²"),
-                ("variance", 1, "base policy: variance of a batch's gradient", "units of |g|²"),
-            ),
-            strict=True,
-        ):
+        grid = figure.subplots(2, 3, sharex=True)
+        places = (grid[0, 0], grid[0, 1], *grid[1])
+        for axes, (name, (title, label)) in zip(places, panels.items(), strict=True):
             axes.set(xscale="log", title=title, ylabel=label)
-            for index, (method, engine, rhos) in enumerate(swept(experiment)):
-                color = COLORS[index % len(COLORS)]
-                if name in ("score", "final_k3"):
-                    rows = [trained[name, method, engine, rho] for rho in rhos]
-                    rows = [(parse_rho(rho), one.value, one.low, one.high) for rho, one in zip(rhos, rows, strict=True)]
-                else:
-                    own = bias[(bias["method"] == method) & (bias["engine"] == engine) & bias["rho"].isin(rhos)]
-                    rows = [
-                        (parse_rho(row["rho"]), row[name], row[f"{name}_low"], row[f"{name}_high"])
-                        for row in own.to_dict("records")
-                    ]
-                _points(axes, rows, scale, color, f"{experiment.methods[method].label}, engine {engine}")
-            for arm, color, line in _levels(experiment):
-                if name in ("score", "final_k3"):
-                    value = trained[name, *where_of(arm).values()].value
-                else:
-                    own = bias[
-                        (bias["method"] == arm.method) & (bias["engine"] == arm.engine) & (bias["rho"] == "none")
-                    ]
-                    value = own[name].iloc[0] if len(own) else float("nan")
-                if np.isfinite(value) and (name != "final_k3" or value > 0):
-                    axes.axhline(
-                        scale * value,
-                        color=color,
-                        linestyle=line,
-                        linewidth=1.3,
-                        label=f"{experiment.methods[arm.method].label}, engine {arm.engine}",
-                    )
             if name in ("final_k3", "variance"):
                 axes.set_yscale("log")
-        for axes in figure.axes[2:]:
+            scale = 100 if name == "score" else 1
+            for (method, engine), rhos in drawn.items():
+                if name not in TRAINED:
+                    own = bias[(bias["method"] == method) & (bias["engine"] == engine) & bias["rho"].isin(rhos)]
+                    keys = [name, f"{name}_low", f"{name}_high"]
+                    rows = [(parse_rho(row["rho"]), *(row[key] for key in keys)) for row in own.to_dict("records")]
+                elif (name, method, engine, rhos[0]) in trained:
+                    found = {parse_rho(rho): trained[name, method, engine, rho] for rho in rhos}
+                    rows = [(rho, one.value, one.low, one.high) for rho, one in found.items()]
+                else:  # measured at the base policy only
+                    continue
+                _points(axes, rows, scale, colors[method, engine], _label(experiment, method, engine))
+            _horizontal(axes, experiment, name, scale, trained, bias)
+        for axes in grid[1]:
             axes.set_xlabel("ρ (logarithmic); larger prunes more")
         handles = {
-            label: handle
-            for axes in figure.axes
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            label: handle for axes in places for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
-        figure.suptitle(
-            f"{experiment.name}: bars are 95 % intervals; {seeds_text(experiment)}",
-            fontsize=9.5,
-        )
+        grid[0, 2].set_axis_off()
+        grid[0, 2].legend(handles.values(), handles.keys(), loc="center left")
+        figure.suptitle(f"{experiment.name}: bars are 95 % intervals; {seeds_text(experiment)}", fontsize=9.5)
     return figure
+
+
+def _curves(experiment: Experiment) -> dict[tuple[str, str], list[str]]:
+    """Method and engine of every curve, with its ρ: the sweeps, then what is measured at the base policy alone."""
+    trained = {(method, engine): rhos for method, engine, rhos in swept(experiment)}
+    measured: dict[tuple[str, str], list[str]] = {}
+    for method, rho in experiment.estimators:
+        for engine in dict.fromkeys(engine for _, engine in trained):
+            if rho is not None and (method, engine) not in trained:
+                measured.setdefault((method, engine), []).append(rho)
+    return trained | {curve: rhos for curve, rhos in measured.items() if len(rhos) >= FEWEST_RHOS}
+
+
+def _horizontal(
+    axes: Axes, experiment: Experiment, name: str, scale: float, trained: dict[tuple, Statistic], bias: pd.DataFrame
+) -> None:
+    """A line for each arm without ρ; an exact engine's KL, far below all others, in words."""
+    for arm, color, line in _levels(experiment):
+        if name in TRAINED:
+            value = trained[name, *where_of(arm).values()].value
+        else:
+            own = bias[(bias["method"] == arm.method) & (bias["engine"] == arm.engine) & (bias["rho"] == "none")]
+            value = own[name].iloc[0] if len(own) else math.nan
+        label = _label(experiment, arm.method, arm.engine)
+        if name == "final_k3" and not value >= NEGLIGIBLE:  # rounding may bring it below 0, too
+            axes.text(0.02, 0.03, f"{label}: below {NEGLIGIBLE:g}", color=color, transform=axes.transAxes)
+        elif math.isfinite(value):
+            axes.axhline(scale * value, color=color, linestyle=line, linewidth=1.3, label=label)
+
+
+def _label(experiment: Experiment, method: str, engine: str) -> str:
+    return f"{experiment.methods[method].label}, engine {engine}"
 
 
 def _levels(experiment: Experiment) -> list[tuple[Arm, str, str]]:
@@ -142,7 +160,7 @@ def _levels(experiment: Experiment) -> list[tuple[Arm, str, str]]:
         if is_control(experiment, arm):
             result.append((arm, "#808080", "--"))
         else:
-            result.append((arm, "black" if arm == reference_arm(experiment) else "#D55E00", ":"))
+            result.append((arm, "black" if arm == reference_arm(experiment) else COLORS[-1], ":"))
     return result
 
 

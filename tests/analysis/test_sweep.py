@@ -1,0 +1,95 @@
+"""What the report makes of a sweep over ρ."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_bias import write_cell
+from made_up_results import CONFIG, Results
+
+from dvp.analysis import figures, sweep
+from dvp.analysis.parts import swept
+from dvp.analysis.sweep import middle
+from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.grid import Arm
+
+RHOS = ["e-17", "e-13", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as the runs' paths have them
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    value = load_experiment("rho_sweep", CONFIG).model_dump(mode="json")
+    value["bias"] |= {"batches": 24, "reference_batches": 48}
+    value["evaluation"]["bootstrap_resamples"] = 200
+    return parse_experiment(value, Path("test.yaml"))
+
+
+@pytest.fixture(scope="module")
+def results(experiment, tmp_path_factory):
+    """Of DVP + MIS everything is right at the middle three ρ, nothing at the largest, half at the smallest."""
+    results = Results(experiment, tmp_path_factory.mktemp("results"))
+    k = experiment.evaluation.samples_per_problem["held_out"]
+    for run in experiment.runs:
+        if run.method == "dvp_mis":
+            right = np.full((results.problems, k), run.rho in middle(RHOS))
+            right[:, ::2] |= run.rho == "e-17"
+            results.write_evaluation(run, right)
+    for cell in experiment.cells("bias"):
+        write_cell(experiment, results.folder, cell)
+    return results
+
+
+@pytest.fixture(scope="module")
+def measured(experiment, results):
+    return sweep.measured(experiment, results.folder)
+
+
+def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):
+    ((method, engine, rhos),) = swept(experiment)
+    assert (method, engine, set(rhos)) == ("dvp_mis", "coarse", set(RHOS))
+
+
+def test_the_middle_does_not_depend_on_the_order():
+    assert middle(RHOS[::-1]) == ["0.0001", "0.001", "0.01"]
+    assert middle(["0.1", "0.3", "e-17"]) == ["e-17", "0.1", "0.3"]
+
+
+def test_the_middle_is_held_against_both_ends(experiment, results, measured):
+    small, large = measured.statistics
+    assert (small.name, large.name) == ("score_over_small_rho", "score_over_large_rho")
+    # All problems are alike here, so that a resample shows nothing new but in the samples, which it draws too.
+    assert small.value == 0.5
+    assert small.low < 0.5 < small.high
+    assert (large.value, large.low, large.high) == (1.0, 1.0, 1.0)
+    for one, end in ((small, "e-17"), (large, "0.3")):
+        assert one.where == {"method": "dvp_mis", "engine": "coarse"}
+        asked = {Arm(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
+        runs = {arm.run(seed).path for arm in asked for seed in experiment.seeds}
+        assert set(one.sources) == {f"evals/{run}/held_out/scores.json" for run in runs}
+
+
+def test_the_figure_shows_what_was_trained_and_what_was_measured_alone(experiment, measured, tmp_path):
+    figure = measured.figures["rho_sweep"]
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    curves = {
+        axes.get_title(): [line.get_label() for line in axes.lines if line.get_marker() == "o"] for axes in panels
+    }
+    assert [len(labels) for labels in curves.values()] == [1, 1, 2, 2, 2]
+    assert {label for labels in curves.values() for label in labels} == {
+        "DVP + MIS, engine coarse",
+        "DVP, engine coarse",
+    }
+    assert all(len(axes.lines[0].get_xdata()) == len(RHOS) for axes in panels)
+    assert panels[4].get_title() == "base policy: squared bias + variance"
+    assert any("engine fp32: below 1e-07" in text.get_text() for text in panels[1].texts)
+    _, png = figures.save(figure, tmp_path, "rho_sweep")
+    assert png.stat().st_size > 20_000
+
+
+def test_mse_is_drawn_as_measured(experiment, results, measured):
+    panel = next(axes for axes in measured.figures["rho_sweep"].axes if "bias + variance" in axes.get_title())
+    line = next(line for line in panel.lines if line.get_label() == "DVP, engine coarse")
+    files = [results.folder / "bias" / cell.path / "estimators.parquet" for cell in experiment.cells("bias")]
+    rows = pd.concat(pd.read_parquet(file) for file in files).query("method == 'dvp'")
+    assert line.get_ydata() == pytest.approx(rows.groupby("rho")["mse"].mean()[RHOS].to_numpy())

@@ -354,7 +354,7 @@ def claims(experiments: list[str], output: Path) -> None:
     output = output.resolve()
     started = time.time()
     with stage_run(output, output.name, "claims", identity=identity, inputs=inputs, upstream=upstream) as tracked:
-        write_text(output / "claims.md", to_markdown(answered))
+        write_text(output / "claims.md", to_markdown(answered, output))
         write_text(output / "claims.html", to_html(answered))
         for one in answered["claims"]:
             tracked.tag(f"claim.{one['id']}", one["verdict"])

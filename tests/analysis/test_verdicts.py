@@ -119,7 +119,7 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
 def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
-    page = to_markdown(result)
+    page = to_markdown(result, folder / "evidence")
     table = [line for line in page.splitlines() if line.startswith("| [")]
     assert len(table) == 3
     for line in table:
@@ -131,6 +131,7 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
     assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
     assert "Scale: " in page
+    assert page.count("(../tiny/figures/scores.png)") == 2
     html = to_html(result)
     for text in ("8 [5, 11] %: met", "reproduced in part", "tiny/runs/a/train.json", "key1", "no GPU", "no time"):
         assert text in html

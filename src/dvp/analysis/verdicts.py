@@ -6,6 +6,7 @@ The rules that make a verdict stand in config/claims.yaml, beside the claims.
 import base64
 import html
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
     }
 
 
-def to_markdown(answered: dict[str, Any]) -> str:
-    """The page as Markdown: a table at a glance, then each claim with its conditions and the runs behind it."""
+def to_markdown(answered: dict[str, Any], folder: Path) -> str:
+    """The page as Markdown: a table at a glance, then each claim with its conditions, figure and the runs behind it.
+
+    folder : where the page will be, for its links.
+    """
     lines = ["# Claims and verdicts", "", *_introduction(answered), ""]
     lines += [
         "| claim | published | measured here [95 %] | verdict | settings tried | figure | runs |",
@@ -75,7 +79,7 @@ def to_markdown(answered: dict[str, Any]) -> str:
             "<br>".join(map(_brief, one["conditions"])) or one["why"],
             f"**{one['verdict']}**",
             str(one["settings"]) if one["conditions"] else EMPTY,
-            f"`{one['figure']}`" if one["figure"] else EMPTY,
+            f"[{one['figure']}]({_link(one, folder)})" if one["figure"] else EMPTY,
             _runs(one),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -86,11 +90,16 @@ def to_markdown(answered: dict[str, Any]) -> str:
         lines += [f"Published: {one['published']} ({one['source']}; {one['note']}). Verdict: **{one['verdict']}**.", ""]
         for condition in one["conditions"]:
             lines.append(f"- {_long(condition)}")
-        lines += ["", "| from | MLflow `tracking_key` | identity | commit |", "|---|---|---|---|"]
+        lines += ["", f"![{one['figure']}]({_link(one, folder)})", ""]
+        if not one["files"]:
+            continue
+        lines += ["<details><summary>from which runs</summary>", ""]
+        lines += ["| from | MLflow `tracking_key` | identity | commit |", "|---|---|---|---|"]
         for name, origin in one["files"].items():
             lines.append(
                 f"| `{name}` | `{origin['tracking_key']}` | `{origin['identity']}` | `{origin['git_commit'][:12]}` |"
             )
+        lines += ["", "</details>"]
     return "\n".join([*lines, ""])
 
 
@@ -231,6 +240,10 @@ def _introduction(answered: dict[str, Any]) -> list[str]:
     for scale in dict.fromkeys(one["scale"] for one in answered["experiments"].values()):
         lines += ["", f"Scale: {' '.join(scale.split())}"]
     return lines
+
+
+def _link(one: dict[str, Any], folder: Path) -> str:
+    return Path(os.path.relpath(one["image"], folder)).as_posix()
 
 
 def _number(value: float | None) -> str:

@@ -139,6 +139,24 @@ def test_the_figure_has_a_panel_a_policy_and_engine_and_says_that_its_axis_is_li
     assert "with DVP, ρ = e⁻¹³" in labels
 
 
+def test_every_rule_for_the_safe_vocabulary_has_a_marker_and_a_name(tmp_path):
+    estimators = [
+        {"method": ["rloo"]},
+        {"method": ["dvp"], "rho": [1e-2, "e-13"]},
+        {"method": ["dvp_mass"]},
+    ]
+    experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)
+    for one in experiment.cells("bias"):
+        write_cell(experiment, tmp_path, one)
+    legend = bias.measured(experiment, tmp_path).figures["bias_variance"].legends[0]
+    markers = {
+        text.get_text(): handle.get_marker()
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    names = ["RLOO (naive)", "with DVP, ρ = 0.01", "with DVP, ρ = e⁻¹³", "with DVP, mass budget"]
+    assert len({markers[name] for name in names}) == 4
+
+
 def test_it_is_written_as_every_part_of_a_report_is(measured, folder, tmp_path):
     write(measured, tmp_path)
     written = json.loads(dump_json(record(measured, folder)))

@@ -9,9 +9,10 @@ import torch
 from made_up_results import CLAIMS, make_experiment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.analysis import figures, mismatch, mismatch_figures, mismatch_inputs
+from dvp.analysis import figures, mismatch, mismatch_figures, mismatch_inputs, mismatch_statistics
 from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, from_markdown, to_markdown, to_text
+from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.mismatch_inputs import Cells
 from dvp.analysis.mismatch_statistics import Density
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
@@ -150,16 +151,51 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
     folders = [results / f"diagnostics/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
     rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
     rows = rows[(rows["rho"] == "0.01") & (rows["side"] == "none")]
-    change = weight = bound = 0.0
+    before = after = weight = pruned_weight = bound = 0.0
     for row in rows.itertuples():
         full, pruned = math.exp(row.log_ratio), math.exp(row.pruned_log_ratio)
-        change += (pruned - full) * row.reward
+        before += full * row.reward
+        after += pruned * row.reward
         weight += full
+        pruned_weight += pruned
         bound += full * row.pruned_mass_sum
-    assert find(measured, "objective_change", engine="coarse", rho="0.01").value == pytest.approx(change / weight)
+    change = after / pruned_weight - before / weight
+    assert find(measured, "objective_change", engine="coarse", rho="0.01").value == pytest.approx(change)
     over = find(measured, "objective_change_over_bound", engine="coarse", rho="0.01")
-    assert over.value == pytest.approx(abs(change) / bound)
+    assert over.value == pytest.approx(abs(change) / (bound / weight))
     assert f"{np.isneginf(rows['pruned_log_ratio']).sum()} of {len(rows)} responses" in over.how
+
+
+def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
+    """However few of the responses that it prunes were sampled: J is 1 before and after."""
+    for cells in mismatch_inputs.read_cells(experiment, results):
+        cells.tables["safe_sets"]["reward"] = 1.0
+        changes = [one for one in mismatch_statistics.statistics(experiment, cells) if one.name == "objective_change"]
+        assert changes
+        assert all(one.value == pytest.approx(0, abs=1e-12) for one in changes)
+
+
+def test_any_noise_is_larger_in_the_tail_and_the_control_says_how_much(measured):
+    engine = find(measured, "tail_over_head", engine="coarse")
+    noise = find(measured, "self_noise_tail_over_head", engine="coarse", control="bf16")
+    assert engine.value > 1
+    assert noise.value > 1
+    assert "of the trainer itself (bf16)" in noise.how
+
+
+def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
+    for weighting in ("infer", "train"):
+        one = find(measured, "head_mode", engine="fp32", weighting=weighting)
+        assert one.high - one.low >= 0.99 * RESOLUTION
+
+
+def test_a_single_problem_has_no_interval(experiment, results):
+    (cells, *_) = mismatch_inputs.read_cells(experiment, results)
+    tables = {name: table[table["unit"] == 0] for name, table in cells.tables.items()}
+    one = Cells(cells.policy, cells.engine, tables, np.ones((5, 1)), cells.sources)
+    for found in mismatch_statistics.statistics(experiment, one):
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
 
 
 @pytest.mark.parametrize(("seeds", "resampled"), [(1, False), (2, False), (3, True)])

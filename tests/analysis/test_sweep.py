@@ -46,8 +46,33 @@ def measured(experiment, results):
 
 
 def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):
-    ((method, engine, rhos),) = swept(experiment)
-    assert (method, engine, set(rhos)) == ("dvp_mis", "coarse", set(RHOS))
+    assert {curve: set(rhos) for curve, rhos in swept(experiment).items()} == {("dvp_mis", "coarse"): set(RHOS)}
+
+
+def with_grid(experiment, *entries):
+    value = experiment.model_dump(mode="json")
+    value["grid"] = [one for one in value["grid"] if one["method"] != ["dvp_mis"]] + list(entries)
+    return parse_experiment(value, Path("test.yaml"))
+
+
+def test_a_sweep_may_be_written_in_several_lines_and_trained_at_more_rhos_than_are_measured(experiment):
+    lines = [{"method": ["dvp_mis"], "engine": ["coarse"], "rho": rhos} for rhos in (RHOS[:4], [*RHOS[4:], "e-20"])]
+    assert swept(with_grid(experiment, *lines)) == {("dvp_mis", "coarse"): [*RHOS, "e-20"]}
+
+
+def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(experiment, tmp_path):
+    more = with_grid(
+        experiment,
+        {"method": ["dvp_mis"], "engine": ["coarse"], "rho": RHOS},
+        {"method": ["dvp"], "engine": ["coarse"], "rho": ["0.3"]},
+    )
+    results = Results(more, tmp_path)
+    for cell in more.cells("bias"):
+        write_cell(more, results.folder, cell)
+    panel = sweep.measured(more, results.folder).figures["rho_sweep"].axes[0]
+    points = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"}
+    assert points["DVP, engine coarse"] == [0.3]
+    assert len(points["DVP + MIS, engine coarse"]) == len(RHOS)
 
 
 def test_the_middle_does_not_depend_on_the_order():

@@ -41,6 +41,24 @@ def test_one_seed_has_no_interval():
     assert math.isnan(high)
 
 
+def test_growth_is_not_told_where_first_and_last_steps_are_the_same(tmp_path):
+    experiment = make_experiment(training__steps=19)
+    results = Results(experiment, tmp_path)
+    found = statistics(experiment, results.folder, main_table(experiment, results.folder, CLAIMS))
+    assert "final_k3" in {one.name for one in found}
+    assert "k3_growth" not in {one.name for one in found}
+
+
+def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
+    experiment = make_experiment()
+    results = Results(experiment, tmp_path)
+    found = statistics(experiment, results.folder, main_table(experiment, results.folder, CLAIMS))
+    of = {(one.where["method"], one.name): one.how for one in found}
+    assert of["dvp", "final_k3"].startswith("between the pruned policies")
+    assert of["rloo", "final_k3"].startswith("between the full policies")
+    assert "not over training seeds" in of["rloo", "score"]  # two of them
+
+
 def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
     experiment = make_experiment()
     results = Results(experiment, tmp_path)

@@ -53,7 +53,7 @@ def place(tmp_path):
         experiment = make_experiment()
         write_text(tmp_path / "tiny/config.yaml", dump_experiment(experiment))
         record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
-        record |= {"identity": experiment.identity("report"), "tracking_key": "report 1"}
+        record |= {"identity": experiment.identity("report"), "tracking_key": "report 1", "figures": ["scores"]}
         write_json(tmp_path / "tiny/report/training.json", record)
         return tmp_path
 
@@ -71,7 +71,7 @@ def answered(folder):
         ((8.0, 5.0, 11.0), "reproduced in part", ["met", "failed"]),
         ((8.0, -5.0, 18.0), "not reproduced", ["open", "failed"]),
         ((-8.0, -15.0, 0.0), "not reproduced", ["failed", "failed"]),
-        ((8.0, None, None), "not reproduced", ["open", "open"]),
+        ((8.0, None, None), "not testable at this scale", ["open", "open"]),
     ],
 )
 def test_the_verdict_follows_from_the_interval(place, measured, expected, statuses):
@@ -85,9 +85,42 @@ def test_the_verdict_follows_from_the_interval(place, measured, expected, status
 
 
 def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
-    gain = answered(place(statistic(1.0, 0.5, 1.5, rho="0.5")))["claims"][0]
+    folder = place(statistic(1.0, 0.5, 1.5, rho="0.5"), statistic(1.0, 0.5, 1.5, rho="e-13"))
+    result = answered(folder)
+    gain = result["claims"][0]
     assert gain["verdict"] == "not tested yet"
     assert {one["status"] for one in gain["conditions"]} == {"not measured"}
+    assert "grid has it of rho 0.5, e-13: not measured" in to_markdown(result, folder)
+    assert "grid measures no gain" in to_html(answered(place()))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "of_parts", "of_all"),
+    [
+        (["met", "met"], "reproduced", "reproduced"),
+        (["met", "open"], "reproduced in part", "not reproduced"),
+        (["met", "failed"], "reproduced in part", "not reproduced"),
+        (["met", "not measured"], "reproduced in part", "not reproduced"),
+        (["open", "failed"], "not reproduced", "not reproduced"),
+        (["open", "not measured"], "not testable at this scale", "not testable at this scale"),
+        (["not measured"], "not tested yet", "not tested yet"),
+    ],
+)
+def test_conditions_that_mean_something_together_only_are_not_met_in_part(statuses, of_parts, of_all):
+    assert verdict(statuses) == of_parts
+    assert verdict(statuses, needs_all=True) == of_all
+
+
+def test_a_figure_of_an_earlier_run_is_not_shown(place):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    path = folder / "tiny/report/training.json"
+    write_json(path, json.loads(path.read_text()) | {"figures": []})
+    (folder / "tiny/figures").mkdir()
+    (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
+    result = answered(folder)
+    assert result["claims"][0]["figure"] is None
+    assert "scores.png" not in to_markdown(result, folder)
+    assert "data:image" not in to_html(result)
 
 
 def test_a_condition_that_two_statistics_fit_is_refused(place):
@@ -168,10 +201,3 @@ def test_the_html_page_escapes_what_it_quotes_and_holds_its_figures(place):
 def test_a_condition_is_about_the_whole_interval(test, low, high, expected):
     condition = Condition(says="s", experiment="e", statistic="x", **test)
     assert status(condition, low, high) == expected
-
-
-def test_a_verdict_needs_all_conditions_or_some():
-    assert verdict(["met", "met"]) == "reproduced"
-    assert verdict(["met", "not measured"]) == "reproduced in part"
-    assert verdict(["open", "failed"]) == "not reproduced"
-    assert verdict(["not measured"]) == "not tested yet"

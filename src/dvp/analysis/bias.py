@@ -172,8 +172,9 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
     engines, policies = experiment.bias.engines, list(dict.fromkeys(rows["policy"]))
     plain = list(dict.fromkeys(row["partner"] or row["method"] for row in rows.to_dict("records")))
     colors = {method: _CORRECTIONS[index % len(_CORRECTIONS)] for index, method in enumerate(plain)}
-    rhos = sorted(set(rows["rho"]) - {"none"}, key=parse_rho, reverse=True)
-    markers = {"none": "o"} | {rho: MARKERS[1 + index % (len(MARKERS) - 1)] for index, rho in enumerate(rhos)}
+    prunings = _prunings(experiment, rows)
+    markers = {pruning: MARKERS[1 + index % (len(MARKERS) - 1)] for index, pruning in enumerate(prunings)}
+    shapes = {(method, rho): markers.get(_pruning(experiment, method, rho), "o") for method, rho in _pairs(rows)}
     with mpl.rc_context(STYLE):
         width = max(3.1 * len(engines), 4.2)
         figure = Figure(figsize=(width + 2.7, 3.3 * len(policies) + 0.9), layout="constrained")
@@ -182,7 +183,7 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
         for (row, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
             axes = grid[row, column]
             shown = rows[(rows["policy"] == policy) & (rows["engine"] == engine)].to_dict("records")
-            _panel(axes, shown, colors, markers)
+            _panel(axes, shown, colors, shapes)
             axes.set_title(f"engine {engine}, {_policy_text(experiment, policy)}")
             if row == len(policies) - 1:
                 axes.set_xlabel("variance of one batch, of |g|²")
@@ -201,8 +202,8 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
         handles += [
             Line2D([], [], linewidth=0, label=" "),
             *(
-                Line2D([], [], color=dark, marker=markers[rho], linewidth=0, label=f"with DVP, ρ = {rho_text(rho)}")
-                for rho in rhos
+                Line2D([], [], color=dark, marker=markers[pruning], linewidth=0, label=label)
+                for pruning, label in prunings.items()
             ),
             Line2D([], [], color=dark, marker=r"$\rightarrow$", markersize=11, linewidth=0, label="what DVP changes"),
             Line2D(
@@ -213,7 +214,31 @@ def bias_variance(experiment: Experiment, rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], markers: dict[str, str]) -> None:
+def _pairs(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(zip(rows["method"], rows["rho"], strict=True)))
+
+
+def _pruning(experiment: Experiment, method: str, rho: str) -> tuple[str, str] | None:
+    """The rule for the safe vocabulary with its settings, and its ρ; None without one."""
+    rule = experiment.methods[method].safe_vocabulary
+    return None if rule is None else (rule.model_dump_json(), rho)
+
+
+def _prunings(experiment: Experiment, rows: pd.DataFrame) -> dict[tuple[str, str], str]:
+    """Every rule and ρ, those of DVP with a fixed ρ first and the largest ρ first; how each is called."""
+    labels, order = {}, {}
+    for method, rho in _pairs(rows):
+        pruning = _pruning(experiment, method, rho)
+        if pruning is not None:
+            rule = experiment.methods[method].safe_vocabulary.rule
+            fixed, value = rule == "fixed", 0.0 if rho == "none" else parse_rho(rho)
+            name = "with DVP" if fixed else f"with DVP, {rule.replace('_', ' ')}"
+            labels[pruning] = name if rho == "none" else f"{name}, ρ = {rho_text(rho)}"
+            order[pruning] = (not fixed, pruning[0], -value)
+    return {pruning: labels[pruning] for pruning in sorted(labels, key=order.__getitem__)}
+
+
+def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], shapes: dict[tuple[str, str], str]) -> None:
     by_key = {(row["method"], row["rho"]): row for row in shown}
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.7)
@@ -243,7 +268,8 @@ def _panel(axes: Axes, shown: list[dict], colors: dict[str, str], markers: dict[
         # A logarithmic axis has no place for what is not above 0.
         axes.plot([max(row["variance_low"], x / 10), row["variance_high"]], [y, y], **faint)
         told = row["squared_bias_low"] > 0
-        axes.plot(x, y, markers[row["rho"]], color=color, markersize=5, mfc=color if told else "white", zorder=3)
+        shape = shapes[row["method"], row["rho"]]
+        axes.plot(x, y, shape, color=color, markersize=5, mfc=color if told else "white", zorder=3)
 
 
 def _statistics(experiment: Experiment, rows: pd.DataFrame) -> list[Statistic]:

@@ -20,6 +20,14 @@ def resamples_seeds(seeds: Sequence[int]) -> bool:
     return len(seeds) >= FEWEST_SEEDS
 
 
+def over(seeds: Sequence[int]) -> str:
+    """What an interval is over, in words."""
+    if not resamples_seeds(seeds):
+        return "problems and samples, not over training seeds"
+    share = (len(seeds) - 1) / len(seeds)
+    return f"problems, samples and {len(seeds)} training seeds (of so few it sees {share:.0%} of their variance)"
+
+
 def replicates(correct: Mapping[str, Sequence[np.ndarray]], resamples: int, seed: int) -> dict[str, np.ndarray]:
     """Bootstrap replicates of every arm's mean score.
 

@@ -64,6 +64,8 @@ class Claim(Strict):
     figure: Annotated[str, Field(pattern=rf"^{NAME.pattern}/{NAME.pattern}$")] | None = None
     """EXPERIMENT/FIGURE that shows the measurement."""
     conditions: list[Condition] = []
+    needs_all: bool = False
+    """Whether the conditions mean something together only: some of them are then no part of the claim."""
     not_testable: str | None = None
     """Why it cannot be tested at this scale."""
     not_tested: str | None = None

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable
+from itertools import cycle
 
 import matplotlib as mpl
 import numpy as np
@@ -30,7 +31,7 @@ INFER, TRAIN = COLORS[0], COLORS[1]
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
 RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
 FEW = 5
-MARGIN_LINES = ("--", "-.", ":")
+MARGIN_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (8, 2)))
 Policies = dict[str, list[Cells]]  # each policy's, one of each engine
 LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
@@ -213,7 +214,7 @@ def _safe_sets(
     few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
     handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
     handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
-    for margin, line in zip(experiment.diagnose.margins, MARGIN_LINES, strict=False):
+    for margin, line in zip(experiment.diagnose.margins, cycle(MARGIN_LINES), strict=False):
         handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
     for grid in grids:
         empty = grid.ravel()[-1]
@@ -245,6 +246,8 @@ def _safe_sets_panels(
             for rho in rhos:
                 full = {"policy": every[0].policy, "engine": engine, "rho": rho} | where
                 points += [(parse_rho(rho), one) for one in found if one.name == name and one.where == full]
+            if not points:  # not defined at any ρ
+                continue
             x = np.array([rho for rho, _ in points])
             value, low, high = np.array([[one.value, one.low, one.high] for _, one in points]).T
             if line == "o":
@@ -276,7 +279,7 @@ def _safe_sets_panels(
     curve(panels[3], "infer_in_train", ":")
     panels[3].set(ylabel="fraction", title="overlap: Jaccard (solid), V'_S in V_S (dotted)")
     curve(panels[4], "outside_safe")
-    for margin, line in zip(experiment.diagnose.margins, MARGIN_LINES, strict=False):
+    for margin, line in zip(experiment.diagnose.margins, cycle(MARGIN_LINES), strict=False):
         curve(panels[4], "outside_safe_margin", line, band=False, margin=f"{margin:g}", side="trainer")
     panels[4].set(
         yscale="log", ylim=(1e-10, None), ylabel="fraction of tokens", title="pruned engine's tokens outside V_S"

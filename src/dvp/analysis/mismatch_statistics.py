@@ -38,9 +38,15 @@ def statistics(experiment: Experiment, cells: Cells) -> Iterator[Statistic]:
     resampled = "problems" + (" and seeds" if bootstrap.resamples_seeds(experiment.seeds) else ", not over seeds")
     over = f"95 % bootstrap over {resampled}, {experiment.evaluation.bootstrap_resamples} resamples"
 
-    def statistic(name: str, values_R: np.ndarray, unit: str, how: str, **where: str) -> Iterator[Statistic]:
+    if cells.draws_RU.shape[1] == 1:
+        over = "a single problem has no bootstrap interval"
+
+    def statistic(
+        name: str, values_R: np.ndarray, unit: str, how: str, resolution: float = 0.0, **where: str
+    ) -> Iterator[Statistic]:
         if np.isfinite(values_R[0]):
-            low, high = bootstrap.interval(values_R[1:])
+            low, high = bootstrap.interval(values_R[1:]) if cells.draws_RU.shape[1] > 1 else (math.nan, math.nan)
+            low, high = low - resolution / 2, high + resolution / 2
             all_where = cells.where | where
             yield Statistic(name, all_where, float(values_R[0]), low, high, unit, f"{how}; {over}", cells.sources)
 
@@ -101,12 +107,19 @@ def statistics(experiment: Experiment, cells: Cells) -> Iterator[Statistic]:
 
 
 def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
-    table = cells.tables["histogram"]
-    table = table[table["source"] == ENGINE]
-    head, tail = table[table["p_low"] >= 0.5], table[table["p_high"] <= 1e-2]
-    values_R = cells.ratio(tail, "abs_d", "pairs") / cells.ratio(head, "abs_d", "pairs")
+    every = cells.tables["histogram"]
     how = "mean |d| where p < 1e-2 over that where p > 0.5"
-    yield from statistic("tail_over_head", values_R, "ratio", f"{how}, all pairs alike")
+    for source in SOURCES:
+        head, tail = _head_and_tail(every[every["source"] == source])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values_R = cells.ratio(tail, "abs_d", "pairs") / cells.ratio(head, "abs_d", "pairs")
+        if source == ENGINE:
+            yield from statistic("tail_over_head", values_R, "ratio", f"{how}, all pairs alike")
+        else:
+            of = f"{how}, of the trainer itself ({source})"
+            yield from statistic("self_noise_tail_over_head", values_R, "ratio", of, control=source)
+    table = every[every["source"] == ENGINE]
+    head, tail = _head_and_tail(table)
     for name in WEIGHTINGS:
         how_weighted = f"weighted by π_{name}"
         where = {"weighting": name}
@@ -115,13 +128,23 @@ def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
             own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
             of = f"d of tokens with p in ({low:g}, {high:g}], {how_weighted}"
+            density = Density(cells, own, name)
             yield from statistic(
-                f"{part}_mode", Density(cells, own, name).modes(), "nats", f"mode of {of}: Gaussian kernels", **where
+                f"{part}_mode",
+                density.modes(),
+                "nats",
+                f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies",
+                density.resolution,
+                **where,
             )
             yield from statistic(f"{part}_mean", cells.ratio(own, f"{name}_d", name), "nats", f"mean {of}", **where)
             positive = own[[name, "unit"]].assign(positive=own[name].where(own["d_low"] >= 0, 0.0))
             values_R = cells.ratio(positive, "positive", name)
             yield from statistic(f"{part}_positive", values_R, "fraction", f"P(d > 0) for {of}", **where)
+
+
+def _head_and_tail(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return rows[rows["p_low"] >= 0.5], rows[rows["p_high"] <= 1e-2]
 
 
 class Density:
@@ -132,6 +155,8 @@ class Density:
 
     def __init__(self, cells: Cells, rows: pd.DataFrame, weighting: str):
         self._lows_D, self._weight_RD = cells.binned(rows, "d_low", weighting)
+        self.resolution = 0.0
+        """Width of the bin of d in which the mode lies; the mode is not known more finely."""
         if not len(self._lows_D):
             return
         total = rows.groupby("d_low")[[weighting, f"{weighting}_squared", f"{weighting}_d"]].sum()
@@ -158,6 +183,7 @@ class Density:
         # Eight from each bin's centre to the next: their distances follow the bins'.
         places_G = np.arange(8 * (len(inside_D) - 1) + 1) / 8
         self.points_G = np.interp(places_G, np.arange(len(inside_D)), inside_D)
+        self.resolution = float(widths_D[np.abs(self._centre_D - self.mode()).argmin()])
 
     def at(self, points_G: np.ndarray, weight_RD: np.ndarray | None = None) -> np.ndarray:
         """The density at some d, of the value (1, G) or of the weights given (R, G)."""
@@ -188,7 +214,9 @@ def _safe_sets(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
         **{name: table[column] * table["tokens"] for name, (column, _, _) in MEANS.items()},
         responses=1.0,
         weight=weight,
-        change=(np.exp(table["pruned_log_ratio"] - shift) - weight) * table["reward"],
+        weighted_reward=weight * table["reward"],
+        pruned_weight=np.exp(table["pruned_log_ratio"] - shift),
+        pruned_weighted_reward=np.exp(table["pruned_log_ratio"] - shift) * table["reward"],
         bound=weight * table["pruned_mass_sum"],
     )
     for (rho, margin, side), rows in table.groupby(["rho", "margin", "side"], sort=False):
@@ -209,10 +237,13 @@ def _safe_sets(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
         values_R = cells.ratio(rows, "pruned_mass_sum", "responses")
         what = "Σ_t (1 − Z_t), mean over the engine's responses"
         yield from statistic("pruned_mass_per_response", values_R, "probability", what, **where)
-        change_R, bound_R = cells.ratio(rows, "change", "weight"), cells.ratio(rows, "bound", "weight")
+        # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
+        change_R = cells.ratio(rows, "pruned_weighted_reward", "pruned_weight")
+        change_R = change_R - cells.ratio(rows, "weighted_reward", "weight")
+        bound_R = cells.ratio(rows, "bound", "weight")
         outside = np.isneginf(rows["pruned_log_ratio"]).sum()
         weights = (
-            "importance weights p(y)/q(y) and p^mp(y)/q(y), self-normalised; "
+            "importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; "
             f"{outside} of {len(rows)} responses have a token outside V_S, and only they tell what pruning loses"
         )
         yield from statistic("objective_change", change_R, "reward", f"J_mp − J, {weights}", **where)

@@ -18,6 +18,8 @@ ENGINES = (
     ("KL, self-noise bf16", "self_noise_kl", {"control": "bf16"}, ".2g"),
     ("KL, self-noise shape", "self_noise_kl", {"control": "shape"}, ".2g"),
     ("max |log ratio|", "max_abs_log_ratio", {}, ".2g"),
+    ("tail over head", "tail_over_head", {}, ".2g"),
+    ("self-noise bf16", "self_noise_tail_over_head", {"control": "bf16"}, ".2g"),
     ("E_q[d], tail", "tail_mean", {"weighting": "infer"}, "+.2g"),
     ("mode of d, tail, by q", "tail_mode", {"weighting": "infer"}, "+.2g"),
     ("by p", "tail_mode", {"weighting": "train"}, "+.2g"),
@@ -140,6 +142,8 @@ def _engine_notes() -> list[str]:
         "σ(ε): of the difference of the logits over the vocabulary. KL(q‖p), nats per token; self-noise: the same with "
         "the trainer itself in the engine's place, under bf16 autocast, or one response at a time. What the engine "
         "adds is what exceeds it.",
+        "tail over head: mean |d| where p < 1e-2 over that where p > 0.5, all pairs alike; any noise of the logits "
+        "moves unlikely tokens more, so it is to be held against the same of the trainer's own noise.",
         f"tail: p in ({TAIL[0]:g}, {TAIL[1]:g}], weighted by the engine's probabilities, or (by p) by the trainer's. "
         "P(d > 0): of the sampled tokens.",
         "Bounds: fractions of the pairs that exceed 2 ε_max (1 − p) (literal, Prop. 4.2), and the sharp pair, by more "
@@ -153,8 +157,8 @@ def _safe_set_notes() -> list[str]:
         "V_S, V'_S: safe vocabularies of trainer and engine. 1 − Z: probability that the trainer prunes, mean over the "
         "positions; Σ_t (1 − Z_t): per response.",
         "J_mp − J: change of the expected reward (0 to 1) by pruning, by importance weights; its bound, Prop. 5.5 with "
-        "the measured Σ_t (1 − Z_t), by the same weights. What pruning loses is known from responses with a token "
-        "outside V_S alone; where ρ is small hardly any is sampled, and the interval does not cover that.",
+        "the measured Σ_t (1 − Z_t). What pruning loses is known from responses with a token outside V_S alone; where "
+        "ρ is small hardly any is sampled, so that hardly any change is seen, and the interval does not cover that.",
         "outside V_S: share of the tokens of an engine that prunes which the trainer's V_S lacks, exact; with ε̂: where "
         "the trainer prunes at ρ·e^(−2ε̂).",
     ]

@@ -16,15 +16,18 @@ def parts(experiment: Experiment) -> list[str]:
     return [name for name, wanted in asked.items() if wanted]
 
 
-def swept(experiment: Experiment) -> list[tuple[str, str, list[str]]]:
-    """Method, engine and the values of ρ of every sweep: trained, and at three or more measured at the base policy."""
+def swept(experiment: Experiment) -> dict[tuple[str, str], list[str]]:
+    """The ρ that are trained of every sweep, by method and engine: three or more are measured at the base policy."""
     if experiment.bias is None or "base" not in experiment.bias.policies:
-        return []
-    result = []
-    for entry in experiment.grid:
-        for method in entry.method:
-            measured = [rho for name, rho in experiment.estimators if name == method]
-            rhos = [rho for rho in entry.rho or [] if rho in measured]
-            if len(rhos) >= FEWEST_RHOS:
-                result += [(method, engine, rhos) for engine in entry.engine if engine in experiment.bias.engines]
-    return result
+        return {}
+    trained: dict[tuple[str, str], list[str]] = {}
+    for run in experiment.runs:
+        rhos = trained.setdefault((run.method, run.engine), [])
+        if run.rho is not None and run.rho not in rhos:
+            rhos.append(run.rho)
+    return {
+        (method, engine): rhos
+        for (method, engine), rhos in trained.items()
+        if engine in experiment.bias.engines
+        and sum((method, rho) in experiment.estimators for rho in rhos) >= FEWEST_RHOS
+    }

@@ -1,6 +1,7 @@
 """The sweep over ρ: score and KL at the end of training, bias and variance of the gradient before it."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib as mpl
@@ -34,7 +35,7 @@ def measured(experiment: Experiment, results: Path) -> Measured:
     """
     main = main_table(experiment, results)
     trained = statistics(experiment, results, main)
-    found = [one for sweep in swept(experiment) for one in _contrasts(experiment, results, *sweep)]
+    found = [one for sweep in swept(experiment).items() for one in _contrasts(experiment, results, *sweep)]
     bias = pooled(experiment, results)
     figure = _figure(experiment, main, {_key(one): one for one in trained}, bias[bias["policy"] == "base"])
     sources = {name for one in trained for name in one.sources}
@@ -49,7 +50,8 @@ def middle(rhos: list[str]) -> list[str]:
     return ordered[start : start + FEWEST_RHOS]
 
 
-def _contrasts(experiment: Experiment, results: Path, method: str, engine: str, rhos: list[str]) -> list[Statistic]:
+def _contrasts(experiment: Experiment, results: Path, curve: tuple[str, str], rhos: list[str]) -> Iterator[Statistic]:
+    method, engine = curve
     evaluations = read_evaluations(experiment, results)
     every = {rho: Arm(method=method, engine=engine, rho=rho) for rho in rhos}
     correct = {
@@ -58,17 +60,15 @@ def _contrasts(experiment: Experiment, results: Path, method: str, engine: str, 
     drawn = bootstrap.replicates(correct, experiment.evaluation.bootstrap_resamples, experiment.evaluation.seed)
     scores = {rho: float(np.mean([one.mean() for one in found])) for rho, found in correct.items()}
     ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
-    result = []
     for name, end in (("score_over_small_rho", ordered[0]), ("score_over_large_rho", ordered[-1])):
         value = float(np.mean([scores[rho] for rho in inside])) - scores[end]
         low, high = bootstrap.interval(np.mean([drawn[rho] for rho in inside], axis=0) - drawn[end])
         how = (
-            f"mean at ρ = {', '.join(inside)} minus the score at {end}; hierarchical bootstrap over problems, samples "
-            "and, from three on, training seeds, paired"
+            f"mean at ρ = {', '.join(inside)} minus the score at {end}; hierarchical bootstrap over "
+            f"{bootstrap.over(experiment.seeds)}, paired"
         )
         sources = tuple(file for rho in {*inside, end} for file in score_sources(experiment, results, every[rho]))
-        result.append(Statistic(name, {"method": method, "engine": engine}, value, low, high, "fraction", how, sources))
-    return result
+        yield Statistic(name, {"method": method, "engine": engine}, value, low, high, "fraction", how, sources)
 
 
 def _key(one: Statistic) -> tuple:
@@ -101,12 +101,11 @@ def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Sta
                     own = bias[(bias["method"] == method) & (bias["engine"] == engine) & bias["rho"].isin(rhos)]
                     keys = [name, f"{name}_low", f"{name}_high"]
                     rows = [(parse_rho(row["rho"]), *(row[key] for key in keys)) for row in own.to_dict("records")]
-                elif (name, method, engine, rhos[0]) in trained:
-                    found = {parse_rho(rho): trained[name, method, engine, rho] for rho in rhos}
-                    rows = [(rho, one.value, one.low, one.high) for rho, one in found.items()]
-                else:  # measured at the base policy only
-                    continue
-                _points(axes, rows, scale, colors[method, engine], _label(experiment, method, engine))
+                else:
+                    found = {parse_rho(rho): trained.get((name, method, engine, rho)) for rho in rhos}
+                    rows = [(rho, one.value, one.low, one.high) for rho, one in found.items() if one is not None]
+                if rows:  # there are none of training for what is measured at the base policy alone
+                    _points(axes, rows, scale, colors[method, engine], _label(experiment, method, engine))
             _horizontal(axes, experiment, name, scale, trained, bias)
         for axes in grid[1]:
             axes.set_xlabel("ρ (logarithmic); larger prunes more")
@@ -121,13 +120,13 @@ def _figure(experiment: Experiment, main: pd.DataFrame, trained: dict[tuple, Sta
 
 def _curves(experiment: Experiment) -> dict[tuple[str, str], list[str]]:
     """Method and engine of every curve, with its ρ: the sweeps, then what is measured at the base policy alone."""
-    trained = {(method, engine): rhos for method, engine, rhos in swept(experiment)}
+    sweeps = swept(experiment)
     measured: dict[tuple[str, str], list[str]] = {}
     for method, rho in experiment.estimators:
-        for engine in dict.fromkeys(engine for _, engine in trained):
-            if rho is not None and (method, engine) not in trained:
+        for engine in dict.fromkeys(engine for _, engine in sweeps):
+            if rho is not None and (method, engine) not in sweeps:
                 measured.setdefault((method, engine), []).append(rho)
-    return trained | {curve: rhos for curve, rhos in measured.items() if len(rhos) >= FEWEST_RHOS}
+    return sweeps | {curve: rhos for curve, rhos in measured.items() if len(rhos) >= FEWEST_RHOS}
 
 
 def _horizontal(

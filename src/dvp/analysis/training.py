@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from dvp.analysis import bootstrap
 from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import LAST_STEPS, seeds_text
@@ -22,7 +23,7 @@ def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> lis
 
     score (fraction), score_change_percent against the reference; final_k3, final_gradient_norm, final_reward (means
     over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
-    runs).
+    runs). Growth is left out where a run has not twice ten steps.
     """
     metrics = read_metrics(experiment, results)
     rows = main.set_index("arm").to_dict("index")
@@ -36,30 +37,35 @@ def _of_arm(
         found = score_sources(experiment, results, arm) if name.startswith("score") else train_sources(experiment, arm)
         return Statistic(name, where_of(arm), *numbers, unit, how, found)
 
-    how = "hierarchical bootstrap over problems, samples and, from three on, training seeds"
+    how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds)}"
     score = tuple(scored[key] for key in ("score", "score_low", "score_high"))
     yield statistic("score", score, f"avg@{scored['k']}, fraction", how)
     if scored["role"] != "reference":
         change = tuple(scored[key] for key in ("change_percent", "change_low", "change_high"))
         yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference")
 
-    own = metrics[metrics["arm"] == arm.path]
+    own, steps = metrics[metrics["arm"] == arm.path], experiment.training.steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")
-    last = own[own["step"] > experiment.training.steps - LAST_STEPS].groupby("seed")
-    for name, values, unit, logarithmic in (
-        ("final_k3", last["k3"].mean(), "nats per token", True),
-        ("k3_growth", last["k3"].mean() / first["k3"].mean(), "ratio", True),
-        ("final_gradient_norm", last["gradient_norm"].mean(), "norm", True),
-        ("final_reward", last["reward"].mean(), "fraction", False),
+    last = own[own["step"] > steps - LAST_STEPS].groupby("seed")
+    pruned = experiment.methods[arm.method].safe_vocabulary is not None
+    between = "between the pruned policies, without tokens outside V_S" if pruned else "between the full policies"
+    for name, values, unit, logarithmic, what in (
+        ("final_k3", last["k3"].mean(), "nats per token", True, f"{between}; "),
+        ("k3_growth", last["k3"].mean() / first["k3"].mean(), "ratio", True, f"{between}; "),
+        ("final_gradient_norm", last["gradient_norm"].mean(), "norm", True, ""),
+        ("final_reward", last["reward"].mean(), "fraction", False, ""),
     ):
-        how = f"t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
+        if name == "k3_growth" and steps < 2 * LAST_STEPS:
+            continue
+        how = f"{what}t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
         yield statistic(name, over_seeds(list(values), logarithmic=logarithmic), unit, how)
 
-    steps = read_collapses(experiment, results, arm)
-    collapsed = sum(step is not None for step in steps)
-    interval = stats.binomtest(collapsed, len(steps)).proportion_ci(LEVEL, method="exact")
-    numbers = (collapsed / len(steps), interval.low, interval.high)
-    yield statistic("collapsed", numbers, "fraction of runs", f"Clopper-Pearson, {collapsed} of {len(steps)} seeds")
+    collapses = read_collapses(experiment, results, arm)
+    collapsed = sum(step is not None for step in collapses)
+    interval = stats.binomtest(collapsed, len(collapses)).proportion_ci(LEVEL, method="exact")
+    numbers = (collapsed / len(collapses), interval.low, interval.high)
+    how = f"Clopper-Pearson, {collapsed} of {len(collapses)} seeds"
+    yield statistic("collapsed", numbers, "fraction of runs", how)
 
 
 def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, float]:

@@ -90,10 +90,11 @@ def to_markdown(answered: dict[str, Any], folder: Path) -> str:
         lines += [f"Published: {one['published']} ({one['source']}; {one['note']}). Verdict: **{one['verdict']}**.", ""]
         for condition in one["conditions"]:
             lines.append(f"- {_long(condition)}")
-        lines += ["", f"![{one['figure']}]({_link(one, folder)})", ""]
+        if one["figure"]:
+            lines += ["", f"![{one['figure']}]({_link(one, folder)})"]
         if not one["files"]:
             continue
-        lines += ["<details><summary>from which runs</summary>", ""]
+        lines += ["", "<details><summary>from which runs</summary>", ""]
         lines += ["| from | MLflow `tracking_key` | identity | commit |", "|---|---|---|---|"]
         for name, origin in one["files"].items():
             lines.append(
@@ -138,13 +139,15 @@ def to_html(answered: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def verdict(statuses: list[str]) -> str:
+def verdict(statuses: list[str], *, needs_all: bool = False) -> str:
     """Of a claim's conditions, as config/claims.yaml says; `not tested yet` where none was measured."""
     if all(status == MISSING for status in statuses):
         return NOT_TESTED
     if all(status == MET for status in statuses):
         return REPRODUCED
-    return IN_PART if MET in statuses else NOT_REPRODUCED
+    if MET not in statuses and FAILED not in statuses:
+        return NOT_TESTABLE
+    return IN_PART if MET in statuses and not needs_all else NOT_REPRODUCED
 
 
 def status(condition: Condition, low: float | None, high: float | None) -> str:
@@ -166,15 +169,22 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
     experiment = read_resolved(folder / "config.yaml")
-    reports, files, found = {}, {}, []
+    reports, files, found, figures = {}, {}, [], []
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
-        part = read_json(path, "identity", "tracking_key", "statistics", "files")
+        part = read_json(path, "identity", "tracking_key", "statistics", "figures", "files")
         check_fresh(path, part, experiment.identity("report"))
         reports[name] = part["tracking_key"]
         files |= part["files"]
         found += part["statistics"]
-    return {"scale": experiment.scale, "reports": reports, "files": files, "statistics": found}
+        figures += part["figures"]
+    return {
+        "scale": experiment.scale,
+        "reports": reports,
+        "files": files,
+        "statistics": found,
+        "figures": figures,
+    }
 
 
 def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
@@ -187,8 +197,9 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
         origins = reports[condition.experiment]["files"]
         files |= {f"{folders[condition.experiment].name}/{name}": origins[name] for name in answered["sources"]}
     figure = image = None
-    if claim.figure:
-        key, name = claim.figure.split("/")
+    key, name = (claim.figure or "/").split("/")
+    # A file of that name may be of an earlier run that drew it.
+    if claim.figure and name in reports[key]["figures"]:
         figure, image = f"{folders[key].name}/{name}", str(folders[key] / "figures" / f"{name}.png")
     return {
         "id": claim.id,
@@ -196,7 +207,7 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
         "source": claim.source,
         "note": claim.note or "no note",
         "published": value,
-        "verdict": verdict([one["status"] for one in conditions])
+        "verdict": verdict([one["status"] for one in conditions], needs_all=claim.needs_all)
         if conditions
         else NOT_TESTABLE
         if claim.not_testable
@@ -215,7 +226,7 @@ def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) 
     found = [one for one in alike if condition.where.items() <= one["where"].items()]
     told = {"says": condition.says, "statistic": condition.statistic, "where": condition.where, "settings": len(alike)}
     if not found:
-        return told | {"status": MISSING, "sources": []}
+        return told | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
     if len(found) > 1:
         raise DvpError(
             f"claim '{claim}': {condition.statistic}: {len(found)} statistics fit {condition.where}; "
@@ -226,6 +237,15 @@ def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) 
     return told | measured | {"status": status(condition, one["low"], one["high"])}
 
 
+def _instead(condition: Condition, alike: list[dict[str, Any]]) -> str:
+    """What there is of a statistic that is not there as asked for."""
+    if not alike:
+        return f"{condition.experiment} measures no {condition.statistic}"
+    others = {key: sorted({one["where"].get(key, "none") for one in alike}) for key in condition.where}
+    lacking = [f"{key} {', '.join(others[key])}" for key, asked in condition.where.items() if asked not in others[key]]
+    return f"{condition.experiment} has it of " + ("; ".join(lacking) or "other combinations")
+
+
 def _introduction(answered: dict[str, Any]) -> list[str]:
     count = dict.fromkeys((REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_TESTABLE, NOT_TESTED), 0)
     for one in answered["claims"]:
@@ -233,9 +253,10 @@ def _introduction(answered: dict[str, Any]) -> list[str]:
     lines = [", ".join(f"{number} {name}" for name, number in count.items() if number) + ".", ""]
     lines += [
         "A condition is met if the whole 95 % interval lies where it says, failed if the whole interval lies "
-        "elsewhere, open otherwise. Reproduced: all conditions met; in part: some; not reproduced: none. The "
-        "conditions were written down before the runs (config/claims.yaml). Settings tried: how many values of the "
-        "same statistic were looked at.",
+        "elsewhere, open otherwise. Reproduced: all conditions met; in part: some; not reproduced: none, or not all "
+        "where they mean something together only; not testable at this scale: all open, or for the reason given. The "
+        "conditions were written down before the runs (config/claims.yaml, which also says what was changed since). "
+        "Settings tried: how many values of the same statistic were looked at.",
     ]
     for scale in dict.fromkeys(one["scale"] for one in answered["experiments"].values()):
         lines += ["", f"Scale: {' '.join(scale.split())}"]
@@ -252,7 +273,7 @@ def _number(value: float | None) -> str:
 
 def _interval(condition: dict[str, Any]) -> str:
     if condition["status"] == MISSING:
-        return "nothing of the kind in this experiment"
+        return condition["instead"]
     numbers = [_number(condition[key]) for key in ("value", "low", "high")]
     return f"{numbers[0]} [{numbers[1]}, {numbers[2]}] {condition['unit']}"
 

@@ -658,6 +658,10 @@ BIAS = {
         ({"diagnose": DIAGNOSE | {"rhos": [2.0]}}, "diagnose.rhos: ρ must lie in (0, 1)"),
         ({"diagnose": DIAGNOSE | {"margins": [0.0]}}, "diagnose.margins.0: "),
         (
+            {"diagnose": DIAGNOSE, "training.temperature": 0.7},
+            "training.temperature: `diagnose` measures at temperature 1, found 0.7",
+        ),
+        (
             {"diagnose": DIAGNOSE | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
             "diagnose.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
         ),
@@ -696,4 +700,6 @@ def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_
     assert changed({"bias.estimators": [{"method": "rloo"}]}) == {("bias", "base")}
     assert changed({"bias.engines": ["coarse", "fp32"]}) == set()
     assert changed({"report.declarations": ["Otherwise."]}) == set()
-    assert changed({"training.group_size": 8}) == {base, policy, ("bias", "base")}
+    assert changed({"training.group_size": 8}) == {policy, ("bias", "base")}
+    # Problems with longer prompts are not drawn.
+    assert changed({"training.max_prompt_tokens": 50}) == {base, policy, ("bias", "base")}

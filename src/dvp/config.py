@@ -417,6 +417,10 @@ class Experiment(Strict):
             if paths.count(path) > 1:
                 raise ValueError(f"{stage}: {path} is listed twice")
         if stage == "diagnose":
+            if self.training.temperature != 1.0:
+                raise ValueError(
+                    f"training.temperature: `diagnose` measures at temperature 1, found {self.training.temperature:g}"
+                )
             return
         for index, entry in enumerate(settings.estimators):
             for name in entry.method:
@@ -515,9 +519,10 @@ class Experiment(Strict):
             parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})
             parts["measured_engine"] = self.engines[cell.engine].model_dump(mode="json")
             parts["seed"] = cell.seed
-            parts["sampling"] = self.training.model_dump(
-                mode="json", include={"group_size", "micro_batch_size", "temperature", "max_response_tokens"}
-            )
+            sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
+            if stage == "bias":
+                sampling |= {"group_size", "micro_batch_size"}
+            parts["sampling"] = self.training.model_dump(mode="json", include=sampling)
         if stage == "bias":
             parts["estimators"] = [
                 (self.methods[method].model_dump(mode="json", exclude={"label"}), rho)

@@ -28,7 +28,6 @@ def diagnose(config: Path, cell_path: str, threads: int) -> None:
     place = Place(config)
     experiment = place.experiment
     cell = experiment.cell("diagnose", cell_path)
-    mismatch.check(experiment)
     model, source, made_by = place.verified_model(cell.run)
     check_vocabulary(model)
     identity = experiment.identity("diagnose", cell=cell)

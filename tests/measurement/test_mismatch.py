@@ -22,10 +22,10 @@ RUN = "method~rloo/engine~fp32/rho~none/seed~5"
 RESPONSES, LONGEST, VOCABULARY = 3, 8, 400
 
 
-def experiment_of(root, engines=("fp32", "coarse"), temperature=1.0):
+def experiment_of(root, engines=("fp32", "coarse")):
     value = load_experiment("mismatch", root / "config").model_dump(mode="json")
     value["seeds"] = [5]
-    value["training"] |= {"max_response_tokens": LONGEST, "temperature": temperature}
+    value["training"]["max_response_tokens"] = LONGEST
     value["diagnose"] = {
         "policies": ["base", {"method": "rloo", "engine": "fp32"}],
         "engines": list(engines),
@@ -151,12 +151,6 @@ def test_problems_are_drawn_by_the_seed_without_repetition():
     assert len(set(drawn)) == 20
     with pytest.raises(DvpError, match=r"data/train.parquet: 5 problems that are short enough, 6 are to be measured"):
         mismatch.drawn_problems(5, 6, 0)
-
-
-def test_another_temperature_than_1_is_refused(root):
-    mismatch.check(experiment_of(root))
-    with pytest.raises(DvpError, match=r"^training.temperature: `dvp diagnose` measures at temperature 1, found 0.7$"):
-        mismatch.check(experiment_of(root, temperature=0.7))
 
 
 @pytest.fixture(scope="module")

@@ -71,3 +71,12 @@ def test_settings_that_could_have_no_effect_are_refused_with_the_methods_name(ro
     broken = experiment.model_copy(update={"methods": experiment.methods | {"rloo": odd}})
     with pytest.raises(DvpError, match=r"^methods.rloo: importance"):
         check_methods(broken)
+
+
+def test_an_estimator_is_checked_as_the_runs_are(root, monkeypatch):
+    monkeypatch.chdir(root)
+    experiment = load_experiment("estimator_bias")
+    check_methods(experiment)
+    odd = experiment.methods["dvp_mis"].model_copy(update={"importance": Importance(level="none", upper=2.0)})
+    with pytest.raises(DvpError, match=r"^methods.dvp_mis: importance"):
+        check_methods(experiment.model_copy(update={"methods": experiment.methods | {"dvp_mis": odd}}))

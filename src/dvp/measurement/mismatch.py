@@ -42,14 +42,6 @@ from dvp.training.backend import Batch
 from dvp.training.loop import derived_seed
 
 
-def check(experiment: Experiment) -> None:
-    """Raise DvpError unless the experiment samples as it is measured here."""
-    if experiment.training.temperature != 1.0:
-        raise DvpError(
-            f"training.temperature: `dvp diagnose` measures at temperature 1, found {experiment.training.temperature:g}"
-        )
-
-
 def drawn_problems(available: int, count: int, seed: int) -> list[int]:
     """The rows of the training problems that are used with a seed. Raises DvpError if there are too few."""
     if available < count:

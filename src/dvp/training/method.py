@@ -7,22 +7,26 @@ from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.objective import LOSSES, LossRule
 from dvp.core.safe_vocabulary import EntropyScaled, FeedbackRho, FixedRho, MassBudget, SafeVocabulary, with_margin
 from dvp.errors import DvpError
+from dvp.grid import parse_rho
 from dvp.methods import EntropySafe, FeedbackSafe, Importance, Loss, MarginSafe, MassBudgetSafe, Method
 
 
 def check_methods(experiment: Experiment) -> None:
-    """Build what every run of the grid would build, so that settings that do not fit together end no run later.
+    """Build what every run and every estimator would build, so that settings that do not fit together end none later.
 
     Raises DvpError, naming the method.
     """
-    for run in experiment.runs:
-        method = experiment.methods[run.method]
+    used = [(run.method, run.rho) for run in experiment.runs]
+    if experiment.bias is not None:
+        used += experiment.estimators
+    for name, rho in dict.fromkeys(used):
+        method = experiment.methods[name]
         try:
             importance_rule(method.importance)
             loss_rule(method.loss)
-            SafeVocabularies(method, run.rho_value, experiment.training.max_response_tokens)
+            SafeVocabularies(method, None if rho is None else parse_rho(rho), experiment.training.max_response_tokens)
         except DvpError as error:
-            raise DvpError(f"methods.{run.method}: {error}") from None
+            raise DvpError(f"methods.{name}: {error}") from None
 
 
 def importance_rule(settings: Importance) -> ImportanceRule:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.core import vocabulary_mismatch as mismatch
-from dvp.core.diagnostics import mismatch_over_vocabulary
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
 from dvp.errors import DvpError
 
@@ -57,14 +56,38 @@ def test_the_histogram_is_the_sum_over_all_pairs(noise):
     assert found["train"].sum().item() == pytest.approx(POSITIONS)
 
 
-def test_the_histogram_has_the_means_that_samples_weighted_by_either_side_have():
+def test_the_means_over_all_bins_are_the_two_divergences():
     log_p, log_q = pair(1.0)
     found = mismatch.histogram(log_p, log_q)
-    for weighting in ("infer", "train"):
-        rows = mismatch_over_vocabulary(log_p, log_q, [1e-6, 1e-4, 1e-2, 0.1], weighting)
-        for row in rows:
-            index = mismatch.PROBABILITY_EDGES.index(row["lower"])
-            assert found[f"{weighting}_d"][index].sum() / found[weighting][index].sum() == pytest.approx(row["mean"])
+    assert found["infer_d"].sum() == pytest.approx((log_q.exp() * (log_q - log_p)).sum().item())
+    assert -found["train_d"].sum() == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item())
+
+
+def test_the_engine_overrates_what_it_samples_from_the_tail_and_only_that():
+    """METHOD.md, Theory 3: which side a sampled token is on, and the control that isolates the selection effect.
+
+    With ε ~ N(0, σ²) the mean of d is σ²(1/2 − 2p + 3/2 Σp²) for a token sampled from q and −σ²/2 (1 − Σp²) for one
+    from p, both to second order in σ.
+    """
+    sigma = 0.3
+    generator = torch.Generator().manual_seed(0)
+    # One token with p = 0.4, the rest spread over 400 of the tail: Σp² ≈ 0.161.
+    state = torch.cat([torch.tensor([0.4]), torch.full((400,), 0.6 / 400)]).double()
+    log_p = state.log().expand(3000, -1)
+    moved = log_p + sigma * torch.randn(log_p.shape, generator=generator, dtype=torch.float64)
+    found = mismatch.histogram(log_p, moved.log_softmax(-1))
+    is_tail = torch.tensor([high <= 1e-2 for high in mismatch.PROBABILITY_EDGES[1:]])
+    above = torch.tensor([low >= 0 for low in mismatch.D_EDGES[:-1]])
+    sum_p_squared = state.square().sum().item()
+
+    def mean(rows, weighting):
+        return (found[f"{weighting}_d"][rows].sum() / found[weighting][rows].sum()).item()
+
+    assert mean(is_tail, "infer") == pytest.approx(sigma**2 * (0.5 + 1.5 * sum_p_squared), rel=0.1)
+    assert mean(~is_tail, "infer") == pytest.approx(sigma**2 * (0.5 - 0.8 + 1.5 * sum_p_squared), abs=0.1 * sigma**2)
+    assert mean(is_tail, "train") == pytest.approx(-0.5 * sigma**2 * (1 - sum_p_squared), rel=0.1)
+    assert found["infer"][is_tail][:, above].sum() > 0.55 * found["infer"][is_tail].sum()
+    assert found["train"][is_tail][:, above].sum() < 0.5 * found["train"][is_tail].sum()
 
 
 def test_a_difference_of_exactly_zero_counts_as_not_positive():

@@ -8,8 +8,6 @@ Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidde
 """
 
 import math
-from itertools import pairwise
-from typing import Literal
 
 import torch
 
@@ -20,7 +18,6 @@ LOW_RATIO = 1e-4
 MAX_EXPONENT = 700.0
 # p below which a sampled token counts as one of the tail: there the factor 1 − p of the bounds no longer falls.
 TAIL_PROBABILITY = 1e-2
-QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
 @torch.no_grad()
@@ -183,112 +180,3 @@ def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.T
 def literal_bound(probability: torch.Tensor, epsilon_max: float) -> torch.Tensor:
     """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see METHOD.md, Theory 2."""
     return 2.0 * epsilon_max * (1.0 - probability.double())
-
-
-@torch.no_grad()
-def mismatch_by_probability(
-    d_N: torch.Tensor, probability_N: torch.Tensor, edges: list[float], weight_N: torch.Tensor | None = None
-) -> list[dict[str, float | None]]:
-    """Statistics of d = log q − log p in bins of a token's probability (METHOD.md, Theory 2 and 3).
-
-    Args:
-        d_N: log q − log p (nats), finite where the weight is not 0.
-        probability_N: what the bins are of, usually p = π_train.
-        edges: increasing probabilities; a bin holds [edge, next edge), the last one its upper edge too. What lies
-            outside all bins is left out.
-        weight_N: how much each entry counts, ≥ 0; None for sampled tokens, which count 1 each.
-
-    Returns:
-        A row a bin: `lower`, `upper`, `count` of entries with a weight above 0, their total `weight`, and of d: `mean`,
-        `median`, `mode`, `positive` = P(d > 0), `max_abs`, and the quantiles `q05`, `q25`, `q75`, `q95`. A quantile is
-        the smallest d with at least that share of the weight at or below it; the mode is the maximum of a Gaussian
-        kernel density with Silverman's bandwidth. Without an entry the statistics are None.
-
-    Raises:
-        DvpError: edges that are fewer than two or do not increase.
-    """
-    if len(edges) < 2 or not all(low < high for low, high in pairwise(edges)):
-        raise DvpError(f"edges: expected at least two increasing probabilities, got {edges}")
-    d_N = d_N.double()
-    weight_N = torch.ones_like(d_N) if weight_N is None else weight_N.double()
-    rows = []
-    for lower, upper in pairwise(edges):
-        below_N = probability_N <= upper if upper == edges[-1] else probability_N < upper
-        inside_N = (probability_N >= lower) & below_N & (weight_N > 0)
-        rows.append({"lower": lower, "upper": upper, **_distribution(d_N[inside_N], weight_N[inside_N])})
-    return rows
-
-
-@torch.no_grad()
-def mismatch_over_vocabulary(
-    logits_train_NV: torch.Tensor,
-    logits_infer_NV: torch.Tensor,
-    edges: list[float],
-    weighting: Literal["infer", "train"],
-) -> list[dict[str, float | None]]:
-    """`mismatch_by_probability` of every vocabulary entry in N states, weighted by how often it would be sampled.
-
-    Exact expectations in the place of samples, of which the tail yields hardly any: weighted by q as if tokens were
-    sampled from the engine, by p as if from the trainer, which is the control for the selection effect. Bins are of
-    p = π_train. Holds a dozen float64 values for each of N · V entries.
-
-    Args:
-        logits_train_NV: the trainer's logits or log-probs, after temperature (nats).
-        logits_infer_NV: the engine's, of the same states; −inf is legal under the weighting "infer".
-        edges: of the bins of p.
-        weighting: whose probabilities are the weights.
-    """
-    log_p_NV = logits_train_NV.double().log_softmax(dim=-1)
-    log_q_NV = logits_infer_NV.double().log_softmax(dim=-1)
-    weight_NV = (log_q_NV if weighting == "infer" else log_p_NV).exp()
-    d_NV = log_q_NV - log_p_NV
-    return mismatch_by_probability(d_NV.flatten(), log_p_NV.exp().flatten(), edges, weight_NV.flatten())
-
-
-def _distribution(d_N: torch.Tensor, weight_N: torch.Tensor) -> dict[str, float | None]:
-    """The statistics of one bin."""
-    names = ("mean", *QUANTILES, "mode", "positive", "max_abs")
-    if len(d_N) == 0:
-        return {"count": 0, "weight": 0.0} | dict.fromkeys(names)
-    d_N, order_N = d_N.sort()
-    weight_N = weight_N[order_N]
-    cumulative_N = weight_N.cumsum(dim=0)
-    total = cumulative_N[-1]
-    share_N = weight_N / total
-
-    def quantile(level: float) -> float:
-        return d_N[(cumulative_N < level * total).sum()].item()
-
-    mean = (share_N * d_N).sum()
-    deviation = (share_N * (d_N - mean).square()).sum().sqrt().item()
-    quantiles = {name: quantile(level) for name, level in QUANTILES.items()}
-    # A normal distribution's quartiles are 1.349 σ apart.
-    spread = min(deviation, (quantiles["q75"] - quantiles["q25"]) / 1.349)
-    bandwidth = 0.9 * spread * share_N.square().sum().item() ** 0.2
-    # Where most of the weight is on one value, that value is the mode.
-    mode = quantiles["median"]
-    if bandwidth > 0.0:
-        mode = _densest(d_N, share_N, quantile(0.01), quantile(0.99), bandwidth)
-    return {
-        "count": len(d_N),
-        "weight": total.item(),
-        "mean": mean.item(),
-        **quantiles,
-        "mode": mode,
-        "positive": share_N[d_N > 0].sum().item(),
-        "max_abs": d_N.abs().max().item(),
-    }
-
-
-def _densest(d_N: torch.Tensor, share_N: torch.Tensor, low: float, high: float, bandwidth: float) -> float:
-    """Where in [low, high] the Gaussian kernel density is highest, to an eighth of the bandwidth."""
-    step = max(bandwidth / 8, (high - low) / 2**16)
-    cells = max(1, math.ceil((high - low) / step))
-    inside_N = (d_N >= low) & (d_N <= high)
-    cell_N = ((d_N[inside_N] - low) / step).long().clamp_(max=cells - 1)
-    histogram = torch.zeros(cells, dtype=torch.float64, device=d_N.device).index_add_(0, cell_N, share_N[inside_N])
-    reach = math.ceil(4 * bandwidth / step)
-    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device=d_N.device) * step / bandwidth
-    kernel = (-0.5 * offsets.square()).exp()
-    density = torch.nn.functional.conv1d(histogram[None, None], kernel[None, None], padding=reach)
-    return min(low + (density.argmax().item() + 0.5) * step, high)

@@ -121,17 +121,6 @@ def test_the_unit_of_the_gradient_does_not_matter(seed, scale):
         np.testing.assert_allclose(other[name].se, one[name].se, rtol=1e-6, atol=1e-10)
 
 
-def test_what_two_estimators_share_cancels_in_their_difference():
-    rng = np.random.default_rng(3)
-    g_D = np.ones(10)
-    x, y = gaussian(rng, g_D, 30.0, 12), gaussian(rng, g_D, 5.0, 12)
-    one, other = measured(x, y)["variance"], measured(0.9 * x, y)["variance"]
-    assert (one - one).value == (one - one).se == 0
-    difference = other - one
-    assert difference.value == pytest.approx(other.value - one.value)
-    assert difference.se < 0.3 * math.hypot(one.se, other.se)
-
-
 def test_cosine_is_undefined_where_the_mean_of_the_estimates_is_not_told_from_zero():
     rng = np.random.default_rng(0)
     y = gaussian(rng, np.ones(30), 0.1, 6)

@@ -51,17 +51,6 @@ class Jackknifed:
         """95 %, by the normal distribution."""
         return self.value - NORMAL_95 * self.se, self.value + NORMAL_95 * self.se
 
-    def __sub__(self, other: "Jackknifed") -> "Jackknifed":
-        """The difference of two estimators' statistics, paired: what their batches and the reference share cancels.
-
-        The i-th batches of both must belong together (or be independent), and the reference must be the same.
-        """
-        return Jackknifed(
-            self.value - other.value,
-            self.over_batches_n - other.over_batches_n,
-            self.over_reference_m - other.over_reference_m,
-        )
-
 
 def inner_products(left_ND: torch.Tensor, right_MD: torch.Tensor) -> torch.Tensor:
     """⟨row of left, row of right⟩ as (N, M) float64, summed in float64: U-statistics are differences of large sums."""

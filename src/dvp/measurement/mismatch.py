@@ -187,12 +187,10 @@ def _noise(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tenso
     return {
         "tokens": tokens,
         "kl": kl(log_q_TV, log_p_TV).sum().item(),
-        "k1": metrics["k1"] * tokens,
         "k3": metrics["k3"] * tokens,
         "ratio_outside": metrics["ratio_outside_0.9_1.1"] * tokens,
         "d_positive": (log_ratio_T < 0).sum().item(),
         "epsilon_variance": deviation_T.square().sum().item(),
-        "epsilon_max": largest_T.sum().item(),
         "max_epsilon": largest_T.max().item(),
         "max_abs_log_ratio": metrics["max_abs_log_ratio"],
     }

@@ -58,6 +58,7 @@ def test_provenance_covers_every_cell(experiment, written):
             for column, files in cells.items():
                 blank = column == "published_percent" and np.isnan(row[column])
                 blank |= column == "collapsed_at" and row["arm"] == "base"
+                blank |= column.startswith("over_unpruned") and np.isnan(row[column])
                 assert bool(files) != blank
                 assert all(file in provenance["files"] for file in files)
     ours = "method~dvp_mis/engine~coarse/rho~0.01"
@@ -66,6 +67,10 @@ def test_provenance_covers_every_cell(experiment, written):
     assert runs == {f"evaluate {ours}/seed~{seed}" for seed in (0, 1)}
     reference = {provenance["files"][file]["run"] for file in cells["change_percent"]}
     assert reference >= {NAIVE.path, f"{ours}/seed~0"}
+    partner = {provenance["files"][file]["run"] for file in cells["over_unpruned"]}
+    assert partner == {
+        f"{arm}/seed~{seed}" for arm in (ours, "method~rloo_mis/engine~coarse/rho~none") for seed in (0, 1)
+    }
     for name, origin in provenance["files"].items():
         if origin["stage"]:
             assert (results.folder / name).is_file()

@@ -64,6 +64,11 @@ def test_values_by_hand(experiment, results):
     assert ours["change_percent"] == pytest.approx(0)
     assert dvp["change_percent"] == pytest.approx(25)
     assert base["change_percent"] == pytest.approx(-75)
+    # Against RLOO + MIS, 10 of 32, and naive RLOO: what pruning itself adds.
+    assert ours["over_unpruned"] == pytest.approx((16 - 10) / 32)
+    assert ours["over_unpruned_low"] < ours["over_unpruned"] < ours["over_unpruned_high"]
+    assert dvp["over_unpruned"] == pytest.approx((20 - 16) / 32)
+    assert rows.loc[["base", REFERENCE, "method~rloo_mis/engine~coarse/rho~none"], "over_unpruned"].isna().all()
     assert ours["pass_at_k"] == pytest.approx((2 / 4 + 3 / 4) / 2)
     assert ours["maj_at_k"] == pytest.approx((1 / 4 + 2 / 4) / 2)
 

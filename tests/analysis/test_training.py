@@ -54,6 +54,8 @@ def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
     results = Results(experiment, tmp_path)
     found = statistics(experiment, results.folder, main_table(experiment, results.folder, CLAIMS))
     of = {(one.where["method"], one.name): one.how for one in found}
+    assert "minus that of rloo_mis on the same engine" in of["dvp_mis", "score_over_unpruned"]
+    assert ("rloo_mis", "score_over_unpruned") not in of
     assert of["dvp", "final_k3"].startswith("between the pruned policies")
     assert of["rloo", "final_k3"].startswith("between the full policies")
     assert "not over training seeds" in of["rloo", "score"]  # two of them
@@ -75,4 +77,6 @@ def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
         )
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
-    assert len(found) == len(arms(experiment)) * (len(names) + 1) - 1
+    pruned = [one for one in found if one.name == "score_over_unpruned"]
+    assert [one.where["rho"] for one in pruned] == [arm.rho for arm in arms(experiment) if arm.rho is not None]
+    assert len(found) == len(arms(experiment)) * (len(names) + 1) - 1 + len(pruned)

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter
 
 from dvp.analysis.figures import COLORS, MARKERS, STYLE
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
-from dvp.analysis.inputs import check_fresh
+from dvp.analysis.inputs import check_fresh, unpruned
 from dvp.analysis.statistics import Measured, Statistic
 from dvp.config import Experiment
 from dvp.errors import DvpError
@@ -65,7 +65,7 @@ def pooled(experiment: Experiment, results: Path) -> pd.DataFrame:
             read_cell(experiment, results, Cell(policy=policy, engine=engine, seed=seed)) for seed in experiment.seeds
         ]
         for key in [(method, rho or "none") for method, rho in experiment.estimators]:
-            partner = _partner(experiment, key[0])
+            partner = unpruned(experiment, key[0], (name for name, _ in experiment.estimators))
             found = [cell.estimators.loc[key] for cell in cells]
             row = {
                 "policy": policy if policy == "base" else policy.path,
@@ -350,19 +350,6 @@ def _policy_text(experiment: Experiment, policy: str) -> str:
         return "base model"
     arm = next(one for one in experiment.bias.policies if one != "base" and one.path == policy)
     return f"after {'/'.join(filter(None, [arm.method, arm.engine, arm.rho]))}"
-
-
-def _partner(experiment: Experiment, method: str) -> str | None:
-    """The estimator without safe vocabulary that is like `method` in all else, if it has one."""
-    own = experiment.methods[method]
-    if own.safe_vocabulary is None:
-        return None
-    for name, _ in experiment.estimators:
-        other = experiment.methods[name]
-        same = (other.advantage, other.importance, other.loss) == (own.advantage, own.importance, own.loss)
-        if other.safe_vocabulary is None and same:
-            return name
-    return None
 
 
 def _change(cell: MeasuredCell, key: tuple[str, str], partner: tuple[str, str], name: str) -> tuple[float, float]:

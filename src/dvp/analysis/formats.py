@@ -14,7 +14,7 @@ from dvp.errors import DvpError
 WIDTH = 110
 EMPTY = "–"
 # Columns that the terminal can do without, the first to go first.
-DISPENSABLE = ("maj@", "pass@", "per seed")
+DISPENSABLE = ("maj@", "pass@", "per seed", "DVP adds")
 
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _GREEK = {

@@ -6,6 +6,7 @@ refused: a table must not mix settings.
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,26 @@ def is_control(experiment: Experiment, arm: Arm) -> bool:
     """Whether the arm, unlike others, is trained on the evaluation's engine: without the mismatch."""
     exact = experiment.evaluation.engine
     return arm.engine == exact and any(other.engine != exact for other in arms(experiment))
+
+
+def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str | None:
+    """Of `among` the method without safe vocabulary that is like `method` in all else, if that has one."""
+    own = experiment.methods[method]
+    if own.safe_vocabulary is None:
+        return None
+    for name in among:
+        other = experiment.methods[name]
+        same = (other.advantage, other.importance, other.loss) == (own.advantage, own.importance, own.loss)
+        if other.safe_vocabulary is None and same:
+            return name
+    return None
+
+
+def unpruned_arm(experiment: Experiment, arm: Arm) -> Arm | None:
+    """The arm on the same engine that differs in having no safe vocabulary; None without one, or if it has none."""
+    here = [one for one in arms(experiment) if one.engine == arm.engine and one.rho is None]
+    name = unpruned(experiment, arm.method, (one.method for one in here))
+    return next((one for one in here if one.method == name), None)
 
 
 def reference_arm(experiment: Experiment) -> Arm:

@@ -13,6 +13,7 @@ from dvp.analysis.inputs import (
     evaluation_folder,
     read_metrics,
     reference_arm,
+    unpruned_arm,
 )
 from dvp.analysis.output import write
 from dvp.analysis.statistics import Measured
@@ -97,12 +98,15 @@ def _provenance(
         evaluated[arm.path] = [name for run in runs for name in _evaluation_files(results, run, task, files)]
         trained[arm.path] = [name for run in runs for name in _training_files(results, run, files)]
     reference = reference_arm(experiment).path
+    partners = {arm.path: without.path for arm in arms(experiment) if (without := unpruned_arm(experiment, arm))}
 
     def main_cell(name: str, column: str, value: object) -> list[str]:
         if column == "published_percent":
             return [] if pd.isna(value) else [str(claims)]
         if column == "collapsed_at":
             return trained.get(name, [])
+        if column.startswith("over_unpruned"):
+            return [] if pd.isna(value) else list(dict.fromkeys(evaluated[name] + evaluated[partners[name]]))
         if column in CHANGE:
             return list(dict.fromkeys(evaluated[name] + evaluated[reference]))
         return evaluated[name]

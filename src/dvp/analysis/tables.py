@@ -18,6 +18,7 @@ from dvp.analysis.inputs import (
     read_evaluations,
     read_metrics,
     reference_arm,
+    unpruned_arm,
 )
 from dvp.config import Experiment
 from dvp.grid import Arm
@@ -44,7 +45,8 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
     for the base model, rho also without a safe vocabulary), role (`base`, `control`, `reference` or empty),
     seeds (list), k, score (avg@k, mean over seeds) with score_low and score_high, pass_at_k, maj_at_k,
     change_percent against the reference arm with change_low and change_high (paired), published_percent,
-    seed_scores (list), collapsed_at (list: the step at which a seed's run collapsed, None where it did not).
+    over_unpruned (of an arm with a safe vocabulary: its score minus that of the same without, with _low and _high,
+    paired), seed_scores (list), collapsed_at (list: the step at which a seed's run collapsed, None where it did not).
     Intervals are 95 % (dvp.analysis.bootstrap); NaN where a change is not defined.
 
     Raises DvpError for a missing, stale or malformed input.
@@ -68,6 +70,11 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
         score = _mean(found, f"avg@{k}")
         low, high = bootstrap.interval(drawn[name])
         change, change_low, change_high = math.nan, math.nan, math.nan
+        over, over_low, over_high = math.nan, math.nan, math.nan
+        without = unpruned_arm(experiment, arm) if arm else None
+        if without is not None:
+            over = score - _mean(rows[without.path][1], f"avg@{k}")
+            over_low, over_high = bootstrap.interval(drawn[name] - drawn[without.path])
         if reference_score > 0:
             change = 100.0 * (score / reference_score - 1.0)
             # A replicate without a correct answer leaves the interval of the relative change undefined.
@@ -90,6 +97,9 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
                 "change_percent": change,
                 "change_low": change_low,
                 "change_high": change_high,
+                "over_unpruned": over,
+                "over_unpruned_low": over_low,
+                "over_unpruned_high": over_high,
                 "published_percent": published.value if arm and arm.method == published.method else math.nan,
                 "seed_scores": [evaluation.metrics[f"avg@{k}"] for evaluation in found],
                 "collapsed_at": read_collapses(experiment, results, arm) if arm else [],
@@ -154,7 +164,7 @@ def format_main(experiment: Experiment, table: pd.DataFrame, published: Claim) -
     k = int(table["k"].iloc[0])
     headings = [
         *("method", "engine", "ρ", f"avg@{k} (%) [95 %]", f"pass@{k} (%)", f"maj@{k} (%)"),
-        *("change (%) [95 %]", "published (%)", "per seed (%)"),
+        *("change (%) [95 %]", "DVP adds (points) [95 %]", "published (%)", "per seed (%)"),
     ]
     rows = [
         [
@@ -165,6 +175,7 @@ def format_main(experiment: Experiment, table: pd.DataFrame, published: Claim) -
             f"{100 * row['pass_at_k']:.1f}",
             f"{100 * row['maj_at_k']:.1f}",
             "reference" if row["role"] == "reference" else _change(row),
+            _points(row["over_unpruned"], row["over_unpruned_low"], row["over_unpruned_high"]),
             EMPTY if math.isnan(row["published_percent"]) else f"{row['published_percent']:+.2f}",
             _per_seed(row) if row["seeds"] else EMPTY,
         ]
@@ -255,6 +266,11 @@ def _main_notes(experiment: Experiment, table: pd.DataFrame, published: Claim) -
         f"Change: relative to {reference['label']} on engine {reference['engine']} (ref.); its interval is "
         "paired, with the same resampled problems in all rows.",
     ]
+    if table["over_unpruned"].notna().any():
+        notes.append(
+            "DVP adds: the score minus that of the method that differs in having no safe vocabulary, "
+            "trained on the same engine; paired."
+        )
     if any(step is not None for steps in table["collapsed_at"] for step in steps):
         notes.append(
             "Collapsed at step N: from there on the run was marked as collapsed (training.collapse; train.json has the "
@@ -292,6 +308,10 @@ def _mean(found: list[Evaluation], metric: str) -> float:
 
 def _percent(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _points(value: float, low: float, high: float) -> str:
+    return EMPTY if math.isnan(value) else f"{100 * value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def _per_seed(row: dict) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis import bootstrap
-from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics
+from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics, unpruned_arm
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import LAST_STEPS, seeds_text
 from dvp.config import Experiment
@@ -21,7 +21,8 @@ LEVEL = 0.95
 def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> list[Statistic]:
     """Of every arm: its score, how it ends and how it grew. `main` is `tables.main_table`.
 
-    score (fraction), score_change_percent against the reference; final_k3, final_gradient_norm, final_reward (means
+    score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of arms with a safe
+    vocabulary against the same without; final_k3, final_gradient_norm, final_reward (means
     over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
     runs). Growth is left out where a run has not twice ten steps.
     """
@@ -43,6 +44,12 @@ def _of_arm(
     if scored["role"] != "reference":
         change = tuple(scored[key] for key in ("change_percent", "change_low", "change_high"))
         yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference")
+    over = tuple(scored[key] for key in ("over_unpruned", "over_unpruned_low", "over_unpruned_high"))
+    without = unpruned_arm(experiment, arm)
+    if without is not None:
+        both = dict.fromkeys(score_sources(experiment, results, arm) + score_sources(experiment, results, without))
+        told = f"score minus that of {without.method} on the same engine; {how}, paired"
+        yield Statistic("score_over_unpruned", where_of(arm), *over, "fraction", told, tuple(both))
 
     own, steps = metrics[metrics["arm"] == arm.path], experiment.training.steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")

@@ -27,7 +27,19 @@ ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "traini
 @pytest.fixture(scope="module")
 def jobs(finished):
     """What sacct says of the jobs of the whole experiment."""
-    fields = ("Account", "Partition", "ReqCPUS", "ReqMem", "ReqTRES", "TimelimitRaw", "State", "Submit", "Start", "End")
+    fields = (
+        "Account",
+        "Partition",
+        "ReqCPUS",
+        "ReqMem",
+        "ReqTRES",
+        "TimelimitRaw",
+        "State",
+        "Submit",
+        "Start",
+        "End",
+        "SubmitLine",
+    )
     known = set(re.findall(r"submitted with SLURM jobid (\d+)", finished.output))
     return [job for job in finished.slurm.accounts(*fields) if job["JobID"] in known]
 
@@ -52,6 +64,7 @@ def test_every_stage_is_a_job_that_asked_for_its_resources(jobs):
             int(job["TimelimitRaw"]),
         )
         assert (job["stage"], job["State"], found) == (job["stage"], "COMPLETED", ASKED[job["stage"]])
+        assert ("--signal=TERM@600" in job["SubmitLine"]) == (job["stage"] == "train")
 
 
 def gigabytes(text: str) -> float:

@@ -107,8 +107,23 @@ def test_after_scancel_snakemakes_own_retry_goes_on(checkout, result, slurm, wai
     assert outcome(checkout) == result
 
 
+def test_at_slurms_warning_it_saves_and_leaves_and_the_retry_goes_on(checkout, result, slurm, wait_until):
+    """As `--signal` does some time before the limit: the steps of the job get SIGTERM, its batch script does not."""
+    snakemake = checkout.snakemake(TARGET, "--retries", "1")
+    done = caught(checkout, wait_until)
+    (job,) = slurm.jobs("RUNNING")
+    slurm("scancel", "--signal=TERM", job)
+    slurm("scancel", "--signal=CONT", job)
+    status, output = snakemake.finish()
+    assert status == 0
+    assert f"SLURM-job '{job}' failed, SLURM status is: 'FAILED'" in output
+    assert continued_from(checkout) >= done
+    assert outcome(checkout) == result
+
+
 def test_after_the_time_limit_the_same_command_goes_on(checkout, result, slurm, wait_until):
     edit_profile(checkout, "runtime: 1440", "runtime: 1")
+    edit_profile(checkout, "--signal=TERM@600", "--signal=TERM@0")  # no warning
     snakemake = checkout.snakemake(TARGET)
     done = caught(checkout, wait_until)
     status, output = snakemake.finish()

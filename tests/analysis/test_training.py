@@ -69,7 +69,7 @@ def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
     names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
     for arm, row in zip(arms(experiment), main.to_dict("records")[1:], strict=True):
         own = {one.name: one for one in found if all(arm.path in source for source in one.sources)}
-        assert set(own) == names | ({"score_change_percent"} if row["role"] != "reference" else set())
+        assert set(own) == names
         assert (own["score"].value, own["score"].low, own["score"].high) == (
             row["score"],
             row["score_low"],
@@ -77,6 +77,11 @@ def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
         )
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
+    changes = [one for one in found if one.name == "score_change_percent"]
+    assert len(changes) == len(arms(experiment)) - 1
+    for one in changes:  # of the arm and of the reference, each seed's
+        assert len(set(one.sources)) == 2 * len(experiment.seeds)
+        assert sum("method~rloo/engine~coarse" in source for source in one.sources) == len(experiment.seeds)
     pruned = [one for one in found if one.name == "score_over_unpruned"]
     assert [one.where["rho"] for one in pruned] == [arm.rho for arm in arms(experiment) if arm.rho is not None]
     assert len(found) == len(arms(experiment)) * (len(names) + 1) - 1 + len(pruned)

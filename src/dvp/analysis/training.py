@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis import bootstrap
-from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics, unpruned_arm
+from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics, reference_arm, unpruned_arm
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import LAST_STEPS, seeds_text
 from dvp.config import Experiment
@@ -34,8 +34,13 @@ def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> lis
 def _of_arm(
     experiment: Experiment, results: Path, arm: Arm, scored: dict[str, Any], metrics: pd.DataFrame
 ) -> Iterator[Statistic]:
-    def statistic(name: str, numbers: tuple[float, float, float], unit: str, how: str) -> Statistic:
-        found = score_sources(experiment, results, arm) if name.startswith("score") else train_sources(experiment, arm)
+    def statistic(
+        name: str, numbers: tuple[float, float, float], unit: str, how: str, against: Arm | None = None
+    ) -> Statistic:
+        if not name.startswith("score"):
+            found = train_sources(experiment, arm)
+        else:
+            found = tuple(file for one in (arm, against) if one for file in score_sources(experiment, results, one))
         return Statistic(name, where_of(arm), *numbers, unit, how, found)
 
     how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds)}"
@@ -43,13 +48,13 @@ def _of_arm(
     yield statistic("score", score, f"avg@{scored['k']}, fraction", how)
     if scored["role"] != "reference":
         change = tuple(scored[key] for key in ("change_percent", "change_low", "change_high"))
-        yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference")
+        paired = f"{how}, paired with the reference"
+        yield statistic("score_change_percent", change, "%", paired, reference_arm(experiment))
     over = tuple(scored[key] for key in ("over_unpruned", "over_unpruned_low", "over_unpruned_high"))
     without = unpruned_arm(experiment, arm)
     if without is not None:
-        both = dict.fromkeys(score_sources(experiment, results, arm) + score_sources(experiment, results, without))
         told = f"score minus that of {without.method} on the same engine; {how}, paired"
-        yield Statistic("score_over_unpruned", where_of(arm), *over, "fraction", told, tuple(both))
+        yield statistic("score_over_unpruned", over, "fraction", told, without)
 
     own, steps = metrics[metrics["arm"] == arm.path], experiment.training.steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dvp.cli import parser
-from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment, read_yaml
+from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 from dvp.tracking.record import read_record
 
@@ -26,7 +26,7 @@ WRITES = {
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
     "bias": ["estimators.parquet", "jackknife.parquet", "bias.json"],
-    "diagnose": ["diagnostics/CELL/*.parquet", "diagnose.json"],
+    "mismatch": ["mismatch/MEASUREMENT/*.parquet", "mismatch.json"],
     "report": ["tables/", "figures/", "report/PART.json"],
     "claims": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
     "track": ["tracking/", "Changes no file"],

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.config import BF16_AUTOCAST, TrainingConfig
 from dvp.conversion import convert, write_probe
 from dvp.errors import DvpError
+from dvp.experiment.config import BF16_AUTOCAST, TrainingConfig
 from dvp.files import checksums, write_json
 from dvp.planning import costs
 from dvp.planning.costs import Model

@@ -108,7 +108,13 @@ def test_an_import_inside_a_function_counts(package, monkeypatch):
 
 def test_what_training_depends_on():
     modules = provenance._closure("dvp.training.loop")
-    assert {"dvp.training.loop", "dvp.core.head", "dvp.rollout.engine", "dvp.config", "dvp.errors"} <= modules
+    assert {
+        "dvp.training.loop",
+        "dvp.core.head",
+        "dvp.rollout.engine",
+        "dvp.experiment.config",
+        "dvp.errors",
+    } <= modules
     assert not {module for module in modules if module.startswith(("dvp.analysis", "dvp.evaluation", "dvp.cli"))}
 
 

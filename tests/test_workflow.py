@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dvp.experiment_files import load_experiment
+from dvp.experiment.loading import load_experiment
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
@@ -103,8 +103,8 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
     expected = {
         "base": len(names),
         "train": sum(len(one.runs) for one in experiments),
-        "diagnose": sum(len(one.cells("diagnose")) for one in experiments),
-        "bias": sum(len(one.cells("bias")) for one in experiments),
+        "mismatch": sum(len(one.measurements("mismatch")) for one in experiments),
+        "bias": sum(len(one.measurements("bias")) for one in experiments),
         "report_training": len(names),
         "report_mismatch": 2,
         "report_bias": 2,

@@ -110,26 +110,28 @@ def parser() -> argparse.ArgumentParser:
         threads=True,
     )
     evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
-    diagnose = stage(
-        "diagnose",
+    mismatch = stage(
+        "mismatch",
         "measure the mismatch between engine and trainer at a fixed policy",
         "Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes "
-        "diagnostics/CELL/*.parquet and diagnose.json.",
+        "mismatch/MEASUREMENT/*.parquet and mismatch.json.",
         threads=True,
     )
-    diagnose.add_argument(
-        "--cell", required=True, metavar="CELL", help="POLICY/by~ENGINE/seed~N; POLICY as RUN, or base"
+    mismatch.add_argument(
+        "--measurement", required=True, metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N; POLICY as RUN, or base"
     )
     one = verb(
         "bias",
         "measure bias and variance of every estimator of the policy gradient",
-        "At a fixed policy, against the exact on-policy gradient. With --config and --cell: a measurement of an "
-        "experiment; writes bias/CELL/estimators.parquet, jackknife.parquet and bias.json. With --model and --engine: "
-        "any Hugging Face directory; prints the table and writes the same files to FOLDER. Run it in the repository's "
-        "root.",
+        "At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an "
+        "experiment; writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json. With --model and "
+        "--engine: any Hugging Face directory; prints the table and writes the same files to FOLDER. Run it in the "
+        "repository's root.",
     )
     one.add_argument("--config", type=Path, metavar="FILE", help="results/E/config.yaml")
-    one.add_argument("--cell", metavar="CELL", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…")
+    one.add_argument(
+        "--measurement", metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…"
+    )
     one.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory")
     one.add_argument("--engine", metavar="NAME", help="an engine of the experiment or of config/catalogue")
     one.add_argument(
@@ -213,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     quiet()
     from dvp import stages
 
-    for name in ("run", "cell"):
+    for name in ("run", "measurement"):
         if name in options:
             options[f"{name}_path"] = options.pop(name)
     if "experiment" in options:

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
-from dvp.experiment_files import load_experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.folder import ExperimentDir, finish
+from dvp.experiment.loading import load_experiment
 from dvp.files import write_json
-from dvp.place import Place, finish
 from dvp.provenance import git_commit
 
 
-def diagnose(config: Path, cell_path: str, threads: int) -> None:
-    """The mismatch between trainer and engine at a fixed policy → diagnostics/CELL/*.parquet and diagnose.json."""
+def mismatch(config: Path, measurement_path: str, threads: int) -> None:
+    """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
     from dvp.rollout.vllm import VllmEngine, configure_environment
 
     configure_environment(threads)
@@ -25,43 +25,45 @@ def diagnose(config: Path, cell_path: str, threads: int) -> None:
     from dvp.measurement import mismatch
     from dvp.training.base import check_vocabulary
 
-    place = Place(config)
-    experiment = place.experiment
-    cell = experiment.cell("diagnose", cell_path)
-    model, source, made_by = place.verified_model(cell.run)
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
+    measurement = experiment.measurement("mismatch", measurement_path)
+    model, source, made_by = directory.verified_model(measurement.run)
     check_vocabulary(model)
-    identity = experiment.identity("diagnose", cell=cell)
+    config_hash = experiment.config_hash("mismatch", measurement=measurement)
     torch.set_num_threads(threads)
     started = time.time()
-    upstream = {made_by: source, "prepare": place.data / "manifest.json"}
-    task = f"by~{cell.engine}-seed~{cell.seed}"
-    with place.tracked("diagnose", identity, upstream, run=cell.run and cell.run.path, task=task) as tracked:
+    upstream = {made_by: source, "prepare": directory.data / "manifest.json"}
+    task = f"by~{measurement.engine}-seed~{measurement.seed}"
+    with directory.tracked(
+        "mismatch", config_hash, upstream, run=measurement.run and measurement.run.path, task=task
+    ) as tracked:
         tracked.log_params(
             {
-                "diagnose": experiment.diagnose.model_dump(mode="json", exclude={"policies", "engines"}),
-                "engine": experiment.engines[cell.engine].model_dump(mode="json"),
+                "mismatch": experiment.mismatch.model_dump(mode="json", exclude={"policies", "engines"}),
+                "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
             }
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = pd.read_parquet(place.data / "train.parquet")
+        problems = pd.read_parquet(directory.data / "train.parquet")
         encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
         kept = short_enough(encoded, experiment.training.max_prompt_tokens)
-        drawn = mismatch.drawn_problems(len(kept), experiment.diagnose.problems, cell.seed)
+        drawn = mismatch.drawn_problems(len(kept), experiment.mismatch.problems, measurement.seed)
         rows = [kept[index] for index in drawn]
         prompts = [encoded[row] for row in rows]
         trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         longest = max(map(len, prompts)) + experiment.training.max_response_tokens
         engine = VllmEngine(
             model,
-            experiment.engines[cell.engine],
+            experiment.engines[measurement.engine],
             max_model_len=min(longest, trainer.config.max_position_embeddings),
-            max_num_seqs=experiment.diagnose.responses,
-            seed=cell.seed,
+            max_num_seqs=experiment.mismatch.responses,
+            seed=measurement.seed,
         )
-        folder = place.folder / "diagnostics" / cell.path
-        result = mismatch.diagnose(
+        folder = directory.folder / "mismatch" / measurement.path
+        result = mismatch.measure_mismatch(
             experiment,
-            cell,
+            measurement,
             problems=problems.iloc[rows],
             prompts=prompts,
             pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
@@ -69,13 +71,13 @@ def diagnose(config: Path, cell_path: str, threads: int) -> None:
             engine=engine,
             folder=folder,
         )
-        tracked.log_result({name: value for name, value in result.items() if name not in ("cell", "files")})
-        finish(folder / "diagnose.json", result, tracked, identity, started)
+        tracked.log_result({name: value for name, value in result.items() if name not in ("measurement", "files")})
+        finish(folder / "mismatch.json", result, tracked, config_hash, started)
 
 
 def bias(
     config: Path | None,
-    cell_path: str | None,
+    measurement_path: str | None,
     model: Path | None,
     engine: str | None,
     name: str,
@@ -84,10 +86,10 @@ def bias(
     output: Path,
     threads: int,
 ) -> None:
-    """Every gradient estimator against the exact gradient: a cell of an experiment (config), or any model."""
-    given = [option is not None for option in (config, cell_path, model, engine)]
+    """Every gradient estimator against the exact gradient: a measurement of an experiment (config), or any model."""
+    given = [option is not None for option in (config, measurement_path, model, engine)]
     if given not in ([True, True, False, False], [False, False, True, True]):
-        raise DvpError("expected --config FILE --cell CELL, or --model DIR --engine NAME")
+        raise DvpError("expected --config FILE --measurement MEASUREMENT, or --model DIR --engine NAME")
     from dvp.rollout.vllm import configure_environment
 
     configure_environment(threads)
@@ -97,29 +99,33 @@ def bias(
     if config is None:
         _bias_of_model(model, engine, load_experiment(name), problems, seed, output)
     else:
-        _bias_of_cell(Place(config), cell_path)
+        _bias_of_measurement(ExperimentDir(config), measurement_path)
 
 
-def _bias_of_cell(place: Place, path: str) -> None:
-    """A policy of the experiment → bias/CELL/estimators.parquet, jackknife.parquet and bias.json."""
+def _bias_of_measurement(directory: ExperimentDir, path: str) -> None:
+    """A policy of the experiment → bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json."""
     from dvp.measurement.bias import measure_bias, write_tables
 
-    experiment, cell = place.experiment, place.experiment.cell("bias", path)
-    model, source, made_by = place.verified_model(cell.run)
-    identity = experiment.identity("bias", cell=cell)
+    experiment, measurement = directory.experiment, directory.experiment.measurement("bias", path)
+    model, source, made_by = directory.verified_model(measurement.run)
+    config_hash = experiment.config_hash("bias", measurement=measurement)
     started = time.time()
-    upstream = {made_by: source, "prepare": place.data / "manifest.json"}
-    run, task = cell.run and cell.run.path, f"by~{cell.engine}-seed~{cell.seed}"
-    with place.tracked("bias", identity, upstream, run=run, task=task) as tracked:
-        tracked.log_params({"cell": cell.path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})})
-        problems = pd.read_parquet(place.data / "train.parquet")
+    upstream = {made_by: source, "prepare": directory.data / "manifest.json"}
+    run, task = measurement.run and measurement.run.path, f"by~{measurement.engine}-seed~{measurement.seed}"
+    with directory.tracked("bias", config_hash, upstream, run=run, task=task) as tracked:
+        tracked.log_params(
+            {"measurement": measurement.path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})}
+        )
+        problems = pd.read_parquet(directory.data / "train.parquet")
         where = "data/train.parquet"
-        measured = measure_bias(experiment, model, cell.engine, problems, where=where, seed=cell.seed, name=path)
+        measured = measure_bias(
+            experiment, model, measurement.engine, problems, where=where, seed=measurement.seed, name=path
+        )
         tracked.log_result(measured.results())
-        folder = place.folder / "bias" / path
-        result = {"cell": path, **measured.summary, "files": write_tables(measured, folder)}
+        folder = directory.folder / "bias" / path
+        result = {"measurement": path, **measured.summary, "files": write_tables(measured, folder)}
         tracked.log_file(folder / "estimators.parquet")
-        finish(folder / "bias.json", result, tracked, identity, started)
+        finish(folder / "bias.json", result, tracked, config_hash, started)
 
 
 def _bias_of_model(
@@ -128,7 +134,7 @@ def _bias_of_model(
     """Any Hugging Face directory: prints the table, and writes the same files to `output`."""
     from dvp.analysis.bias import format_estimators
     from dvp.analysis.formats import to_text
-    from dvp.config import Columns, FileSource
+    from dvp.experiment.config import Columns, FileSource
     from dvp.measurement.bias import measure_bias, write_tables
     from dvp.measurement.problems import source_problems
 

@@ -32,7 +32,7 @@ STAGE_MODULES = {
         "dvp.rollout.vllm",
         "dvp.training.base",  # check_vocabulary
     ),
-    "diagnose": ("dvp.measurement.mismatch", "dvp.rollout.vllm", "dvp.data.prompts", "dvp.training.base"),
+    "mismatch": ("dvp.measurement.mismatch", "dvp.rollout.vllm", "dvp.data.prompts", "dvp.training.base"),
     "bias": ("dvp.measurement.bias",),
     "report_training": ("dvp.analysis.report",),
     "report_mismatch": ("dvp.analysis.mismatch",),

@@ -1,7 +1,7 @@
 """The stages: which files each reads and writes, its MLflow run, and nothing else. One function a verb of `dvp`.
 
 Every stage writes a small JSON file last, so that a killed stage is never taken for a finished one; that file carries
-the stage's identity, commit and the key of its MLflow run, which the next stage links to.
+the stage's config_hash, commit and the key of its MLflow run, which the next stage links to.
 """
 
 import os
@@ -14,7 +14,9 @@ from typing import Any
 import pandas as pd
 
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment, read_settings
+from dvp.experiment.folder import BASE, ExperimentDir, finish
+from dvp.experiment.grid import Run
+from dvp.experiment.loading import dump_experiment, load_experiment, read_settings
 from dvp.files import (
     dump_json,
     only_writer,
@@ -24,9 +26,7 @@ from dvp.files import (
     verify_checksums,
     write_text,
 )
-from dvp.grid import Run
-from dvp.measuring import bias, diagnose  # noqa: F401 - verbs, too
-from dvp.place import BASE, Place, finish
+from dvp.measuring import bias, mismatch  # noqa: F401 - verbs, too
 from dvp.progress import Progress
 from dvp.provenance import code_hash
 from dvp.reuse import reuse
@@ -62,14 +62,14 @@ def prepare(config: Path) -> None:
     """Raw problems → data/train.parquet, data/eval.parquet, data/manifest.json."""
     from dvp.data.prepare import prepare as run_prepare
 
-    place = Place(config)
-    identity = place.experiment.identity("prepare")
+    directory = ExperimentDir(config)
+    config_hash = directory.experiment.config_hash("prepare")
     started = time.time()
-    with place.tracked("prepare", identity, {}) as tracked:
-        manifest = run_prepare(place.experiment.data, place.experiment.sources, place.data)
-        tracked.log_params(place.experiment.data.model_dump(mode="json"))
+    with directory.tracked("prepare", config_hash, {}) as tracked:
+        manifest = run_prepare(directory.experiment.data, directory.experiment.sources, directory.data)
+        tracked.log_params(directory.experiment.data.model_dump(mode="json"))
         tracked.log_result(manifest["counts"])
-        finish(place.data / "manifest.json", manifest, tracked, identity, started)
+        finish(directory.data / "manifest.json", manifest, tracked, config_hash, started)
 
 
 def base(config: Path, threads: int) -> None:
@@ -80,38 +80,38 @@ def base(config: Path, threads: int) -> None:
 
     torch.set_num_threads(threads)
 
-    place = Place(config)
-    identity = place.experiment.identity("base")
+    directory = ExperimentDir(config)
+    config_hash = directory.experiment.config_hash("base")
     started = time.time()
-    with place.tracked("base", identity, {"prepare": place.data / "manifest.json"}) as tracked:
-        if reuse(place.folder, place.base / "manifest.json", tracked):
+    with directory.tracked("base", config_hash, {"prepare": directory.data / "manifest.json"}) as tracked:
+        if reuse(directory.folder, directory.base / "manifest.json", tracked):
             return
-        manifest = make_base(place.experiment, place.data, place.base)
-        tracked.log_params(place.experiment.base.model_dump(mode="json"))
+        manifest = make_base(directory.experiment, directory.data, directory.base)
+        tracked.log_params(directory.experiment.base.model_dump(mode="json"))
         tracked.log_result(
             {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
         )
-        finish(place.base / "manifest.json", manifest, tracked, identity, started)
+        finish(directory.base / "manifest.json", manifest, tracked, config_hash, started)
 
 
 def train(config: Path, run_path: str, threads: int) -> None:
     """RL of one grid point → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as it asks for."""
     from dvp.training import launch
 
-    place = Place(config)
-    run = place.experiment.run(run_path)
-    settings = place.experiment.training
+    directory = ExperimentDir(config)
+    run = directory.experiment.run(run_path)
+    settings = directory.experiment.training
     if settings.ranks == 1:
-        _train(place, run, threads)
+        _train(directory, run, threads)
     elif launch.is_rank():
         with launch.reported():
-            _train(place, run, threads)
+            _train(directory, run, threads)
     else:
         arguments = ["--config", str(config), "--run", run_path, "--threads", str(max(1, threads // settings.gpus))]
-        launch.run(settings, place.run_folder(run), ["train", *arguments])
+        launch.run(settings, directory.run_folder(run), ["train", *arguments])
 
 
-def _train(place: Place, run: Run, threads: int) -> None:
+def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
     """`train` in one process, all of it or one of its ranks. Rank 0 alone has the lock and writes files."""
     from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
 
@@ -124,27 +124,27 @@ def _train(place: Place, run: Run, threads: int) -> None:
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
 
-    experiment, settings = place.experiment, place.experiment.training
+    experiment, settings = directory.experiment, directory.experiment.training
     main = os.environ.get("RANK", "0") == "0"
-    folder = place.run_folder(run)
-    data_manifest = read_json(place.data / "manifest.json", "files")
-    base_manifest = read_json(place.base / "manifest.json", "files")
-    verify_checksums(place.data, data_manifest["files"])
-    verify_checksums(place.base, base_manifest["files"])
-    identity = experiment.identity("train", run)
+    folder = directory.run_folder(run)
+    data_manifest = read_json(directory.data / "manifest.json", "files")
+    base_manifest = read_json(directory.base / "manifest.json", "files")
+    verify_checksums(directory.data, data_manifest["files"])
+    verify_checksums(directory.base, base_manifest["files"])
+    config_hash = experiment.config_hash("train", run)
     # Checkpoints of other settings, data or code are never continued; they stay where they are. Those of another number
     # of ranks are the same run's: it says that it cannot go on with them.
-    fingerprint = sha256_json([identity, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
+    fingerprint = sha256_json([config_hash, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
     torch.set_num_threads(threads)
     started = time.time()
-    upstream = {"prepare": place.data / "manifest.json", "base": place.base / "manifest.json"}
+    upstream = {"prepare": directory.data / "manifest.json", "base": directory.base / "manifest.json"}
     with ExitStack() as stack:
         if main:
             stack.enter_context(only_writer(folder, "training this run"))
             tracked = stack.enter_context(
-                place.tracked("train", identity, upstream, run=run.path, metrics=folder / "metrics.jsonl")
+                directory.tracked("train", config_hash, upstream, run=run.path, metrics=folder / "metrics.jsonl")
             )
-            if settings.ranks == 1 and reuse(place.folder, folder / "train.json", tracked):
+            if settings.ranks == 1 and reuse(directory.folder, folder / "train.json", tracked):
                 return
             tracked.log_params(
                 {
@@ -155,16 +155,16 @@ def _train(place: Place, run: Run, threads: int) -> None:
                 }
             )
         torch.manual_seed(run.seed)
-        trainer = Trainer(place.base, settings, experiment.deepspeed)
-        tokenizer = AutoTokenizer.from_pretrained(place.base)
-        problems = pd.read_parquet(place.data / "train.parquet")
+        trainer = Trainer(directory.base, settings, experiment.deepspeed)
+        tokenizer = AutoTokenizer.from_pretrained(directory.base)
+        problems = pd.read_parquet(directory.data / "train.parquet")
         encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
         kept = short_enough(encoded, settings.max_prompt_tokens)
         too_long = len(encoded) - len(kept)
         problems, encoded = problems.iloc[kept], [encoded[index] for index in kept]
         longest = max(len(prompt) for prompt in encoded) + settings.max_response_tokens
         engine = VllmEngine(
-            place.base,
+            directory.base,
             experiment.engines[run.engine],
             max_model_len=min(longest, trainer.context),
             max_num_seqs=settings.prompts_per_step * settings.group_size,
@@ -204,7 +204,7 @@ def _train(place: Place, run: Run, threads: int) -> None:
             "checkpoint": str(final.relative_to(folder)),
             "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", "probe.safetensors")},
         }
-        finish(folder / "train.json", result, tracked, identity, started)
+        finish(folder / "train.json", result, tracked, config_hash, started)
 
 
 def convert(config: Path, run_path: str, threads: int) -> None:
@@ -214,27 +214,27 @@ def convert(config: Path, run_path: str, threads: int) -> None:
     from dvp.conversion import convert as run_convert
 
     torch.set_num_threads(threads)
-    place = Place(config)
-    run = place.experiment.run(run_path)
-    folder = place.run_folder(run)
+    directory = ExperimentDir(config)
+    run = directory.experiment.run(run_path)
+    folder = directory.run_folder(run)
     trained = read_json(folder / "train.json", "checkpoint", "files")
     verify_checksums(folder, trained["files"])
-    verify_checksums(place.base, read_json(place.base / "manifest.json", "files")["files"])
-    identity = place.experiment.identity("convert", run)
+    verify_checksums(directory.base, read_json(directory.base / "manifest.json", "files")["files"])
+    config_hash = directory.experiment.config_hash("convert", run)
     started = time.time()
-    with place.tracked("convert", identity, {"train": folder / "train.json"}, run=run.path) as tracked:
-        model = place.model(run.path)
-        if reuse(place.folder, model / "conversion.json", tracked):
+    with directory.tracked("convert", config_hash, {"train": folder / "train.json"}, run=run.path) as tracked:
+        model = directory.model(run.path)
+        if reuse(directory.folder, model / "conversion.json", tracked):
             return
         result = run_convert(
             folder / trained["checkpoint"],
-            place.base,
+            directory.base,
             folder / "probe.safetensors",
             model,
-            place.experiment.training.temperature,
+            directory.experiment.training.temperature,
         )
         tracked.log_result({key: result[key] for key in ("max_abs_delta_log_prob", "max_abs_delta_log_prob_live")})
-        finish(model / "conversion.json", {"run": run.path, **result}, tracked, identity, started)
+        finish(model / "conversion.json", {"run": run.path, **result}, tracked, config_hash, started)
 
 
 def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
@@ -249,20 +249,20 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
     from dvp.evaluation.runner import evaluate as run_evaluate
     from dvp.training.base import check_vocabulary
 
-    place = Place(config)
-    experiment = place.experiment
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
     run = None if run_path == BASE else experiment.run(run_path)
     if task not in experiment.data.tasks:
         raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
-    model, source, made_by = place.verified_model(run)
+    model, source, made_by = directory.verified_model(run)
     check_vocabulary(model)
-    identity = experiment.identity("evaluate", run, task)
+    config_hash = experiment.config_hash("evaluate", run, task)
     torch.set_num_threads(threads)
     started = time.time()
-    upstream = {made_by: source, "prepare": place.data / "manifest.json"}
-    with place.tracked("evaluate", identity, upstream, run=run and run.path, task=task) as tracked:
-        folder = place.folder / "evals" / run_path / task
-        if reuse(place.folder, folder / "scores.json", tracked):
+    upstream = {made_by: source, "prepare": directory.data / "manifest.json"}
+    with directory.tracked("evaluate", config_hash, upstream, run=run and run.path, task=task) as tracked:
+        folder = directory.folder / "evals" / run_path / task
+        if reuse(directory.folder, folder / "scores.json", tracked):
             return
         settings = experiment.evaluation
         tracked.log_params(
@@ -270,7 +270,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
             | {"samples_per_problem": settings.samples_per_problem[task]}
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = pd.read_parquet(place.data / "eval.parquet")
+        problems = pd.read_parquet(directory.data / "eval.parquet")
         encoded = encode_prompts(
             tokenizer, problems[problems["task"] == task], experiment.data.chat, "data/eval.parquet"
         )
@@ -288,7 +288,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
             experiment,
             task,
             model_dir=model,
-            eval_parquet=place.data / "eval.parquet",
+            eval_parquet=directory.data / "eval.parquet",
             engine=engine,
             tokenizer=tokenizer,
             folder=folder,
@@ -296,7 +296,7 @@ def evaluate(config: Path, run_path: str, task: str, threads: int) -> None:
         tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
         tracked.log_file(folder / "samples.parquet")
         scores["files"] = {"samples.parquet": sha256_file(folder / "samples.parquet")}
-        finish(folder / "scores.json", {"run": run_path, **scores}, tracked, identity, started)
+        finish(folder / "scores.json", {"run": run_path, **scores}, tracked, config_hash, started)
 
 
 def report(config: Path, part: str) -> None:
@@ -305,40 +305,44 @@ def report(config: Path, part: str) -> None:
     from dvp.analysis.output import record, write
     from dvp.analysis.parts import parts
 
-    place = Place(config)
-    experiment = place.experiment
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
     if part not in parts(experiment):
         raise DvpError(f"--part {part}: the report of '{experiment.name}' has {', '.join(parts(experiment))}")
     upstream: dict[str, Path | list[Path]] = {}
     if part in ("training", "sweep"):
-        upstream["train"] = [place.run_folder(run) / "train.json" for run in experiment.runs]
+        upstream["train"] = [directory.run_folder(run) / "train.json" for run in experiment.runs]
         upstream["evaluate"] = [
-            evaluation_folder(place.folder, run, experiment.report.task) / "scores.json"
+            evaluation_folder(directory.folder, run, experiment.report.task) / "scores.json"
             for run in [None, *experiment.runs]
         ]
     if part == "mismatch":
-        upstream["diagnose"] = [
-            place.folder / "diagnostics" / cell.path / "diagnose.json" for cell in experiment.cells("diagnose")
+        upstream["mismatch"] = [
+            directory.folder / "mismatch" / measurement.path / "mismatch.json"
+            for measurement in experiment.measurements("mismatch")
         ]
     if part in ("bias", "sweep"):
-        upstream["bias"] = [place.folder / "bias" / cell.path / "bias.json" for cell in experiment.cells("bias")]
-    identity = experiment.identity("report")
+        upstream["bias"] = [
+            directory.folder / "bias" / measurement.path / "bias.json"
+            for measurement in experiment.measurements("bias")
+        ]
+    config_hash = experiment.config_hash("report")
     started = time.time()
-    with place.tracked(f"report_{part}", identity, upstream) as tracked:
+    with directory.tracked(f"report_{part}", config_hash, upstream) as tracked:
         if part == "training":
             from dvp.analysis.report import report as run_report
 
-            measured = run_report(experiment, place.folder, place.folder)
-            tracked.log_file(place.folder / "provenance.json")
+            measured = run_report(experiment, directory.folder, directory.folder)
+            tracked.log_file(directory.folder / "provenance.json")
         else:
-            measured = import_module(f"dvp.analysis.{part}").measured(experiment, place.folder)
-            write(measured, place.folder)
+            measured = import_module(f"dvp.analysis.{part}").measured(experiment, directory.folder)
+            write(measured, directory.folder)
         for folder, names in (("tables", measured.tables), ("figures", measured.figures)):
-            for file in sorted((place.folder / folder).glob("*")):
+            for file in sorted((directory.folder / folder).glob("*")):
                 if file.stem in names:
                     tracked.log_file(file, folder)
-        result = {"experiment": experiment.name, "part": part, **record(measured, place.folder)}
-        finish(place.folder / "report" / f"{part}.json", result, tracked, identity, started)
+        result = {"experiment": experiment.name, "part": part, **record(measured, directory.folder)}
+        finish(directory.folder / "report" / f"{part}.json", result, tracked, config_hash, started)
 
 
 def claims(experiments: list[str], output: Path) -> None:
@@ -348,19 +352,19 @@ def claims(experiments: list[str], output: Path) -> None:
     from dvp.tracking.stage import stage_run
 
     answered = answer(experiments)
-    identity = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
+    config_hash = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
     inputs = sha256_json([one["files"] for one in answered["experiments"].values()])[:12]
     upstream = {key: list(one["reports"].values()) for key, one in answered["experiments"].items()}
     output = output.resolve()
     started = time.time()
-    with stage_run(output, output.name, "claims", identity=identity, inputs=inputs, upstream=upstream) as tracked:
+    with stage_run(output, output.name, "claims", config_hash=config_hash, inputs=inputs, upstream=upstream) as tracked:
         write_text(output / "claims.md", to_markdown(answered, output))
         write_text(output / "claims.html", to_html(answered))
         for one in answered["claims"]:
             tracked.tag(f"claim.{one['id']}", one["verdict"])
         for name in ("claims.md", "claims.html"):
             tracked.log_file(output / name)
-        finish(output / "claims.json", answered, tracked, identity, started)
+        finish(output / "claims.json", answered, tracked, config_hash, started)
     for one in answered["claims"]:
         print(f"{one['verdict']:22} {one['text']}")
     print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
@@ -370,26 +374,26 @@ def show(config: Path) -> None:
     """Print the main table and where report and tracking store are."""
     from dvp.analysis.report import print_table
 
-    place = Place(config)
-    print(f"{place.experiment.description}\n")
-    print(print_table(place.folder))
-    print(f"\ntables, figures   {place.folder}/tables, {place.folder}/figures")
-    if (place.folder / "report.html").is_file():
-        print(f"report            {place.folder}/report.html")
-    print(f"from which runs   {place.folder}/provenance.json")
-    print(f"MLflow            {store_name(place.results)}   (make mlflow opens it)")
+    directory = ExperimentDir(config)
+    print(f"{directory.experiment.description}\n")
+    print(print_table(directory.folder))
+    print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
+    if (directory.folder / "report.html").is_file():
+        print(f"report            {directory.folder}/report.html")
+    print(f"from which runs   {directory.folder}/provenance.json")
+    print(f"MLflow            {store_name(directory.results)}   (make mlflow opens it)")
 
 
 def track(config: Path) -> None:
     """Bring into the tracking store what it lacks of every stage that has begun, from the files."""
-    place = Place(config)
+    directory = ExperimentDir(config)
     # Everything is read before anything is sent.
     stages = [
-        (record, read_rows(place.folder / record.metrics) if record.metrics else [])
-        for record in read_records(place.folder)
+        (record, read_rows(directory.folder / record.metrics) if record.metrics else [])
+        for record in read_records(directory.folder)
     ]
-    create_store(place.results, place.experiment.name)
+    create_store(directory.results, directory.experiment.name)
     for record, rows in stages:
-        added = track_stage(place.folder, record, rows)
+        added = track_stage(directory.folder, record, rows)
         print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
-    print(f"stages in {store_name(place.results)}: {len(stages)}")
+    print(f"stages in {store_name(directory.results)}: {len(stages)}")

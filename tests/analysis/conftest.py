@@ -1,7 +1,7 @@
 import pytest
 from made_up_results import Results, make_experiment
 
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Cells of stage `bias`, made up: simulated gradients, measured by the core, in the files that the stage writes."""
+"""Made-up results of stage `bias`: simulated gradients, measured by the core, in the files that the stage writes."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dvp.config import Experiment
 from dvp.core.estimator_bias import STATISTICS, estimator_bias, inner_products
-from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement
+from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.files import sha256_file, write_json
-from dvp.grid import Cell
 
 CONFIG = Path(__file__).parents[2] / "config"
 LENGTH = 30
@@ -31,15 +31,15 @@ def truth(method: str, rho: str | None, engine: str) -> tuple[float, float]:
     return squared_bias, variance
 
 
-def write_cell(experiment: Experiment, results: Path, cell: Cell) -> None:
+def write_cell(experiment: Experiment, results: Path, measurement: Measurement) -> None:
     """What the stage would have written."""
-    rng = np.random.default_rng([cell.seed, len(cell.path)])
+    rng = np.random.default_rng([measurement.seed, len(measurement.path)])
     noise_nD = rng.normal(size=(experiment.bias.batches, LENGTH)) / LENGTH**0.5
     g_D = np.eye(LENGTH)[0]
     y_mD = torch.tensor(g_D + rng.normal(size=(experiment.bias.reference_batches, LENGTH)) * (2 / LENGTH) ** 0.5)
     rows, parts = [], []
     for method, rho in experiment.estimators:
-        squared_bias, variance = truth(method, rho, cell.engine)
+        squared_bias, variance = truth(method, rho, measurement.engine)
         own_nD = noise_nD + 0.2 * rng.normal(size=noise_nD.shape) / LENGTH**0.5
         x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (variance / 1.04) ** 0.5)
         found = estimator_bias(inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD))
@@ -53,16 +53,16 @@ def write_cell(experiment: Experiment, results: Path, cell: Cell) -> None:
         for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
             part = pd.DataFrame({name: getattr(found[name], attribute).numpy() for name in STATISTICS})
             parts.append(part.assign(method=method, rho=rho, sample=sample, batch=range(len(part))))
-    folder = results / "bias" / cell.path
+    folder = results / "bias" / measurement.path
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"estimators.parquet": pd.DataFrame(rows), "jackknife.parquet": pd.concat(parts, ignore_index=True)}
     for name, table in tables.items():
         table.to_parquet(folder / name)
     record = {
-        "cell": cell.path,
-        "identity": experiment.identity("bias", cell=cell),
+        "measurement": measurement.path,
+        "config_hash": experiment.config_hash("bias", measurement=measurement),
         "git_commit": "c" * 40,
-        "tracking_key": f"bias {cell.path}",
+        "tracking_key": f"bias {measurement.path}",
         "problems": ["1", "2"],
         "responses_a_batch": 64,
         "batches": experiment.bias.batches,

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 
 from dvp.analysis.inputs import BASE, evaluation_folder
-from dvp.config import Experiment
-from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run
+from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.files import sha256_file, write_json
-from dvp.grid import Run
 
 CONFIG = Path(__file__).parents[2] / "config"
 CLAIMS = CONFIG / "claims.yaml"
@@ -81,7 +81,7 @@ class Results:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         record = {
             "run": run.path,
-            "identity": self.experiment.identity("train", run),
+            "config_hash": self.experiment.config_hash("train", run),
             "git_commit": "c" * 40,
             "steps": len(rows),
             "skipped_steps": sum(row["skipped"] for row in rows),
@@ -112,7 +112,7 @@ class Results:
             "samples_per_problem": k,
             "samples": problems * k,
             "metrics": {name: {"value": value, "low": value, "high": value} for name, value in values.items()},
-            "identity": self.experiment.identity("evaluate", run, "held_out"),
+            "config_hash": self.experiment.config_hash("evaluate", run, "held_out"),
             "git_commit": "c" * 40,
             "tracking_key": f"evaluate {run.path if run else BASE}",
             "files": {"samples.parquet": sha256_file(folder / "samples.parquet")},

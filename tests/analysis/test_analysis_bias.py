@@ -23,8 +23,8 @@ def experiment():
 @pytest.fixture(scope="module")
 def folder(experiment, tmp_path_factory):
     results = tmp_path_factory.mktemp("results")
-    for cell in experiment.cells("bias"):
-        write_cell(experiment, results, cell)
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, results, measurement)
     return results
 
 
@@ -62,17 +62,17 @@ def test_intervals_hold_what_the_gradients_were_made_with(experiment, measured):
             rho = None if one.where["rho"] == "none" else one.where["rho"]
             expected = truth(one.where["method"], rho, one.where["engine"])[one.name == "variance"]
             covered.append(one.low <= expected <= one.high)
-    assert np.mean(covered) > 0.85  # the estimators of a cell share their noise
+    assert np.mean(covered) > 0.85  # the estimators of a measurement share their noise
     assert found(measured, "squared_bias", policy="base", engine="coarse", method="rloo").low > 0
 
 
 def test_pooling_by_hand(experiment, folder, measured):
     """Mean over seeds; the larger of the mean squared standard error and the variance between seeds, over three."""
-    cells = [
+    measurements = [
         pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / "estimators.parquet")
         for seed in range(3)
     ]
-    rows = [table[(table["method"] == "dvp_mis") & (table["rho"] == "0.01")].iloc[0] for table in cells]
+    rows = [table[(table["method"] == "dvp_mis") & (table["rho"] == "0.01")].iloc[0] for table in measurements]
     for name in ("squared_bias", "cosine", "variance", "mse"):
         values, errors = [row[name] for row in rows], [row[f"{name}_se"] for row in rows]
         between = sum((value - sum(values) / 3) ** 2 for value in values) / 2
@@ -99,8 +99,8 @@ def test_a_method_without_counterpart_has_no_change(tmp_path):
     experiment = bias_experiment(
         engines=["coarse"], policies=["base"], estimators=[{"method": ["rloo"]}, {"method": ["dvp_mis"], "rho": "0.01"}]
     )
-    for cell in experiment.cells("bias"):
-        write_cell(experiment, tmp_path, cell)
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
     measured = bias.measured(experiment, tmp_path)
     assert not [one for one in measured.statistics if one.name.endswith("_change")]
     table, formatted = measured.tables["bias_table"]
@@ -146,7 +146,7 @@ def test_every_rule_for_the_safe_vocabulary_has_a_marker_and_a_name(tmp_path):
         {"method": ["dvp_mass"]},
     ]
     experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)
-    for one in experiment.cells("bias"):
+    for one in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, one)
     legend = bias.measured(experiment, tmp_path).figures["bias_variance"].legends[0]
     markers = {
@@ -169,16 +169,16 @@ def test_it_is_written_as_every_part_of_a_report_is(measured, folder, tmp_path):
 
 
 @pytest.fixture
-def cell(tmp_path):
+def measurement(tmp_path):
     experiment = bias_experiment(engines=["coarse"], policies=["base"])
     experiment = experiment.model_copy(update={"seeds": [0]})
-    (cell,) = experiment.cells("bias")
-    write_cell(experiment, tmp_path, cell)
-    return experiment, cell, tmp_path, tmp_path / "bias" / cell.path
+    (measurement,) = experiment.measurements("bias")
+    write_cell(experiment, tmp_path, measurement)
+    return experiment, measurement, tmp_path, tmp_path / "bias" / measurement.path
 
 
-def test_one_seed_gives_the_cell_itself(cell):
-    experiment, _, results, folder = cell
+def test_one_seed_gives_the_cell_itself(measurement):
+    experiment, _, results, folder = measurement
     rows = bias.pooled(experiment, results)
     own = pd.read_parquet(folder / "estimators.parquet")
     assert list(rows["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
@@ -193,8 +193,8 @@ def rewrite(folder, name, change):
     write_json(folder / "bias.json", record)
 
 
-def test_what_cannot_be_used_is_refused_with_one_line(cell):
-    experiment, one, results, folder = cell
+def test_what_cannot_be_used_is_refused_with_one_line(measurement):
+    experiment, one, results, folder = measurement
 
     def refused(message):
         with pytest.raises(DvpError, match=message):
@@ -204,10 +204,10 @@ def test_what_cannot_be_used_is_refused_with_one_line(cell):
     (folder / "bias.json").unlink()
     refused(r"bias\.json: no such file")
     record = json.loads((folder / "bias.json").read_text())
-    write_json(folder / "bias.json", record | {"identity": "0" * 12})
+    write_json(folder / "bias.json", record | {"config_hash": "0" * 12})
     refused("stale")
-    write_json(folder / "bias.json", record | {"cell": "base/by~fp32/seed~0"})
-    refused("cell: expected 'base/by~coarse/seed~0'")
+    write_json(folder / "bias.json", record | {"measurement": "base/by~fp32/seed~0"})
+    refused("measurement: expected 'base/by~coarse/seed~0'")
     write_json(folder / "bias.json", record | {"files": {}})
     refused("'estimators.parquet' is missing")
     with open(folder / "jackknife.parquet", "ab") as file:
@@ -223,8 +223,8 @@ def test_what_cannot_be_used_is_refused_with_one_line(cell):
     refused("not the experiment's estimators")
 
 
-def test_an_undefined_cosine_is_a_dash_and_no_statistic(cell):
-    experiment, _, results, folder = cell
+def test_an_undefined_cosine_is_a_dash_and_no_statistic(measurement):
+    experiment, _, results, folder = measurement
     rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan, cosine_se=math.nan))
     measured = bias.measured(experiment, results)
     assert not [one for one in measured.statistics if one.name == "cosine"]

@@ -1,4 +1,4 @@
-"""What the report makes of the stage `diagnose`: measured here with an engine whose noise is known."""
+"""What the report makes of the stage `mismatch`: measured here with an engine whose noise is known."""
 
 import math
 
@@ -13,12 +13,12 @@ from dvp.analysis import figures, mismatch, mismatch_figures, mismatch_inputs, m
 from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, from_markdown, to_markdown, to_text
 from dvp.analysis.mismatch_figures import RESOLUTION
-from dvp.analysis.mismatch_inputs import Cells
+from dvp.analysis.mismatch_inputs import Measurements
 from dvp.analysis.mismatch_statistics import Density
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
 from dvp.errors import DvpError
 from dvp.files import read_json, sha256_file, write_json
-from dvp.measurement.mismatch import diagnose
+from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.mismatch_files import TABLES
 from noisy_engine import NoisyEngine
 
@@ -33,7 +33,7 @@ def experiment_of(rhos=(0.01, 0.0001, "e-3"), seeds=(0, 1, 2)):
         seeds=list(seeds),
         training__max_response_tokens=6,
         evaluation__bootstrap_resamples=200,
-        diagnose={
+        mismatch={
             "policies": ["base", ARM],
             "engines": list(SIGMA),
             "problems": len(PROMPTS),
@@ -51,26 +51,28 @@ def experiment():
 
 @pytest.fixture(scope="module")
 def results(experiment, tiny_model, tmp_path_factory):
-    """The folder of an experiment with every cell, diagnosed for real but for the engine."""
+    """The folder of an experiment with every measurement, diagnosed for real but for the engine."""
     folder = tmp_path_factory.mktemp("results")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         model.model.norm.weight.mul_(5.0)  # sharper, so that there is a head
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for cell in experiment.cells("diagnose"):
-        place = folder / "diagnostics" / cell.path
-        record = diagnose(
+    for measurement in experiment.measurements("mismatch"):
+        place = folder / "mismatch" / measurement.path
+        record = measure_mismatch(
             experiment,
-            cell,
-            problems=pd.DataFrame({"id": [f"{name}{cell.seed}" for name in "abc"], "answer": ["7", "7", "8"]}),
+            measurement,
+            problems=pd.DataFrame({"id": [f"{name}{measurement.seed}" for name in "abc"], "answer": ["7", "7", "8"]}),
             prompts=PROMPTS,
             pad=tokenizer.pad_token_id,
             model=model,
-            engine=NoisyEngine(model, tokenizer, SIGMA[cell.engine]),
+            engine=NoisyEngine(model, tokenizer, SIGMA[measurement.engine]),
             folder=place,
         )
-        identity = experiment.identity("diagnose", cell=cell)
-        write_json(place / "diagnose.json", record | {"identity": identity, "git_commit": "c", "tracking_key": "k"})
+        config_hash = experiment.config_hash("mismatch", measurement=measurement)
+        write_json(
+            place / "mismatch.json", record | {"config_hash": config_hash, "git_commit": "c", "tracking_key": "k"}
+        )
     return folder
 
 
@@ -97,7 +99,7 @@ def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):
         one = find(measured, condition.statistic, **{k: v for k, v in condition.where.items() if k != "policy"})
         assert one.low <= one.value <= one.high
         assert one.sources == tuple(
-            f"diagnostics/base/by~{condition.where['engine']}/seed~{seed}/diagnose.json" for seed in (0, 1, 2)
+            f"mismatch/base/by~{condition.where['engine']}/seed~{seed}/mismatch.json" for seed in (0, 1, 2)
         )
 
 
@@ -111,7 +113,7 @@ def test_no_statistic_is_there_twice_and_each_says_how(measured):
 
 
 def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_problems(results, measured):
-    folders = [results / f"diagnostics/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
     noise = pd.concat(pd.read_parquet(folder / "noise.parquet") for folder in folders).query("source == 'engine'")
     one = find(measured, "kl", engine="coarse")
     assert one.value == pytest.approx(noise["kl"].sum() / noise["tokens"].sum())
@@ -148,7 +150,7 @@ def test_a_maximum_has_no_interval(measured):
 
 
 def test_the_change_of_the_objective_is_the_importance_weighted_one(results, measured):
-    folders = [results / f"diagnostics/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
     rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
     rows = rows[(rows["rho"] == "0.01") & (rows["side"] == "none")]
     before = after = weight = pruned_weight = bound = 0.0
@@ -168,9 +170,11 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
 
 def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
     """However few of the responses that it prunes were sampled: J is 1 before and after."""
-    for cells in mismatch_inputs.read_cells(experiment, results):
-        cells.tables["safe_sets"]["reward"] = 1.0
-        changes = [one for one in mismatch_statistics.statistics(experiment, cells) if one.name == "objective_change"]
+    for measurements in mismatch_inputs.read_measurements(experiment, results):
+        measurements.tables["safe_sets"]["reward"] = 1.0
+        changes = [
+            one for one in mismatch_statistics.statistics(experiment, measurements) if one.name == "objective_change"
+        ]
         assert changes
         assert all(one.value == pytest.approx(0, abs=1e-12) for one in changes)
 
@@ -190,9 +194,9 @@ def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
 
 
 def test_a_single_problem_has_no_interval(experiment, results):
-    (cells, *_) = mismatch_inputs.read_cells(experiment, results)
-    tables = {name: table[table["unit"] == 0] for name, table in cells.tables.items()}
-    one = Cells(cells.policy, cells.engine, tables, np.ones((5, 1)), cells.sources)
+    (measurements, *_) = mismatch_inputs.read_measurements(experiment, results)
+    tables = {name: table[table["unit"] == 0] for name, table in measurements.tables.items()}
+    one = Measurements(measurements.policy, measurements.engine, tables, np.ones((5, 1)), measurements.sources)
     for found in mismatch_statistics.statistics(experiment, one):
         assert math.isnan(found.low)
         assert math.isnan(found.high)
@@ -220,7 +224,7 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
     high = np.array([min(edge for edge in D_EDGES if edge >= one) for one in d])
     columns = {"unit": 0, "d_low": low, "d_high": high, "infer": 1.0, "infer_squared": 1.0, "infer_d": d}
     rows = pd.DataFrame(columns)
-    density = Density(Cells("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
+    density = Density(Measurements("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
     assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
     grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
     assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)
@@ -238,10 +242,10 @@ def test_tables_have_a_row_for_each_engine_and_rho_and_read_back(experiment, mea
     safe, safe_formatted = measured.tables["safe_sets_table"]
     assert len(safe) == 2 * len(SIGMA) * 3
     for name, (table, text) in measured.tables.items():
-        cells = [cell for row in text.rows for cell in row]
-        assert all(cells)
-        assert cells.count(EMPTY) == 0, name
-        assert not any("nan" in cell for cell in cells)
+        measurements = [measurement for row in text.rows for measurement in row]
+        assert all(measurements)
+        assert measurements.count(EMPTY) == 0, name
+        assert not any("nan" in measurement for measurement in measurements)
         (tmp_path / f"{name}.md").write_text(to_markdown(text))
         assert from_markdown(tmp_path / f"{name}.md").rows == text.rows
         assert to_text(text)
@@ -260,7 +264,11 @@ def test_figures_show_every_policy(measured, tmp_path):
 
 def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experiment, results, measured, tmp_path):
     """The rule that draws them expects every figure."""
-    exact = [cells for cells in mismatch_inputs.read_cells(experiment, results) if cells.engine == "fp32"]
+    exact = [
+        measurements
+        for measurements in mismatch_inputs.read_measurements(experiment, results)
+        if measurements.engine == "fp32"
+    ]
     drawn = mismatch_figures.figures(experiment_of(rhos=[0.01]), exact, measured.statistics)
     assert list(drawn) == FIGURES
     assert all(axes.lines for axes in drawn["mismatch_distribution"].axes)
@@ -271,30 +279,30 @@ def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experi
 
 
 def copied(results, experiment, tmp_path):
-    """The cells of the results in a folder of the test's own, by links; the first cell's folder for real."""
-    first = experiment.cells("diagnose")[0]
-    for cell in experiment.cells("diagnose"):
-        place = tmp_path / "diagnostics" / cell.path
+    """The results in a folder of the test's own, by links; the first measurement's folder for real."""
+    first = experiment.measurements("mismatch")[0]
+    for measurement in experiment.measurements("mismatch"):
+        place = tmp_path / "mismatch" / measurement.path
         place.mkdir(parents=True)
-        for file in (results / "diagnostics" / cell.path).iterdir():
+        for file in (results / "mismatch" / measurement.path).iterdir():
             (place / file.name).write_bytes(file.read_bytes())
-    return tmp_path / "diagnostics" / first.path
+    return tmp_path / "mismatch" / first.path
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("missing", r"diagnose.json: no such file; the stage that writes it has not finished"),
-        ("stale", r"diagnose.json: stale, written by another version of the experiment"),
+        ("missing", r"mismatch.json: no such file; the stage that writes it has not finished"),
+        ("stale", r"mismatch.json: stale, written by another version of the experiment"),
         ("altered", r"gaps.parquet: altered since it was written"),
-        ("other", r"diagnose.json: cell: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
+        ("other", r"mismatch.json: measurement: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
         ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
         ("no parquet", r"bounds.parquet: cannot be read"),
     ],
 )
 def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment, tmp_path):
     folder = copied(results, experiment, tmp_path)
-    path = folder / "diagnose.json"
+    path = folder / "mismatch.json"
     record = read_json(path)
 
     def rewrite(name, table):
@@ -305,11 +313,11 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
         case "missing":
             path.unlink()
         case "stale":
-            record["identity"] = "0" * 12
+            record["config_hash"] = "0" * 12
         case "altered":
             pd.read_parquet(folder / "gaps.parquet").assign(pairs=1.0).to_parquet(folder / "gaps.parquet")
         case "other":
-            record["cell"] = "base/by~x/seed~0"
+            record["measurement"] = "base/by~x/seed~0"
         case "fewer":
             rewrite("noise", pd.read_parquet(folder / "noise.parquet").query("problem != 'b0'"))
         case "no parquet":
@@ -318,13 +326,15 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
     if what != "missing":
         write_json(path, record)
     with pytest.raises(DvpError, match=message):
-        mismatch_inputs.read_cells(experiment, tmp_path)
+        mismatch_inputs.read_measurements(experiment, tmp_path)
 
 
 def test_every_table_of_a_cell_is_read(experiment, results):
-    every = mismatch_inputs.read_cells(experiment, results)
-    assert [(cells.policy, cells.engine) for cells in every][:3] == [("base", engine) for engine in SIGMA]
-    for cells in every:
-        assert set(cells.tables) == set(TABLES)
-        for table in cells.tables.values():
+    every = mismatch_inputs.read_measurements(experiment, results)
+    assert [(measurements.policy, measurements.engine) for measurements in every][:3] == [
+        ("base", engine) for engine in SIGMA
+    ]
+    for measurements in every:
+        assert set(measurements.tables) == set(TABLES)
+        for table in measurements.tables.values():
             assert set(table["unit"]) == set(range(9))

@@ -5,19 +5,19 @@ from made_up_results import CLAIMS, make_experiment
 from dvp.analysis import figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.inputs import read_metrics
-from dvp.grid import Arm
+from dvp.experiment.grid import GridPoint
 
 
 def test_styles_differ_and_the_control_is_grey():
     style = figures.styles(make_experiment())
     looks = [(look.color, look.line, look.marker) for look in style.values()]
     assert len(set(looks)) == len({look.label for look in style.values()}) == 7
-    control = style[Arm(method="rloo", engine="fp32", rho=None)]
+    control = style[GridPoint(method="rloo", engine="fp32", rho=None)]
     assert len({control.color[i : i + 2] for i in (1, 3, 5)}) == 1
     assert control.line != "-"
     assert (
-        style[Arm(method="dvp", engine="coarse", rho="e-13")].color
-        == style[Arm(method="dvp", engine="coarse", rho="0.01")].color
+        style[GridPoint(method="dvp", engine="coarse", rho="e-13")].color
+        == style[GridPoint(method="dvp", engine="coarse", rho="0.01")].color
     )
 
 
@@ -44,7 +44,7 @@ def test_skipped_steps_are_gaps(experiment, results):
     metrics = read_metrics(experiment, results.folder)
     metrics.loc[metrics["step"] == 3, "gradient_norm"] = 0.0
     figure = figures.gradient_norm(experiment, metrics)
-    color = figures.styles(experiment)[Arm(method="rloo_mis", engine="coarse", rho=None)].color
+    color = figures.styles(experiment)[GridPoint(method="rloo_mis", engine="coarse", rho=None)].color
     lines = [line for line in figure.axes[0].get_lines() if line.get_color() == color]
     assert len(lines) == 3
     for line in lines:
@@ -54,7 +54,7 @@ def test_skipped_steps_are_gaps(experiment, results):
 def test_bold_line_is_the_trailing_mean(experiment, results):
     metrics = read_metrics(experiment, results.folder)
     figure = figures.learning_curves(experiment, metrics)
-    arm = Arm(method="rloo", engine="coarse", rho=None)
+    arm = GridPoint(method="rloo", engine="coarse", rho=None)
     own = metrics[metrics["arm"] == arm.path]
     color = figures.styles(experiment)[arm].color
     bold = next(line for line in figure.axes[0].get_lines() if line.get_color() == color and line.get_linewidth() == 2)

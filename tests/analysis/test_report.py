@@ -14,13 +14,13 @@ from dvp.analysis import tables
 from dvp.analysis.inputs import evaluation_folder
 from dvp.analysis.report import print_table, report
 from dvp.errors import DvpError
+from dvp.experiment.grid import GridPoint
 from dvp.files import sha256_file
-from dvp.grid import Arm
 
 CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
 TABLES = ("main_table", "mismatch_table")
-NAIVE = Arm(method="rloo", engine="coarse", rho=None).run(0)
+NAIVE = GridPoint(method="rloo", engine="coarse", rho=None).run(0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_provenance_covers_every_cell(experiment, written):
         if origin["stage"]:
             assert (results.folder / name).is_file()
             assert origin["git_commit"] == "c" * 40
-            assert origin["identity"]
+            assert origin["config_hash"]
     assert set(provenance["figures"]) == set(FIGURES)
 
 
@@ -99,7 +99,7 @@ def test_stale_training_is_refused(results, tmp_path):
 
 def test_stale_base_evaluation_is_refused(experiment, results, tmp_path):
     path = evaluation_folder(results.folder, None, "held_out") / "scores.json"
-    change(path, identity="0" * 12)
+    change(path, config_hash="0" * 12)
     with pytest.raises(DvpError, match=r"evals/base/held_out/scores.json: stale, .* expected "):
         report(experiment, results.folder, tmp_path / "report", CLAIMS)
 

@@ -11,8 +11,8 @@ from made_up_results import CONFIG, Results
 from dvp.analysis import figures, sweep
 from dvp.analysis.parts import swept
 from dvp.analysis.sweep import middle
-from dvp.experiment_files import load_experiment, parse_experiment
-from dvp.grid import Arm
+from dvp.experiment.grid import GridPoint
+from dvp.experiment.loading import load_experiment, parse_experiment
 
 RHOS = ["e-17", "e-13", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as the runs' paths have them
 
@@ -35,8 +35,8 @@ def results(experiment, tmp_path_factory):
             right = np.full((results.problems, k), run.rho in middle(RHOS))
             right[:, ::2] |= run.rho == "e-17"
             results.write_evaluation(run, right)
-    for cell in experiment.cells("bias"):
-        write_cell(experiment, results.folder, cell)
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, results.folder, measurement)
     return results
 
 
@@ -67,8 +67,8 @@ def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(exp
         {"method": ["dvp"], "engine": ["coarse"], "rho": ["0.3"]},
     )
     results = Results(more, tmp_path)
-    for cell in more.cells("bias"):
-        write_cell(more, results.folder, cell)
+    for measurement in more.measurements("bias"):
+        write_cell(more, results.folder, measurement)
     panel = sweep.measured(more, results.folder).figures["rho_sweep"].axes[0]
     points = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"}
     assert points["DVP, engine coarse"] == [0.3]
@@ -89,7 +89,7 @@ def test_the_middle_is_held_against_both_ends(experiment, results, measured):
     assert (large.value, large.low, large.high) == (1.0, 1.0, 1.0)
     for one, end in ((small, "e-17"), (large, "0.3")):
         assert one.where == {"method": "dvp_mis", "engine": "coarse"}
-        asked = {Arm(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
+        asked = {GridPoint(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
         runs = {arm.run(seed).path for arm in asked for seed in experiment.seeds}
         assert set(one.sources) == {f"evals/{run}/held_out/scores.json" for run in runs}
 
@@ -115,6 +115,9 @@ def test_the_figure_shows_what_was_trained_and_what_was_measured_alone(experimen
 def test_mse_is_drawn_as_measured(experiment, results, measured):
     panel = next(axes for axes in measured.figures["rho_sweep"].axes if "bias + variance" in axes.get_title())
     line = next(line for line in panel.lines if line.get_label() == "DVP, engine coarse")
-    files = [results.folder / "bias" / cell.path / "estimators.parquet" for cell in experiment.cells("bias")]
+    files = [
+        results.folder / "bias" / measurement.path / "estimators.parquet"
+        for measurement in experiment.measurements("bias")
+    ]
     rows = pd.concat(pd.read_parquet(file) for file in files).query("method == 'dvp'")
     assert line.get_ydata() == pytest.approx(rows.groupby("rho")["mse"].mean()[RHOS].to_numpy())

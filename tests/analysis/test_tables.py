@@ -10,7 +10,7 @@ from made_up_results import CLAIMS, Results, make_experiment
 from dvp.analysis import tables
 from dvp.analysis.inputs import reference_arm
 from dvp.errors import DvpError
-from dvp.grid import Arm
+from dvp.experiment.grid import GridPoint
 
 REFERENCE = "method~rloo/engine~coarse/rho~none"
 
@@ -51,9 +51,9 @@ def test_values_by_hand(experiment, results):
     for run in experiment.runs:
         fill(run, 10)
     for seed, ours, naive in ((0, 12, 8), (1, 20, 24)):
-        fill(Arm(method="dvp_mis", engine="coarse", rho="0.01").run(seed), ours)
-        fill(Arm(method="dvp", engine="coarse", rho="0.01").run(seed), ours + 4)
-        fill(Arm(method="rloo", engine="coarse", rho=None).run(seed), naive)
+        fill(GridPoint(method="dvp_mis", engine="coarse", rho="0.01").run(seed), ours)
+        fill(GridPoint(method="dvp", engine="coarse", rho="0.01").run(seed), ours + 4)
+        fill(GridPoint(method="rloo", engine="coarse", rho=None).run(seed), naive)
     rows = tables.main_table(experiment, results.folder, CLAIMS).set_index("arm")
     ours, dvp, base = (
         rows.loc[name]
@@ -94,7 +94,9 @@ def test_paired_interval_is_narrower_than_an_unpaired_one(table):
 
 def test_change_against_a_score_of_zero_is_undefined(experiment, results):
     for seed in experiment.seeds:
-        results.write_evaluation(Arm(method="rloo", engine="coarse", rho=None).run(seed), np.zeros((12, 8), dtype=bool))
+        results.write_evaluation(
+            GridPoint(method="rloo", engine="coarse", rho=None).run(seed), np.zeros((12, 8), dtype=bool)
+        )
     table = tables.main_table(experiment, results.folder, CLAIMS)
     assert table[["change_percent", "change_low", "change_high"]].isna().all(axis=None)
     formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
@@ -134,7 +136,7 @@ def test_seeds_are_resampled_from_three_on(tmp_path):
 
 def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
     """Of two seeds the second collapsed; it has its score, and the step at which it did."""
-    arm = Arm(method="rloo", engine="coarse", rho=None)
+    arm = GridPoint(method="rloo", engine="coarse", rho=None)
     before = tables.main_table(experiment, results.folder, CLAIMS)
     assert "ollapsed" not in str(tables.format_main(experiment, before, tables.published_gain(CLAIMS)))
     results.write_training(arm.run(1), results.metrics(arm.run(1), np.random.default_rng(0)), collapsed_at=9)
@@ -154,20 +156,20 @@ def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
 
 @pytest.mark.parametrize("wrong", [0, 13, "soon", True])
 def test_a_collapse_outside_the_run_is_refused(experiment, results, wrong):
-    run = Arm(method="rloo", engine="coarse", rho=None).run(0)
+    run = GridPoint(method="rloo", engine="coarse", rho=None).run(0)
     results.write_training(run, results.metrics(run, np.random.default_rng(0)), collapsed_at=wrong)
     with pytest.raises(DvpError, match=r"train.json: collapsed_at: expected a step or null, found"):
         tables.main_table(experiment, results.folder, CLAIMS)
 
 
 def test_mismatch_by_hand(experiment, results):
-    run = Arm(method="rloo_mis", engine="coarse", rho=None).run(0)
+    run = GridPoint(method="rloo_mis", engine="coarse", rho=None).run(0)
     rows = results.metrics(run, np.random.default_rng(0))
     for row in rows:
         # Of 12 steps the first two do not count.
         row |= {"k1": float(row["step"]), "max_abs_log_ratio": float(row["step"]), "tokens_per_second": 10.0}
     results.write_training(run, rows)
-    other = Arm(method="rloo_mis", engine="coarse", rho=None).run(1)
+    other = GridPoint(method="rloo_mis", engine="coarse", rho=None).run(1)
     for row in rows:
         row |= {"k1": 0.5, "max_abs_log_ratio": 2.0}
     results.write_training(other, rows)

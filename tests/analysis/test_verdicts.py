@@ -8,10 +8,10 @@ from made_up_results import make_experiment
 from dvp.analysis.claims import Condition
 from dvp.analysis.verdicts import answer, status, to_html, to_markdown, verdict
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment
+from dvp.experiment.loading import dump_experiment
 from dvp.files import write_json, write_text
 
-ORIGIN = {"sha256": "0" * 64, "identity": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
+ORIGIN = {"sha256": "0" * 64, "config_hash": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
 CLAIMS = """
 sources: {P: somewhere}
 claims:
@@ -53,7 +53,7 @@ def place(tmp_path):
         experiment = make_experiment()
         write_text(tmp_path / "tiny/config.yaml", dump_experiment(experiment))
         record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
-        record |= {"identity": experiment.identity("report"), "tracking_key": "report 1", "figures": ["scores"]}
+        record |= {"config_hash": experiment.config_hash("report"), "tracking_key": "report 1", "figures": ["scores"]}
         write_json(tmp_path / "tiny/report/training.json", record)
         return tmp_path
 
@@ -141,7 +141,7 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
     folder = place()
     path = folder / "tiny/report/training.json"
     record = json.loads(path.read_text())
-    write_json(path, record | {"identity": "another"})
+    write_json(path, record | {"config_hash": "another"})
     with pytest.raises(DvpError, match=r"report/training\.json: stale, written by another version"):
         answered(folder)
     path.unlink()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from dvp.config import FileSource, HubSource, Source
-from dvp.experiment_files import read_yaml
+from dvp.experiment.config import FileSource, HubSource, Source
+from dvp.experiment.loading import read_yaml
 
 ROOT = Path(__file__).parents[2]
 FILES = {

@@ -3,9 +3,9 @@ import json
 import pandas as pd
 import pytest
 
-from dvp.config import Columns, FileSource, GeneratedSource, HubSource
 from dvp.data.sources import load
 from dvp.errors import DvpError
+from dvp.experiment.config import Columns, FileSource, GeneratedSource, HubSource
 
 ROWS = {
     "dapo_math_17k": 12,

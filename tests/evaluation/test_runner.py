@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 import yaml
 
-from dvp.config import EvaluationConfig
 from dvp.data.prompts import encode_prompt
 from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import EngineLM, sample_seed
 from dvp.evaluation.runner import TASKS, evaluate
-from dvp.experiment_files import load_experiment
+from dvp.experiment.config import EvaluationConfig
+from dvp.experiment.loading import load_experiment
 from dvp.rollout.engine import Completion
 
 ROOT = Path(__file__).parents[2]

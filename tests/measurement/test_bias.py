@@ -15,7 +15,7 @@ from dvp import stages
 from dvp.analysis.bias import measured, read_cell
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment
+from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
 from dvp.measurement import gradients as module
 from dvp.measurement.gradients import Estimator, Gradients
@@ -192,8 +192,11 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
         ({"engine": "int1"}, "--engine: 'int1' is not defined; known are bf16"),
         ({"model": "nowhere"}, "nowhere: not a Hugging Face model directory"),
         ({"name": "tiny"}, "experiment 'tiny' has no `bias`"),
-        ({"config": "results/x/config.yaml"}, "expected --config FILE --cell CELL, or --model DIR --engine NAME"),
-        ({"engine": None}, "expected --config FILE --cell CELL, or --model DIR --engine NAME"),
+        (
+            {"config": "results/x/config.yaml"},
+            "expected --config FILE --measurement MEASUREMENT, or --model DIR --engine NAME",
+        ),
+        ({"engine": None}, "expected --config FILE --measurement MEASUREMENT, or --model DIR --engine NAME"),
         ({"problems": "missing.jsonl"}, "--problems: missing.jsonl: no such file"),
         ({"rows": [{"question": "x", "answer": "1"}]}, "no column 'problem'; found question, answer"),
         ({"rows": [{"problem": "x", "answer": "1"}] * 2}, "2 problems are fewer than bias.problems"),
@@ -207,7 +210,7 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
 def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):
     small_experiment(root, tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = {"config": None, "cell_path": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
+    options = {"config": None, "measurement_path": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
     options |= {"problems": None, "seed": 0, "output": tmp_path / "out", "threads": 1}
     change = dict(change)
     if "rows" in change:
@@ -293,19 +296,19 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
     table["id"] = [str(number) for number in range(1, 7)]
     table.to_parquet(results / "data" / "train.parquet")
     write_json(results / "data" / "manifest.json", {"tracking_key": "prepare", "files": checksums(results / "data")})
-    cell = experiment.cells("bias")[0]
-    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--cell", cell.path, cwd=tmp_path)
+    measurement = experiment.measurements("bias")[0]
+    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 0, line
     for name in ("estimators.parquet", "jackknife.parquet"):
         pd.testing.assert_frame_equal(
-            pd.read_parquet(results / "bias" / cell.path / name), pd.read_parquet(by_hand[0] / name)
+            pd.read_parquet(results / "bias" / measurement.path / name), pd.read_parquet(by_hand[0] / name)
         )
     assert list((results / "tracking").rglob("bias-by~fp32-seed~3.json"))
-    assert read_cell(experiment, results, cell).record["tracking_key"]
+    assert read_cell(experiment, results, measurement).record["tracking_key"]
     only = experiment.model_copy(update={"bias": experiment.bias.model_copy(update={"engines": ["fp32"]})})
     assert measured(only, results).statistics
 
     (results / "base" / "config.json").write_text("{}")
-    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--cell", cell.path, cwd=tmp_path)
+    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 2
     assert "altered since it was written" in line

@@ -1,4 +1,4 @@
-"""What `dvp diagnose` measures: of an engine whose noise is known, and of the real one."""
+"""What `dvp mismatch` measures: of an engine whose noise is known, and of the real one."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.errors import DvpError
-from dvp.experiment_files import dump_experiment, load_experiment, parse_experiment
+from dvp.experiment.grid import parse_rho
+from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
-from dvp.grid import parse_rho
 from dvp.measurement import mismatch
 from dvp.measurement.mismatch_files import SOURCES, TABLES
 from noisy_engine import NoisyEngine
@@ -26,7 +26,7 @@ def experiment_of(root, engines=("fp32", "coarse")):
     value = load_experiment("mismatch", root / "config").model_dump(mode="json")
     value["seeds"] = [5]
     value["training"]["max_response_tokens"] = LONGEST
-    value["diagnose"] = {
+    value["mismatch"] = {
         "policies": ["base", {"method": "rloo", "engine": "fp32"}],
         "engines": list(engines),
         "problems": len(PROMPTS),
@@ -50,12 +50,12 @@ def measure(root, tiny_model, model, tmp_path_factory):
     def run(sigma):
         if sigma not in known:
             experiment = experiment_of(root)
-            folder = tmp_path_factory.mktemp("cell")
+            folder = tmp_path_factory.mktemp("measurement")
             tokenizer = AutoTokenizer.from_pretrained(tiny_model)
             engine = NoisyEngine(model, tokenizer, sigma)
-            result = mismatch.diagnose(
+            result = mismatch.measure_mismatch(
                 experiment,
-                experiment.cells("diagnose")[0],
+                experiment.measurements("mismatch")[0],
                 problems=pd.DataFrame({"id": ["a", "b", "c"], "answer": ["7", "7", "8"]}),
                 prompts=PROMPTS,
                 pad=tokenizer.pad_token_id,
@@ -123,7 +123,7 @@ def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_m
         tokens = torch.tensor(one.token_ids)[:, None]
         log_q = sum(one.log_probs)
         rows = tables["safe_sets"].query(f"problem == 'b' and response == {response} and side == 'none'")
-        assert list(rows["rho"]) == experiment.diagnose.rhos
+        assert list(rows["rho"]) == experiment.mismatch.rhos
         for row in rows.itertuples():
             log_p = logits.log_softmax(-1).gather(1, tokens).sum().item()
             assert row.log_ratio == pytest.approx(log_p - log_q, abs=1e-4)
@@ -175,21 +175,23 @@ def test_the_real_engine_in_fp32_differs_by_rounding_and_a_coarse_one_does_not(p
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     found = {}
     for policy, engine, run in (("base", "fp32", ""), (RUN.rsplit("/", 1)[0], "coarse", f"runs/{RUN}")):
-        cell = f"{policy}/by~{engine}/seed~5"
-        status, _, everything = dvp("diagnose", "--config", place / "config.yaml", "--cell", cell, "--threads", "1")
+        measurement = f"{policy}/by~{engine}/seed~5"
+        status, _, everything = dvp(
+            "mismatch", "--config", place / "config.yaml", "--measurement", measurement, "--threads", "1"
+        )
         assert status == 0, everything
-        folder = place / "diagnostics" / cell
-        record = json.loads((folder / "diagnose.json").read_text())
+        folder = place / "mismatch" / measurement
+        record = json.loads((folder / "mismatch.json").read_text())
         assert record["files"] == {
-            name: digest for name, digest in checksums(folder).items() if name != "diagnose.json"
+            name: digest for name, digest in checksums(folder).items() if name != "mismatch.json"
         }
-        assert record["cell"] == cell
+        assert record["measurement"] == measurement
         assert record["responses"] == len(PROMPTS) * RESPONSES
         assert record["pairs"] == record["positions"] * VOCABULARY
         assert record["sharp_violations"] == 0
         assert record["kl"]["shape"] < 1e-9 < record["kl"]["bf16"]
         found[engine] = record, pd.read_parquet(folder / "noise.parquet").query("source == 'engine'")
-        tracking = json.loads((place / "tracking" / run / f"diagnose-by~{engine}-seed~5.json").read_text())
+        tracking = json.loads((place / "tracking" / run / f"mismatch-by~{engine}-seed~5.json").read_text())
         assert tracking["status"] == "FINISHED"
     assert found["fp32"][1]["max_epsilon"].max() < 1e-3
     assert found["fp32"][0]["kl"]["engine"] < 1e-8
@@ -200,17 +202,17 @@ def test_the_real_engine_in_fp32_differs_by_rounding_and_a_coarse_one_does_not(p
 @pytest.mark.slow
 def test_a_cell_that_is_not_asked_for_and_an_altered_model_are_refused_in_one_line(place, dvp):
     config = place / "config.yaml"
-    status, line, everything = dvp("diagnose", "--config", config, "--cell", "base/by~bf16/seed~5")
-    assert (status, line) == (2, "dvp diagnose: diagnose 'base/by~bf16/seed~5' is not in experiment 'mismatch'")
+    status, line, everything = dvp("mismatch", "--config", config, "--measurement", "base/by~bf16/seed~5")
+    assert (status, line) == (2, "dvp mismatch: mismatch 'base/by~bf16/seed~5' is not in experiment 'mismatch'")
     assert everything == line + "\n"
     model = place / "base" / "model.safetensors"
     whole = model.read_bytes()
     try:
         model.write_bytes(whole[:-1] + b"\1")
-        status, line, everything = dvp("diagnose", "--config", config, "--cell", "base/by~fp32/seed~5")
+        status, line, everything = dvp("mismatch", "--config", config, "--measurement", "base/by~fp32/seed~5")
     finally:
         model.write_bytes(whole)
     assert status == 2
-    assert line.startswith("dvp diagnose: ")
+    assert line.startswith("dvp mismatch: ")
     assert "model.safetensors: altered since it was written" in line
     assert everything == line + "\n"

@@ -32,9 +32,9 @@ def test_every_claim_has_its_row_and_no_cell_is_empty(copy, root):
     rows = [line for line in (copy.results / "evidence/claims.md").read_text().splitlines() if line.startswith("| [")]
     assert len(rows) == len(load_claims(root / "config/claims.yaml"))
     for row in rows:
-        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-        assert len(cells) == 7
-        assert all(cells)
+        measurements = [measurement.strip() for measurement in row.strip("|").split(" | ")]
+        assert len(measurements) == 7
+        assert all(measurements)
 
 
 def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(copy, answered):
@@ -57,7 +57,7 @@ def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(c
 def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, answered):
     found = lineage(copy.results, answered["tracking_key"])
     parts = {"report_training", "report_mismatch", "report_bias", "report_sweep"}
-    assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "diagnose", "bias", "claims"} | parts
+    assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "claims"} | parts
     [run_id] = found["claims"]
     run = MlflowClient(tracking_uri=store_uri(copy.results)).get_run(run_id)
     assert run.info.status == "FINISHED"
@@ -89,8 +89,8 @@ def test_a_second_run_has_nothing_to_do_and_a_changed_line_measures_what_depends
     reports = {"report_training", "report_mismatch", "report_bias", "report_sweep", "evidence"}
     for change, expected in [
         (lambda value: value["bias"].update(engines=["coarse", "bf16"]), {"bias"}),
-        (lambda value: value["diagnose"].update(rhos=[0.5, 0.2]), {"diagnose"}),
-        (lambda value: value.update(seeds=[0, 1]), {"bias", "diagnose", "train", "convert", "evaluate"}),
+        (lambda value: value["mismatch"].update(rhos=[0.5, 0.2]), {"mismatch"}),
+        (lambda value: value.update(seeds=[0, 1]), {"bias", "mismatch", "train", "convert", "evaluate"}),
     ]:
         value = yaml.safe_load(original)
         change(value)

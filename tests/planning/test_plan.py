@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
-from dvp.experiment_files import load_experiment, parse_experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.files import write_json
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
@@ -140,11 +140,11 @@ def test_gpu_hours_of_the_8b_experiment_by_hand():
 def test_measurements_are_jobs_with_records_of_their_own(tmp_path):
     loaded = load_experiment("smoke_evidence", ROOT / "config")
     plan = make_plan(loaded, tmp_path)
-    assert [stage(plan, name)["jobs"] for name in ("diagnose", "bias", "report")] == [1, 1, 4]
-    assert all(stage(plan, name)["gpu_hours"] > 0 for name in ("diagnose", "bias"))
-    [cell] = loaded.cells("bias")
-    record = {"identity": loaded.identity("bias", cell=cell), "seconds_stage": 36.0}
-    write_json(tmp_path / "bias" / cell.path / "bias.json", record)
+    assert [stage(plan, name)["jobs"] for name in ("mismatch", "bias", "report")] == [1, 1, 4]
+    assert all(stage(plan, name)["gpu_hours"] > 0 for name in ("mismatch", "bias"))
+    [measurement] = loaded.measurements("bias")
+    record = {"config_hash": loaded.config_hash("bias", measurement=measurement), "seconds_stage": 36.0}
+    write_json(tmp_path / "bias" / measurement.path / "bias.json", record)
     assert stage(make_plan(loaded, tmp_path), "bias")["gpu_hours"] == pytest.approx(0.01)
     assert [row["stage"] for row in make_plan(experiment("smoke"), NOWHERE)["stages"]] == [
         *("prepare", "base", "train", "convert", "evaluate", "report")
@@ -209,8 +209,8 @@ class Recorded:
         self.write("base/manifest.json", "base")
 
     def write(self, file: str, stage: str, run=None, task=None, seconds: float = 7.0, **more) -> None:
-        identity = self.of.identity(stage, run, task)
-        write_json(self.folder / file, {"identity": identity, "seconds_stage": seconds, **more})
+        config_hash = self.of.config_hash(stage, run, task)
+        write_json(self.folder / file, {"config_hash": config_hash, "seconds_stage": seconds, **more})
 
     def steps(self, run, *steps: tuple[float, float, float]) -> None:
         """Rows of metrics.jsonl: seconds, responses, mean tokens of a response."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mlflow.tracking import MlflowClient
 
-from dvp.config import Experiment
-from dvp.experiment_files import dump_experiment, load_experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import write_json, write_text
 from dvp.tracking.stage import StageRun, stage_run
 from dvp.tracking.store import store_uri
@@ -49,7 +49,7 @@ def train(
     **more: str,
 ) -> StageRun:
     """A stage that logs `steps` steps as training does and calls `during` after each; flushes every step."""
-    more = {"identity": "abc", "run": RUN} | more
+    more = {"config_hash": "abc", "run": RUN} | more
     file = folder / "runs" / more["run"] / "metrics.jsonl"
     with stage_run(folder, EXPERIMENT, "train", upstream=upstream, metrics=file, **more) as tracked:
         tracked.log_params({"training": {"steps": steps}, "seed": 0})
@@ -72,7 +72,7 @@ def train(
 def evaluate(folder: Path, upstream: dict[str, list[str]], value: float = 0.5) -> StageRun:
     """A stage that logs a result and a file."""
     with stage_run(
-        folder, EXPERIMENT, "evaluate", identity="def", run=RUN, task="aime25", upstream=upstream
+        folder, EXPERIMENT, "evaluate", config_hash="def", run=RUN, task="aime25", upstream=upstream
     ) as tracked:
         tracked.log_result({"avg@8": value})
         write_json(folder / "evals" / RUN / "aime25" / "scores.json", {"value": value})

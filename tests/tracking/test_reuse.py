@@ -6,14 +6,14 @@ import shutil
 import pytest
 from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
 
-from dvp.experiment_files import dump_experiment, load_experiment
+from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import read_json, sha256_file, write_json, write_text
 from dvp.reuse import reuse
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store
 
-WORK = {"identity": "abc", "inputs": "def", "run": RUN}
+WORK = {"config_hash": "abc", "inputs": "def", "run": RUN}
 STEPS = 3
 
 
@@ -65,7 +65,7 @@ def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder
     assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("changes", [{"identity": "xyz"}, {"inputs": "xyz"}])
+@pytest.mark.parametrize("changes", [{"config_hash": "xyz"}, {"inputs": "xyz"}])
 def test_other_settings_or_inputs_are_other_work(folder, other, changes):
     assert not taken(folder, **changes)
     assert not (folder / "runs").exists()

@@ -75,11 +75,11 @@ def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
 
 def test_other_inputs_settings_or_task_make_another_run(folder):
     keys = []
-    for more in ({"inputs": "one"}, {"inputs": "two"}, {"inputs": "one", "identity": "other"}, {"inputs": "one"}):
-        with stage_run(folder, EXPERIMENT, "train", **({"identity": "abc", "run": RUN} | more)) as tracked:
+    for more in ({"inputs": "one"}, {"inputs": "two"}, {"inputs": "one", "config_hash": "other"}, {"inputs": "one"}):
+        with stage_run(folder, EXPERIMENT, "train", **({"config_hash": "abc", "run": RUN} | more)) as tracked:
             keys.append(tracked.key)
     for task in ("aime24", "aime25"):
-        with stage_run(folder, EXPERIMENT, "evaluate", identity="abc", run=RUN, task=task) as tracked:
+        with stage_run(folder, EXPERIMENT, "evaluate", config_hash="abc", run=RUN, task=task) as tracked:
             keys.append(tracked.key)
     assert len(set(keys)) == 5
     assert keys[3] == keys[0]
@@ -109,14 +109,14 @@ def test_a_stage_that_runs_again_continues_its_run(folder):
 
 
 def test_a_terminated_stage_is_marked_killed(folder):
-    with pytest.raises(SystemExit), stage_run(folder, EXPERIMENT, "base", identity="abc") as tracked:
+    with pytest.raises(SystemExit), stage_run(folder, EXPERIMENT, "base", config_hash="abc") as tracked:
         raise SystemExit(143)
     assert contents(folder)[tracked.key]["status"] == "KILLED"
 
 
 def test_what_an_attempt_came_to_is_not_said_of_the_next(folder):
     for collapsed in (True, False):
-        with stage_run(folder, EXPERIMENT, "train", identity="abc", run=RUN) as tracked:
+        with stage_run(folder, EXPERIMENT, "train", config_hash="abc", run=RUN) as tracked:
             if collapsed:
                 tracked.tag(COLLAPSED, "at step 7")
         assert contents(folder)[tracked.key]["tags"].get("collapsed") == ("at step 7" if collapsed else None)
@@ -126,7 +126,7 @@ def test_of_a_step_that_is_done_twice_the_first_numbers_stay(folder):
     """A run resumed from step 2 does step 3 again; a metric has one value a step."""
     for seconds, last in ((0.25, 3), (0.5, 4)):
         rows = [{"step": step, "seconds": 0.25 if step < 3 else seconds} for step in range(1, last + 1)]
-        with stage_run(folder, EXPERIMENT, "train", identity="abc", run=RUN) as tracked:
+        with stage_run(folder, EXPERIMENT, "train", config_hash="abc", run=RUN) as tracked:
             for row in rows:
                 tracked.log_step(row["step"], row)
     points = contents(folder)[tracked.key]["metrics"]["seconds"]
@@ -166,11 +166,11 @@ def test_lineage_follows_the_links_upstream(folder):
         ("convert", ["train"]),
     ]:
         links = {name: [keys[name]] for name in upstream}
-        with stage_run(folder, EXPERIMENT, stage, identity="abc", upstream=links) as tracked:
+        with stage_run(folder, EXPERIMENT, stage, config_hash="abc", upstream=links) as tracked:
             keys[stage] = tracked.key
-    other = train(folder, 1, identity="another seed").key
+    other = train(folder, 1, config_hash="another seed").key
     with stage_run(
-        folder, EXPERIMENT, "report_training", identity="abc", upstream={"train": [keys["train"], other]}
+        folder, EXPERIMENT, "report_training", config_hash="abc", upstream={"train": [keys["train"], other]}
     ) as tracked:
         pass
     found = lineage(folder.parent, keys["convert"])
@@ -193,7 +193,7 @@ def test_text_that_filters_might_stumble_over(folder):
         for failure in ("`'\"", None):
             with (
                 contextlib.suppress(DvpError),
-                stage_run(folder, EXPERIMENT, "train", identity=run, run=run, inputs=run) as tracked,
+                stage_run(folder, EXPERIMENT, "train", config_hash=run, run=run, inputs=run) as tracked,
             ):
                 tracked.log_params({"text": run})
                 if failure:

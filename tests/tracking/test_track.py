@@ -31,7 +31,7 @@ def stages(folder):
     with pytest.raises(DvpError):
         train(folder, 3, fail, run=other)
     with stage_run(
-        folder, EXPERIMENT, "report_training", identity="x", upstream={"evaluate": [second], "train": [first]}
+        folder, EXPERIMENT, "report_training", config_hash="x", upstream={"evaluate": [second], "train": [first]}
     ):
         pass
     return folder
@@ -129,7 +129,7 @@ def test_rows_of_other_settings_are_not_this_runs(folder):
     with (
         pytest.raises(SystemExit),
         stage_run(
-            folder, EXPERIMENT, "train", identity="new", run=RUN, metrics=folder / "runs" / RUN / "metrics.jsonl"
+            folder, EXPERIMENT, "train", config_hash="new", run=RUN, metrics=folder / "runs" / RUN / "metrics.jsonl"
         ) as tracked,
     ):
         raise SystemExit(143)

@@ -18,11 +18,11 @@ from test_loop import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
 from dvp.cli import quiet
-from dvp.config import TrainingConfig
 from dvp.conversion import write_probe
-from dvp.experiment_files import load_experiment
-from dvp.grid import Run
-from dvp.methods import Method
+from dvp.experiment.config import TrainingConfig
+from dvp.experiment.grid import Run
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.methods import Method
 from dvp.training import ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop

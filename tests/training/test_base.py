@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.config import HubBase, LocalBase, PretrainedArchitecture
 from dvp.data.stories import generate
 from dvp.errors import DvpError
-from dvp.experiment_files import load_experiment
+from dvp.experiment.config import HubBase, LocalBase, PretrainedArchitecture
+from dvp.experiment.loading import load_experiment
 from dvp.files import verify_checksums
 from dvp.training import base
 from dvp.training.base import check_vocabulary, make_base, train_tokenizer

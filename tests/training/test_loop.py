@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dvp.config import TrainingConfig
 from dvp.errors import DvpError
-from dvp.experiment_files import load_experiment
-from dvp.grid import Run
-from dvp.methods import Method
+from dvp.experiment.config import TrainingConfig
+from dvp.experiment.grid import Run
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.methods import Method
 from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Batch, Trainer

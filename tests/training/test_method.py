@@ -5,14 +5,14 @@ from typing import get_args
 
 import pytest
 
-from dvp import methods
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.objective import LOSSES, LossRule
 from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
-from dvp.experiment_files import load_experiment
-from dvp.methods import Importance, Loss, Method
+from dvp.experiment import methods
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.methods import Importance, Loss, Method
 from dvp.training.method import SafeVocabularies, check_methods, importance_rule, loss_rule
 
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp import stages
-from dvp.config import TrainingConfig
 from dvp.conversion import convert
 from dvp.errors import DvpError, Stopped
+from dvp.experiment.config import TrainingConfig
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
 

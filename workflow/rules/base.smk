@@ -10,7 +10,7 @@ rule base:
     threads: 2
     params:
         config=RESOLVED,
-        identity=identity("base"),
+        config_hash=config_hash("base"),
         code=code_hash("base"),
     message:
         "making the base model"

@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from dvp.analysis.parts import parts
-from dvp.experiment_files import load_experiment
+from dvp.experiment.loading import load_experiment
 from dvp.errors import DvpError
 from dvp.files import only_writer
 from dvp.provenance import code_hash
@@ -26,7 +26,7 @@ shell.prefix(
 RESULTS = f"{config['results']}/{{experiment}}"
 LOGS = f"{RESULTS}/logs"
 # The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
-# that its `identity` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
+# that its `config_hash` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
 RESOLVED = f"{RESULTS}/config.yaml"
 EVIDENCE = f"{config['results']}/evidence"
 
@@ -65,20 +65,22 @@ HELD = ExitStack()
 wildcard_constraints:
     experiment="[a-z0-9][a-z0-9_.-]*",
     run="base|method~[^/]+/engine~[^/]+/rho~[^/]+/seed~[0-9]+",
-    cell="(base|method~[^/]+/engine~[^/]+/rho~[^/]+)/by~[^/]+/seed~[0-9]+",
+    measurement="(base|method~[^/]+/engine~[^/]+/rho~[^/]+)/by~[^/]+/seed~[0-9]+",
     task="[^/]+",
 
 
-def identity(stage):
+def config_hash(stage):
     """The params function that re-runs a stage when a part of the experiment that it depends on changes."""
 
     def of_wildcards(wildcards):
         asked = experiment(wildcards.experiment)
-        if "cell" in wildcards.keys():
-            return asked.identity(stage, cell=asked.cell(stage, wildcards.cell))
+        if "measurement" in wildcards.keys():
+            return asked.config_hash(
+                stage, measurement=asked.measurement(stage, wildcards.measurement)
+            )
         path = wildcards.get("run", "base")
         run = None if path == "base" else asked.run(path)
-        return asked.identity(stage, run, wildcards.get("task"))
+        return asked.config_hash(stage, run, wildcards.get("task"))
 
     return of_wildcards
 
@@ -112,18 +114,18 @@ def evaluation_gpus(asked, wildcards):
     return asked.engines[asked.evaluation.engine].tensor_parallel
 
 
-def cell_of(wildcards):
+def measurement_of(wildcards):
     """The measurement that a path names."""
     asked = experiment(wildcards.experiment)
-    for cell in asked.cells("diagnose") + asked.cells("bias"):
-        if cell.path == wildcards.cell:
-            return cell
-    raise WorkflowError(f"{wildcards.cell} is not measured by '{asked.name}'")
+    for measurement in asked.measurements("mismatch") + asked.measurements("bias"):
+        if measurement.path == wildcards.measurement:
+            return measurement
+    raise WorkflowError(f"{wildcards.measurement} is not measured by '{asked.name}'")
 
 
-def cell_gpus(asked, wildcards):
+def measurement_gpus(asked, wildcards):
     """Of a measurement: those of its engine."""
-    return asked.engines[cell_of(wildcards).engine].tensor_parallel
+    return asked.engines[measurement_of(wildcards).engine].tensor_parallel
 
 
 def threads_of(gpus_of_job):
@@ -155,13 +157,15 @@ def of_all_runs(stage, *more):
     return files
 
 
-def of_all_cells(stage):
-    """The output of the rule `stage` (diagnose or bias) for every measurement of the experiment."""
+def of_all_measurements(stage):
+    """The output of the rule `stage` (mismatch or bias) for every measurement of the experiment."""
 
     def files(wildcards):
         asked = experiment(wildcards.experiment)
-        cells = [cell.path for cell in asked.cells(stage.rule.name)]
-        return expand(stage.output[0], experiment=asked.name, cell=cells)
+        measurements = [
+            measurement.path for measurement in asked.measurements(stage.rule.name)
+        ]
+        return expand(stage.output[0], experiment=asked.name, measurement=measurements)
 
     return files
 
@@ -170,7 +174,7 @@ def model_proof(wildcards):
     """What says that the model to evaluate or to measure is complete."""
     run = wildcards.get("run")
     if run is None:
-        measured = cell_of(wildcards).run
+        measured = measurement_of(wildcards).run
         run = "base" if measured is None else measured.path
     if run == "base":
         return rules.base.output

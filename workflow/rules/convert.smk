@@ -10,7 +10,7 @@ rule convert:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("convert"),
+        config_hash=config_hash("convert"),
         code=code_hash("convert"),
     message:
         "converting {wildcards.run}"

@@ -9,7 +9,7 @@ rule prepare:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("prepare"),
+        config_hash=config_hash("prepare"),
         code=code_hash("prepare"),
     message:
         "preparing problems"

@@ -13,7 +13,7 @@ rule evaluate:
         **gpus(evaluation_gpus),
     params:
         config=RESOLVED,
-        identity=identity("evaluate"),
+        config_hash=config_hash("evaluate"),
         code=code_hash("evaluate"),
     message:
         "evaluating {wildcards.run} on {wildcards.task}"

@@ -1,24 +1,24 @@
-rule diagnose:
+rule mismatch:
     input:
         data=rules.prepare.output,
         model=model_proof,
     output:
-        f"{RESULTS}/diagnostics/{{cell}}/diagnose.json",
+        f"{RESULTS}/mismatch/{{measurement}}/mismatch.json",
     log:
-        f"{LOGS}/diagnostics/{{cell}}.log",
+        f"{LOGS}/mismatch/{{measurement}}.log",
     conda:
         "../../envs/dvp.yaml"
-    threads: threads_of(cell_gpus)
+    threads: threads_of(measurement_gpus)
     resources:
-        **gpus(cell_gpus),
+        **gpus(measurement_gpus),
     params:
         config=RESOLVED,
-        identity=identity("diagnose"),
-        code=code_hash("diagnose"),
+        config_hash=config_hash("mismatch"),
+        code=code_hash("mismatch"),
     message:
-        "comparing engine and trainer: {wildcards.cell}"
+        "comparing engine and trainer: {wildcards.measurement}"
     shell:
-        "dvp diagnose --config {params.config:q} --cell {wildcards.cell:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp mismatch --config {params.config:q} --measurement {wildcards.measurement:q} --threads {threads} 2>&1 | tee {log:q}"
 
 
 rule bias:
@@ -26,19 +26,19 @@ rule bias:
         data=rules.prepare.output,
         model=model_proof,
     output:
-        f"{RESULTS}/bias/{{cell}}/bias.json",
+        f"{RESULTS}/bias/{{measurement}}/bias.json",
     log:
-        f"{LOGS}/bias/{{cell}}.log",
+        f"{LOGS}/bias/{{measurement}}.log",
     conda:
         "../../envs/dvp.yaml"
-    threads: threads_of(cell_gpus)
+    threads: threads_of(measurement_gpus)
     resources:
-        **gpus(cell_gpus),
+        **gpus(measurement_gpus),
     params:
         config=RESOLVED,
-        identity=identity("bias"),
+        config_hash=config_hash("bias"),
         code=code_hash("bias"),
     message:
-        "comparing gradient estimators: {wildcards.cell}"
+        "comparing gradient estimators: {wildcards.measurement}"
     shell:
-        "dvp bias --config {params.config:q} --cell {wildcards.cell:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp bias --config {params.config:q} --measurement {wildcards.measurement:q} --threads {threads} 2>&1 | tee {log:q}"

@@ -55,7 +55,7 @@ rule report_training:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("report"),
+        config_hash=config_hash("report"),
         code=code_hash("report_training"),
     message:
         "drawing training and scores of {wildcards.experiment}"
@@ -65,7 +65,7 @@ rule report_training:
 
 rule report_mismatch:
     input:
-        cells=of_all_cells(rules.diagnose),
+        measurements=of_all_measurements(rules.mismatch),
     output:
         f"{RESULTS}/report/mismatch.json",
         multiext(f"{RESULTS}/tables/engines_table", ".csv", ".tex"),
@@ -122,7 +122,7 @@ rule report_mismatch:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("report"),
+        config_hash=config_hash("report"),
         code=code_hash("report_mismatch"),
     message:
         "drawing the mismatch of {wildcards.experiment}"
@@ -132,7 +132,7 @@ rule report_mismatch:
 
 rule report_bias:
     input:
-        cells=of_all_cells(rules.bias),
+        measurements=of_all_measurements(rules.bias),
     output:
         f"{RESULTS}/report/bias.json",
         multiext(f"{RESULTS}/tables/bias_table", ".csv", ".tex"),
@@ -159,7 +159,7 @@ rule report_bias:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("report"),
+        config_hash=config_hash("report"),
         code=code_hash("report_bias"),
     message:
         "drawing the estimators' bias of {wildcards.experiment}"
@@ -172,7 +172,7 @@ rule report_sweep:
         claims="config/claims.yaml",
         runs=of_all_runs(rules.train),
         scores=of_all_runs(rules.evaluate, "base"),
-        cells=of_all_cells(rules.bias),
+        measurements=of_all_measurements(rules.bias),
     output:
         f"{RESULTS}/report/sweep.json",
         expand(
@@ -192,7 +192,7 @@ rule report_sweep:
         "../../envs/dvp.yaml"
     params:
         config=RESOLVED,
-        identity=identity("report"),
+        config_hash=config_hash("report"),
         code=code_hash("report_sweep"),
     message:
         "drawing the sweep of {wildcards.experiment}"

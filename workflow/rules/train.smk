@@ -14,7 +14,7 @@ rule train:
         **gpus(training_gpus, training_nodes),
     params:
         config=RESOLVED,
-        identity=identity("train"),
+        config_hash=config_hash("train"),
         code=code_hash("train"),
     message:
         "training {wildcards.run}"

@@ -1,4 +1,4 @@
-"""Bias and variance of the gradient estimators: the cells of stage `bias`, pooled over seeds, as table and figure."""
+"""Bias and variance of the gradient estimators: the stage `bias`, pooled over seeds, as table and figure."""
 
 import math
 import textwrap
@@ -21,10 +21,10 @@ from dvp.analysis.figures import COLORS, MARKERS, STYLE
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
 from dvp.analysis.inputs import check_fresh, unpruned
 from dvp.analysis.statistics import Measured, Statistic
-from dvp.config import Experiment
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement, parse_rho
 from dvp.files import read_json, verify_checksums
-from dvp.grid import Cell, parse_rho
 
 STATISTICS = {"squared_bias": "of |g|²", "cosine": "1", "variance": "of |g|²", "mse": "of |g|²"}
 CHANGES = ("squared_bias", "variance")
@@ -38,7 +38,7 @@ _CORRECTIONS = ("#000000", *COLORS)
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell as stage `bias` wrote it, tables indexed by (method, rho), rho `none` where there is none."""
+    """A measurement as stage `bias` wrote it, tables indexed by (method, rho), rho `none` where there is none."""
 
     record: dict
     source: str
@@ -56,17 +56,18 @@ def pooled(experiment: Experiment, results: Path) -> pd.DataFrame:
 
     The value is the mean over seeds; its interval is normal, with the larger of the jackknife's mean variance and the
     variance between seeds (which contains it), over their number. `results` is the experiment's folder. Raises DvpError
-    for a missing, stale, altered or malformed cell.
+    for a missing, stale, altered or malformed measurement.
     """
     settings = experiment.bias
     rows = []
     for policy, engine in product(settings.policies, settings.engines):
-        cells = [
-            read_cell(experiment, results, Cell(policy=policy, engine=engine, seed=seed)) for seed in experiment.seeds
+        measurements = [
+            read_cell(experiment, results, Measurement(policy=policy, engine=engine, seed=seed))
+            for seed in experiment.seeds
         ]
         for key in [(method, rho or "none") for method, rho in experiment.estimators]:
             partner = unpruned(experiment, key[0], (name for name, _ in experiment.estimators))
-            found = [cell.estimators.loc[key] for cell in cells]
+            found = [measurement.estimators.loc[key] for measurement in measurements]
             row = {
                 "policy": policy if policy == "base" else policy.path,
                 "engine": engine,
@@ -80,12 +81,14 @@ def pooled(experiment: Experiment, results: Path) -> pd.DataFrame:
                 row |= _over_seeds(name, [one[name] for one in found], [one[f"{name}_se"] for one in found])
             for name in CHANGES:
                 changes = (
-                    [_change(cell, key, (partner, "none"), name) for cell in cells] if partner else [(math.nan,) * 2]
+                    [_change(measurement, key, (partner, "none"), name) for measurement in measurements]
+                    if partner
+                    else [(math.nan,) * 2]
                 )
                 row |= _over_seeds(f"{name}_change", *zip(*changes, strict=True))
             row |= {name: sum(int(one[name]) for one in found) for name in ("batches", "empty_batches")}
             row |= {name: float(np.mean([one[name] for one in found])) for name in _COLUMNS}
-            rows.append(row | {"sources": tuple(cell.source for cell in cells)})
+            rows.append(row | {"sources": tuple(measurement.source for measurement in measurements)})
     exact = ("rho", "partner", "seeds", "sources")
     return pd.DataFrame(
         {name: pd.Series([row[name] for row in rows], dtype=object if name in exact else None) for name in rows[0]}
@@ -104,16 +107,16 @@ def measured(experiment: Experiment, results: Path) -> Measured:
     )
 
 
-def read_cell(experiment: Experiment, results: Path, cell: Cell) -> MeasuredCell:
-    """A cell's three files. Raises DvpError, naming the file, for a missing, stale, altered or malformed one."""
-    folder = results / "bias" / cell.path
+def read_cell(experiment: Experiment, results: Path, measurement: Measurement) -> MeasuredCell:
+    """A measurement's three files. Raises DvpError, naming the file, for a missing, stale, altered or malformed one."""
+    folder = results / "bias" / measurement.path
     path = folder / "bias.json"
     record = read_json(
-        path, "identity", "cell", "reference", "responses_a_batch", "git_commit", "tracking_key", "files"
+        path, "config_hash", "measurement", "reference", "responses_a_batch", "git_commit", "tracking_key", "files"
     )
-    check_fresh(path, record, experiment.identity("bias", cell=cell))
-    if record["cell"] != cell.path:
-        raise DvpError(f"{path}: cell: expected '{cell.path}', found {record['cell']!r}")
+    check_fresh(path, record, experiment.config_hash("bias", measurement=measurement))
+    if record["measurement"] != measurement.path:
+        raise DvpError(f"{path}: measurement: expected '{measurement.path}', found {record['measurement']!r}")
     for name in ("estimators.parquet", "jackknife.parquet"):
         if name not in record["files"]:
             raise DvpError(f"{path}: files: '{name}' is missing")
@@ -300,7 +303,7 @@ def _statistics(experiment: Experiment, rows: pd.DataFrame) -> list[Statistic]:
 
 def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
     several = rows["policy"].nunique() > 1
-    cells = [
+    measurements = [
         [
             row["label"],
             rho_text(None if row["rho"] == "none" else row["rho"]),
@@ -330,7 +333,7 @@ def _format(experiment: Experiment, rows: pd.DataFrame) -> Formatted:
     headings = ["estimator", "ρ", "engine", *(["policy"] if several else []), *_HEADINGS]
     headings += ["bias² change [95 %]", "variance change [95 %]", "kept (%)", "empty batches"]
     return Formatted(
-        f"{experiment.name}: bias and variance of the policy gradient's estimators", headings, cells, notes
+        f"{experiment.name}: bias and variance of the policy gradient's estimators", headings, measurements, notes
     )
 
 
@@ -352,10 +355,12 @@ def _policy_text(experiment: Experiment, policy: str) -> str:
     return f"after {'/'.join(filter(None, [arm.method, arm.engine, arm.rho]))}"
 
 
-def _change(cell: MeasuredCell, key: tuple[str, str], partner: tuple[str, str], name: str) -> tuple[float, float]:
+def _change(
+    measurement: MeasuredCell, key: tuple[str, str], partner: tuple[str, str], name: str
+) -> tuple[float, float]:
     """The difference of a statistic, and its standard error by the jackknife over what both share."""
-    value = cell.estimators.loc[key, name] - cell.estimators.loc[partner, name]
-    differences = cell.jackknife[key][name] - cell.jackknife[partner][name]
+    value = measurement.estimators.loc[key, name] - measurement.estimators.loc[partner, name]
+    differences = measurement.jackknife[key][name] - measurement.jackknife[partner][name]
     variance = 0.0
     for _, without in differences.groupby("sample"):
         variance += (len(without) - 1) * without.var(ddof=0)

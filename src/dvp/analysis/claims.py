@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dvp.errors import DvpError
-from dvp.experiment_files import read_yaml
+from dvp.experiment.loading import read_yaml
 from dvp.strict import NAME, Name, Strict
 
 CLAIMS = Path("config/claims.yaml")

@@ -21,9 +21,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
 from dvp.analysis.inputs import BASE, arms, is_control, reference_arm
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint, parse_rho
 from dvp.files import atomic_path
-from dvp.grid import Arm, parse_rho
 
 SMOOTHING = 5
 # An exact engine has a KL of 0 up to rounding, which a logarithmic axis cannot show.
@@ -60,7 +60,7 @@ class Style:
     label: str
 
 
-def styles(experiment: Experiment) -> dict[Arm, Style]:
+def styles(experiment: Experiment) -> dict[GridPoint, Style]:
     """Colour by method, line and marker by ρ, both in the order of the grid; controls dashed and grey."""
     every = arms(experiment)
     methods = list(dict.fromkeys(arm.method for arm in every))
@@ -204,7 +204,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def panels(experiment: Experiment) -> list[tuple[str, list[Arm]]]:
+def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:
     """Titles and arms of the panels: one for each mismatched engine and ρ.
 
     Arms without ρ are drawn in all panels of their engine, controls in all panels.
@@ -274,7 +274,7 @@ def _curves(
     return figure
 
 
-def _legend(figure: Figure, style: dict[Arm, Style]) -> None:
+def _legend(figure: Figure, style: dict[GridPoint, Style]) -> None:
     dark, mean = "#404040", f"mean over seeds,\ntrailing mean of {SMOOTHING} steps"
     handles = [
         Line2D([], [], color=look.color, linestyle=look.line, linewidth=2, label=look.label) for look in style.values()
@@ -301,7 +301,7 @@ def _log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _row_label(experiment: Experiment, arm: Arm, look: Style) -> str:
+def _row_label(experiment: Experiment, arm: GridPoint, look: Style) -> str:
     return look.label + (" (ref.)" if arm == reference_arm(experiment) else "")
 
 
@@ -319,6 +319,6 @@ def _write_at(axes: Axes, height: float, text: str) -> None:
     )
 
 
-def _rhos(every: list[Arm]) -> list[str]:
+def _rhos(every: list[GridPoint]) -> list[str]:
     """The values of ρ, the smallest first."""
     return sorted({arm.rho for arm in every if arm.rho is not None}, key=parse_rho)

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint, Run
 from dvp.files import read_json, verify_checksums
-from dvp.grid import Arm, Run
 
 BASE = "base"
 # What the tables and figures use of a metrics row; the file holds more.
@@ -34,12 +34,12 @@ MEASURED = (
 )
 
 
-def arms(experiment: Experiment) -> list[Arm]:
+def arms(experiment: Experiment) -> list[GridPoint]:
     """The grid points in the order of the file."""
-    return list(dict.fromkeys(Arm(method=run.method, engine=run.engine, rho=run.rho) for run in experiment.runs))
+    return list(dict.fromkeys(GridPoint(method=run.method, engine=run.engine, rho=run.rho) for run in experiment.runs))
 
 
-def is_control(experiment: Experiment, arm: Arm) -> bool:
+def is_control(experiment: Experiment, arm: GridPoint) -> bool:
     """Whether the arm, unlike others, is trained on the evaluation's engine: without the mismatch."""
     exact = experiment.evaluation.engine
     return arm.engine == exact and any(other.engine != exact for other in arms(experiment))
@@ -58,14 +58,14 @@ def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str |
     return None
 
 
-def unpruned_arm(experiment: Experiment, arm: Arm) -> Arm | None:
+def unpruned_arm(experiment: Experiment, arm: GridPoint) -> GridPoint | None:
     """The arm on the same engine that differs in having no safe vocabulary; None without one, or if it has none."""
     here = [one for one in arms(experiment) if one.engine == arm.engine and one.rho is None]
     name = unpruned(experiment, arm.method, (one.method for one in here))
     return next((one for one in here if one.method == name), None)
 
 
-def reference_arm(experiment: Experiment) -> Arm:
+def reference_arm(experiment: Experiment) -> GridPoint:
     """The arm that the others are set against.
 
     It is an arm of the method report.reference. Controls are left out unless there is nothing else; of the
@@ -100,7 +100,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
     record_path, metrics_path = folder / "train.json", folder / "metrics.jsonl"
     record = read_json(
         record_path,
-        "identity",
+        "config_hash",
         "run",
         "steps",
         "skipped_steps",
@@ -110,7 +110,7 @@ def read_training(experiment: Experiment, results: Path, run: Run) -> tuple[dict
         "tracking_key",
         "files",
     )
-    check_fresh(record_path, record, experiment.identity("train", run))
+    check_fresh(record_path, record, experiment.config_hash("train", run))
     if record["run"] != run.path:
         raise DvpError(f"{record_path}: run: expected '{run.path}', found {record['run']!r}")
     if not metrics_path.is_file():
@@ -141,7 +141,7 @@ def read_metrics(experiment: Experiment, results: Path) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def read_collapses(experiment: Experiment, results: Path, arm: Arm) -> list[int | None]:
+def read_collapses(experiment: Experiment, results: Path, arm: GridPoint) -> list[int | None]:
     """The step at which each seed's run collapsed, None where it did not. Raises DvpError."""
     return [read_training(experiment, results, arm.run(seed))[0]["collapsed_at"] for seed in experiment.seeds]
 
@@ -203,9 +203,9 @@ def read_evaluation(experiment: Experiment, results: Path, run: Run | None, task
     folder = evaluation_folder(results, run, task)
     scores_path, samples_path = folder / "scores.json", folder / "samples.parquet"
     record = read_json(
-        scores_path, "files", "task", "samples_per_problem", "metrics", "identity", "git_commit", "tracking_key"
+        scores_path, "files", "task", "samples_per_problem", "metrics", "config_hash", "git_commit", "tracking_key"
     )
-    check_fresh(scores_path, record, experiment.identity("evaluate", run, task))
+    check_fresh(scores_path, record, experiment.config_hash("evaluate", run, task))
     k = experiment.evaluation.samples_per_problem[task]
     for key, expected in (("task", task), ("samples_per_problem", k)):
         if record[key] != expected:
@@ -264,10 +264,10 @@ def _read_samples(path: Path, k: int) -> tuple[list[str], np.ndarray]:
 
 
 def check_fresh(path: Path, record: dict, expected: str) -> None:
-    """Raise DvpError unless the stage that wrote `record` had this identity."""
-    if record["identity"] != expected:
+    """Raise DvpError unless the stage that wrote `record` had this config_hash."""
+    if record["config_hash"] != expected:
         raise DvpError(
-            f"{path}: stale, written by another version of the experiment (identity {record['identity']}, "
+            f"{path}: stale, written by another version of the experiment (config_hash {record['config_hash']}, "
             f"expected {expected}); run its stage again"
         )
 

@@ -1,4 +1,4 @@
-"""The figures of the stage `diagnose`. An engine has the same colour in all of them."""
+"""The figures of the stage `mismatch`. An engine has the same colour in all of them."""
 
 import textwrap
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ from matplotlib.ticker import MaxNLocator
 from dvp.analysis.bootstrap import interval
 from dvp.analysis.figures import COLORS, STYLE
 from dvp.analysis.formats import rho_text
-from dvp.analysis.mismatch_inputs import Cells
+from dvp.analysis.mismatch_inputs import Measurements
 from dvp.analysis.mismatch_statistics import Density
 from dvp.analysis.mismatch_tables import policy_label
 from dvp.analysis.statistics import Statistic
-from dvp.config import Experiment
 from dvp.core.vocabulary_mismatch import D_EDGES
-from dvp.grid import parse_rho
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import parse_rho
 from dvp.measurement.mismatch_files import ENGINE
 
 DARK, GREY = "#404040", "#8A8A8A"
@@ -32,13 +32,16 @@ PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9,
 RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
 FEW = 5
 MARGIN_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (8, 2)))
-Policies = dict[str, list[Cells]]  # each policy's, one of each engine
+Policies = dict[str, list[Measurements]]  # each policy's, one of each engine
 LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
 
-def figures(experiment: Experiment, every: list[Cells], statistics: list[Statistic]) -> dict[str, Figure]:
+def figures(experiment: Experiment, every: list[Measurements], statistics: list[Statistic]) -> dict[str, Figure]:
     """bounds, mismatch_distribution, mismatch_by_probability and safe_sets, each of all policies, one below another."""
-    policies = {policy: [cells for cells in every if cells.policy == policy] for policy in _unique(every, "policy")}
+    policies = {
+        policy: [measurements for measurements in every if measurements.policy == policy]
+        for policy in _unique(every, "policy")
+    }
     labels = {policy: policy_label(experiment, policy) for policy in policies}
     with mpl.rc_context(STYLE):
         return {
@@ -49,16 +52,16 @@ def figures(experiment: Experiment, every: list[Cells], statistics: list[Statist
         }
 
 
-def _unique(every: list[Cells], key: str) -> list[str]:
-    return list(dict.fromkeys(getattr(cells, key) for cells in every))
+def _unique(every: list[Measurements], key: str) -> list[str]:
+    return list(dict.fromkeys(getattr(measurements, key) for measurements in every))
 
 
 def _bounds(policies: Policies, labels: dict[str, str]) -> Figure:
     """|d| in units of 2 ε_max, which the literal bound is 1 − p of."""
     figure, grids = _stacked(labels.values(), 1, max(map(len, policies.values())), 2.5, 2.6)
     for every, grid in zip(policies.values(), grids, strict=True):
-        for place, (axes, cells) in enumerate(zip(grid[0], every, strict=True)):
-            _bounds_panel(axes, cells)
+        for place, (axes, measurements) in enumerate(zip(grid[0], every, strict=True)):
+            _bounds_panel(axes, measurements)
             _inner(axes, place, "|d| / (2 ε_max)")
     handles = [
         Line2D([], [], color=COLORS[0], marker="^", linewidth=0, label="largest |d| of a bin where d > 0 (q > p)"),
@@ -71,8 +74,8 @@ def _bounds(policies: Policies, labels: dict[str, str]) -> Figure:
     return _finish(figure, title, handles, 3)
 
 
-def _bounds_panel(axes: Axes, cells: Cells) -> None:
-    table = cells.tables["bounds"]
+def _bounds_panel(axes: Axes, measurements: Measurements) -> None:
+    table = measurements.tables["bounds"]
     bins = table.groupby("rest_high").agg(
         pairs=("pairs", "sum"),
         scaled=("scaled", "sum"),
@@ -84,26 +87,30 @@ def _bounds_panel(axes: Axes, cells: Cells) -> None:
     axes.plot(rest, bins["scaled"] / bins["pairs"], "-", color=GREY, linewidth=1.2)
     axes.plot(rest, bins["above"].where(bins["above"] > 0), "^", color=COLORS[0], markersize=3)
     axes.plot(rest, bins["below"].where(bins["below"] > 0), "v", color=COLORS[1], markersize=3)
-    largest = cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
+    largest = measurements.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
     line = np.logspace(-10, 0, 200)
     axes.plot(line, line, "-", color="black", linewidth=1)
     axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
     literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
     counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
-    axes.set_title(f"{cells.engine} (ε_max up to {largest:.2g})")
+    axes.set_title(f"{measurements.engine} (ε_max up to {largest:.2g})")
     axes.text(0.97, 0.03, counts, transform=axes.transAxes, ha="right", fontsize=7.5)
 
 
 def _distribution(policies: Policies, labels: dict[str, str]) -> Figure:
     """Densities of d by probability, of the engines whose d is above the bins' resolution, if there is one."""
-    every = [cells for own in policies.values() for cells in own]
-    coarse = [cells for cells in every if cells.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01]
+    every = [measurements for own in policies.values() for measurements in own]
+    coarse = [
+        measurements
+        for measurements in every
+        if measurements.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01
+    ]
     engines = _unique(coarse or every, "engine")
     figure, grids = _stacked(labels.values(), len(PARTS), len(engines), 2.3, 1.2, share="none")
     for own, grid in zip(policies.values(), grids, strict=True):
-        for column, cells in enumerate(cells for cells in own if cells.engine in engines):
-            _distribution_column(grid[:, column], cells, first=column == 0)
+        for column, measurements in enumerate(measurements for measurements in own if measurements.engine in engines):
+            _distribution_column(grid[:, column], measurements, first=column == 0)
     handles = [
         Line2D([], [], color=INFER, linewidth=2, label="weighted by the engine's π_infer"),
         Line2D([], [], color=TRAIN, linewidth=2, label="weighted by the trainer's π_train (control)"),
@@ -115,9 +122,9 @@ def _distribution(policies: Policies, labels: dict[str, str]) -> Figure:
     return _finish(figure, title, handles, 3)
 
 
-def _distribution_column(column: np.ndarray, cells: Cells, *, first: bool) -> None:
-    table = cells.tables["histogram"].query("source == @ENGINE")
-    column[0].set_title(f"{cells.engine}\n", loc="left")
+def _distribution_column(column: np.ndarray, measurements: Measurements, *, first: bool) -> None:
+    table = measurements.tables["histogram"].query("source == @ENGINE")
+    column[0].set_title(f"{measurements.engine}\n", loc="left")
     column[-1].set_xlabel("d, nats")
     for axes, (low, high) in zip(column, PARTS, strict=True):
         own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
@@ -129,7 +136,7 @@ def _distribution_column(column: np.ndarray, cells: Cells, *, first: bool) -> No
             axes.set_ylabel(name, rotation=0, ha="right", va="center")
         if own.empty:
             continue
-        densities = {"infer": Density(cells, own, "infer"), "train": Density(cells, own, "train")}
+        densities = {"infer": Density(measurements, own, "infer"), "train": Density(measurements, own, "train")}
         left = min(one.central[0] for one in densities.values())
         right = max(one.central[1] for one in densities.values())
         margin = max(0.25 * (right - left), 2 * RESOLUTION)
@@ -157,14 +164,16 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
     colors = _engine_colors(policies)
     for every, grid in zip(policies.values(), grids, strict=True):
         for place, (axes, (title, above, below)) in enumerate(zip(grid[0], kinds, strict=True)):
-            for cells in every:
-                table = cells.tables["gaps"]
-                _band(axes, cells, table[table["source"] == ENGINE], above, below, colors[cells.engine], "-")
+            for measurements in every:
+                table = measurements.tables["gaps"]
+                _band(
+                    axes, measurements, table[table["source"] == ENGINE], above, below, colors[measurements.engine], "-"
+                )
             # The controls are of the trainer alone; positions differ between engines, but hardly what they show.
             table = every[0].tables["gaps"]
             for source, line in (("bf16", "--"), ("shape", ":")):
                 _band(axes, every[0], table[table["source"] == source], above, below, DARK, line)
-            for rho in experiment.diagnose.rhos if len(experiment.diagnose.rhos) < 4 else []:
+            for rho in experiment.mismatch.rhos if len(experiment.mismatch.rhos) < 4 else []:
                 axes.axvline(np.log(parse_rho(rho)), color=GREY, linewidth=0.8)
                 axes.annotate(
                     f"ρ = {rho_text(rho)}",
@@ -187,9 +196,11 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
     return _finish(figure, title, handles, 4)
 
 
-def _band(axes: Axes, cells: Cells, rows: pd.DataFrame, above: str, below: str, color: str, line: str) -> None:
-    keys, above_RK = cells.binned(rows, "gap_high", above)
-    _, below_RK = cells.binned(rows, "gap_high", below)
+def _band(
+    axes: Axes, measurements: Measurements, rows: pd.DataFrame, above: str, below: str, color: str, line: str
+) -> None:
+    keys, above_RK = measurements.binned(rows, "gap_high", above)
+    _, below_RK = measurements.binned(rows, "gap_high", below)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean_RK = above_RK / below_RK
     # The highest bin is one value, 0; the others are a nat wide, and the lowest has no lower edge.
@@ -207,14 +218,14 @@ def _safe_sets(
     """Against ρ: sizes, pruned mass, the bound of Prop. 5.5 with what it bounds, overlap, tokens outside."""
     figure, grids = _stacked(labels.values(), 2, 3, 3.6, 2.7, share="x")
     colors = _engine_colors(policies)
-    rhos = sorted(experiment.diagnose.rhos, key=parse_rho)
+    rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
     for every, grid in zip(policies.values(), grids, strict=True):
         _safe_sets_panels(experiment, every, grid.ravel(), statistics, colors, rhos)
     handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
     few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
     handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
     handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
-    for margin, line in zip(experiment.diagnose.margins, cycle(MARGIN_LINES), strict=False):
+    for margin, line in zip(experiment.mismatch.margins, cycle(MARGIN_LINES), strict=False):
         handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
     for grid in grids:
         empty = grid.ravel()[-1]
@@ -226,7 +237,7 @@ def _safe_sets(
 
 def _safe_sets_panels(
     experiment: Experiment,
-    every: list[Cells],
+    every: list[Measurements],
     panels: np.ndarray,
     statistics: list[Statistic],
     colors: dict[str, str],
@@ -235,10 +246,10 @@ def _safe_sets_panels(
     """One policy's; the last panel stays empty."""
     found = [one for one in statistics if one.where["policy"] == every[0].policy]
     outside = {}
-    for cells in every:
-        rows = cells.tables["safe_sets"].query("side == 'none'")
+    for measurements in every:
+        rows = measurements.tables["safe_sets"].query("side == 'none'")
         for rho, lost in np.isneginf(rows["pruned_log_ratio"]).groupby(rows["rho"]).sum().items():
-            outside[cells.engine, rho] = lost
+            outside[measurements.engine, rho] = lost
 
     def curve(axes: Axes, name: str, line: str = "-", *, band: bool = True, **where: str) -> None:
         for place, (engine, color) in enumerate(colors.items()):
@@ -279,7 +290,7 @@ def _safe_sets_panels(
     curve(panels[3], "infer_in_train", ":")
     panels[3].set(ylabel="fraction", title="overlap: Jaccard (solid), V'_S in V_S (dotted)")
     curve(panels[4], "outside_safe")
-    for margin, line in zip(experiment.diagnose.margins, cycle(MARGIN_LINES), strict=False):
+    for margin, line in zip(experiment.mismatch.margins, cycle(MARGIN_LINES), strict=False):
         curve(panels[4], "outside_safe_margin", line, band=False, margin=f"{margin:g}", side="trainer")
     panels[4].set(
         yscale="log", ylim=(1e-10, None), ylabel="fraction of tokens", title="pruned engine's tokens outside V_S"
@@ -290,7 +301,7 @@ def _safe_sets_panels(
 
 
 def _engine_colors(policies: Policies) -> dict[str, str]:
-    engines = _unique([cells for every in policies.values() for cells in every], "engine")
+    engines = _unique([measurements for every in policies.values() for measurements in every], "engine")
     return {engine: COLORS[index % len(COLORS)] for index, engine in enumerate(engines)}
 
 

@@ -1,4 +1,4 @@
-"""The cells of the stage `diagnose`, read and checked, and how often a bootstrap replicate counts each problem.
+"""The measurements of the stage `mismatch`, read and checked, and how often a bootstrap replicate counts each problem.
 
 Everything that is shown of them is a ratio of sums over problems, so a replicate is a number of times that each problem
 counts; the first replicate counts each once: the value itself.
@@ -15,16 +15,16 @@ import pyarrow as pa
 
 from dvp.analysis import bootstrap
 from dvp.analysis.inputs import check_fresh
-from dvp.config import Experiment
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement
 from dvp.files import read_json, verify_checksums
-from dvp.grid import Cell
 from dvp.measurement.mismatch_files import TABLES
 
 
 @dataclass(frozen=True)
-class Cells:
-    """The cells of one policy and engine, all seeds."""
+class Measurements:
+    """The measurements of one policy and engine, all seeds."""
 
     policy: str
     engine: str
@@ -55,47 +55,53 @@ class Cells:
         return per_unit.columns.to_numpy(dtype=float), self.draws_RU @ per_unit.to_numpy(dtype=float)
 
 
-def read_cells(experiment: Experiment, results: Path) -> list[Cells]:
-    """All cells, those of one policy and engine together. Raises DvpError."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
-    for cell in experiment.cells("diagnose"):
-        policy = cell.policy if cell.policy == "base" else cell.policy.path
-        groups.setdefault((policy, cell.engine), []).append(cell)
+def read_measurements(experiment: Experiment, results: Path) -> list[Measurements]:
+    """All measurements, those of one policy and engine together. Raises DvpError."""
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for measurement in experiment.measurements("mismatch"):
+        policy = measurement.policy if measurement.policy == "base" else measurement.policy.path
+        groups.setdefault((policy, measurement.engine), []).append(measurement)
     evaluation = experiment.evaluation
     draws_RU = draws(
-        len(experiment.seeds), experiment.diagnose.problems, evaluation.bootstrap_resamples, evaluation.seed
+        len(experiment.seeds), experiment.mismatch.problems, evaluation.bootstrap_resamples, evaluation.seed
     )
     return [
-        _read_group(experiment, results, policy, engine, cells, draws_RU) for (policy, engine), cells in groups.items()
+        _read_group(experiment, results, policy, engine, measurements, draws_RU)
+        for (policy, engine), measurements in groups.items()
     ]
 
 
 def _read_group(
-    experiment: Experiment, results: Path, policy: str, engine: str, cells: list[Cell], draws_RU: np.ndarray
-) -> Cells:
-    problems = experiment.diagnose.problems
+    experiment: Experiment,
+    results: Path,
+    policy: str,
+    engine: str,
+    measurements: list[Measurement],
+    draws_RU: np.ndarray,
+) -> Measurements:
+    problems = experiment.mismatch.problems
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
-    for number, cell in enumerate(cells):
-        read = _read_cell(experiment, results, cell)
+    for number, measurement in enumerate(measurements):
+        read = _read_measurement(experiment, results, measurement)
         names = list(dict.fromkeys(read["noise"]["problem"]))
         if len(names) != problems:
-            where = results / "diagnostics" / cell.path / "noise.parquet"
+            where = results / "mismatch" / measurement.path / "noise.parquet"
             raise DvpError(f"{where}: problem: expected {problems} different ones, found {len(names)}")
         unit = {name: number * problems + index for index, name in enumerate(names)}
         for name, table in read.items():
             frames[name].append(table.assign(unit=table["problem"].map(unit)))
-    sources = tuple(f"diagnostics/{cell.path}/diagnose.json" for cell in cells)
+    sources = tuple(f"mismatch/{measurement.path}/mismatch.json" for measurement in measurements)
     tables = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
-    return Cells(policy, engine, tables, draws_RU, sources)
+    return Measurements(policy, engine, tables, draws_RU, sources)
 
 
-def _read_cell(experiment: Experiment, results: Path, cell: Cell) -> dict[str, pd.DataFrame]:
-    folder = results / "diagnostics" / cell.path
-    path = folder / "diagnose.json"
-    record = read_json(path, "identity", "cell", "git_commit", "tracking_key", "files")
-    check_fresh(path, record, experiment.identity("diagnose", cell=cell))
-    if record["cell"] != cell.path:
-        raise DvpError(f"{path}: cell: expected '{cell.path}', found {record['cell']!r}")
+def _read_measurement(experiment: Experiment, results: Path, measurement: Measurement) -> dict[str, pd.DataFrame]:
+    folder = results / "mismatch" / measurement.path
+    path = folder / "mismatch.json"
+    record = read_json(path, "config_hash", "measurement", "git_commit", "tracking_key", "files")
+    check_fresh(path, record, experiment.config_hash("mismatch", measurement=measurement))
+    if record["measurement"] != measurement.path:
+        raise DvpError(f"{path}: measurement: expected '{measurement.path}', found {record['measurement']!r}")
     verify_checksums(folder, record["files"])
     tables = {}
     for name in TABLES:

@@ -1,4 +1,4 @@
-"""Every number that comes of the stage `diagnose`, with its interval.
+"""Every number that comes of the stage `mismatch`, with its interval.
 
 Shape suffixes: R replicates, the value first; D bins of d; G points.
 """
@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from dvp.analysis import bootstrap
-from dvp.analysis.mismatch_inputs import Cells
+from dvp.analysis.mismatch_inputs import Measurements
 from dvp.analysis.statistics import Statistic
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
 from dvp.measurement.mismatch_files import ENGINE, SOURCES
 
 Statistics = Callable[..., Iterator[Statistic]]
@@ -33,62 +33,68 @@ MEANS = {
 }
 
 
-def statistics(experiment: Experiment, cells: Cells) -> Iterator[Statistic]:
+def statistics(experiment: Experiment, measurements: Measurements) -> Iterator[Statistic]:
     """Every number of one policy and engine; those that are not defined are left out."""
     resampled = "problems" + (" and seeds" if bootstrap.resamples_seeds(experiment.seeds) else ", not over seeds")
     over = f"95 % bootstrap over {resampled}, {experiment.evaluation.bootstrap_resamples} resamples"
 
-    if cells.draws_RU.shape[1] == 1:
+    if measurements.draws_RU.shape[1] == 1:
         over = "a single problem has no bootstrap interval"
 
     def statistic(
         name: str, values_R: np.ndarray, unit: str, how: str, resolution: float = 0.0, **where: str
     ) -> Iterator[Statistic]:
         if np.isfinite(values_R[0]):
-            low, high = bootstrap.interval(values_R[1:]) if cells.draws_RU.shape[1] > 1 else (math.nan, math.nan)
+            low, high = bootstrap.interval(values_R[1:]) if measurements.draws_RU.shape[1] > 1 else (math.nan, math.nan)
             low, high = low - resolution / 2, high + resolution / 2
-            all_where = cells.where | where
-            yield Statistic(name, all_where, float(values_R[0]), low, high, unit, f"{how}; {over}", cells.sources)
+            all_where = measurements.where | where
+            yield Statistic(
+                name, all_where, float(values_R[0]), low, high, unit, f"{how}; {over}", measurements.sources
+            )
 
     def largest(name: str, value: float, unit: str, how: str) -> Iterator[Statistic]:
         nan, without = math.nan, f"{how}; a maximum has no bootstrap interval"
-        yield Statistic(name, cells.where, float(value), nan, nan, unit, without, cells.sources)
+        yield Statistic(name, measurements.where, float(value), nan, nan, unit, without, measurements.sources)
 
-    noise = cells.tables["noise"]
+    noise = measurements.tables["noise"]
     for source in SOURCES:
         own = noise[noise["source"] == source]
         where = {} if source == ENGINE else {"control": source}
         prefix = "" if source == ENGINE else "self_noise_"
         of = "the engine" if source == ENGINE else f"the trainer itself ({source})"
         yield from statistic(
-            f"{prefix}kl", cells.ratio(own, "kl", "tokens"), "nats per token", f"KL(q‖p), exact, q of {of}", **where
+            f"{prefix}kl",
+            measurements.ratio(own, "kl", "tokens"),
+            "nats per token",
+            f"KL(q‖p), exact, q of {of}",
+            **where,
         )
         yield from statistic(
             f"{prefix}epsilon_sd",
-            np.sqrt(cells.ratio(own, "epsilon_variance", "tokens")),
+            np.sqrt(measurements.ratio(own, "epsilon_variance", "tokens")),
             "nats",
             f"root mean square over positions of ε's standard deviation over the vocabulary, z of {of}",
             **where,
         )
         yield from statistic(
             f"{prefix}ratio_outside",
-            cells.ratio(own, "ratio_outside", "tokens"),
+            measurements.ratio(own, "ratio_outside", "tokens"),
             "fraction of tokens",
             f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}",
             **where,
         )
     own = noise[noise["source"] == ENGINE]
-    yield from statistic("k3", cells.ratio(own, "k3", "tokens"), "nats per token", "mean k3 of sampled tokens")
+    yield from statistic("k3", measurements.ratio(own, "k3", "tokens"), "nats per token", "mean k3 of sampled tokens")
     yield from statistic(
-        "d_positive", cells.ratio(own, "d_positive", "tokens"), "fraction of tokens", "sampled tokens with d > 0"
+        "d_positive", measurements.ratio(own, "d_positive", "tokens"), "fraction of tokens", "sampled tokens with d > 0"
     )
     yield from largest("max_abs_log_ratio", own["max_abs_log_ratio"].max(), "nats", "largest of the sampled tokens")
     yield from largest("epsilon_max", own["max_epsilon"].max(), "nats", "largest ε_max of all positions")
 
-    yield from _by_probability(cells, statistic)
-    pairs = cells.tables["bounds"]
+    yield from _by_probability(measurements, statistic)
+    pairs = measurements.tables["bounds"]
     for kind in ("literal", "sharp"):
-        values_R = cells.ratio(pairs, f"{kind}_violations", "pairs")
+        values_R = measurements.ratio(pairs, f"{kind}_violations", "pairs")
         count = pairs[f"{kind}_violations"].sum()
         yield from statistic(
             f"{kind}_bound_violations",
@@ -103,16 +109,16 @@ def statistics(experiment: Experiment, cells: Cells) -> Iterator[Statistic]:
         "ratio",
         "largest |d| over the literal bound that it violates; 0 without a violation",
     )
-    yield from _safe_sets(cells, statistic)
+    yield from _safe_sets(measurements, statistic)
 
 
-def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
-    every = cells.tables["histogram"]
+def _by_probability(measurements: Measurements, statistic: Statistics) -> Iterator[Statistic]:
+    every = measurements.tables["histogram"]
     how = "mean |d| where p < 1e-2 over that where p > 0.5"
     for source in SOURCES:
         head, tail = _head_and_tail(every[every["source"] == source])
         with np.errstate(divide="ignore", invalid="ignore"):
-            values_R = cells.ratio(tail, "abs_d", "pairs") / cells.ratio(head, "abs_d", "pairs")
+            values_R = measurements.ratio(tail, "abs_d", "pairs") / measurements.ratio(head, "abs_d", "pairs")
         if source == ENGINE:
             yield from statistic("tail_over_head", values_R, "ratio", f"{how}, all pairs alike")
         else:
@@ -123,12 +129,12 @@ def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
     for name in WEIGHTINGS:
         how_weighted = f"weighted by π_{name}"
         where = {"weighting": name}
-        values_R = cells.ratio(tail, f"{name}_abs_d", name) / cells.ratio(head, f"{name}_abs_d", name)
+        values_R = measurements.ratio(tail, f"{name}_abs_d", name) / measurements.ratio(head, f"{name}_abs_d", name)
         yield from statistic("tail_over_head_weighted", values_R, "ratio", f"{how}, {how_weighted}", **where)
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
             own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
             of = f"d of tokens with p in ({low:g}, {high:g}], {how_weighted}"
-            density = Density(cells, own, name)
+            density = Density(measurements, own, name)
             yield from statistic(
                 f"{part}_mode",
                 density.modes(),
@@ -137,9 +143,11 @@ def _by_probability(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
                 density.resolution,
                 **where,
             )
-            yield from statistic(f"{part}_mean", cells.ratio(own, f"{name}_d", name), "nats", f"mean {of}", **where)
+            yield from statistic(
+                f"{part}_mean", measurements.ratio(own, f"{name}_d", name), "nats", f"mean {of}", **where
+            )
             positive = own[[name, "unit"]].assign(positive=own[name].where(own["d_low"] >= 0, 0.0))
-            values_R = cells.ratio(positive, "positive", name)
+            values_R = measurements.ratio(positive, "positive", name)
             yield from statistic(f"{part}_positive", values_R, "fraction", f"P(d > 0) for {of}", **where)
 
 
@@ -153,8 +161,8 @@ class Density:
     The bandwidth is Silverman's, of the value, for all replicates; in a bin that is wider, half the bin's width.
     """
 
-    def __init__(self, cells: Cells, rows: pd.DataFrame, weighting: str):
-        self._lows_D, self._weight_RD = cells.binned(rows, "d_low", weighting)
+    def __init__(self, measurements: Measurements, rows: pd.DataFrame, weighting: str):
+        self._lows_D, self._weight_RD = measurements.binned(rows, "d_low", weighting)
         self.resolution = 0.0
         """Width of the bin of d in which the mode lies; the mode is not known more finely."""
         if not len(self._lows_D):
@@ -204,8 +212,8 @@ class Density:
         return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
 
 
-def _safe_sets(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
-    table = cells.tables["safe_sets"]
+def _safe_sets(measurements: Measurements, statistic: Statistics) -> Iterator[Statistic]:
+    table = measurements.tables["safe_sets"]
     # Only ratios of the weights matter, so the largest may be 1.
     shift = table["log_ratio"].max()
     weight = np.exp(table["log_ratio"] - shift)
@@ -225,22 +233,22 @@ def _safe_sets(cells: Cells, statistic: Statistics) -> Iterator[Statistic]:
         suffix = "" if plain else "_margin"
         how_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
         for name, (_, unit, what) in MEANS.items():
-            values_R = cells.ratio(rows, name, "tokens")
+            values_R = measurements.ratio(rows, name, "tokens")
             yield from statistic(
                 f"{name}{suffix}", values_R, unit, f"mean over positions of {what}{how_margin}", **where
             )
-        values_R = cells.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
+        values_R = measurements.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
         what = f"of the sampled tokens in V'_S, those outside V_S{how_margin}"
         yield from statistic(f"outside_safe_sampled{suffix}", values_R, "fraction of tokens", what, **where)
         if not plain:
             continue
-        values_R = cells.ratio(rows, "pruned_mass_sum", "responses")
+        values_R = measurements.ratio(rows, "pruned_mass_sum", "responses")
         what = "Σ_t (1 − Z_t), mean over the engine's responses"
         yield from statistic("pruned_mass_per_response", values_R, "probability", what, **where)
         # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
-        change_R = cells.ratio(rows, "pruned_weighted_reward", "pruned_weight")
-        change_R = change_R - cells.ratio(rows, "weighted_reward", "weight")
-        bound_R = cells.ratio(rows, "bound", "weight")
+        change_R = measurements.ratio(rows, "pruned_weighted_reward", "pruned_weight")
+        change_R = change_R - measurements.ratio(rows, "weighted_reward", "weight")
+        bound_R = measurements.ratio(rows, "bound", "weight")
         outside = np.isneginf(rows["pruned_log_ratio"]).sum()
         weights = (
             "importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; "

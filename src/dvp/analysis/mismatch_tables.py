@@ -1,4 +1,4 @@
-"""The tables of the stage `diagnose`: engines, and safe sets; at full precision, and formatted with notes."""
+"""The tables of the stage `mismatch`: engines, and safe sets; at full precision, and formatted with notes."""
 
 import math
 
@@ -6,10 +6,10 @@ import pandas as pd
 
 from dvp.analysis import bootstrap
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
-from dvp.analysis.mismatch_inputs import Cells
+from dvp.analysis.mismatch_inputs import Measurements
 from dvp.analysis.mismatch_statistics import TAIL
 from dvp.analysis.statistics import Statistic
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
 
 # Of engines_table: heading, statistic, what else it is of, format.
 ENGINES = (
@@ -42,7 +42,7 @@ SAFE_SETS = (
 
 
 def tables(
-    experiment: Experiment, every: list[Cells], statistics: list[Statistic]
+    experiment: Experiment, every: list[Measurements], statistics: list[Statistic]
 ) -> dict[str, tuple[pd.DataFrame, Formatted]]:
     """engines_table, a row a policy and engine; safe_sets_table, a row for each ρ of these.
 
@@ -50,26 +50,31 @@ def tables(
     there is none.
     """
     known = {(one.name, frozenset(one.where.items())): one for one in statistics}
-    labels = {cells.policy: policy_label(experiment, cells.policy) for cells in every}
+    labels = {measurements.policy: policy_label(experiment, measurements.policy) for measurements in every}
     rows, texts = [], []
     safe_rows, safe_texts = [], []
-    for cells in every:
-        first = {"policy": cells.policy, "engine": cells.engine}
+    for measurements in every:
+        first = {"policy": measurements.policy, "engine": measurements.engine}
         found = [(heading, known.get(_key(name, first | more)), spec) for heading, name, more, spec in ENGINES]
         rows.append(first | _numbers(found))
-        texts.append([labels[cells.policy], cells.engine, *(_text(one, spec) for _, one, spec in found)])
-        for rho in experiment.diagnose.rhos:
+        texts.append([labels[measurements.policy], measurements.engine, *(_text(one, spec) for _, one, spec in found)])
+        for rho in experiment.mismatch.rhos:
             where = first | {"rho": rho}
             found = [(heading, known.get(_key(name, where)), spec) for heading, name, spec in SAFE_SETS]
-            for margin in experiment.diagnose.margins:
+            for margin in experiment.mismatch.margins:
                 more = {"margin": f"{margin:g}", "side": "trainer"}
                 one = known.get(_key("outside_safe_margin", where | more))
                 found.append((f"with ε̂ = {margin:g}", one, ".2g"))
             safe_rows.append(where | _numbers(found))
             safe_texts.append(
-                [labels[cells.policy], cells.engine, rho_text(rho), *(_text(one, spec) for _, one, spec in found)]
+                [
+                    labels[measurements.policy],
+                    measurements.engine,
+                    rho_text(rho),
+                    *(_text(one, spec) for _, one, spec in found),
+                ]
             )
-    margins = [f"with ε̂ = {margin:g}" for margin in experiment.diagnose.margins]
+    margins = [f"with ε̂ = {margin:g}" for margin in experiment.mismatch.margins]
     return {
         "engines_table": (
             pd.DataFrame(rows),
@@ -94,7 +99,7 @@ def tables(
 
 def policy_label(experiment: Experiment, policy: str) -> str:
     """How a policy is called: an arm by its method, engine and ρ."""
-    for one in experiment.diagnose.policies:
+    for one in experiment.mismatch.policies:
         if one != "base" and one.path == policy:
             rho = "" if one.rho is None else f", ρ = {rho_text(one.rho)}"
             return f"after {experiment.methods[one.method].label}, {one.engine}{rho}"
@@ -126,7 +131,7 @@ def _text(one: Statistic | None, spec: str) -> str:
 
 
 def _notes(experiment: Experiment) -> list[str]:
-    settings, seeds = experiment.diagnose, len(experiment.seeds)
+    settings, seeds = experiment.mismatch, len(experiment.seeds)
     several = bootstrap.resamples_seeds(experiment.seeds)
     return [
         f"Scale: {experiment.scale}",

@@ -11,7 +11,7 @@ from dvp.analysis.statistics import Measured, Statistic
 from dvp.analysis.tables import to_csv
 from dvp.files import read_json, sha256_file, write_text
 
-ORIGIN = ("identity", "git_commit", "tracking_key")
+ORIGIN = ("config_hash", "git_commit", "tracking_key")
 
 
 def write(measured: Measured, folder: Path) -> None:

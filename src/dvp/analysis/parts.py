@@ -1,6 +1,6 @@
 """Of which parts the report of an experiment consists; each is drawn by a rule of its own."""
 
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
 
 FEWEST_RHOS = 3
 
@@ -9,7 +9,7 @@ def parts(experiment: Experiment) -> list[str]:
     """training: scores and curves of the grid; mismatch and bias: the measurements at fixed policies; sweep: over ρ."""
     asked = {
         "training": True,
-        "mismatch": experiment.diagnose is not None,
+        "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
         "sweep": bool(swept(experiment)),
     }

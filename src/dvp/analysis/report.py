@@ -18,9 +18,9 @@ from dvp.analysis.inputs import (
 from dvp.analysis.output import write
 from dvp.analysis.statistics import Measured
 from dvp.analysis.training import statistics
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run
 from dvp.files import read_json, sha256_file, write_json
-from dvp.grid import Run
 
 KL_BOUND = "dvp_kl"
 TRAINED, SCORED = "train.json", "scores.json"
@@ -113,7 +113,7 @@ def _provenance(
 
     return {
         "experiment": experiment.name,
-        "identity": experiment.identity("report"),
+        "config_hash": experiment.config_hash("report"),
         "reference": reference,
         "defined_by_the_experiment": list(DEFINED),
         "tables": {
@@ -154,7 +154,7 @@ def _origin(stage: str, run: Run | None, record: dict) -> dict:
         "stage": stage,
         "run": run.path if run else BASE,
         "seed": run.seed if run else None,
-        **{key: record[key] for key in ("identity", "git_commit", "tracking_key")},
+        **{key: record[key] for key in ("config_hash", "git_commit", "tracking_key")},
     }
 
 

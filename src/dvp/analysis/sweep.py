@@ -19,8 +19,8 @@ from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.statistics import Measured, Statistic
 from dvp.analysis.tables import LAST_STEPS, main_table, seeds_text
 from dvp.analysis.training import score_sources, statistics, where_of
-from dvp.config import Experiment
-from dvp.grid import Arm, parse_rho
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint, parse_rho
 
 TRAINED = ("score", "final_k3")  # what training and evaluation tell; the rest is measured at the base policy
 NEGLIGIBLE = 1e-7  # nats per token: rounding of fp32
@@ -39,8 +39,8 @@ def measured(experiment: Experiment, results: Path) -> Measured:
     bias = pooled(experiment, results)
     figure = _figure(experiment, main, {_key(one): one for one in trained}, bias[bias["policy"] == "base"])
     sources = {name for one in trained for name in one.sources}
-    cells = {f"bias/{cell.path}/bias.json" for cell in experiment.cells("bias")}
-    return Measured(statistics=found, figures={"rho_sweep": figure}, sources=tuple(sorted(sources | cells)))
+    measurements = {f"bias/{measurement.path}/bias.json" for measurement in experiment.measurements("bias")}
+    return Measured(statistics=found, figures={"rho_sweep": figure}, sources=tuple(sorted(sources | measurements)))
 
 
 def middle(rhos: list[str]) -> list[str]:
@@ -53,7 +53,7 @@ def middle(rhos: list[str]) -> list[str]:
 def _contrasts(experiment: Experiment, results: Path, curve: tuple[str, str], rhos: list[str]) -> Iterator[Statistic]:
     method, engine = curve
     evaluations = read_evaluations(experiment, results)
-    every = {rho: Arm(method=method, engine=engine, rho=rho) for rho in rhos}
+    every = {rho: GridPoint(method=method, engine=engine, rho=rho) for rho in rhos}
     correct = {
         rho: [evaluations[arm.run(seed).path].correct_PK for seed in experiment.seeds] for rho, arm in every.items()
     }
@@ -150,7 +150,7 @@ def _label(experiment: Experiment, method: str, engine: str) -> str:
     return f"{experiment.methods[method].label}, engine {engine}"
 
 
-def _levels(experiment: Experiment) -> list[tuple[Arm, str, str]]:
+def _levels(experiment: Experiment) -> list[tuple[GridPoint, str, str]]:
     """Arms without ρ: controls grey and dashed, the reference black."""
     result = []
     for arm in arms(experiment):

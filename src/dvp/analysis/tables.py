@@ -20,8 +20,8 @@ from dvp.analysis.inputs import (
     reference_arm,
     unpruned_arm,
 )
-from dvp.config import Experiment
-from dvp.grid import Arm
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint
 
 GAIN = "dvp_mis_gain"
 LAST_STEPS = 10
@@ -55,7 +55,7 @@ def main_table(experiment: Experiment, results: Path, claims: Path = CLAIMS) -> 
     published = published_gain(claims)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     reference = reference_arm(experiment).path
-    rows: dict[str, tuple[Arm | None, list[Evaluation]]] = {BASE: (None, [evaluations[BASE]])}
+    rows: dict[str, tuple[GridPoint | None, list[Evaluation]]] = {BASE: (None, [evaluations[BASE]])}
     for arm in arms(experiment):
         rows[arm.path] = (arm, [evaluations[arm.run(seed).path] for seed in experiment.seeds])
     drawn = bootstrap.replicates(
@@ -236,7 +236,7 @@ def format_mismatch(experiment: Experiment, table: pd.DataFrame) -> Formatted:
     )
 
 
-def _role(experiment: Experiment, arm: Arm | None) -> str:
+def _role(experiment: Experiment, arm: GridPoint | None) -> str:
     if arm is None:
         return BASE
     if arm == reference_arm(experiment):

@@ -10,10 +10,18 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis import bootstrap
-from dvp.analysis.inputs import Arm, arms, evaluation_folder, read_collapses, read_metrics, reference_arm, unpruned_arm
+from dvp.analysis.inputs import (
+    GridPoint,
+    arms,
+    evaluation_folder,
+    read_collapses,
+    read_metrics,
+    reference_arm,
+    unpruned_arm,
+)
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import LAST_STEPS, seeds_text
-from dvp.config import Experiment
+from dvp.experiment.config import Experiment
 
 LEVEL = 0.95
 
@@ -32,10 +40,10 @@ def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> lis
 
 
 def _of_arm(
-    experiment: Experiment, results: Path, arm: Arm, scored: dict[str, Any], metrics: pd.DataFrame
+    experiment: Experiment, results: Path, arm: GridPoint, scored: dict[str, Any], metrics: pd.DataFrame
 ) -> Iterator[Statistic]:
     def statistic(
-        name: str, numbers: tuple[float, float, float], unit: str, how: str, against: Arm | None = None
+        name: str, numbers: tuple[float, float, float], unit: str, how: str, against: GridPoint | None = None
     ) -> Statistic:
         if not name.startswith("score"):
             found = train_sources(experiment, arm)
@@ -97,17 +105,17 @@ def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, fl
     return mean, mean - reach, mean + reach
 
 
-def where_of(arm: Arm) -> dict[str, str]:
+def where_of(arm: GridPoint) -> dict[str, str]:
     """An arm as statistics name it."""
     return {"method": arm.method, "engine": arm.engine, "rho": arm.rho or "none"}
 
 
-def train_sources(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
+def train_sources(experiment: Experiment, arm: GridPoint) -> tuple[str, ...]:
     """The train.json of an arm's runs, relative to the experiment's folder."""
     return tuple(f"runs/{arm.run(seed).path}/train.json" for seed in experiment.seeds)
 
 
-def score_sources(experiment: Experiment, results: Path, arm: Arm) -> tuple[str, ...]:
+def score_sources(experiment: Experiment, results: Path, arm: GridPoint) -> tuple[str, ...]:
     """The scores.json of an arm's models on report.task, relative to the experiment's folder."""
     return tuple(
         (evaluation_folder(results, arm.run(seed), experiment.report.task) / "scores.json")

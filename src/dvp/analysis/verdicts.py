@@ -15,7 +15,7 @@ from dvp.analysis.formats import EMPTY
 from dvp.analysis.inputs import check_fresh
 from dvp.analysis.parts import parts
 from dvp.errors import DvpError
-from dvp.experiment_files import read_resolved
+from dvp.experiment.loading import read_resolved
 from dvp.files import read_json
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
@@ -95,10 +95,10 @@ def to_markdown(answered: dict[str, Any], folder: Path) -> str:
         if not one["files"]:
             continue
         lines += ["", "<details><summary>from which runs</summary>", ""]
-        lines += ["| from | MLflow `tracking_key` | identity | commit |", "|---|---|---|---|"]
+        lines += ["| from | MLflow `tracking_key` | config_hash | commit |", "|---|---|---|---|"]
         for name, origin in one["files"].items():
             lines.append(
-                f"| `{name}` | `{origin['tracking_key']}` | `{origin['identity']}` | `{origin['git_commit'][:12]}` |"
+                f"| `{name}` | `{origin['tracking_key']}` | `{origin['config_hash']}` | `{origin['git_commit'][:12]}` |"
             )
         lines += ["", "</details>"]
     return "\n".join([*lines, ""])
@@ -131,9 +131,9 @@ def to_html(answered: dict[str, Any]) -> str:
                 parts.append(f"<p><img alt='{one['figure']}' src='data:image/png;base64,{encoded}'></p>")
         if one["files"]:
             parts.append("<details><summary>from which runs</summary><table>")
-            parts.append("<tr><th>file<th>MLflow tracking_key<th>identity<th>commit</tr>")
+            parts.append("<tr><th>file<th>MLflow tracking_key<th>config_hash<th>commit</tr>")
             for name, origin in one["files"].items():
-                cells = (name, origin["tracking_key"], origin["identity"], origin["git_commit"])
+                cells = (name, origin["tracking_key"], origin["config_hash"], origin["git_commit"])
                 parts.append("<tr>" + "".join(f"<td><code>{text(cell)}</code>" for cell in cells) + "</tr>")
             parts.append("</table></details>")
     return "\n".join(parts) + "\n"
@@ -172,8 +172,8 @@ def _read(folder: Path) -> dict[str, Any]:
     reports, files, found, figures = {}, {}, [], []
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
-        part = read_json(path, "identity", "tracking_key", "statistics", "figures", "files")
-        check_fresh(path, part, experiment.identity("report"))
+        part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
+        check_fresh(path, part, experiment.config_hash("report"))
         reports[name] = part["tracking_key"]
         files |= part["files"]
         found += part["statistics"]

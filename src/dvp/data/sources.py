@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dvp.config import FileSource, GeneratedSource, HubSource
 from dvp.data import stories
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
+from dvp.experiment.config import FileSource, GeneratedSource, HubSource
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000

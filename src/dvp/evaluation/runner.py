@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import yaml
 from lm_eval.tasks import TaskManager
 
-from dvp.config import Experiment
 from dvp.data.prepare import EVAL_COLUMNS
 from dvp.data.verifier import grade, stated_answer
 from dvp.errors import DvpError
 from dvp.evaluation.lm import EngineLM, Response
 from dvp.evaluation.metrics import summarise
+from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
 from dvp.rollout.engine import Engine
 

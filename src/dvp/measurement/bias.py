@@ -17,10 +17,10 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dvp.config import Experiment
 from dvp.core.advantages import Responses, rloo
 from dvp.core.estimator_bias import STATISTICS, Jackknifed, estimator_bias, inner_products, squared_norm
 from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.experiment.config import Experiment
 from dvp.files import atomic_path, sha256_file
 from dvp.measurement.gradients import Estimator, Gradients
 from dvp.measurement.problems import FixedProblems
@@ -34,7 +34,7 @@ ENGINE_SEQUENCES = 256  # that the engine samples at once
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BiasResult:
     """A table a row an estimator, what its intervals are made from, and what there is to know of all."""
 
     estimators: pd.DataFrame
@@ -58,7 +58,7 @@ class Measurement:
 
 def measure_bias(
     experiment: Experiment, model: Path, engine: str, problems: pd.DataFrame, *, where: str, seed: int, name: str
-) -> Measurement:
+) -> BiasResult:
     """Measure every estimator of `experiment.bias` at the policy `model`, a Hugging Face directory.
 
     Starts an engine, so it needs a process of its own.
@@ -108,7 +108,7 @@ def measure_bias(
     return _compare(estimators, rollouts, exact, gradients, fixed, name)
 
 
-def write_tables(measured: Measurement, folder: Path) -> dict[str, str]:
+def write_tables(measured: BiasResult, folder: Path) -> dict[str, str]:
     """Write estimators.parquet and jackknife.parquet; their SHA-256 by name."""
     tables = {"estimators.parquet": measured.estimators, "jackknife.parquet": measured.jackknife}
     for name, table in tables.items():
@@ -124,7 +124,7 @@ def _compare(
     gradients: Gradients,
     fixed: FixedProblems,
     name: str,
-) -> Measurement:
+) -> BiasResult:
     """Gradients of all batches, and what follows from their inner products."""
     together: dict[tuple[SafeVocabulary | None, SafeVocabulary | None], list[Estimator]] = {}
     for estimator in estimators:
@@ -173,7 +173,7 @@ def _compare(
             "truncated_fraction": torch.cat([rollout.truncated_B for rollout in exact]).float().mean().item(),
         },
     }
-    return Measurement(
+    return BiasResult(
         pd.DataFrame([rows[one] for one in estimators]).assign(
             rho=pd.Series([one.rho for one in estimators], dtype=object)
         ),

@@ -10,15 +10,15 @@ from dataclasses import fields
 
 import torch
 
-from dvp.config import Experiment
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy
 from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
 from dvp.core.importance import ImportanceWeights, importance_weights
 from dvp.core.objective import zero_outside_safe
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.grid import parse_rho
-from dvp.methods import TOKEN_LEVEL_ADVANTAGES
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import parse_rho
+from dvp.experiment.methods import TOKEN_LEVEL_ADVANTAGES
 from dvp.training.backend import Batch, Policy
 from dvp.training.loop import Rollout, derived_seed
 from dvp.training.method import SafeVocabularies, importance_rule

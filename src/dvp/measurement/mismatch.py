@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from dvp.config import Experiment
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
 from dvp.core.vocabulary_mismatch import (
@@ -33,8 +32,9 @@ from dvp.core.vocabulary_mismatch import (
 )
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement, parse_rho
 from dvp.files import atomic_path, sha256_file
-from dvp.grid import Cell, parse_rho
 from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
@@ -49,9 +49,9 @@ def drawn_problems(available: int, count: int, seed: int) -> list[int]:
     return np.random.default_rng([seed, 0]).choice(available, count, replace=False).tolist()
 
 
-def diagnose(
+def measure_mismatch(
     experiment: Experiment,
-    cell: Cell,
+    measurement: Measurement,
     *,
     problems: pd.DataFrame,
     prompts: list[list[int]],
@@ -60,7 +60,7 @@ def diagnose(
     engine: Engine,
     folder: Path,
 ) -> dict:
-    """Measure a cell; write histogram, gaps, bounds, safe_sets and noise .parquet to `folder`.
+    """Measure a measurement; write histogram, gaps, bounds, safe_sets and noise .parquet to `folder`.
 
     Args:
         problems: with `id` and `answer`, as many as `prompts`, the token ids of their prompts.
@@ -71,14 +71,14 @@ def diagnose(
     Returns:
         Counts, the means that one looks at first, and the files' checksums.
     """
-    settings = experiment.diagnose
+    settings = experiment.mismatch
     sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)
     model.eval()
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
-    progress = Progress(f"diagnose {cell.path}", len(prompts))
+    progress = Progress(f"mismatch {measurement.path}", len(prompts))
     truncated = 0
     for index, (problem, prompt) in enumerate(zip(problems.itertuples(), prompts, strict=True)):
-        completions = engine.generate([prompt], sampling, [derived_seed(cell.seed, 0, index)])[0]
+        completions = engine.generate([prompt], sampling, [derived_seed(measurement.seed, 0, index)])[0]
         scored = _scored(model, Batch.collate([prompt] * len(completions), [c.token_ids for c in completions], pad))
         truncated += sum(one.finish_reason == "length" for one in completions)
         rewards = [
@@ -92,7 +92,7 @@ def diagnose(
         with atomic_path(folder / f"{name}.parquet") as temporary:
             table.to_parquet(temporary, index=False)
     return {
-        "cell": cell.path,
+        "measurement": measurement.path,
         "problems": len(prompts),
         "responses": len(prompts) * settings.responses,
         "truncated": truncated,
@@ -210,10 +210,10 @@ def _safe_sets(
         return known[train, rule]
 
     rows = []
-    for rho in experiment.diagnose.rhos:
+    for rho in experiment.mismatch.rhos:
         plain = FixedRho(parse_rho(rho))
         sides = [("none", 0.0, plain, plain)]
-        for margin in experiment.diagnose.margins:
+        for margin in experiment.mismatch.margins:
             wider = with_margin(plain.rho, margin)
             sides += [("trainer", margin, wider, plain), ("engine", margin, plain, wider)]
         for side, margin, train, infer in sides:

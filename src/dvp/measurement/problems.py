@@ -7,12 +7,12 @@ import pandas as pd
 import torch
 from transformers import GenerationConfig
 
-from dvp.config import Experiment, Source
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompts, short_enough
 from dvp.data.sources import load
 from dvp.data.verifier import check_reference, grade
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment, Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training.backend import Batch

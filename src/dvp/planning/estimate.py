@@ -1,7 +1,7 @@
 """An experiment as `costs` sees it: its model, its lengths and its stages, on one kind of device."""
 
-from dvp.config import EngineConfig, Experiment, GeneratedSource, HubSource, TrainedBase
 from dvp.errors import DvpError
+from dvp.experiment.config import EngineConfig, Experiment, GeneratedSource, HubSource, TrainedBase
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
 
@@ -85,9 +85,9 @@ class Estimate:
             at_once=costs.PARALLEL_SAMPLES,
         )
 
-    def diagnose(self) -> float:
+    def mismatch(self) -> float:
         """One measurement: the engine samples, the trainer scores three times."""
-        settings = self.experiment.diagnose
+        settings = self.experiment.mismatch
         responses = settings.problems * settings.responses
         return self.device.startup + self._sample(settings.problems, responses) + 3 * self._forward(responses)
 

@@ -12,15 +12,15 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from dvp.analysis.parts import parts
-from dvp.config import Experiment, FileSource, GeneratedSource, TrainedBase
 from dvp.data.sources import load
 from dvp.errors import DvpError
-from dvp.grid import Run
+from dvp.experiment.config import Experiment, FileSource, GeneratedSource, TrainedBase
+from dvp.experiment.grid import Run
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.planning.records import Records
 
-STAGES = ("prepare", "base", "train", "convert", "evaluate", "diagnose", "bias", "report")
+STAGES = ("prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "report")
 T = TypeVar("T")
 RECORDED, INFERRED, ESTIMATED = "recorded", "inferred", "estimated"
 
@@ -129,7 +129,7 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
         return len(jobs) - 1
 
     def once(stage: str, file: str, guess: float) -> tuple[float, str]:
-        recorded = records.seconds(file, experiment.identity(stage))
+        recorded = records.seconds(file, experiment.config_hash(stage))
         return (guess, ESTIMATED) if recorded is None else (recorded, RECORDED)
 
     prepare = add("prepare", "", beside, once("prepare", "data/manifest.json", estimate.prepare()), 0, [])
@@ -137,7 +137,10 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
     base = add("base", "", 1 if made else beside, time, estimate.base_bytes, [prepare])
 
     times = _alike(
-        {run: (f"models/{run.path}/conversion.json", experiment.identity("convert", run)) for run in experiment.runs},
+        {
+            run: (f"models/{run.path}/conversion.json", experiment.config_hash("convert", run))
+            for run in experiment.runs
+        },
         records,
         estimate.convert,
     )
@@ -156,7 +159,7 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
         folders = {run: f"evals/{run.path if run else 'base'}/{task}" for run in models}
         times = _alike(
             {
-                run: (f"{folder}/scores.json", experiment.identity("evaluate", run, task))
+                run: (f"{folder}/scores.json", experiment.config_hash("evaluate", run, task))
                 for run, folder in folders.items()
             },
             records,
@@ -164,18 +167,24 @@ def make_jobs(experiment: Experiment, estimate: Estimate, records: Records, besi
         )
         for run, model in models.items():
             last.append(add("evaluate", run.path if run else "base", gpus, times[run], disk, [prepare, model]))
-    for stage, folder in (("diagnose", "diagnostics"), ("bias", "bias")):
-        cells = experiment.cells(stage)
-        if not cells:
+    for stage, folder in (("mismatch", "mismatch"), ("bias", "bias")):
+        measurements = experiment.measurements(stage)
+        if not measurements:
             continue
         times = _alike(
-            {cell: (f"{folder}/{cell.path}/{stage}.json", experiment.identity(stage, cell=cell)) for cell in cells},
+            {
+                measurement: (
+                    f"{folder}/{measurement.path}/{stage}.json",
+                    experiment.config_hash(stage, measurement=measurement),
+                )
+                for measurement in measurements
+            },
             records,
             getattr(estimate, stage),
         )
-        for cell in cells:
-            gpus = experiment.engines[cell.engine].tensor_parallel
-            last.append(add(stage, cell.path, gpus, times[cell], 0, [prepare, models[cell.run]]))
+        for measurement in measurements:
+            gpus = experiment.engines[measurement.engine].tensor_parallel
+            last.append(add(stage, measurement.path, gpus, times[measurement], 0, [prepare, models[measurement.run]]))
     for part in parts(experiment):
         add("report", part, beside, once("report", f"report/{part}.json", estimate.report()), 0, last)
     return jobs

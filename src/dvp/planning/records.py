@@ -5,10 +5,10 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run
 from dvp.files import read_json
-from dvp.grid import Run
 
 RATES = ("seconds", "tokens_per_second", "response_tokens_mean")
 
@@ -19,15 +19,15 @@ class Records:
     def __init__(self, experiment: Experiment, folder: Path):
         self._experiment, self._folder = experiment, folder
 
-    def seconds(self, file: str, identity: str) -> float | None:
+    def seconds(self, file: str, config_hash: str) -> float | None:
         """Of the finished job that wrote `file`; None if it has not run, or ran under other settings."""
-        record = self._read(file, "identity", "seconds_stage")
-        return record["seconds_stage"] if record and record["identity"] == identity else None
+        record = self._read(file, "config_hash", "seconds_stage")
+        return record["seconds_stage"] if record and record["config_hash"] == config_hash else None
 
     def problems(self) -> dict[str, int]:
         """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
-        record = self._read("data/manifest.json", "identity", "counts")
-        current = record and record["identity"] == self._experiment.identity("prepare")
+        record = self._read("data/manifest.json", "config_hash", "counts")
+        current = record and record["config_hash"] == self._experiment.config_hash("prepare")
         return dict(record["counts"]["evaluation"]) if current else {}
 
     @cached_property
@@ -57,8 +57,8 @@ class Records:
     @cached_property
     def _current(self) -> bool:
         """Whether the base model in the folder is the experiment's."""
-        record = self._read("base/manifest.json", "identity")
-        return bool(record) and record["identity"] == self._experiment.identity("base")
+        record = self._read("base/manifest.json", "config_hash")
+        return bool(record) and record["config_hash"] == self._experiment.config_hash("base")
 
     def _read(self, file: str, *keys: str) -> dict | None:
         path = self._folder / file

@@ -82,8 +82,8 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            measurement.ljust(width) if index < left else measurement.rjust(width)
+            for index, (measurement, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dvp.config import EngineConfig
 from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary
 from dvp.errors import DvpError
+from dvp.experiment.config import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 

@@ -139,7 +139,7 @@ def stage_run(
     experiment: str,
     stage: str,
     *,
-    identity: str,
+    config_hash: str,
     inputs: str = "",
     run: str | None = None,
     task: str | None = None,
@@ -157,7 +157,7 @@ def stage_run(
     # Other settings, other code or other input make another result, and so another run.
     tags = {
         "stage": stage,
-        "config_hash": identity,
+        "config_hash": config_hash,
         "code_hash": code_hash(stage),
         "inputs_hash": inputs,
         "run": run or "",

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from dvp.config import Experiment, GeneratedSource, HubBase, LocalBase, PretrainedArchitecture, TrainedBase
 from dvp.data.stories import Story, careless, generate
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment, GeneratedSource, HubBase, LocalBase, PretrainedArchitecture, TrainedBase
 from dvp.files import atomic_path, checksums
 from dvp.progress import Progress
 

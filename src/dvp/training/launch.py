@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dvp.config import TrainingConfig
 from dvp.errors import DvpError, Stopped
+from dvp.experiment.config import TrainingConfig
 
 # torchrun puts this before every line of a rank; what comes without it is torchrun's own.
 PREFIX = "\x1erank ${rank}\x1e"

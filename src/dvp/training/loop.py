@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dvp.config import Experiment
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
 from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import mismatch_metrics, pruned_mass_metrics, self_noise, tail_mismatch
@@ -28,8 +27,9 @@ from dvp.core.importance import ImportanceWeights, importance_weights
 from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run
 from dvp.files import append_line, write_text
-from dvp.grid import Run
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Batch, Trainer
@@ -190,7 +190,7 @@ class Loop:
         the trainer saw it before the first one. With `control` the trainer's own noise is among them.
         """
         statistics = self._score(rollout)
-        metrics = self._diagnose(rollout, statistics)
+        metrics = self._diagnostics(rollout, statistics)
         if control:
             metrics |= self._noise(rollout, statistics)
         responses = torch.arange(len(rollout.rewards_B))
@@ -225,7 +225,7 @@ class Loop:
         responses = Responses(rollout.rewards_B, mask_BT, self.config.group_size, proxy_BT, weight_BT)
         return Update(weights, weight_BT, responses, self.advantage(responses))
 
-    def _diagnose(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
+    def _diagnostics(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
         """The read-outs of METHOD.md, "Diagnostics", of a whole rollout."""
         mask_BT, safe_BT = rollout.batch.response_BT, statistics["target_in_safe"]
         update = self._prepare(rollout, statistics)

@@ -1,14 +1,14 @@
-"""From a method's settings (dvp.methods) to the rules of dvp.core that a run applies."""
+"""From a method's settings (dvp.experiment.methods) to the rules of dvp.core that a run applies."""
 
 from dataclasses import replace
 
-from dvp.config import Experiment
 from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.objective import LOSSES, LossRule
 from dvp.core.safe_vocabulary import EntropyScaled, FeedbackRho, FixedRho, MassBudget, SafeVocabulary, with_margin
 from dvp.errors import DvpError
-from dvp.grid import parse_rho
-from dvp.methods import EntropySafe, FeedbackSafe, Importance, Loss, MarginSafe, MassBudgetSafe, Method
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import parse_rho
+from dvp.experiment.methods import EntropySafe, FeedbackSafe, Importance, Loss, MarginSafe, MassBudgetSafe, Method
 
 
 def check_methods(experiment: Experiment) -> None:

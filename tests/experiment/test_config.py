@@ -1,4 +1,4 @@
-"""Experiments: what is read, what is refused and with which line, and what each stage's identity depends on."""
+"""Experiments: what is read, what is refused and with which line, and what each stage's config_hash depends on."""
 
 import copy
 import math
@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvp.config import Experiment
 from dvp.errors import DvpError
-from dvp.experiment_files import (
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run, parse_rho
+from dvp.experiment.loading import (
     dump_experiment,
     load_experiment,
     parse_experiment,
@@ -22,7 +23,6 @@ from dvp.experiment_files import (
     read_yaml,
 )
 from dvp.files import write_text
-from dvp.grid import Run, parse_rho
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
@@ -97,7 +97,7 @@ def test_every_experiment_survives_being_resolved(name, tmp_path):
     for run in experiment.runs:
         for stage in STAGES:
             task = experiment.data.tasks[0]
-            assert again.identity(stage, run, task) == experiment.identity(stage, run, task)
+            assert again.config_hash(stage, run, task) == experiment.config_hash(stage, run, task)
 
 
 def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
@@ -393,8 +393,8 @@ def test_an_edited_deepspeed_file_is_another_training_and_the_same_base(config):
     )
     after = load_experiment("tiny", config)
     run = before.runs[0]
-    assert after.identity("base") == before.identity("base")
-    assert after.identity("train", run) != before.identity("train", run)
+    assert after.config_hash("base") == before.config_hash("base")
+    assert after.config_hash("train", run) != before.config_hash("train", run)
 
 
 @pytest.mark.parametrize("name", ["../x", "../experiments/tiny", "/etc/passwd", "a/b", "", ".tiny", "Tiny", "tiny\n"])
@@ -505,7 +505,7 @@ def test_an_unknown_run_is_named(path):
         experiment.run(path)
 
 
-# --- identity ---
+# --- config_hash ---
 
 RUN = Run(method="rloo", engine="coarse", rho=None, seed=0)
 PRUNED = Run(method="dvp_mis", engine="coarse", rho="0.01", seed=0)
@@ -515,9 +515,9 @@ ALL = BEFORE | OF_RUN
 
 
 def identities(experiment: Experiment, run: Run) -> dict[str, str]:
-    found = {stage: experiment.identity(stage, run, "held_out") for stage in OF_RUN}
-    found |= {stage: experiment.identity(stage) for stage in ("prepare", "base")}
-    return found | {"evaluate base": experiment.identity("evaluate", None, "held_out")}
+    found = {stage: experiment.config_hash(stage, run, "held_out") for stage in OF_RUN}
+    found |= {stage: experiment.config_hash(stage) for stage in ("prepare", "base")}
+    return found | {"evaluate base": experiment.config_hash("evaluate", None, "held_out")}
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_what_only_a_plan_reckons_with_concerns_no_stage():
     after = parse_experiment(put(resolved, changes), Path("x"))
     for stage in STAGES:
         run = before.runs[0]
-        assert before.identity(stage, run, "aime25") == after.identity(stage, run, "aime25")
+        assert before.config_hash(stage, run, "aime25") == after.config_hash(stage, run, "aime25")
 
 
 def test_the_base_models_source_counts_even_where_nothing_is_trained_on_it():
@@ -591,24 +591,24 @@ def test_k_of_another_task_does_not_concern_this_one():
     before = parse_experiment(resolved, Path("x"))
     after = parse_experiment(put(resolved, {"evaluation.samples_per_problem.aime25": 8}), Path("x"))
     assert identities(before, RUN) == identities(after, RUN)
-    assert before.identity("evaluate", RUN, "aime25") != after.identity("evaluate", RUN, "aime25")
-    assert before.identity("evaluate", RUN, "aime25") != before.identity("evaluate", RUN, "held_out")
+    assert before.config_hash("evaluate", RUN, "aime25") != after.config_hash("evaluate", RUN, "aime25")
+    assert before.config_hash("evaluate", RUN, "aime25") != before.config_hash("evaluate", RUN, "held_out")
 
 
 def test_runs_that_differ_have_different_identities():
     experiment = load_experiment("tiny", ROOT / "config")
     for stage in OF_RUN:
-        assert len({experiment.identity(stage, run, "held_out") for run in experiment.runs}) == 14
+        assert len({experiment.config_hash(stage, run, "held_out") for run in experiment.runs}) == 14
     for stage in ("prepare", "base"):
-        assert len({experiment.identity(stage, run) for run in experiment.runs}) == 1
+        assert len({experiment.config_hash(stage, run) for run in experiment.runs}) == 1
 
 
 def test_any_change_concerns_the_report():
     resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
-    identity = parse_experiment(resolved, Path("x")).identity("report")
-    assert re.fullmatch("[0-9a-f]{12}", identity)
+    config_hash = parse_experiment(resolved, Path("x")).config_hash("report")
+    assert re.fullmatch("[0-9a-f]{12}", config_hash)
     for changes in ({"methods.rloo.label": "x"}, {"scale": "x"}, {"evaluation.seed": 1}, {"training.steps": 4}):
-        assert parse_experiment(put(resolved, changes), Path("x")).identity("report") != identity
+        assert parse_experiment(put(resolved, changes), Path("x")).config_hash("report") != config_hash
 
 
 def test_an_experiment_that_extends_another_has_its_own_keys_on_top(config):
@@ -653,17 +653,17 @@ BIAS = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"diagnose": DIAGNOSE | {"engines": ["nope"]}}, "diagnose.engines: 'nope' is not defined; known are "),
-        ({"diagnose": DIAGNOSE | {"engines": ["fp32", "fp32"]}}, "diagnose: base/by~fp32/seed~0 is listed twice"),
-        ({"diagnose": DIAGNOSE | {"rhos": [2.0]}}, "diagnose.rhos: ρ must lie in (0, 1)"),
-        ({"diagnose": DIAGNOSE | {"margins": [0.0]}}, "diagnose.margins.0: "),
+        ({"mismatch": DIAGNOSE | {"engines": ["nope"]}}, "mismatch.engines: 'nope' is not defined; known are "),
+        ({"mismatch": DIAGNOSE | {"engines": ["fp32", "fp32"]}}, "mismatch: base/by~fp32/seed~0 is listed twice"),
+        ({"mismatch": DIAGNOSE | {"rhos": [2.0]}}, "mismatch.rhos: ρ must lie in (0, 1)"),
+        ({"mismatch": DIAGNOSE | {"margins": [0.0]}}, "mismatch.margins.0: "),
         (
-            {"diagnose": DIAGNOSE, "training.temperature": 0.7},
-            "training.temperature: `diagnose` measures at temperature 1, found 0.7",
+            {"mismatch": DIAGNOSE, "training.temperature": 0.7},
+            "training.temperature: `mismatch` measures at temperature 1, found 0.7",
         ),
         (
-            {"diagnose": DIAGNOSE | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
-            "diagnose.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
+            {"mismatch": DIAGNOSE | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
+            "mismatch.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
         ),
         ({"bias": BIAS | {"batches": 3}}, "bias.batches: "),
         ({"bias": BIAS | {"estimators": [{"method": "nope"}]}}, "bias.estimators[0].method: 'nope' is not defined"),
@@ -678,25 +678,25 @@ def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message)
 
 def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_other(edit):
     trained = {"method": "rloo", "engine": "fp32"}
-    sections = {"diagnose": DIAGNOSE | {"policies": ["base", trained]}, "bias": BIAS}
+    sections = {"mismatch": DIAGNOSE | {"policies": ["base", trained]}, "bias": BIAS}
     first = edit(copy.deepcopy(sections))
 
     def changed(changes):
         second = edit(copy.deepcopy(sections) | changes)
         pairs = [
-            (stage, cell, second.cell(stage, cell.path))
-            for stage in ("diagnose", "bias")
-            for cell in first.cells(stage)
+            (stage, measurement, second.measurement(stage, measurement.path))
+            for stage in ("mismatch", "bias")
+            for measurement in first.measurements(stage)
         ]
         return {
-            (stage, cell.path.split("/by~")[0].split("/")[0])
-            for stage, cell, again in pairs
-            if first.identity(stage, cell=cell) != second.identity(stage, cell=again)
+            (stage, measurement.path.split("/by~")[0].split("/")[0])
+            for stage, measurement, again in pairs
+            if first.config_hash(stage, measurement=measurement) != second.config_hash(stage, measurement=again)
         }
 
-    base, policy = ("diagnose", "base"), ("diagnose", "method~rloo")
+    base, policy = ("mismatch", "base"), ("mismatch", "method~rloo")
     assert changed({"training.learning_rate": 0.5}) == {policy}
-    assert changed({"diagnose.problems": 3}) == {base, policy}
+    assert changed({"mismatch.problems": 3}) == {base, policy}
     assert changed({"bias.estimators": [{"method": "rloo"}]}) == {("bias", "base")}
     assert changed({"bias.engines": ["coarse", "fp32"]}) == set()
     assert changed({"report.declarations": ["Otherwise."]}) == set()

@@ -5,8 +5,8 @@ that it may refer to by name (an experiment's own `sources:`, `engines:` or `met
 an entry). `load_experiment` resolves the two into one self-contained `Experiment`; unknown keys, impossible values and
 dangling names are refused with one line.
 
-What a stage depends on is its *identity*: a hash over just those parts of the experiment, so that a changed label does
-not train anything again and a changed learning rate does.
+What a stage depends on is its *config hash*: over just those parts of the experiment, so that a changed label does not
+train anything again and a changed learning rate does.
 """
 
 from itertools import product
@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dvp.errors import DvpError
+from dvp.experiment.grid import BiasConfig, GridEntry, Measurement, MismatchConfig, Run
+from dvp.experiment.methods import FeedbackSafe, Method
 from dvp.files import sha256_json
-from dvp.grid import BiasConfig, Cell, DiagnoseConfig, GridEntry, Run
-from dvp.methods import FeedbackSafe, Method
 from dvp.strict import Fraction, Name, Positive, PositiveFloat, Strict
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -329,7 +329,7 @@ class Experiment(Strict):
     evaluation: EvaluationConfig
     report: ReportConfig
     grid: Annotated[list[GridEntry], Field(min_length=1)]
-    diagnose: DiagnoseConfig | None = None
+    mismatch: MismatchConfig | None = None
     bias: BiasConfig | None = None
     sources: dict[Name, Source]
     engines: dict[Name, EngineConfig]
@@ -380,7 +380,7 @@ class Experiment(Strict):
             for name in entry.method:
                 self._check_method(f"grid[{index}]", name, entry.rho)
         distinct("grid: run", [run.path for run in self.runs])
-        for stage in ("diagnose", "bias"):
+        for stage in ("mismatch", "bias"):
             self._check_measurement(stage)
         if all(self.report.reference not in entry.method for entry in self.grid):
             raise ValueError(f"report.reference: method '{self.report.reference}' is not in the grid")
@@ -412,14 +412,14 @@ class Experiment(Strict):
         for policy in settings.policies:
             if policy != "base" and policy.run(self.seeds[0]).path not in [run.path for run in self.runs]:
                 raise ValueError(f"{stage}.policies: {policy.path} is not in the grid, which must train it")
-        paths = [cell.path for cell in self.cells(stage)]
+        paths = [measurement.path for measurement in self.measurements(stage)]
         for path in paths:
             if paths.count(path) > 1:
                 raise ValueError(f"{stage}: {path} is listed twice")
-        if stage == "diagnose":
+        if stage == "mismatch":
             if self.training.temperature != 1.0:
                 raise ValueError(
-                    f"training.temperature: `diagnose` measures at temperature 1, found {self.training.temperature:g}"
+                    f"training.temperature: `mismatch` measures at temperature 1, found {self.training.temperature:g}"
                 )
             return
         for index, entry in enumerate(settings.estimators):
@@ -450,21 +450,21 @@ class Experiment(Strict):
             for method, engine, rho, seed in product(entry.method, entry.engine, entry.rho or [None], self.seeds)
         ]
 
-    def cells(self, stage: str) -> list[Cell]:
-        """Every measurement of the stage `diagnose` or `bias`, in the order of the file; none if not asked for."""
+    def measurements(self, stage: str) -> list[Measurement]:
+        """Every measurement of the stage `mismatch` or `bias`, in the order of the file; none if not asked for."""
         settings = getattr(self, stage)
         if settings is None:
             return []
         return [
-            Cell(policy=policy, engine=engine, seed=seed)
+            Measurement(policy=policy, engine=engine, seed=seed)
             for policy, engine, seed in product(settings.policies, settings.engines, self.seeds)
         ]
 
-    def cell(self, stage: str, path: str) -> Cell:
+    def measurement(self, stage: str, path: str) -> Measurement:
         """The measurement of this path. Raises DvpError if the stage has none."""
-        for cell in self.cells(stage):
-            if cell.path == path:
-                return cell
+        for measurement in self.measurements(stage):
+            if measurement.path == path:
+                return measurement
         raise DvpError(f"{stage} '{path}' is not in experiment '{self.name}'")
 
     @property
@@ -483,14 +483,16 @@ class Experiment(Strict):
                 return run
         raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
 
-    def identity(self, stage: str, run: Run | None = None, task: str | None = None, cell: Cell | None = None) -> str:
+    def config_hash(
+        self, stage: str, run: Run | None = None, task: str | None = None, measurement: Measurement | None = None
+    ) -> str:
         """Hash (12 hex digits) of all parts of the experiment on which a stage depends, upstream stages included.
 
-        `run` is None for the stages before the grid, and for the evaluation of the base model; `cell` is that of the
-        stages `diagnose` and `bias`.
+        `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of
+        the stages `mismatch` and `bias`.
         """
-        if cell is not None:
-            run = cell.run
+        if measurement is not None:
+            run = measurement.run
         # What only `dvp plan` reckons with changes no result.
         sources = {
             name: self.sources[name].model_dump(mode="json", exclude={"problems"})
@@ -502,7 +504,7 @@ class Experiment(Strict):
             parts["base"] = self.base.model_dump(mode="json", exclude=None if made else {"architecture"})
             if made:
                 parts["base_source"] = self.sources[self.base.source].model_dump(mode="json")
-        if stage in ("train", "convert", "evaluate", "diagnose", "bias") and run is not None:
+        if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
             # Over how many GPUs a run is spread changes it by rounding only.
             parts["training"] = self.training.model_dump(mode="json", exclude={"gpus", "nodes"})
             parts["deepspeed"] = self.deepspeed
@@ -514,11 +516,11 @@ class Experiment(Strict):
             evaluation["samples_per_problem"] = {task: self.evaluation.samples_per_problem[task]} if task else {}
             parts["evaluation"] = evaluation
             parts["evaluation_engine"] = self.engines[self.evaluation.engine].model_dump(mode="json")
-        if cell is not None:
+        if measurement is not None:
             settings = getattr(self, stage)
             parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})
-            parts["measured_engine"] = self.engines[cell.engine].model_dump(mode="json")
-            parts["seed"] = cell.seed
+            parts["measured_engine"] = self.engines[measurement.engine].model_dump(mode="json")
+            parts["seed"] = measurement.seed
             sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
             if stage == "bias":
                 sampling |= {"group_size", "micro_batch_size"}

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dvp.config import BF16_AUTOCAST, Experiment
 from dvp.errors import DvpError
+from dvp.experiment.config import BF16_AUTOCAST, Experiment
 from dvp.strict import NAME
 
 # DeepSpeed's keys that follow from `training`.

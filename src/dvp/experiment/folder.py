@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
-from dvp.config import Experiment
-from dvp.experiment_files import read_resolved
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Run
+from dvp.experiment.loading import read_resolved
 from dvp.files import read_json, sha256_json, verify_checksums, write_json
-from dvp.grid import Run
 from dvp.provenance import git_commit
 from dvp.tracking.record import KEY
 from dvp.tracking.stage import StageRun, stage_run
@@ -14,7 +14,7 @@ from dvp.tracking.stage import StageRun, stage_run
 BASE = "base"  # the pseudo-run of the model before RL
 
 
-class Place:
+class ExperimentDir:
     """An experiment and where its files are: `results/E/config.yaml` says both."""
 
     def __init__(self, config: Path):
@@ -42,7 +42,7 @@ class Place:
         verify_checksums(self.data, read_json(self.data / "manifest.json", "files")["files"])
         return model, source, "base" if run is None else "convert"
 
-    def tracked(self, stage: str, identity: str, upstream: dict[str, Path | list[Path]], **more):
+    def tracked(self, stage: str, config_hash: str, upstream: dict[str, Path | list[Path]], **more):
         """The stage's MLflow run, linked to those of its inputs (JSON files with a `tracking_key`)."""
         links, files = {}, []
         for name, paths in upstream.items():
@@ -51,14 +51,14 @@ class Place:
             files += [record["files"] for record in read]
         inputs = sha256_json(files)[:12]
         return stage_run(
-            self.folder, self.experiment.name, stage, identity=identity, inputs=inputs, upstream=links, **more
+            self.folder, self.experiment.name, stage, config_hash=config_hash, inputs=inputs, upstream=links, **more
         )
 
 
-def finish(path: Path, result: dict, tracked: StageRun, identity: str, started: float) -> None:
+def finish(path: Path, result: dict, tracked: StageRun, config_hash: str, started: float) -> None:
     """Write a stage's JSON file, its last act, and keep a copy with its MLflow run."""
     provenance = {
-        "identity": identity,
+        "config_hash": config_hash,
         "git_commit": git_commit(),
         KEY: tracked.key,
         "seconds_stage": round(time.time() - started, 2),

@@ -75,7 +75,7 @@ class Run(Strict):
         return None if self.rho is None else parse_rho(self.rho)
 
 
-class Arm(Strict):
+class GridPoint(Strict):
     """A grid point without its seed."""
 
     method: Name
@@ -92,10 +92,10 @@ class Arm(Strict):
         return Run(method=self.method, engine=self.engine, rho=self.rho, seed=seed)
 
 
-class Cell(Strict):
+class Measurement(Strict):
     """One measurement at a fixed policy: with one engine and one seed, which is the trained policy's seed as well."""
 
-    policy: Literal["base"] | Arm
+    policy: Literal["base"] | GridPoint
     engine: str
     seed: int
 
@@ -111,17 +111,17 @@ class Cell(Strict):
         return None if self.policy == "base" else self.policy.run(self.seed)
 
 
-class _Measurement(Strict):
+class _MeasurementConfig(Strict):
     """What is measured at fixed policies: every policy with every engine, for every seed."""
 
-    policies: Annotated[list[Literal["base"] | Arm], Field(min_length=1)]
+    policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
     """The base model, or an arm of the grid at the end of its training."""
     engines: Listed
     problems: Positive
     """Training problems whose prompts are used, the same for all."""
 
 
-class DiagnoseConfig(_Measurement):
+class MismatchConfig(_MeasurementConfig):
     """How far trainer and engine are apart, over the whole vocabulary, at the positions that the engine visits."""
 
     responses: Positive
@@ -132,7 +132,7 @@ class DiagnoseConfig(_Measurement):
     """ε̂ of the margin rule, nats."""
 
 
-class BiasConfig(_Measurement):
+class BiasConfig(_MeasurementConfig):
     """How far each estimator of the policy gradient is from the exact on-policy gradient, and how noisy it is."""
 
     batches: Annotated[int, Field(ge=4)]

@@ -24,7 +24,7 @@ from dvp.experiment.loading import (
 )
 from dvp.files import write_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}

@@ -126,7 +126,7 @@ def test_resolve_writes_what_the_other_verbs_read(dvp, place):
         (
             "rho: 1e-2",
             "rho: 1.5",
-            "grid.1.rho: ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found 1.5",
+            "grid.1.rho: ρ must lie in (0, 1), written like 0.01 or exp(-13); found 1.5",
         ),
         ("seeds: [0]", "seeds: [0", "not valid YAML: "),
     ],

@@ -28,7 +28,7 @@ ARM = {"method": "rloo", "engine": "fp32", "rho": None}
 FIGURES = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
 
 
-def experiment_of(rhos=(0.01, 0.0001, "e-3"), seeds=(0, 1, 2)):
+def experiment_of(rhos=(0.01, 0.0001, "exp(-3)"), seeds=(0, 1, 2)):
     return make_experiment(
         seeds=list(seeds),
         training__max_response_tokens=6,

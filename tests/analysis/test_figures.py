@@ -16,7 +16,7 @@ def test_styles_differ_and_the_control_is_grey():
     assert len({control.color[i : i + 2] for i in (1, 3, 5)}) == 1
     assert control.line != "-"
     assert (
-        style[GridPoint(method="dvp", engine="coarse", rho="e-13")].color
+        style[GridPoint(method="dvp", engine="coarse", rho="exp(-13)")].color
         == style[GridPoint(method="dvp", engine="coarse", rho="0.01")].color
     )
 

@@ -14,7 +14,7 @@ TABLE = Formatted(
 
 
 def test_rho():
-    assert [rho_text(rho) for rho in (None, "e-13", "0.01", "1e-2")] == ["–", "e⁻¹³", "0.01", "1e-2"]
+    assert [rho_text(rho) for rho in (None, "exp(-13)", "0.01", "1e-2")] == ["–", "e⁻¹³", "0.01", "1e-2"]
 
 
 @pytest.mark.parametrize(

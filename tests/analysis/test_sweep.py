@@ -14,7 +14,7 @@ from dvp.analysis.sweep import middle
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment, parse_experiment
 
-RHOS = ["e-17", "e-13", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as the runs' paths have them
+RHOS = ["exp(-17)", "exp(-13)", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as experiments write them
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def results(experiment, tmp_path_factory):
     for run in experiment.runs:
         if run.method == "dvp_mis":
             right = np.full((results.problems, k), run.rho in middle(RHOS))
-            right[:, ::2] |= run.rho == "e-17"
+            right[:, ::2] |= run.rho == "exp(-17)"
             results.write_evaluation(run, right)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, results.folder, measurement)
@@ -56,8 +56,8 @@ def with_grid(experiment, *entries):
 
 
 def test_a_sweep_may_be_written_in_several_lines_and_trained_at_more_rhos_than_are_measured(experiment):
-    lines = [{"method": ["dvp_mis"], "engine": ["coarse"], "rho": rhos} for rhos in (RHOS[:4], [*RHOS[4:], "e-20"])]
-    assert swept(with_grid(experiment, *lines)) == {("dvp_mis", "coarse"): [*RHOS, "e-20"]}
+    lines = [{"method": ["dvp_mis"], "engine": ["coarse"], "rho": rhos} for rhos in (RHOS[:4], [*RHOS[4:], "exp(-20)"])]
+    assert swept(with_grid(experiment, *lines)) == {("dvp_mis", "coarse"): [*RHOS, "exp(-20)"]}
 
 
 def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(experiment, tmp_path):
@@ -77,7 +77,7 @@ def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(exp
 
 def test_the_middle_does_not_depend_on_the_order():
     assert middle(RHOS[::-1]) == ["0.0001", "0.001", "0.01"]
-    assert middle(["0.1", "0.3", "e-17"]) == ["e-17", "0.1", "0.3"]
+    assert middle(["0.1", "0.3", "exp(-17)"]) == ["exp(-17)", "0.1", "0.3"]
 
 
 def test_the_middle_is_held_against_both_ends(experiment, results, measured):
@@ -87,7 +87,7 @@ def test_the_middle_is_held_against_both_ends(experiment, results, measured):
     assert small.value == 0.5
     assert small.low < 0.5 < small.high
     assert (large.value, large.low, large.high) == (1.0, 1.0, 1.0)
-    for one, end in ((small, "e-17"), (large, "0.3")):
+    for one, end in ((small, "exp(-17)"), (large, "0.3")):
         assert one.where == {"method": "dvp_mis", "engine": "coarse"}
         asked = {GridPoint(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
         runs = {arm.run(seed).path for arm in asked for seed in experiment.seeds}

@@ -26,9 +26,9 @@ def test_rows_in_grid_order(table):
         "method~rloo/engine~fp32/rho~none",
         REFERENCE,
         "method~rloo_mis/engine~coarse/rho~none",
-        "method~dvp/engine~coarse/rho~e-13",
+        "method~dvp/engine~coarse/rho~exp-13",
         "method~dvp/engine~coarse/rho~0.01",
-        "method~dvp_mis/engine~coarse/rho~e-13",
+        "method~dvp_mis/engine~coarse/rho~exp-13",
         "method~dvp_mis/engine~coarse/rho~0.01",
     ]
     assert list(table["label"][:2]) == ["base model", "RLOO (naive)"]

@@ -75,7 +75,7 @@ def answered(folder):
     ],
 )
 def test_the_verdict_follows_from_the_interval(place, measured, expected, statuses):
-    folder = place(statistic(*measured, rho="0.01"), statistic(99.0, 98.0, 100.0, rho="e-13"))
+    folder = place(statistic(*measured, rho="0.01"), statistic(99.0, 98.0, 100.0, rho="exp(-13)"))
     gain, other, large = answered(folder)["claims"]
     assert gain["verdict"] == expected
     assert [one["status"] for one in gain["conditions"]] == statuses
@@ -85,12 +85,12 @@ def test_the_verdict_follows_from_the_interval(place, measured, expected, status
 
 
 def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
-    folder = place(statistic(1.0, 0.5, 1.5, rho="0.5"), statistic(1.0, 0.5, 1.5, rho="e-13"))
+    folder = place(statistic(1.0, 0.5, 1.5, rho="0.5"), statistic(1.0, 0.5, 1.5, rho="exp(-13)"))
     result = answered(folder)
     gain = result["claims"][0]
     assert gain["verdict"] == "not tested yet"
     assert {one["status"] for one in gain["conditions"]} == {"not measured"}
-    assert "grid has it of rho 0.5, e-13: not measured" in to_markdown(result, folder)
+    assert "grid has it of rho 0.5, exp(-13): not measured" in to_markdown(result, folder)
     assert "grid measures no gain" in to_html(answered(place()))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run, parse_rho
+from dvp.experiment.grid import Run, parse_rho, rho_in_path
 from dvp.experiment.loading import (
     dump_experiment,
     load_experiment,
@@ -113,7 +113,7 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
             "methods.clipped": PLAIN | {"importance": "seq_tis", "loss": {"kind": "gspo", "clip_low": 0.1}},
             "methods.mass": PLAIN | {"safe_vocabulary": {"rule": "mass_budget", "delta": 0.1}},
             "grid.0.method": ["rloo", "masked", "clipped", "mass"],
-            "grid.1.rho": ["e-13", 0.123456789, "1e-2"],
+            "grid.1.rho": ["exp(-13)", 0.123456789, "1e-2"],
         }
     )
     write_text(tmp_path / "config.yaml", dump_experiment(experiment))
@@ -141,7 +141,7 @@ def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
         (".inf", math.inf),
         ("3", 3),
         ('"1e-6"', "1e-6"),
-        ("e-13", "e-13"),
+        ("exp(-13)", "exp(-13)"),
         ("1e-6x", "1e-6x"),
         ("1.2.3", "1.2.3"),
     ],
@@ -216,11 +216,11 @@ def test_a_fault_of_the_catalogue_names_the_catalogue(edit, config):
         edit({"engines.odd": {"dtype": "float9"}})
 
 
-@pytest.mark.parametrize("rho", [0, 1, 1.5, -1, 0.0, 1.0, "abc", True, math.nan, "nan", math.inf, "e-0", "e--1"])
+@pytest.mark.parametrize("rho", [0, 1, 1.5, -1, 0.0, 1.0, "abc", True, math.nan, "nan", math.inf, "exp(-0)", "e--1"])
 @pytest.mark.parametrize("listed", [False, True])
 def test_impossible_rho(refused, rho, listed):
     message = refused({"grid.1.rho": [1e-2, rho] if listed else rho})
-    assert message == (f"grid.1.rho: ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {rho!r}")
+    assert message == (f"grid.1.rho: ρ must lie in (0, 1), written like 0.01 or exp(-13); found {rho!r}")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_rho_is_read_back_from_every_way_to_write_it(rho):
 
 @given(st.decimals(min_value="0.001", max_value=700, places=3))
 def test_rho_of_an_exponent(exponent):
-    assert parse_rho(f"e-{exponent}") == pytest.approx(math.exp(-float(exponent)), rel=1e-12)
+    assert parse_rho(f"exp(-{exponent})") == pytest.approx(math.exp(-float(exponent)), rel=1e-12)
 
 
 @given(st.one_of(st.floats().filter(lambda x: not 0 < x < 1), st.integers(), st.booleans(), st.none()))
@@ -459,13 +459,30 @@ def test_rho_as_a_text_is_a_plain_number_or_refused(text):
         return
     assert 0 < rho < 1
     # It becomes part of a path.
-    assert re.fullmatch(r"[0-9eE.+-]+", text)
+    assert re.fullmatch(r"[0-9a-zE.+-]+", rho_in_path(text))
 
 
-@pytest.mark.parametrize("text", [" 0.01", "0.01\n", "0.0_1", "٠.٥", "e-13 ", "1e-2/3", "e-", "e13", "-0.5", ""])
+@pytest.mark.parametrize(
+    "text", [" 0.01", "0.01\n", "0.0_1", "٠.٥", "exp(-13) ", "1e-2/3", "exp(13)", "exp(-1e1)", "-0.5", ""]
+)
 def test_rho_texts_that_would_make_odd_paths(text):
     with pytest.raises(ValueError, match="ρ must lie in"):
         parse_rho(text)
+
+
+@pytest.mark.parametrize("text", ["e-13", "exp-13"])
+def test_e_13_is_a_keystroke_from_1e_13_and_refused(text, refused):
+    line = f"grid.1.rho: ρ: write exp(-13), or 1e-13 if that is meant; found '{text}'"
+    assert refused({"grid.1.rho": text}) == line
+
+
+def test_rho_in_a_path_needs_no_quotes_in_a_shell():
+    assert [rho_in_path(rho) for rho in ("exp(-13)", "exp(-0.5)", "1e-2", None)] == [
+        "exp-13",
+        "exp-0.5",
+        "1e-2",
+        "none",
+    ]
 
 
 def test_rho_keeps_all_its_digits(edit):
@@ -483,7 +500,7 @@ def test_a_runs_path_says_what_it_is_and_finds_it(name):
         match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)/seed~([0-9]+)", run.path)
         method, engine, rho, seed = match.groups()
         assert (method, engine, int(seed)) == (run.method, run.engine, run.seed)
-        assert rho == ("none" if run.rho is None else run.rho)
+        assert rho == rho_in_path(run.rho)
         assert experiment.run(run.path) == run
         assert (run.rho_value is not None) == experiment.methods[run.method].takes_rho
     assert len({run.path for run in experiment.runs}) == len(experiment.runs)
@@ -493,8 +510,8 @@ def test_runs_of_tiny():
     runs = load_experiment("tiny", ROOT / "config").runs
     assert len(runs) == 14
     assert runs[0] == Run(method="rloo", engine="fp32", rho=None, seed=0)
-    assert [run.path for run in runs if run.rho == "e-13"] == [
-        f"method~{method}/engine~coarse/rho~e-13/seed~{seed}" for method in ("dvp", "dvp_mis") for seed in (0, 1)
+    assert [run.path for run in runs if run.rho == "exp(-13)"] == [
+        f"method~{method}/engine~coarse/rho~exp-13/seed~{seed}" for method in ("dvp", "dvp_mis") for seed in (0, 1)
     ]
 
 

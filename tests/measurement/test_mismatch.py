@@ -31,7 +31,7 @@ def experiment_of(root, engines=("fp32", "coarse")):
         "engines": list(engines),
         "problems": len(PROMPTS),
         "responses": RESPONSES,
-        "rhos": [0.1, "e-3"],
+        "rhos": [0.1, "exp(-3)"],
         "margins": [0.5],
     }
     return parse_experiment(value, root / "test.yaml")
@@ -137,7 +137,7 @@ def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_m
 def test_a_margin_on_either_side_widens_that_side(measure):
     _, tables = measure(0.4)
     sets = tables["safe_sets"].groupby(["rho", "side"]).mean(numeric_only=True)
-    for rho in ("0.1", "e-3"):
+    for rho in ("0.1", "exp(-3)"):
         none, trainer, engine = (sets.loc[(rho, side)] for side in ("none", "trainer", "engine"))
         assert trainer["safe_size_train"] > none["safe_size_train"] == engine["safe_size_train"]
         assert engine["safe_size_infer"] > none["safe_size_infer"] == trainer["safe_size_infer"]

@@ -263,7 +263,7 @@ def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded,
 def test_a_runs_method_comes_before_its_engine(loaded, tmp_path):
     record = Recorded(loaded, tmp_path)
     record.steps(of(loaded, "rloo", "coarse"), (1.0, 128, 40))
-    record.steps(of(loaded, "dvp", "coarse", "e-13"), (3.0, 128, 40))
+    record.steps(of(loaded, "dvp", "coarse", "exp(-13)"), (3.0, 128, 40))
     plan = make_plan(loaded, tmp_path)
     per_run = {
         method: 20 + 32 * seconds

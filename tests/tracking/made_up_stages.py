@@ -17,7 +17,7 @@ from dvp.tracking.store import store_uri
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "smoke"
-RUN = "method~dvp/engine~coarse/rho~e-13/seed~0"
+RUN = "method~dvp/engine~coarse/rho~exp-13/seed~0"
 NAMES = [f"metric_{index}" for index in range(20)]
 
 

@@ -46,10 +46,10 @@ class Formatted:
 
 
 def rho_text(rho: str | None) -> str:
-    """ρ as it is read: e⁻¹³ for `e-13`, which is exp(−13); other values as they are written."""
+    """ρ as it is read: e⁻¹³ for `exp(-13)`; other values as they are written."""
     if rho is None:
         return EMPTY
-    if match := re.fullmatch(r"e-([\d.]+)", rho):
+    if match := re.fullmatch(r"exp\(-([\d.]+)\)", rho):
         return "e⁻" + match[1].translate(str.maketrans("0123456789.", "⁰¹²³⁴⁵⁶⁷⁸⁹·"))
     return rho
 

@@ -10,20 +10,27 @@ from dvp.strict import Name, Positive, PositiveFloat, Strict
 
 
 def parse_rho(value: object) -> float:
-    """ρ from `0.01`, `"1e-2"`, or `"e-13"` (which is exp(−13)). Raises ValueError outside (0, 1)."""
-    match = re.fullmatch(r"(e-)?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(value))
-    if match is None:
-        rho = math.nan
-    elif match[1]:
-        rho = math.exp(-float(match[2])) if match[3] is None else math.nan
+    """ρ from `0.01`, `"1e-2"` or `"exp(-13)"`. Raises ValueError outside (0, 1)."""
+    number = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+    exponent = re.fullmatch(rf"exp\(-{number}\)", str(value))
+    if exponent:
+        rho = math.exp(-float(exponent[1]))
     else:
-        rho = float(match[0])
+        rho = float(str(value)) if re.fullmatch(rf"{number}([eE][-+]?[0-9]+)?", str(value)) else math.nan
     if isinstance(value, bool) or not 0 < rho < 1:
-        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or e-13 for exp(-13); found {value!r}")
+        mistaken = re.fullmatch(rf"(e|exp)-({number})", str(value))
+        if mistaken:
+            raise ValueError(f"ρ: write exp(-{mistaken[2]}), or 1e-{mistaken[2]} if that is meant; found {value!r}")
+        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or exp(-13); found {value!r}")
     return rho
 
 
-def _one_listed(value: Any) -> Any:
+def rho_in_path(rho: str | None) -> str:
+    """ρ as part of a path, which a shell takes without quotes: `exp-13` for exp(-13), `none` without a ρ."""
+    return "none" if rho is None else rho.replace("(", "").replace(")", "")
+
+
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -33,10 +40,10 @@ def _as_written(value: Any) -> str:
 
 
 def _all_as_written(value: Any) -> list[str]:
-    return [_as_written(one) for one in (value if isinstance(value, list) else [value])]
+    return [_as_written(item) for item in (value if isinstance(value, list) else [value])]
 
 
-Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_one_listed)]
+Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_as_list)]
 Rho = Annotated[str, BeforeValidator(_as_written)]
 Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
 
@@ -67,7 +74,7 @@ class Run(Strict):
     @property
     def path(self) -> str:
         """The run as a relative path, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}/seed~{self.seed}"
+        return f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}/seed~{self.seed}"
 
     @property
     def rho_value(self) -> float | None:
@@ -84,11 +91,11 @@ class GridPoint(Strict):
 
     @property
     def path(self) -> str:
-        """The arm as a relative path, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{self.rho or 'none'}"
+        """The grid point as a relative path, which says what it is."""
+        return f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}"
 
     def run(self, seed: int) -> Run:
-        """The arm with this seed."""
+        """The grid point with this seed."""
         return Run(method=self.method, engine=self.engine, rho=self.rho, seed=seed)
 
 
@@ -115,7 +122,7 @@ class _MeasurementConfig(Strict):
     """What is measured at fixed policies: every policy with every engine, for every seed."""
 
     policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
-    """The base model, or an arm of the grid at the end of its training."""
+    """The base model, or a grid point at the end of its training."""
     engines: Listed
     problems: Positive
     """Training problems whose prompts are used, the same for all."""

@@ -21,6 +21,7 @@ from dvp.core.advantages import Responses, rloo
 from dvp.core.estimator_bias import STATISTICS, Jackknifed, estimator_bias, inner_products, squared_norm
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.experiment.config import Experiment
+from dvp.experiment.grid import rho_in_path
 from dvp.files import atomic_path, sha256_file
 from dvp.measurement.gradients import Estimator, Gradients
 from dvp.measurement.problems import FixedProblems
@@ -49,7 +50,7 @@ class BiasResult:
     def results(self) -> dict[str, dict[str, float]]:
         """The statistics that are defined, by estimator."""
         return {
-            f"{row['method']}.{row['rho'] or 'none'}": {
+            f"{row['method']}.{rho_in_path(row['rho'])}": {
                 name: row[name] for name in STATISTICS if math.isfinite(row[name])
             }
             for row in self.estimators.to_dict("records")

@@ -51,6 +51,17 @@ def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
         os.environ.setdefault(key, value)
 
 
+def _allow_amx() -> None:
+    """Ask the kernel for AMX. Linux gives its tiles only to a process that has asked.
+
+    vLLM's CPU attention in bf16 uses them where the processor has them, does not ask, and dies of an illegal
+    instruction if nothing else in the process has. Elsewhere this changes nothing.
+    """
+    initialize = getattr(torch.cpu, "_init_amx", None)
+    if initialize is not None:
+        initialize()
+
+
 class VllmEngine:
     """An Engine (see engine.py) over vllm.LLM."""
 
@@ -68,6 +79,7 @@ class VllmEngine:
         from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor
 
         logging.getLogger("vllm").setLevel(logging.ERROR)
+        _allow_amx()
         options: dict[str, Any] = {}
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:

@@ -49,12 +49,14 @@ def resolve(name: str, folder: Path) -> None:
 
 def plan(config: list[str], json: bool, **options: Any) -> None:
     """Print what an experiment will take. `config` are settings as Snakemake's --config takes them."""
+    from dvp.planning.dag import read_jobs
     from dvp.planning.plan import make_plan
     from dvp.planning.text import render
 
     settings = read_settings(config)
     experiment = load_experiment(settings["experiment"])
-    made = make_plan(experiment, Path(settings["results"]) / experiment.name, **options)
+    folder = Path(settings["results"]) / experiment.name
+    made = make_plan(experiment, read_jobs(settings), folder, **options)
     print(dump_json(made) if json else render(made))
 
 

@@ -1,4 +1,11 @@
-"""An experiment as `costs` sees it: its model, its lengths and its stages, on one kind of device."""
+"""What each job of an experiment costs on one kind of device: one formula, and the amounts of work to put into it.
+
+    seconds = start + sampling + 2 FLOPs a parameter and token for each forward pass + bytes / disk or network
+
+with the parts of it in dvp.planning.costs.
+"""
+
+from dataclasses import dataclass
 
 from dvp.errors import DvpError
 from dvp.experiment.config import EngineConfig, Experiment, GeneratedSource, HubSource, TrainedBase
@@ -10,16 +17,33 @@ RESPONSE_SHARE = 0.5
 """Mean length of a response as a share of the longest."""
 PROMPT_TOKENS, STORY_TOKENS = 150, 32
 """Mean length of a prompt, and of a generated one."""
-DOWNLOAD = 1e8
-DISK = 5e8
-"""Bytes a second, of reading and checking as well as of writing."""
+DOWNLOAD, DISK = 1e8, 5e8
+"""Bytes a second from the hub, and of reading, checking and writing files."""
 PREPARE_SECONDS, PREPARE_HUB_SECONDS, REPORT_SECONDS = 30, 600, 60
+BF16 = EngineConfig(dtype="bfloat16")
 TEXT_BYTES = 4
 """Of a response's token, kept as text."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a job does beside its start."""
+
+    sampled: tuple[float, float] = (0, 0)
+    """Prompts, and responses to them."""
+    engine: EngineConfig = BF16
+    longest: int | None = None
+    """Tokens of a response at most; None: as in training."""
+    forward: float = 0
+    """Responses that pass forward through the trainer's fp32 model; a backward pass counts as two."""
+    other: float = 0
+    """Seconds of anything else."""
+    disk: float = 0
+    """Bytes that it leaves."""
+
+
 class Estimate:
-    """Seconds and bytes of each stage."""
+    """Seconds and bytes of an experiment's jobs."""
 
     def __init__(self, experiment: Experiment, device: Device, response_tokens: float | None):
         """`response_tokens` is a response's mean length; None assumes half of the longest.
@@ -28,118 +52,95 @@ class Estimate:
         """
         self.experiment, self.device = experiment, device
         self.model = _model(experiment)
-        self._zero_stage: int = experiment.deepspeed["zero_optimization"]["stage"]
+        self.zero_stage: int = experiment.deepspeed["zero_optimization"]["stage"]
         self._response_tokens = response_tokens
         generated = isinstance(experiment.sources[experiment.data.train], GeneratedSource)
         self._prompt_tokens = STORY_TOKENS if generated else PROMPT_TOKENS
 
-    def lengths(self, longest: int) -> Lengths:
-        """Of sequences whose responses have at most `longest` tokens."""
+    def lengths(self, longest: int | None = None) -> Lengths:
+        """Of sequences whose responses have at most `longest` tokens, by default as in training."""
+        longest = longest or self.experiment.training.max_response_tokens
         mean = RESPONSE_SHARE * longest if self._response_tokens is None else min(self._response_tokens, longest)
         return Lengths(self._prompt_tokens, mean, longest)
 
-    # --- seconds ---
-
-    def prepare(self) -> float:
-        data = self.experiment.data
-        sources = [self.experiment.sources[name] for name in (data.train, *data.evaluation)]
-        return PREPARE_HUB_SECONDS if any(isinstance(one, HubSource) for one in sources) else PREPARE_SECONDS
-
-    def base(self) -> float:
-        """Of the warm start, or of the download in bf16."""
-        base = self.experiment.base
-        if not isinstance(base, TrainedBase):
-            return self.base_bytes / DOWNLOAD
-        lengths = self.lengths(self.experiment.training.max_response_tokens)
+    def seconds(self, work: Work) -> float:
+        """Of a job that does `work`, on one engine's GPUs."""
+        lengths = self.lengths(work.longest)
+        prompts, responses = work.sampled
+        total = work.other
+        if responses or work.forward:
+            total += self.device.startup
+        if responses:
+            total += costs.sampling_seconds(
+                self.model,
+                work.engine,
+                self.device,
+                lengths,
+                prompts=prompts,
+                responses=responses,
+                at_once=costs.PARALLEL_SAMPLES,
+            )
         forward = self.model.forward_flops(lengths.sequence, lengths.sequence_squared)
-        documents = base.warm_start.steps * base.warm_start.batch_size
-        return self.device.startup + self.device.compute_seconds(3 * documents * forward, "float32")
+        return total + self.device.compute_seconds(work.forward * forward, "float32")
 
     def step(self, engine: str) -> costs.StepSeconds:
         """Of a training step with this engine."""
-        training = self.experiment.training
         return costs.step_seconds(
             self.model,
-            training,
+            self.experiment.training,
             self.experiment.engines[engine],
             self.device,
-            self.lengths(training.max_response_tokens),
-            zero_stage=self._zero_stage,
+            self.lengths(),
+            zero_stage=self.zero_stage,
             dtype=self.experiment.trainer_dtype,
         )
 
-    def convert(self) -> float:
-        """The checkpoint is verified and read; the base is read, the model written, read and checked."""
-        return self.device.startup + (2 * self.checkpoint_bytes + 4 * self.model_bytes) / DISK
+    def work(self, stage: str, *, problems: int = 0, samples: int = 0, engine: str = "") -> Work:
+        """Of a job of any stage but `train`, whose steps are counted by `step`.
 
-    def evaluate(self, problems: int, samples: int) -> float:
-        """Of `samples` responses to each problem."""
-        settings = self.experiment.evaluation
-        return self.device.startup + costs.sampling_seconds(
-            self.model,
-            self.experiment.engines[settings.engine],
-            self.device,
-            self.lengths(settings.max_response_tokens),
-            prompts=problems,
-            responses=problems * samples,
-            at_once=costs.PARALLEL_SAMPLES,
-        )
-
-    def mismatch(self) -> float:
-        """One measurement: the engine samples, the trainer scores three times."""
-        settings = self.experiment.mismatch
-        responses = settings.problems * settings.responses
-        return self.device.startup + self._sample(settings.problems, responses) + 3 * self._forward(responses)
-
-    def bias(self) -> float:
-        """One measurement: samples for every safe vocabulary, and a gradient of each response for every estimator."""
-        settings, group = self.experiment.bias, self.experiment.training.group_size
-        estimators = self.experiment.estimators
-        sampled = len({rho for _, rho in estimators}) * settings.batches + settings.reference_batches
-        gradients = len(estimators) * settings.batches + settings.reference_batches
-        problems, responses = sampled * settings.problems, sampled * settings.problems * group
-        scored = gradients * settings.problems * group
-        return self.device.startup + self._sample(problems, responses) + 3 * self._forward(scored)
-
-    def _sample(self, prompts: int, responses: int) -> float:
-        training = self.experiment.training
-        return costs.sampling_seconds(
-            self.model,
-            EngineConfig(dtype="bfloat16"),
-            self.device,
-            self.lengths(training.max_response_tokens),
-            prompts=prompts,
-            responses=responses,
-            at_once=costs.PARALLEL_SAMPLES,
-        )
-
-    def _forward(self, responses: int) -> float:
-        lengths = self.lengths(self.experiment.training.max_response_tokens)
-        forward = self.model.forward_flops(lengths.sequence, lengths.sequence_squared)
-        return self.device.compute_seconds(responses * forward, "float32")
-
-    def report(self) -> float:
-        return REPORT_SECONDS
-
-    # --- bytes ---
-
-    @property
-    def base_bytes(self) -> int:
-        made = isinstance(self.experiment.base, TrainedBase)
-        return self.model_bytes if made else costs.BYTES["bfloat16"] * self.model.parameters
+        problems, samples : of the task that is evaluated.
+        engine : name of the training engine, for the bytes of `train`.
+        """
+        experiment, model = self.experiment, self.model
+        whole = costs.MASTER * model.parameters
+        if stage == "prepare":
+            used = (experiment.data.train, *experiment.data.evaluation)
+            hub = any(isinstance(experiment.sources[name], HubSource) for name in used)
+            return Work(other=PREPARE_HUB_SECONDS if hub else PREPARE_SECONDS)
+        if stage == "base":
+            if not isinstance(experiment.base, TrainedBase):
+                downloaded = costs.BYTES["bfloat16"] * model.parameters
+                return Work(other=downloaded / DOWNLOAD, disk=downloaded)
+            warm = experiment.base.warm_start
+            return Work(forward=3 * warm.steps * warm.batch_size, disk=whole)
+        if stage == "train":
+            steps = experiment.training.steps * self.step(engine).total
+            kept = experiment.training.keep_checkpoints * self.checkpoint_bytes
+            return Work(other=self.device.startup + steps, disk=kept)
+        if stage == "convert":  # the checkpoint is checked and read; base read; the model written, read and checked
+            moved = 2 * self.checkpoint_bytes + 4 * whole
+            return Work(other=self.device.startup + moved / DISK, disk=whole)
+        if stage == "evaluate":
+            settings = experiment.evaluation
+            longest, responses = settings.max_response_tokens, problems * samples
+            text = responses * self.lengths(longest).response * TEXT_BYTES
+            sampler = experiment.engines[settings.engine]
+            return Work((problems, responses), sampler, longest, disk=text)
+        if stage == "mismatch":  # the engine samples, the trainer scores three times
+            settings = experiment.mismatch
+            responses = settings.problems * settings.responses
+            return Work((settings.problems, responses), forward=3 * responses)
+        if stage == "bias":  # samples for every safe vocabulary; a gradient of each response for every estimator
+            settings, estimators = experiment.bias, experiment.estimators
+            batch = settings.problems * experiment.training.group_size
+            sampled = len({rho for _, rho in estimators}) * settings.batches + settings.reference_batches
+            gradients = len(estimators) * settings.batches + settings.reference_batches
+            return Work((sampled * settings.problems, sampled * batch), forward=3 * gradients * batch)
+        return Work(other=REPORT_SECONDS)
 
     @property
     def checkpoint_bytes(self) -> int:
-        return costs.checkpoint_bytes(self.model, self._zero_stage)
-
-    @property
-    def model_bytes(self) -> int:
-        """Of a converted model."""
-        return costs.MASTER * self.model.parameters
-
-    def samples_bytes(self, problems: int, samples: int) -> float:
-        longest = self.experiment.evaluation.max_response_tokens
-        return problems * samples * self.lengths(longest).response * TEXT_BYTES
+        return costs.checkpoint_bytes(self.model, self.zero_stage)
 
     def memory(self, engine: str) -> dict[str, float]:
         """Bytes on each GPU that trains with this engine, and how many of the longest sequences its cache holds."""
@@ -147,7 +148,7 @@ class Estimate:
         prompt = training.max_prompt_tokens or self._prompt_tokens
         longest = prompt + training.max_response_tokens
         return {
-            "states": costs.state_bytes(self.model, training.ranks, self._zero_stage),
+            "states": costs.state_bytes(self.model, training.ranks, self.zero_stage),
             "activations": costs.activation_bytes(self.model, training, prompt, self.experiment.trainer_dtype),
             "engine": settings.gpu_memory_utilization * self.device.memory,
             "cached_sequences": costs.cache_room(self.model, settings, self.device) / longest,
@@ -156,7 +157,7 @@ class Estimate:
     def assumptions(self) -> list[str]:
         """What the estimates rest on."""
         device, training, dtype = self.device, self.experiment.training, self.experiment.trainer_dtype
-        lengths = self.lengths(training.max_response_tokens)
+        lengths = self.lengths()
         link = device.link if training.nodes == 1 else device.network
         linked = f"; GPUs exchange {link / 1e9:.0f} GB/s each way while they compute" if training.ranks > 1 else ""
         return [

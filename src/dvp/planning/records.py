@@ -1,6 +1,6 @@
 """Times that earlier jobs of an experiment recorded, to plan its next ones with."""
 
-import json
+import csv
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -9,8 +9,12 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.files import read_json
+from dvp.planning.dag import Job
+from dvp.tracking.record import read_rows
 
-RATES = ("seconds", "tokens_per_second", "response_tokens_mean")
+BASE = "base"  # in the place of a run: the model before RL
+RECORDS = {"manifest.json", "train.json", "conversion.json", "scores.json", "mismatch.json", "bias.json"}
+"""With which the stages before the report end."""
 
 
 class Records:
@@ -19,10 +23,49 @@ class Records:
     def __init__(self, experiment: Experiment, folder: Path):
         self._experiment, self._folder = experiment, folder
 
-    def seconds(self, file: str, config_hash: str) -> float | None:
-        """Of the finished job that wrote `file`; None if it has not run, or ran under other settings."""
-        record = self._read(file, "config_hash", "seconds_stage")
-        return record["seconds_stage"] if record and record["config_hash"] == config_hash else None
+    def seconds(self, job: Job) -> float | None:
+        """Of a finished job, start-up included; None if it has not run, or ran under other settings.
+
+        The longer of what the stage and what Snakemake timed: a stage that was copied from another experiment says how
+        long the work itself took.
+        """
+        record = self._record(job)
+        if record is None:
+            return None
+        measured = self._benchmark(job)
+        return max(record["seconds_stage"], 0.0 if measured is None else measured["s"])
+
+    def peak_memory(self, job: Job) -> float | None:
+        """Bytes of memory that a finished job held at most, by Snakemake's benchmark; None if that is not known."""
+        measured = None if self._record(job) is None else self._benchmark(job)
+        return None if measured is None else measured["max_rss"] * 2**20
+
+    def _record(self, job: Job) -> dict | None:
+        """The JSON file with which a job ends, if its settings were those of now."""
+        file = next((name for name in job.outputs if Path(name).name in RECORDS or name.startswith("report/")), None)
+        record = None if file is None else self._read(file, "config_hash", "seconds_stage")
+        current = record is not None and record["config_hash"] == self._config_hash(job)
+        return record if current else None
+
+    def _config_hash(self, job: Job) -> str:
+        experiment, wildcards = self._experiment, job.wildcards
+        if "measurement" in wildcards:
+            measurement = experiment.measurement(job.stage, wildcards["measurement"])
+            return experiment.config_hash(job.stage, measurement=measurement)
+        path = wildcards.get("run", BASE)
+        run = None if path == BASE else experiment.run(path)
+        return experiment.config_hash(job.stage, run, wildcards.get("task"))
+
+    def _benchmark(self, job: Job) -> dict[str, float] | None:
+        path = self._folder / job.benchmark if job.benchmark else None
+        if path is None or not path.is_file():
+            return None
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        try:
+            return {key: float(rows[-1][key]) for key in ("s", "max_rss")}
+        except (IndexError, ValueError, KeyError, TypeError) as error:
+            raise DvpError(f"{path}: not a benchmark of Snakemake's ({type(error).__name__}: {error})") from None
 
     def problems(self) -> dict[str, int]:
         """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
@@ -37,14 +80,20 @@ class Records:
         Data and base model were those of now; learning rate, steps or size of a batch may have been others, so that a
         few steps of a run tell what all of them will take. Raises DvpError, naming file and line.
         """
-        found = {}
+        rates = {}
         for run in self._experiment.runs if self._current else ():
-            rows = _rows(self._folder / "runs" / run.path / "metrics.jsonl")
-            tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
-            if tokens > 0:
-                seconds = sum(row["seconds"] for row in rows)
-                found[run.path] = (seconds / tokens, fmean(row["response_tokens_mean"] for row in rows))
-        return found
+            path = self._folder / "runs" / run.path / "metrics.jsonl"
+            rows = read_rows(path) if path.is_file() else []
+            try:
+                tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
+                if tokens > 0:
+                    seconds = sum(row["seconds"] for row in rows)
+                    rates[run.path] = (seconds / tokens, fmean(row["response_tokens_mean"] for row in rows))
+            except (KeyError, TypeError) as error:
+                raise DvpError(
+                    f"{path}: a row without the times of its step ({type(error).__name__}: {error})"
+                ) from None
+        return rates
 
     def startup(self, run: Run) -> float | None:
         """Seconds of a finished training job outside its steps."""
@@ -63,18 +112,3 @@ class Records:
     def _read(self, file: str, *keys: str) -> dict | None:
         path = self._folder / file
         return read_json(path, *keys) if path.is_file() else None
-
-
-def _rows(path: Path) -> list[dict[str, float]]:
-    """The rates of every whole row of a metrics.jsonl; none if there is no such file."""
-    if not path.is_file():
-        return []
-    rows = []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline is still being written
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            rows.append({key: float(row[key]) for key in RATES})
-        except (ValueError, KeyError, TypeError) as error:
-            raise DvpError(f"{path}: line {number}: not a row of metrics ({type(error).__name__}: {error})") from None
-    return rows

@@ -3,6 +3,8 @@
 from textwrap import fill
 from typing import Any
 
+from tabulate import tabulate
+
 from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
 
 
@@ -17,11 +19,12 @@ def render(plan: dict[str, Any]) -> str:
         sources = [str(row["from"][kind]) for kind in (RECORDED, INFERRED, ESTIMATED)]
         return [_number(row["gpu_hours"]), *paid, _size(row["disk"]), *sources]
 
-    stages = [["stage", "jobs", f"{unit}s each", "time each", *head]]
+    stages = [["stage", "jobs", f"{unit}s each", "time each", "memory", *head]]
     for row in plan["stages"]:
         times = dict.fromkeys(_time(hours) for hours in row["hours_each"])
-        stages.append([row["stage"], str(row["jobs"]), str(row["gpus_each"]), " to ".join(times), *costs(row)])
-    stages.append(["all", str(total["jobs"]), "", "", *costs(total)])
+        memory = "" if row["peak_memory"] is None else _size(row["peak_memory"])
+        stages.append([row["stage"], str(row["jobs"]), str(row["gpus_each"]), " to ".join(times), memory, *costs(row)])
+    stages.append(["all", str(total["jobs"]), "", "", "", *costs(total)])
     methods = [["method", "engine", "runs", "jobs", *head]]
     for row in plan["methods"]:
         methods.append([row["label"], row["engine"], str(row["runs"]), str(row["jobs"]), *costs(row)])
@@ -38,6 +41,7 @@ def render(plan: dict[str, Any]) -> str:
         f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time",
         *_steps(plan),
         *_memory(plan),
+        "memory: of the machine, the most that a recorded job held",
         "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it",
         *(f"estimated: {sentence}" for sentence in plan["assumptions"]),
     ]
@@ -45,9 +49,9 @@ def render(plan: dict[str, Any]) -> str:
         [
             f"{plan['experiment']} on {plan['device']}: {', '.join(summary)}",
             "",
-            *_aligned(stages, left=1),
+            _table(stages, left=1),
             "",
-            *_aligned(methods, left=2),
+            _table(methods, left=2),
             "",
             *(fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in notes),
         ]
@@ -77,16 +81,10 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _aligned(rows: list[list[str]], left: int) -> list[str]:
-    """Columns two spaces apart, the first `left` flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            measurement.ljust(width) if index < left else measurement.rjust(width)
-            for index, (measurement, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _table(rows: list[list[str]], left: int) -> str:
+    """With the first `left` columns flush left, the others flush right."""
+    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
+    return tabulate(rows, tablefmt="plain", colalign=align, disable_numparse=True)
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,7 @@
 """Work that another experiment has done already.
 
-A stage's key names its settings, its code and the contents of its inputs; where another experiment beside this one has
-finished a stage of the same key, its files are the ones that would be made here.
+A stage's key names its version, its settings and the contents of its inputs; where another experiment beside this one
+has finished a stage of the same key, its files are the ones that would be made here.
 """
 
 import contextlib

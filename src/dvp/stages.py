@@ -28,7 +28,6 @@ from dvp.files import (
 )
 from dvp.measuring import bias, mismatch  # noqa: F401 - verbs, too
 from dvp.progress import Progress
-from dvp.provenance import code_hash
 from dvp.reuse import reuse
 from dvp.tracking.record import COLLAPSED, read_records, read_rows
 from dvp.tracking.store import create_store, store_name
@@ -123,6 +122,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
 
     from dvp.conversion import write_probe
     from dvp.data.prompts import encode_prompts, short_enough
+    from dvp.training import checkpoint
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
 
@@ -134,9 +134,6 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
     verify_checksums(directory.data, data_manifest["files"])
     verify_checksums(directory.base, base_manifest["files"])
     config_hash = experiment.config_hash("train", run)
-    # Checkpoints of other settings, data or code are never continued; they stay where they are. Those of another number
-    # of ranks are the same run's: it says that it cannot go on with them.
-    fingerprint = sha256_json([config_hash, data_manifest["files"], base_manifest["files"], code_hash("train")])[:12]
     torch.set_num_threads(threads)
     started = time.time()
     upstream = {"prepare": directory.data / "manifest.json", "base": directory.base / "manifest.json"}
@@ -187,7 +184,10 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             if progress.step(row["step"], details):
                 tracked.flush()
 
-        final, rows = run_loop(loop, folder, folder / "checkpoints" / fingerprint, on_step)
+        checkpoints = checkpoint.folder_of(
+            folder / "checkpoints", config_hash, data_manifest["files"], base_manifest["files"]
+        )
+        final, rows = run_loop(loop, folder, checkpoints, on_step)
         write_probe(folder / "probe.safetensors", trainer, encoded[:PROBE_PROMPTS])
         if not main:
             return
@@ -359,7 +359,9 @@ def claims(experiments: list[str], output: Path) -> None:
     upstream = {key: list(one["reports"].values()) for key, one in answered["experiments"].items()}
     output = output.resolve()
     started = time.time()
-    with stage_run(output, output.name, "claims", config_hash=config_hash, inputs=inputs, upstream=upstream) as tracked:
+    with stage_run(
+        output, output.name, "evidence", config_hash=config_hash, inputs=inputs, upstream=upstream
+    ) as tracked:
         write_text(output / "claims.md", to_markdown(answered, output))
         write_text(output / "claims.html", to_html(answered))
         for one in answered["claims"]:

@@ -9,9 +9,11 @@ from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import read_json, sha256_file, write_json, write_text
 from dvp.reuse import reuse
+from dvp.tracking import stage
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store
+from dvp.versions import STAGE_VERSIONS
 
 WORK = {"config_hash": "abc", "inputs": "def", "run": RUN}
 STEPS = 3
@@ -69,6 +71,16 @@ def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder
 def test_other_settings_or_inputs_are_other_work(folder, other, changes):
     assert not taken(folder, **changes)
     assert not (folder / "runs").exists()
+
+
+def test_another_version_of_the_stage_is_other_work(folder, other, monkeypatch):
+    monkeypatch.setitem(STAGE_VERSIONS, "train", STAGE_VERSIONS["train"] + 1)
+    assert not taken(folder)
+
+
+def test_other_code_is_no_other_work(folder, other, monkeypatch):
+    monkeypatch.setattr(stage, "code_hash", lambda: "0" * 12)
+    assert taken(folder)
 
 
 def test_a_damaged_file_is_not_taken_over(folder, other):

@@ -23,6 +23,7 @@ from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
 from dvp.training import checkpoint, loop
 from dvp.training.loop import run_loop
+from dvp.versions import STAGE_VERSIONS
 
 pytestmark = pytest.mark.slow
 TIMINGS = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync", "tokens_per_second")
@@ -228,7 +229,7 @@ def _other_settings(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["state.json"] = checksums(folder)["state.json"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return f"{folder}: a checkpoint of other settings, data or code (elsewhere)"
+    return f"{folder}: a checkpoint of other settings or data (elsewhere)"
 
 
 @pytest.mark.parametrize("damage", [_truncate, _flip, _remove, _no_manifest, _other_settings])
@@ -262,6 +263,42 @@ def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop
     ):
         train(make_loop(), folder)
     assert checksums(folder) == before
+
+
+# --- checkpoints of other work ---
+
+
+WORK = {"settings": "aaa", "data": {"train.parquet": "d"}, "base": {"model.safetensors": "b"}}
+
+
+def test_checkpoints_of_other_work_are_named_with_what_differs_and_left_where_they_are(
+    make_loop, tmp_path, monkeypatch, capsys
+):
+    def folder(**changes):
+        return checkpoint.folder_of(tmp_path / "checkpoints", **(WORK | changes))
+
+    first = folder()
+    assert folder() == first
+    assert capsys.readouterr().err == ""  # a folder without a checkpoint is not worth a word
+    run_loop(make_loop(), tmp_path, first, lambda row: None)
+    assert folder() == first
+    assert capsys.readouterr().err == ""
+    line = f"{first}: step-000004 is not continued: it differs in {{}}\n"
+    second = folder(settings="bbb")
+    assert capsys.readouterr().err == line.format("settings")
+    folder(settings="bbb", data={}, base={})
+    assert capsys.readouterr().err == line.format("settings, data, base model")
+    run_loop(make_loop(), tmp_path, second, lambda row: None)
+    capsys.readouterr()
+    folder(settings="bbb")
+    assert capsys.readouterr().err == ""  # there are some to continue
+    monkeypatch.setitem(STAGE_VERSIONS, "train", STAGE_VERSIONS["train"] + 1)
+    folder()
+    assert line.format("stage version") in capsys.readouterr().err
+    first.with_name(f"{first.name}.json").unlink()
+    folder()
+    assert f"{first}: step-000004 is not continued: {first}.json: no such file" in capsys.readouterr().err
+    assert len(checkpoint.checkpoints(first)) == len(checkpoint.checkpoints(second)) == 2
 
 
 # --- a full disk ---

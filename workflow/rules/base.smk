@@ -5,13 +5,13 @@ rule base:
         f"{RESULTS}/base/manifest.json",
     log:
         f"{LOGS}/base.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/base.tsv"
     threads: 2
     params:
         config=RESOLVED,
         config_hash=config_hash("base"),
-        code=code_hash("base"),
+        version=STAGE_VERSIONS["base"],
     message:
         "making the base model"
     shell:

@@ -11,7 +11,7 @@ from dvp.analysis.parts import parts
 from dvp.experiment.loading import load_experiment
 from dvp.errors import DvpError
 from dvp.files import only_writer
-from dvp.provenance import code_hash
+from dvp.versions import STAGE_VERSIONS
 
 validate(config, "../schemas/config.schema.yaml")
 
@@ -25,6 +25,8 @@ shell.prefix(
 # Every experiment has the same rules, in a folder of its own; rules see it as a wildcard.
 RESULTS = f"{config['results']}/{{experiment}}"
 LOGS = f"{RESULTS}/logs"
+# What each job took, in files named after its rule; `dvp plan` reads them.
+BENCHMARKS = f"{RESULTS}/benchmarks"
 # The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
 # that its `config_hash` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
 RESOLVED = f"{RESULTS}/config.yaml"

@@ -6,12 +6,12 @@ rule convert:
         f"{RESULTS}/models/{{run}}/conversion.json",
     log:
         f"{LOGS}/runs/{{run}}/convert.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/convert/{{run}}.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("convert"),
-        code=code_hash("convert"),
+        version=STAGE_VERSIONS["convert"],
     message:
         "converting {wildcards.run}"
     shell:

@@ -5,12 +5,12 @@ rule prepare:
         f"{RESULTS}/data/manifest.json",
     log:
         f"{LOGS}/prepare.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/prepare.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("prepare"),
-        code=code_hash("prepare"),
+        version=STAGE_VERSIONS["prepare"],
     message:
         "preparing problems"
     shell:

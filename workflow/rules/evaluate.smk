@@ -6,15 +6,15 @@ rule evaluate:
         f"{RESULTS}/evals/{{run}}/{{task}}/scores.json",
     log:
         f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/evaluate/{{run}}/{{task}}.tsv"
     threads: threads_of(evaluation_gpus)
     resources:
         **gpus(evaluation_gpus),
     params:
         config=RESOLVED,
         config_hash=config_hash("evaluate"),
-        code=code_hash("evaluate"),
+        version=STAGE_VERSIONS["evaluate"],
     message:
         "evaluating {wildcards.run} on {wildcards.task}"
     shell:

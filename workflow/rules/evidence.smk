@@ -15,14 +15,14 @@ rule evidence:
         ),
     log:
         f"{EVIDENCE}/claims.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{EVIDENCE}/benchmark.tsv"
     params:
         experiments=[
             f"{key}={RESULTS.format(experiment=name)}"
             for key, name in config["evidence"].items()
         ],
-        code=code_hash("claims"),
+        version=STAGE_VERSIONS["evidence"],
     message:
         "answering the claims"
     shell:

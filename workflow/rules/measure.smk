@@ -6,15 +6,15 @@ rule mismatch:
         f"{RESULTS}/mismatch/{{measurement}}/mismatch.json",
     log:
         f"{LOGS}/mismatch/{{measurement}}.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/mismatch/{{measurement}}.tsv"
     threads: threads_of(measurement_gpus)
     resources:
         **gpus(measurement_gpus),
     params:
         config=RESOLVED,
         config_hash=config_hash("mismatch"),
-        code=code_hash("mismatch"),
+        version=STAGE_VERSIONS["mismatch"],
     message:
         "comparing engine and trainer: {wildcards.measurement}"
     shell:
@@ -29,15 +29,15 @@ rule bias:
         f"{RESULTS}/bias/{{measurement}}/bias.json",
     log:
         f"{LOGS}/bias/{{measurement}}.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/bias/{{measurement}}.tsv"
     threads: threads_of(measurement_gpus)
     resources:
         **gpus(measurement_gpus),
     params:
         config=RESOLVED,
         config_hash=config_hash("bias"),
-        code=code_hash("bias"),
+        version=STAGE_VERSIONS["bias"],
     message:
         "comparing gradient estimators: {wildcards.measurement}"
     shell:

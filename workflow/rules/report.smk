@@ -51,12 +51,12 @@ rule report_training:
         ),
     log:
         f"{LOGS}/report-training.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/report_training.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("report"),
-        code=code_hash("report_training"),
+        version=STAGE_VERSIONS["report_training"],
     message:
         "drawing training and scores of {wildcards.experiment}"
     shell:
@@ -118,12 +118,12 @@ rule report_mismatch:
         ),
     log:
         f"{LOGS}/report-mismatch.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/report_mismatch.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("report"),
-        code=code_hash("report_mismatch"),
+        version=STAGE_VERSIONS["report_mismatch"],
     message:
         "drawing the mismatch of {wildcards.experiment}"
     shell:
@@ -155,12 +155,12 @@ rule report_bias:
         ),
     log:
         f"{LOGS}/report-bias.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/report_bias.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("report"),
-        code=code_hash("report_bias"),
+        version=STAGE_VERSIONS["report_bias"],
     message:
         "drawing the estimators' bias of {wildcards.experiment}"
     shell:
@@ -188,12 +188,12 @@ rule report_sweep:
         ),
     log:
         f"{LOGS}/report-sweep.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/report_sweep.tsv"
     params:
         config=RESOLVED,
         config_hash=config_hash("report"),
-        code=code_hash("report_sweep"),
+        version=STAGE_VERSIONS["report_sweep"],
     message:
         "drawing the sweep of {wildcards.experiment}"
     shell:

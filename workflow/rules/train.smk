@@ -7,15 +7,15 @@ rule train:
         f"{RESULTS}/runs/{{run}}/train.json",
     log:
         f"{LOGS}/runs/{{run}}/train.log",
-    conda:
-        "../../envs/dvp.yaml"
+    benchmark:
+        f"{BENCHMARKS}/train/{{run}}.tsv"
     threads: threads_of(training_gpus)
     resources:
         **gpus(training_gpus, training_nodes),
     params:
         config=RESOLVED,
         config_hash=config_hash("train"),
-        code=code_hash("train"),
+        version=STAGE_VERSIONS["train"],
     message:
         "training {wildcards.run}"
     shell:

@@ -23,11 +23,12 @@ from dvp.tracking.record import (
     write_record,
 )
 from dvp.tracking.store import Feed, reason_of, store_name
+from dvp.versions import STAGE_VERSIONS
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
 SHARE = 20  # times what the attempt took: a dead store costs a stage 5 % of its time at most
 # The tags that say what a stage works on.
-WORK = ("stage", "config_hash", "code_hash", "inputs_hash", "run", "task")
+WORK = ("stage", "stage_version", "config_hash", "inputs_hash", "run", "task")
 
 
 class StageRun:
@@ -47,7 +48,7 @@ class StageRun:
         self._send()
 
     def key_in(self, experiment: str) -> str:
-        """The key that the same work (stage, settings, code, inputs, run, task) has in another experiment."""
+        """The key that the same work (stage, version, settings, inputs, run, task) has in another experiment."""
         return key_of(experiment, self._work)
 
     def log_params(self, params: dict) -> None:
@@ -154,17 +155,17 @@ def stage_run(
     upstream : for each stage whose output this one reads, the keys of its runs.
     metrics : the metrics.jsonl that has every row given to `log_step`.
     """
-    # Other settings, other code or other input make another result, and so another run.
+    # Another version of the stage, other settings or other input make another result, and so another run.
     tags = {
         "stage": stage,
+        "stage_version": str(STAGE_VERSIONS[stage]),
         "config_hash": config_hash,
-        "code_hash": code_hash(stage),
         "inputs_hash": inputs,
         "run": run or "",
         "task": task or "",
     }
     key = key_of(experiment, tags)
-    tags |= {KEY: key, "git_commit": git_commit()}
+    tags |= {KEY: key, "git_commit": git_commit(), "code_hash": code_hash()}
     tags |= {UPSTREAM + source: " ".join(keys) for source, keys in (upstream or {}).items()}
     if "SLURM_JOB_ID" in os.environ:
         tags["slurm_job"] = os.environ["SLURM_JOB_ID"]

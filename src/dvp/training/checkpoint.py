@@ -19,9 +19,10 @@ from pathlib import Path
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dvp.errors import DvpError
-from dvp.files import atomic_path, checksums, read_json, verify_checksums, write_json
+from dvp.files import atomic_path, checksums, read_json, sha256_json, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import Trainer
+from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
@@ -32,6 +33,42 @@ ALLOWED_GLOBALS = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
+
+
+def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str, str]) -> Path:
+    """Where below `folder` a run keeps its checkpoints: by settings, data, base model and version of the stage.
+
+    `settings` is the config hash; data and base model are given by the checksums of their files. A JSON file beside the
+    run's checkpoints says what they belong to. If there are none to continue, each folder of others is named on
+    standard error, with what it differs in. The number of ranks is no part of it: `restore` refuses another one.
+    The caller holds the run's lock; all ranks call this, once they know of each other.
+    """
+    belongs_to = {
+        "settings": settings,
+        "data": sha256_json(data)[:12],
+        "base model": sha256_json(base)[:12],
+        "stage version": STAGE_VERSIONS["train"],
+    }
+    path = folder / sha256_json(belongs_to)[:12]
+    if ranks.is_main():
+        if not checkpoints(path):
+            for other in sorted(file for file in folder.glob("*") if file != path and checkpoints(file)):
+                newest = checkpoints(other)[-1].name
+                print(f"{other}: {newest} is not continued: {_difference(other, belongs_to)}", file=sys.stderr)
+        write_json(_label(path), belongs_to)
+    return path
+
+
+def _label(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _difference(folder: Path, belongs_to: dict) -> str:
+    try:
+        there = read_json(_label(folder), *belongs_to)
+    except DvpError as error:
+        return str(error)
+    return f"it differs in {', '.join(name for name in belongs_to if there[name] != belongs_to[name])}"
 
 
 def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) -> Path:
@@ -120,7 +157,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def verify(path: Path) -> dict:
     """Check every file of a checkpoint and return its state.
 
-    Raises DvpError, naming the file, if one is missing, was altered, is of other settings, or holds code that a
+    Raises DvpError, naming the file, if one is missing, was altered, is of another run, or holds code that a
     checkpoint has no need of.
     """
     if not path.is_dir():
@@ -148,7 +185,7 @@ def _verify(path: Path) -> dict:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
     state = read_json(path / "state.json", "step", "fingerprint", "ranks")
     if state["fingerprint"] != path.parent.name:
-        raise DvpError(f"{path}: a checkpoint of other settings, data or code ({state['fingerprint']})")
+        raise DvpError(f"{path}: a checkpoint of other settings or data ({state['fingerprint']})")
     return state
 
 

@@ -2,31 +2,40 @@
 
 import torch
 
+from dvp.core.safe_vocabulary import safe_mask
 from dvp.rollout.engine import Completion, Sampling
 
 
 class NoisyEngine:
-    """Samples from softmax(z + σ ε), with ε new at every position, and reports it over the whole vocabulary."""
+    """Samples from softmax(z + σ ε), with ε new at every position; pruned and reported as a request asks for it."""
+
+    max_model_len = 512
+    ranks = 1
 
     def __init__(self, model, tokenizer, sigma: float):
         self._model, self._tokenizer, self._sigma = model, tokenizer, sigma
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
-        assert sampling.whole_vocabulary
-        assert sampling.temperature == 1.0
+        assert sampling.temperature == sampling.top_p == 1.0
         return [
-            [self._response(prompt, sampling.max_tokens, seed + index) for index in range(sampling.n)]
+            [self._response(prompt, sampling, seed + index) for index in range(sampling.n)]
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def _response(self, prompt: list[int], longest: int, seed: int) -> Completion:
+    def load_weights(self, weights) -> None:
+        self._model.load_state_dict(dict(weights), strict=False)
+
+    def _response(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         generator = torch.Generator().manual_seed(seed % 2**62)
         tokens, rows = [], []
-        while len(tokens) < longest and self._tokenizer.eos_token_id not in tokens:
+        while len(tokens) < sampling.max_tokens and self._tokenizer.eos_token_id not in tokens:
             logits = self._model(torch.tensor([prompt + tokens])).logits[0, -1].double()
             noise = self._sigma * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
-            rows.append((logits + noise).log_softmax(0).float())
+            noisy = logits + noise
+            if sampling.safe_vocabulary is not None:
+                noisy = noisy.masked_fill(~safe_mask(noisy[None], sampling.safe_vocabulary)[0], -torch.inf)
+            rows.append(noisy.log_softmax(0).float())
             tokens.append(int(torch.multinomial(rows[-1].double().exp(), 1, generator=generator)))
         ended = tokens[-1] == self._tokenizer.eos_token_id
         return Completion(
@@ -34,5 +43,5 @@ class NoisyEngine:
             log_probs=[row[token].item() for row, token in zip(rows, tokens, strict=True)],
             text="Answer: 7" if ended else "",
             finish_reason="stop" if ended else "length",
-            vocabulary_log_probs_TV=torch.stack(rows),
+            vocabulary_log_probs_TV=torch.stack(rows) if sampling.whole_vocabulary else None,
         )

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.conversion import convert, write_probe
+from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.config import BF16_AUTOCAST, TrainingConfig
 from dvp.files import checksums, write_json
 from dvp.planning import costs
 from dvp.planning.costs import Model
 from dvp.training import checkpoint
-from dvp.training.backend import Batch, Trainer
+from dvp.training.backend import Trainer
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]

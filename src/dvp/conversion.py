@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums
 from dvp.training import checkpoint, ranks
-from dvp.training.backend import TAG, Batch, Policy, Trainer
+from dvp.training.backend import TAG, Policy, Trainer
 
 TOLERANCE = 1e-5  # nats, fp32
 PREFIX = "model."  # Policy holds the Hugging Face model under this name

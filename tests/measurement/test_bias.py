@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp import stages
 from dvp.analysis.bias import measured, read_cell
+from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
@@ -20,8 +20,7 @@ from dvp.files import checksums, read_json, sha256_file, write_json, write_text
 from dvp.measurement import gradients as module
 from dvp.measurement.gradients import Estimator, Gradients
 from dvp.measurement.problems import FixedProblems
-from dvp.training.backend import Batch, Policy
-from dvp.training.loop import Loop, Rollout
+from dvp.training.backend import Policy
 
 ANSWER, SHARE = "1", 4  # of four answers that are given, one is right
 PROBLEMS = [f"{name} tells a number" for name in ("bafi", "dogu", "kelo", "mipa", "nuri", "sato")]
@@ -124,23 +123,19 @@ def small_experiment(root, folder):
 
 
 @pytest.mark.parametrize("method", ["rloo", "rloo_tis", "rloo_mis", "otb", "dvp", "dvp_tis"])
-def test_coefficients_are_what_training_multiplies_gradients_with(root, tmp_path, policy, batch, method):
+def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path, policy, batch, method):
+    """That they are training's is shown in tests/training/test_method.py."""
     experiment = small_experiment(root, tmp_path)
-    rho = "0.05" if method.startswith("dvp") else None
-    one = Estimator(experiment, method, rho)
-    statistics = Gradients(policy, temperature=1.0, micro_batch=4, seed=0).score(batch, one.safe.trainer)
+    estimator = Estimator(experiment, method, "0.05" if method.startswith("dvp") else None)
+    assert estimator.by_token == (method in ("rloo_tis", "otb", "dvp_tis"))
+    statistics = Gradients(policy, temperature=1.0, micro_batch=4, seed=0).score(batch, estimator.safe.trainer)
     noise_BT = 0.8 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
     infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
     rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
-    loop = SimpleNamespace(rule=one.rule, config=experiment.training, advantage=one._advantage)
-    update = Loop._prepare(loop, rollout, statistics)
-    found_BT, weights = one.coefficients(rollout, statistics)
-    expected_BT = update.weight_BT * update.advantage_BT / max(update.weights.denominator, 1)
-    torch.testing.assert_close(found_BT, expected_BT)
-    assert torch.equal(weights.kept_B, update.weights.kept_B)
-    if not one.by_token:  # one number a response, where it is not 0
-        for row_T, safe_T in zip(found_BT, batch.response_BT & statistics["target_in_safe"], strict=True):
-            assert len(row_T[safe_T].unique()) <= 1
+    coefficient_BT = estimator.update(rollout, statistics).coefficients()
+    in_safe_BT = batch.response_BT & statistics["target_in_safe"]
+    values = [len(row_T[safe_T].unique()) for row_T, safe_T in zip(coefficient_BT, in_safe_BT, strict=True)]
+    assert (max(values) > 1) == estimator.by_token
 
 
 def make_task(experiment, tokenizer, problems, **changes):

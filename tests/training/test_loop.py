@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.config import TrainingConfig
 from dvp.experiment.grid import Run
@@ -17,8 +18,9 @@ from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
 from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint
-from dvp.training.backend import Batch, Trainer
-from dvp.training.loop import Loop, derived_seed, prompt_rows, run_loop
+from dvp.training.backend import Trainer
+from dvp.training.loop import Loop, run_loop
+from dvp.training.rollouts import derived_seed, prompt_rows
 
 pytestmark = pytest.mark.slow
 SETTINGS = {
@@ -141,13 +143,15 @@ def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_mod
             group["lr"] = 1e-3 * min(1.0, step / 2)
         rows = prompt_rows(6, 2, step, 3)
         sampling = type("S", (), {"n": 4})
-        groups = shadow.generate([loop.prompts[r] for r in rows], sampling, [derived_seed(3, step, r) for r in rows])
+        groups = shadow.generate(
+            [loop.problems.prompts[r] for r in rows], sampling, [derived_seed(3, step, r) for r in rows]
+        )
         loss = 0.0
         for row, group in zip(rows, groups, strict=True):
             rewards = [1.0 if one.text == "Answer: 7\n" else 0.0 for one in group]
             for index, one in enumerate(group):
                 others = (sum(rewards) - rewards[index]) / 3
-                log_prob = dense_log_probs(reference, loop.prompts[row], one.token_ids).sum()
+                log_prob = dense_log_probs(reference, loop.problems.prompts[row], one.token_ids).sum()
                 loss = loss - (rewards[index] - others) * log_prob / 8
         optimizer.zero_grad()
         loss.backward()
@@ -176,7 +180,7 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
     groups = loop.engine.generate(
-        [loop.prompts[row] for row in prompt_rows(6, 2, 1, 3)],
+        [loop.problems.prompts[row] for row in prompt_rows(6, 2, 1, 3)],
         Sampling(max_tokens=12, n=4),
         [derived_seed(3, 1, row) for row in prompt_rows(6, 2, 1, 3)],
     )
@@ -185,10 +189,10 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
     for update, (row, group) in enumerate(zip(prompt_rows(6, 2, 1, 3), groups, strict=True)):
         loss = 0.0
         for index, one in enumerate(group):
-            now = dense_log_probs(reference, loop.prompts[row], one.token_ids)
+            now = dense_log_probs(reference, loop.problems.prompts[row], one.token_ids)
             advantage = (1.0 if index % 2 else 0.0) - 0.5
             if "loss" in method:
-                ratio = (now - dense_log_probs(old, loop.prompts[row], one.token_ids).detach()).exp()
+                ratio = (now - dense_log_probs(old, loop.problems.prompts[row], one.token_ids).detach()).exp()
                 terms = torch.minimum(ratio * advantage, ratio.clamp(0.998, 1.004) * advantage)
                 clipped += (terms != ratio * advantage).sum().item()
             else:
@@ -269,7 +273,9 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
     loop = make_loop()
     experiment = load_experiment("smoke").model_copy(update={"training": loop.config})
     problems = pd.DataFrame({"id": ["a", "b"], "answer": ["7", "7"]})
-    with pytest.raises(DvpError, match=r"data/train.parquet: row 1 \(id b\): its prompt has 60 tokens.*leaves 52"):
+    with pytest.raises(
+        DvpError, match=r"data/train.parquet: row 1 \(id b\): its prompt has 60 tokens.*of 64 leaves 52"
+    ):
         Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine)
 
 

@@ -21,7 +21,7 @@ from test_loop import ScriptedEngine, make_loop  # noqa: F401
 
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
-from dvp.training import checkpoint, loop
+from dvp.training import checkpoint, rollouts
 from dvp.training.loop import run_loop
 from dvp.versions import STAGE_VERSIONS
 
@@ -437,7 +437,7 @@ def test_a_verifier_that_raises_names_the_problem(make_loop, tmp_path, monkeypat
     def grade(response, reference, *, truncated):
         raise RecursionError("maximum depth\nexceeded")
 
-    monkeypatch.setattr(loop, "grade", grade)
+    monkeypatch.setattr(rollouts, "grade", grade)
     with pytest.raises(
         DvpError,
         match=r"^step 1: data/train.parquet: row \d \(id \d\): the verifier failed on a response "

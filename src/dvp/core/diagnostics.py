@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from dvp.core.batch import Rollout
+from dvp.core.update import Update
 from dvp.errors import DvpError
 
 LOW_RATIO = 1e-4
@@ -65,6 +67,38 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
         "max_abs_log_ratio": log_ratio_N.abs().max().item(),
         "ratio_outside_0.9_1.1": outside_N.double().mean().item(),
         "ratio_below_1e-4_fraction": (log_ratio_BT < math.log(LOW_RATIO)).any(dim=1).double().mean().item(),
+    }
+
+
+def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], update: Update) -> dict[str, float]:
+    """All read-outs of a rollout as the trainer saw it before it moved.
+
+    Args:
+        statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
+        update: of the whole rollout.
+    """
+    mask_BT, safe_BT = rollout.batch.response_BT, statistics["target_in_safe"]
+    log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
+    tokens = mask_BT.sum().item()
+
+    def mean(name: str) -> float:
+        return statistics[name][mask_BT].float().mean().item()
+
+    return {
+        # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
+        # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
+        **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT),
+        "tail_mismatch": tail_mismatch(log_ratio_BT, statistics["log_prob"], mask_BT & safe_BT),
+        "entropy": mean("entropy"),
+        "pruned_entropy": mean("pruned_entropy"),
+        "sum_p_squared": mean("sum_p_squared"),
+        **pruned_mass_metrics(statistics["pruned_mass"], mask_BT),
+        "safe_size": mean("safe_size"),
+        "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
+        "kept_fraction": update.weights.kept_B.float().mean().item(),
+        "vetoed_fraction": update.weights.vetoed_B.float().mean().item(),
+        "filtered_fraction": update.weights.filtered_B.float().mean().item(),
+        "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
     }
 
 

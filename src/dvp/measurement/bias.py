@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.advantages import Responses, rloo
+from dvp.core.batch import Rollout
 from dvp.core.estimator_bias import STATISTICS, Jackknifed, estimator_bias, inner_products, squared_norm
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.experiment.config import Experiment
@@ -29,13 +30,12 @@ from dvp.progress import Progress
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training.backend import Policy
 from dvp.training.base import check_vocabulary
-from dvp.training.loop import Rollout
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
 
 
 @dataclass(frozen=True)
-class BiasResult:
+class BiasTables:
     """A table a row an estimator, what its intervals are made from, and what there is to know of all."""
 
     estimators: pd.DataFrame
@@ -59,7 +59,7 @@ class BiasResult:
 
 def measure_bias(
     experiment: Experiment, model: Path, engine: str, problems: pd.DataFrame, *, where: str, seed: int, name: str
-) -> BiasResult:
+) -> BiasTables:
     """Measure every estimator of `experiment.bias` at the policy `model`, a Hugging Face directory.
 
     Starts an engine, so it needs a process of its own.
@@ -109,7 +109,7 @@ def measure_bias(
     return _compare(estimators, rollouts, exact, gradients, fixed, name)
 
 
-def write_tables(measured: BiasResult, folder: Path) -> dict[str, str]:
+def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
     """Write estimators.parquet and jackknife.parquet; their SHA-256 by name."""
     tables = {"estimators.parquet": measured.estimators, "jackknife.parquet": measured.jackknife}
     for name, table in tables.items():
@@ -125,7 +125,7 @@ def _compare(
     gradients: Gradients,
     fixed: FixedProblems,
     name: str,
-) -> BiasResult:
+) -> BiasTables:
     """Gradients of all batches, and what follows from their inner products."""
     together: dict[tuple[SafeVocabulary | None, SafeVocabulary | None], list[Estimator]] = {}
     for estimator in estimators:
@@ -140,21 +140,22 @@ def _compare(
     reference_mm = inner_products(reference_mD, reference_mD)
     norm = squared_norm(reference_mm)
 
-    found: dict[Estimator, dict[str, Jackknifed]] = {}
+    statistics: dict[Estimator, dict[str, Jackknifed]] = {}
     rows: dict[Estimator, dict] = {}
     for number, ((safe, rule), members) in enumerate(together.items()):
         gradient_EnD = torch.empty(len(members), batches, gradients.sketch.length)
-        notes: dict[Estimator, list[dict]] = {one: [] for one in members}
+        notes: dict[Estimator, list[dict]] = {estimator: [] for estimator in members}
         for index, rollout in enumerate(rollouts[rule]):
-            for one, note in zip(
-                members, _fill(gradient_EnD[:, index], members, rollout, safe, gradients), strict=True
-            ):
-                notes[one].append(note)
+            kept = _fill(gradient_EnD[:, index], members, rollout, safe, gradients)
+            for estimator, note in zip(members, kept, strict=True):
+                notes[estimator].append(note)
             progress.step(len(exact) + number * batches + index + 1, f"safe vocabulary {rule}")
         cross_Enm = inner_products(gradient_EnD.flatten(0, 1), reference_mD).view(len(members), batches, -1)
-        for one, gradient_nD, cross_nm in zip(members, gradient_EnD, cross_Enm, strict=True):
-            found[one] = estimator_bias(inner_products(gradient_nD, gradient_nD), cross_nm, reference_mm)
-            rows[one] = _row(one, found[one], notes[one]) | {"reward": _mean_reward(rollouts[rule])}
+        for estimator, gradient_nD, cross_nm in zip(members, gradient_EnD, cross_Enm, strict=True):
+            batches_nn = inner_products(gradient_nD, gradient_nD)
+            statistics[estimator] = estimator_bias(batches_nn, cross_nm, reference_mm)
+            rows[estimator] = _row(estimator, statistics[estimator], notes[estimator])
+            rows[estimator]["reward"] = _mean_reward(rollouts[rule])
         del gradient_EnD, gradient_nD  # before the next ones
 
     lengths = torch.cat([rollout.batch.response_BT.sum(dim=1) for rollout in exact]).float()
@@ -174,11 +175,11 @@ def _compare(
             "truncated_fraction": torch.cat([rollout.truncated_B for rollout in exact]).float().mean().item(),
         },
     }
-    return BiasResult(
-        pd.DataFrame([rows[one] for one in estimators]).assign(
-            rho=pd.Series([one.rho for one in estimators], dtype=object)
+    return BiasTables(
+        pd.DataFrame([rows[estimator] for estimator in estimators]).assign(
+            rho=pd.Series([estimator.rho for estimator in estimators], dtype=object)
         ),
-        pd.concat([_replicates(one, found[one]) for one in estimators], ignore_index=True),
+        pd.concat([_replicates(estimator, statistics[estimator]) for estimator in estimators], ignore_index=True),
         summary,
     )
 
@@ -204,8 +205,9 @@ def _fill(
     # A response's first token in V_S; one without any has no gradient, and a coefficient of 0 there.
     first_B1 = in_safe_BT.float().argmax(dim=1, keepdim=True)
     notes, of_responses, places = [], [], []
-    for place, one in enumerate(members):
-        coefficient_BT, weights = one.coefficients(rollout, statistics)
+    for place, estimator in enumerate(members):
+        update = estimator.update(rollout, statistics)
+        weights, coefficient_BT = update.weights, update.coefficients()
         notes.append(
             {
                 "empty": not weights.kept_B.any().item(),
@@ -214,7 +216,7 @@ def _fill(
                 "outside_safe_fraction": 1 - in_safe_BT.sum().item() / mask_BT.sum().item(),
             }
         )
-        if one.by_token:
+        if estimator.by_token:
             gradient_ED[place] = gradients.of_batch(batch, coefficient_BT, safe)
         else:
             of_responses.append(coefficient_BT.gather(1, first_B1)[:, 0])
@@ -224,22 +226,27 @@ def _fill(
     return notes
 
 
-def _row(one: Estimator, found: dict[str, Jackknifed], notes: list[dict]) -> dict:
-    row = {"method": one.method, "rho": one.rho, "label": one.label}
+def _row(estimator: Estimator, statistics: dict[str, Jackknifed], notes: list[dict]) -> dict:
+    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label}
     for name in STATISTICS:
-        low, high = found[name].interval
-        row |= {name: found[name].value, f"{name}_se": found[name].se, f"{name}_low": low, f"{name}_high": high}
+        low, high = statistics[name].interval
+        row |= {
+            name: statistics[name].value,
+            f"{name}_se": statistics[name].se,
+            f"{name}_low": low,
+            f"{name}_high": high,
+        }
     row |= {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
     means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
     return row | {name: fmean(note[name] for note in notes) for name in means}
 
 
-def _replicates(one: Estimator, found: dict[str, Jackknifed]) -> pd.DataFrame:
+def _replicates(estimator: Estimator, statistics: dict[str, Jackknifed]) -> pd.DataFrame:
     parts = []
     for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
-        values = {name: getattr(found[name], attribute).numpy() for name in STATISTICS}
+        values = {name: getattr(statistics[name], attribute).numpy() for name in STATISTICS}
         part = pd.DataFrame(values)
-        parts.append(part.assign(method=one.method, rho=one.rho, sample=sample, batch=range(len(part))))
+        parts.append(part.assign(method=estimator.method, rho=estimator.rho, sample=sample, batch=range(len(part))))
     return pd.concat(parts, ignore_index=True)[["method", "rho", "sample", "batch", *STATISTICS]]
 
 

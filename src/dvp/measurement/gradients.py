@@ -10,18 +10,18 @@ from dataclasses import fields
 
 import torch
 
-from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy
+from dvp.core.advantages import ADVANTAGES
+from dvp.core.batch import Batch, Rollout
 from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
-from dvp.core.importance import ImportanceWeights, importance_weights
-from dvp.core.objective import zero_outside_safe
 from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.methods import TOKEN_LEVEL_ADVANTAGES
-from dvp.training.backend import Batch, Policy
-from dvp.training.loop import Rollout, derived_seed
+from dvp.training.backend import Policy
 from dvp.training.method import SafeVocabularies, importance_rule
+from dvp.training.rollouts import derived_seed
 
 BUCKETS = 2**20
 SEQUENCES = 16  # responses, or their gradients, at once
@@ -33,24 +33,24 @@ class Estimator:
     def __init__(self, experiment: Experiment, method: str, rho: str | None):
         settings = experiment.methods[method]
         self.method, self.rho, self.label = method, rho, settings.label
-        self.rule = importance_rule(settings.importance)
+        self.importance = importance_rule(settings.importance)
         self.safe = SafeVocabularies(
             settings, None if rho is None else parse_rho(rho), experiment.training.max_response_tokens
         )
         self._advantage = ADVANTAGES[settings.advantage]
         self._group_size = experiment.training.group_size
-        self.by_token = self.rule.level == "token" or settings.advantage in TOKEN_LEVEL_ADVANTAGES
+        self.by_token = self.importance.level == "token" or settings.advantage in TOKEN_LEVEL_ADVANTAGES
+        """Whether the tokens of a response may have different coefficients."""
 
-    def coefficients(
-        self, rollout: Rollout, statistics: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, ImportanceWeights]:
-        """What multiplies each token's ∇log p (B, T), as in training; all 0 if nothing was kept."""
-        mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
-        weights = importance_weights(log_prob_BT - rollout.infer_log_prob_BT, mask_BT, self.rule)
-        weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
-        proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
-        responses = Responses(rollout.rewards_B, mask_BT, self._group_size, proxy_BT, weight_BT)
-        return weight_BT * self._advantage(responses) / max(weights.denominator, 1), weights
+    def update(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
+        """As training has it: its coefficients are what multiplies each token's ∇log p."""
+        return make_update(
+            rollout,
+            statistics,
+            importance=self.importance,
+            advantage=self._advantage,
+            group_size=self._group_size,
+        )
 
 
 class Gradients:
@@ -60,7 +60,7 @@ class Gradients:
         torch.set_float32_matmul_precision("highest")
         self._policy, self._temperature, self._micro_batch = policy, temperature, micro_batch
         self._parameters = list(policy.parameters())
-        self.sketch = CountSketch([one.numel() for one in self._parameters], BUCKETS, derived_seed(seed))
+        self.sketch = CountSketch([parameter.numel() for parameter in self._parameters], BUCKETS, derived_seed(seed))
         self._device = self._parameters[0].device
 
     @torch.no_grad()
@@ -70,9 +70,9 @@ class Gradients:
         for rows in self._micro_batches(batch, torch.arange(len(batch.tokens_BT))):
             part = batch.rows(rows)
             statistics, (row_n, column_n) = self._statistics(part, safe), part.response_BT.nonzero(as_tuple=True)
-            for one in fields(TokenStatistics):
-                values_n = getattr(statistics, one.name).cpu()
-                values_BT = result.setdefault(one.name, torch.zeros(batch.tokens_BT.shape, dtype=values_n.dtype))
+            for field in fields(TokenStatistics):
+                values_n = getattr(statistics, field.name).cpu()
+                values_BT = result.setdefault(field.name, torch.zeros(batch.tokens_BT.shape, dtype=values_n.dtype))
                 values_BT[rows[row_n], column_n] = values_n
         return result
 
@@ -112,5 +112,4 @@ class Gradients:
         return self.sketch(parts).cpu()
 
     def _statistics(self, batch: Batch, safe: SafeVocabulary | None) -> TokenStatistics:
-        on_device = Batch(batch.tokens_BT.to(self._device), batch.response_BT.to(self._device))
-        return self._policy(on_device, safe=safe, temperature=self._temperature)
+        return self._policy(batch.to(self._device), safe=safe, temperature=self._temperature)

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from dvp.core.batch import Batch
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
 from dvp.core.vocabulary_mismatch import (
@@ -30,7 +31,6 @@ from dvp.core.vocabulary_mismatch import (
     normalised,
     safe_sets,
 )
-from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
@@ -38,8 +38,7 @@ from dvp.files import atomic_path, sha256_file
 from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.training.backend import Batch
-from dvp.training.loop import derived_seed
+from dvp.training.rollouts import Problems, derived_seed
 
 
 def drawn_problems(available: int, count: int, seed: int) -> list[int]:
@@ -77,16 +76,18 @@ def measure_mismatch(
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     progress = Progress(f"mismatch {measurement.path}", len(prompts))
     truncated = 0
+    places = [f"data/train.parquet: id {name}" for name in problems["id"]]
+    asked = Problems(places, list(problems["answer"]), prompts, pad)
     for index, (problem, prompt) in enumerate(zip(problems.itertuples(), prompts, strict=True)):
         completions = engine.generate([prompt], sampling, [derived_seed(measurement.seed, 0, index)])[0]
-        scored = _scored(model, Batch.collate([prompt] * len(completions), [c.token_ids for c in completions], pad))
-        truncated += sum(one.finish_reason == "length" for one in completions)
-        rewards = [
-            float(grade(one.text, problem.answer, truncated=one.finish_reason == "length")) for one in completions
-        ]
+        scored = _scored(
+            model, Batch.collate([prompt] * len(completions), [completion.token_ids for completion in completions], pad)
+        )
+        truncated += sum(completion.finish_reason == "length" for completion in completions)
+        rewards = [asked.reward(index, completion) for completion in completions]
         for name, rows in _measured(experiment, completions, scored, rewards).items():
             tables[name].append(rows.assign(problem=str(problem.id)))
-        progress.step(index + 1, f"{sum(len(one.token_ids) for one in completions)} tokens")
+        progress.step(index + 1, f"{sum(len(completion.token_ids) for completion in completions)} tokens")
     written = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
     for name, table in written.items():
         with atomic_path(folder / f"{name}.parquet") as temporary:
@@ -106,19 +107,19 @@ def measure_mismatch(
 @torch.no_grad()
 def _scored(model: PreTrainedModel, batch: Batch) -> dict[str, list[torch.Tensor]]:
     """The trainer's logits (T, V) at the positions of each response: as it is ("train"), and the controls."""
-    tokens_BT, response_BT = batch.tokens_BT.to(model.device), batch.response_BT.to(model.device)
+    batch = batch.to(model.device)
 
     def logits(rows_b: torch.Tensor, bf16: bool = False) -> list[torch.Tensor]:
         # Right padding under a causal mask: no real position sees a pad.
-        part = Batch(tokens_BT, response_BT).rows(rows_b)
+        part = batch.rows(rows_b)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             logits_BTV = model(part.tokens_BT[:, :-1], use_cache=False).logits
         return [row_TV[mask_T] for row_TV, mask_T in zip(logits_BTV, part.response_BT[:, 1:], strict=True)]
 
-    every = torch.arange(len(tokens_BT), device=tokens_BT.device)
+    every = torch.arange(len(batch.tokens_BT), device=model.device)
     return {
         "train": logits(every),
-        "shape": [row for one in every.split(1) for row in logits(one)],
+        "shape": [row_TV for row_b in every.split(1) for row_TV in logits(row_b)],
         "bf16": logits(every, bf16=True),
     }
 
@@ -133,11 +134,13 @@ def _measured(
     sums: dict[tuple[str, str], list[dict]] = {}
     noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
     sets = []
-    for response, (one, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
+    for response, (completion, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
         log_p_TV = normalised(logits_TV)
-        tokens_T = torch.tensor(one.token_ids, device=log_p_TV.device)
+        tokens_T = torch.tensor(completion.token_ids, device=log_p_TV.device)
         for source in SOURCES:
-            other = one.vocabulary_log_probs_TV.to(log_p_TV.device) if source == ENGINE else scored[source][response]
+            other = (
+                completion.vocabulary_log_probs_TV.to(log_p_TV.device) if source == ENGINE else scored[source][response]
+            )
             log_q_TV = normalised(other)
             sums.setdefault(("histogram", source), []).append(histogram(log_p_TV, log_q_TV))
             sums.setdefault(("gaps", source), []).append(by_gap(log_p_TV, log_q_TV))
@@ -217,11 +220,11 @@ def _safe_sets(
             wider = with_margin(plain.rho, margin)
             sides += [("trainer", margin, wider, plain), ("engine", margin, plain, wider)]
         for side, margin, train, infer in sides:
-            found = safe_sets(log_p_TV, log_q_TV, mask(True, train), mask(False, infer), tokens_T)
-            pruned = found.pop("pruned_log_prob")
+            compared = safe_sets(log_p_TV, log_q_TV, mask(True, train), mask(False, infer), tokens_T)
+            pruned = compared.pop("pruned_log_prob")
             rows.append(
                 {"rho": rho, "margin": margin, "side": side, "tokens": len(tokens_T)}
-                | found
+                | compared
                 | {"log_ratio": log_p - log_q, "pruned_log_ratio": pruned - log_q}
             )
     return rows

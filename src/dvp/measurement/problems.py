@@ -7,16 +7,16 @@ import pandas as pd
 import torch
 from transformers import GenerationConfig
 
+from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompts, short_enough
 from dvp.data.sources import load
-from dvp.data.verifier import check_reference, grade
+from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment, Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.training.backend import Batch
-from dvp.training.loop import Rollout, derived_seed, prompt_rows
+from dvp.training.rollouts import Problems, derived_seed, prompt_rows
 
 REFERENCE = -1  # in a seed, where the engine's batches have their number
 CALL = 512  # responses that the engine is asked for at once
@@ -53,23 +53,20 @@ class FixedProblems:
                 f"({self._training.max_prompt_tokens}) tokens, fewer than bias.problems ({count})"
             )
         self.rows = [kept[index] for index in prompt_rows(len(kept), count, 1, seed)]
-        self.ids = [str(problems["id"].iloc[row]) for row in self.rows]
+        chosen = problems.iloc[self.rows]
+        self.ids = [str(name) for name in chosen["id"]]
         self.prompts = [encoded[row] for row in self.rows]
-        self._answers = [problems["answer"].iloc[row] for row in self.rows]
-        for row, answer, prompt in zip(self.rows, self._answers, self.prompts, strict=True):
-            at = f"{where}: row {row} (id {problems['id'].iloc[row]})"
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
+        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad)
+        for place, answer in zip(places, chosen["answer"], strict=True):
             try:
                 check_reference(answer)
             except DvpError as error:
-                raise DvpError(f"{at}: {error}") from None
-            if len(prompt) + self._training.max_response_tokens > context:
-                raise DvpError(
-                    f"{at}: its prompt has {len(prompt)} tokens; the model's context of {context} leaves "
-                    f"{context - self._training.max_response_tokens} beside max_response_tokens"
-                )
+                raise DvpError(f"{place}: {error}") from None
+        self._problems.check_context(context, self._training.max_response_tokens)
         self.longest = max(map(len, self.prompts)) + self._training.max_response_tokens
         self._tokenizer, self._seed = tokenizer, seed
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     @property
     def responses(self) -> int:
@@ -88,7 +85,7 @@ class FixedProblems:
             seeds = [derived_seed(self._seed, number, row) for number in numbers.tolist() for row in self.rows]
             groups = engine.generate(self.prompts * len(numbers), sampling, seeds)
             for start in range(0, len(groups), len(self.prompts)):
-                yield self._graded(groups[start : start + len(self.prompts)])
+                yield self._problems.graded(range(len(self.prompts)), groups[start : start + len(self.prompts)])
 
     def from_trainer(self, model: torch.nn.Module, batches: int, name: str) -> list[Rollout]:
         """Batches from the trainer's policy itself: temperature, and nothing else between the logits and the sample."""
@@ -120,7 +117,8 @@ class FixedProblems:
             sampled.append(own)
             progress.step(done, f"{len(own)} responses a problem")
         return [
-            self._graded([own[start : start + group] for own in sampled]) for start in range(0, batches * group, group)
+            self._problems.graded(range(len(self.prompts)), [own[start : start + group] for own in sampled])
+            for start in range(0, batches * group, group)
         ]
 
     def _completion(self, tokens: list[int], ends: set[int]) -> Completion:
@@ -128,21 +126,3 @@ class FixedProblems:
         kept = tokens[:length]
         text = self._tokenizer.decode(kept, skip_special_tokens=True)
         return Completion(kept, [0.0] * len(kept), text, "length" if length is None else "stop")
-
-    def _graded(self, groups: list[list[Completion]]) -> Rollout:
-        """A batch from a group of responses to each problem."""
-        flat = [
-            (prompt, answer, one)
-            for prompt, answer, group in zip(self.prompts, self._answers, groups, strict=True)
-            for one in group
-        ]
-        batch = Batch.collate([prompt for prompt, _, _ in flat], [one.token_ids for _, _, one in flat], self._pad)
-        infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
-        infer_log_prob_BT[batch.response_BT] = torch.tensor([value for _, _, one in flat for value in one.log_probs])
-        if not infer_log_prob_BT.isfinite().all():
-            raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
-        truncated = [one.finish_reason == "length" for _, _, one in flat]
-        rewards = [
-            float(grade(one.text, answer, truncated=cut)) for (_, answer, one), cut in zip(flat, truncated, strict=True)
-        ]
-        return Rollout(batch, infer_log_prob_BT, torch.tensor(rewards), torch.tensor(truncated))

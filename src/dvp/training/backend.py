@@ -7,7 +7,7 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dvp.core.batch import Batch
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
@@ -22,32 +23,6 @@ from dvp.experiment.config import TrainingConfig
 from dvp.training import ranks
 
 TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded token ids (B, T) and the response's positions (B, T, bool)."""
-
-    tokens_BT: torch.Tensor
-    response_BT: torch.Tensor
-
-    @staticmethod
-    def collate(prompts: list[list[int]], responses: list[list[int]], pad: int) -> "Batch":
-        """Prompts and responses side by side, padded on the right with `pad`."""
-        length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        tokens_BT = torch.full((len(prompts), length), pad)
-        response_BT = torch.zeros((len(prompts), length), dtype=torch.bool)
-        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            end = len(prompt) + len(response)
-            tokens_BT[row, :end] = torch.tensor(prompt + response)
-            response_BT[row, len(prompt) : end] = True
-        return Batch(tokens_BT, response_BT)
-
-    def rows(self, index: torch.Tensor) -> "Batch":
-        """These rows only, cut to the longest of them."""
-        # A response is never empty, so a row's last True is its last real token.
-        length = int(self.response_BT[index].any(dim=0).nonzero().max()) + 1
-        return Batch(self.tokens_BT[index, :length], self.response_BT[index, :length])
 
 
 class Head(torch.nn.Module):
@@ -60,7 +35,7 @@ class Head(torch.nn.Module):
     def forward(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
         """The fields of TokenStatistics; a plain tuple, in which DeepSpeed finds the tensors for its hooks."""
         statistics = token_statistics(hidden_NH, self.weight, targets_N, **options)
-        return tuple(getattr(statistics, one.name) for one in fields(TokenStatistics))
+        return tuple(getattr(statistics, field.name) for field in fields(TokenStatistics))
 
 
 class Policy(torch.nn.Module):
@@ -161,11 +136,10 @@ class Trainer:
         # DeepSpeed's engine would set autocast itself; without gradients it does nothing else for a forward pass.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 if bf16 is None else bf16):
             scored = [
-                self.policy(self._to_device(batch.rows(rows)), safe=safe, temperature=self._temperature)
-                for rows in mine
+                self.policy(batch.rows(rows).to(self.device), safe=safe, temperature=self._temperature) for rows in mine
             ]
-        names = [one.name for one in fields(TokenStatistics)]
-        scored = ranks.join([[getattr(one, name).cpu() for name in names] for one in scored], len(parts))
+        names = [field.name for field in fields(TokenStatistics)]
+        scored = ranks.join([[getattr(part, name).cpu() for name in names] for part in scored], len(parts))
         return TokenStatistics(*(torch.cat(values) for values in zip(*scored, strict=True)))
 
     def forward_backward(self, batch: Batch, safe: SafeVocabulary | None, loss, last: bool) -> None:
@@ -174,7 +148,7 @@ class Trainer:
         The losses of all ranks add up; all make equally many calls.
         """
         self._engine.set_gradient_accumulation_boundary(last)
-        statistics = self._engine(self._to_device(batch), safe=safe, temperature=self._temperature)
+        statistics = self._engine(batch.to(self.device), safe=safe, temperature=self._temperature)
         # DeepSpeed takes the mean over the ranks.
         self._engine.backward(loss(statistics) * ranks.count())
         self._engine.step()
@@ -187,7 +161,7 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter, named as in the Hugging Face model.
 
-        Under ZeRO-3 one after the other is gathered, on all ranks; none is kept.
+        Under ZeRO-3 they are gathered one by one, on all ranks; none is kept.
         """
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -205,9 +179,6 @@ class Trainer:
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise DvpError(f"{folder}: DeepSpeed finds no checkpoint here")
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return Batch(batch.tokens_BT.to(self.device), batch.response_BT.to(self.device))
 
 
 TAG = "deepspeed"

@@ -1,0 +1,64 @@
+"""Responses side by side: token ids and masks (Batch), and with what the engine and the verifier say of them (Rollout).
+
+Shape suffixes: B responses, T token positions (prompt, response and padding), N flattened response tokens, b some of
+the responses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Prompts with their responses, padded on the right."""
+
+    tokens_BT: torch.Tensor
+    """int64 token ids."""
+    response_BT: torch.Tensor
+    """bool, True at the response's tokens."""
+
+    @staticmethod
+    def collate(prompts: list[list[int]], responses: list[list[int]], pad: int) -> "Batch":
+        """Prompts and responses side by side, padded on the right with `pad`."""
+        length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        tokens_BT = torch.full((len(prompts), length), pad)
+        response_BT = torch.zeros((len(prompts), length), dtype=torch.bool)
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            end = len(prompt) + len(response)
+            tokens_BT[row, :end] = torch.tensor(prompt + response)
+            response_BT[row, len(prompt) : end] = True
+        return Batch(tokens_BT, response_BT)
+
+    def rows(self, rows_b: torch.Tensor) -> "Batch":
+        """These rows only, cut to the longest of them."""
+        # A response is never empty, so a row's last True is its last real token.
+        length = int(self.response_BT[rows_b].any(dim=0).nonzero().max()) + 1
+        return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length])
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(self.tokens_BT.to(device), self.response_BT.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """B graded responses, the responses to a prompt in consecutive rows."""
+
+    batch: Batch
+    infer_log_prob_BT: torch.Tensor
+    """log q (nats) of each response token as the engine sampled it; 0 elsewhere."""
+    rewards_B: torch.Tensor
+    """float."""
+    truncated_B: torch.Tensor
+    """bool: the response was cut off at its longest."""
+
+    def rows(self, rows_b: torch.Tensor) -> "Rollout":
+        """These responses only, at full width."""
+        batch = Batch(self.batch.tokens_BT[rows_b], self.batch.response_BT[rows_b])
+        return Rollout(batch, self.infer_log_prob_BT[rows_b], self.rewards_B[rows_b], self.truncated_B[rows_b])
+
+
+def unflatten(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Per-token values back at their positions, (B, T); 0 (False) elsewhere. Carries gradients."""
+    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)

@@ -1,0 +1,62 @@
+"""What multiplies each token's ∇log p: ratio → weight → advantage → coefficient.
+
+Training's optimiser steps and the study of the estimators' bias both call `make_update`, so that what is measured is
+what is trained.
+
+Shape suffixes: B responses, T token positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dvp.core.advantages import Responses, optimal_token_proxy
+from dvp.core.batch import Rollout
+from dvp.core.importance import ImportanceRule, ImportanceWeights, importance_weights
+from dvp.core.objective import zero_outside_safe
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What an optimiser step is made of: a weight and an advantage for each token of some responses."""
+
+    weights: ImportanceWeights
+    """What the importance correction says."""
+    weight_BT: torch.Tensor
+    """These weights with those of tokens outside V_S set to 0."""
+    responses: Responses
+    """What the advantage was made from."""
+    advantage_BT: torch.Tensor
+
+    def coefficients(self) -> torch.Tensor:
+        """What multiplies each token's ∇log p^mp in the policy gradient, (B, T); 0 if nothing was kept."""
+        return self.weight_BT * self.advantage_BT / max(self.weights.denominator, 1)
+
+
+def make_update(
+    rollout: Rollout,
+    statistics: dict[str, torch.Tensor],
+    *,
+    importance: ImportanceRule,
+    advantage: Callable[[Responses], torch.Tensor],
+    group_size: int,
+) -> Update:
+    """Weights and advantages of some responses: whole groups, as advantages compare their members.
+
+    Args:
+        rollout: the responses, with the engine's log-probs and rewards.
+        statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
+        importance: the correction.
+        advantage: one of dvp.core.advantages.
+        group_size: responses to a prompt.
+
+    Raises:
+        DvpError: a log-ratio that is not finite.
+    """
+    mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
+    weights = importance_weights(log_prob_BT - rollout.infer_log_prob_BT, mask_BT, importance)
+    weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
+    proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
+    responses = Responses(rollout.rewards_B, mask_BT, group_size, proxy_BT, weight_BT)
+    return Update(weights, weight_BT, responses, advantage(responses))

@@ -1,0 +1,93 @@
+"""From problems to graded rollouts: which problems a step uses, how their samples are seeded, and what they score."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dvp.core.batch import Batch, Rollout
+from dvp.data.verifier import grade
+from dvp.errors import DvpError
+from dvp.rollout.engine import Completion
+from dvp.training import ranks
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Problems that an engine is asked about; one entry of each list a problem."""
+
+    places: list[str]
+    """Where each stands, for messages: file, row and id."""
+    answers: list[str]
+    prompts: list[list[int]]
+    """Token ids."""
+    pad: int
+    """A token id; it is never attended to."""
+
+    def check_context(self, context: int, max_response_tokens: int) -> None:
+        """Raises DvpError, naming the problem, unless prompt and response fit into the model's context (tokens)."""
+        room = context - max_response_tokens
+        for place, prompt in zip(self.places, self.prompts, strict=True):
+            if len(prompt) > room:
+                raise DvpError(
+                    f"{place}: its prompt has {len(prompt)} tokens; the model's context of {context} leaves {room} "
+                    "beside max_response_tokens"
+                )
+
+    def graded(self, rows: list[int], groups: list[list[Completion]]) -> Rollout:
+        """A rollout from the group of responses to each of these problems; every rank grades its share.
+
+        Raises:
+            DvpError: a log-prob that is not finite, or a response that the verifier fails on (which is a bug of it).
+        """
+        problems = [row for row, group in zip(rows, groups, strict=True) for _ in group]
+        completions = [completion for group in groups for completion in group]
+        tokens = [completion.token_ids for completion in completions]
+        batch = Batch.collate([self.prompts[row] for row in problems], tokens, self.pad)
+        infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
+        infer_log_prob_BT[batch.response_BT] = torch.tensor(
+            [value for completion in completions for value in completion.log_probs]
+        )
+        if not infer_log_prob_BT.isfinite().all():
+            raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
+        responses = list(zip(problems, completions, strict=True))
+        rewards = [self.reward(row, completion) for row, completion in ranks.share(responses)]
+        return Rollout(
+            batch,
+            infer_log_prob_BT,
+            torch.tensor(ranks.join(rewards, len(responses))),
+            torch.tensor([completion.finish_reason == "length" for completion in completions]),
+        )
+
+    def reward(self, row: int, completion: Completion) -> float:
+        """1 for a response that states the problem's answer, else 0. Raises DvpError if the verifier fails."""
+        try:
+            return float(grade(completion.text, self.answers[row], truncated=completion.finish_reason == "length"))
+        except Exception as error:
+            raise DvpError(f"{self.places[row]}: the verifier failed on a response ({in_a_line(error)})") from error
+
+
+def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
+    """The rows of the training set used at a step (1-based), in an order of its own for each pass.
+
+    No row is used twice in a pass; the count % batch rows that do not fill a batch sit it out.
+
+    Raises DvpError if the set is smaller than a batch, which would put a problem into it twice.
+    """
+    if count < batch:
+        raise DvpError(f"data/train.parquet: {count} problems are fewer than training.prompts_per_step ({batch})")
+    per_epoch = count // batch
+    epoch, position = divmod(step - 1, per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return order[position * batch : (position + 1) * batch].tolist()
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed for the sampler (62 bits) from a run's seed, the step and the problem: the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 2
+
+
+def in_a_line(error: Exception) -> str:
+    """Type and message of an exception of somebody else's code, in one line of at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -232,6 +232,17 @@ class Collapse(Strict):
         return self
 
 
+class KeepResponses(Strict):
+    """Which responses of a run are kept token by token (dvp.training.responses)."""
+
+    every: Positive = 10
+    """Those of every so many steps, and of the first and the last one."""
+    per_step: Positive = 4
+    """Of each step: half of them its first ones, half those with the largest mismatch."""
+    before_collapse: Annotated[int, Field(ge=0)] = 5
+    """All steps from so many before a collapse up to it."""
+
+
 class TrainingConfig(Strict):
     """The RL loop."""
 
@@ -253,6 +264,7 @@ class TrainingConfig(Strict):
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
     collapse: Collapse = Collapse()
+    keep_responses: KeepResponses = KeepResponses()
     max_prompt_tokens: Positive | None = None
     """Problems with longer prompts are not trained on. Evaluation leaves none out."""
     gpus: Positive = 1

@@ -1,0 +1,235 @@
+"""What is recorded of a step, which steps are kept, and the file."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dvp.errors import DvpError
+from dvp.experiment.config import KeepResponses
+from dvp.training.responses import SCHEMA, Pieces, ResponseRecorder, read_responses
+
+PROMPT = 3
+
+
+class Characters:
+    """A tokenizer of one character a token."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def step():
+    """The arguments of `record` for 6 responses of 1 to 4 tokens after 3 of prompt."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [4, 1, 3, 4, 2, 4]
+    width = PROMPT + max(lengths)
+    mask_BT = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask_BT[row, PROMPT : PROMPT + length] = True
+
+    def noise():
+        return torch.rand(len(lengths), width, generator=generator)
+
+    # Padding holds anything: nothing of it may be recorded.
+    rollout = SimpleNamespace(
+        batch=SimpleNamespace(
+            tokens_BT=torch.randint(97, 120, mask_BT.shape, generator=generator), response_BT=mask_BT
+        ),
+        infer_log_prob_BT=-noise(),
+        rewards_B=torch.tensor([0.0, 1.0, 0.25, 0.0, 1.0, 0.0]),
+        truncated_B=torch.tensor([True, False, False, False, False, True]),
+    )
+    safe_BT = noise() > 0.2
+    safe_BT[3, PROMPT:] = torch.tensor([True, False, True, True])
+    statistics = {"log_prob": -noise(), "pruned_log_prob": -noise(), "target_in_safe": safe_BT}
+    # Outside the safe vocabulary the log-prob is a convention, however far it is from the engine's.
+    statistics["pruned_log_prob"][3, PROMPT + 1] = -50.0
+    statistics["pruned_log_prob"][5, PROMPT + 3] = -7.0
+    safe_BT[5, PROMPT + 3] = True
+    update = SimpleNamespace(
+        weight_BT=noise(),
+        advantage_BT=noise() - 0.5,
+        weights=SimpleNamespace(
+            vetoed_B=torch.tensor([False, True, False, False, False, True]),
+            filtered_B=torch.tensor([False, True, False, True, False, False]),
+            kept_B=torch.tensor([True, False, True, False, False, False]),
+        ),
+    )
+    return [(f"id{row}", row) for row in range(6)], rollout, statistics, update
+
+
+def recorder(steps=20, **settings) -> ResponseRecorder:
+    return ResponseRecorder(KeepResponses(**settings), steps, Characters())
+
+
+def test_each_number_is_that_of_its_token(step):
+    problems, rollout, statistics, update = step
+    taken = recorder(per_step=6)
+    taken.record(7, *step)
+    assert [row["index"] for row in taken.rows] == list(range(6))
+    for index, row in enumerate(taken.rows):
+        at = [(index, PROMPT + place) for place in range(len(row["token_id"]))]
+        assert (row["step"], row["problem"], row["answer"]) == (7, problems[index][0], str(index))
+        assert row["reward"] == rollout.rewards_B[index]
+        assert row["truncated"] == rollout.truncated_B[index]
+        assert row["prompt"] == "".join(chr(rollout.batch.tokens_BT[index, place]) for place in range(PROMPT))
+        assert row["text"] == [chr(token_id) for token_id in row["token_id"]]
+        for name, values_BT in {
+            "token_id": rollout.batch.tokens_BT,
+            "infer_log_prob": rollout.infer_log_prob_BT,
+            "log_prob": statistics["log_prob"],
+            "pruned_log_prob": statistics["pruned_log_prob"],
+            "in_safe": statistics["target_in_safe"],
+            "weight": update.weight_BT,
+            "advantage": update.advantage_BT,
+        }.items():
+            assert row[name] == [values_BT[place].item() for place in at], name
+    assert [row["rejected"] for row in taken.rows] == [None, "veto", None, "k3", "bounds", "veto"]
+
+
+@pytest.mark.parametrize(
+    ("per_step", "chosen"),
+    [(1, {0: "first"}), (2, {0: "first", 5: "worst"}), (3, {0: "first", 1: "first", 5: "worst"})],
+)
+def test_half_are_the_first_and_half_have_the_largest_mismatch(step, per_step, chosen):
+    """Response 5 has it: response 3's is at a token outside the safe vocabulary, where log p means nothing."""
+    taken = recorder(per_step=per_step)
+    taken.record(1, *step)
+    assert {row["index"]: row["chosen"] for row in taken.rows} == chosen
+
+
+def test_no_response_is_taken_twice_and_no_more_than_there_are(step):
+    taken = recorder(per_step=50)
+    taken.record(1, *step)
+    assert [row["index"] for row in taken.rows] == list(range(6))
+
+
+def kept_steps(step, steps, collapsed_at=None, until=None, **settings) -> list[int]:
+    taken = recorder(steps, per_step=1, **settings)
+    for number in range(1, (until or steps) + 1):
+        taken.record(number, *step)
+        taken.settle(number, collapsed_at if collapsed_at and number >= collapsed_at else None)
+    return [row["step"] for row in taken.rows]
+
+
+def test_the_steps_that_are_kept(step):
+    assert kept_steps(step, 23, every=10) == [1, 10, 20, 23]
+    assert kept_steps(step, 23, every=50) == [1, 23]
+    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=17) == [1, 10, 14, 15, 16, 17, 20, 23]
+    assert kept_steps(step, 23, every=10, before_collapse=0, collapsed_at=17) == [1, 10, 17, 20, 23]
+    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=2) == [1, 2, 10, 20, 23]
+    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=23) == [1, 10, 20, 21, 22, 23]
+
+
+def test_the_latest_steps_are_held_back_while_nothing_has_collapsed(step):
+    assert kept_steps(step, 23, every=10, before_collapse=3, until=17) == [1, 10, 14, 15, 16, 17]
+
+
+@given(
+    steps=st.integers(2, 30),
+    every=st.integers(1, 12),
+    before=st.integers(0, 8),
+    cut=st.integers(1, 29),
+    collapsed_at=st.none() | st.integers(1, 30),
+)
+def test_a_run_that_was_cut_off_ends_with_the_same_rows(steps, every, before, cut, collapsed_at):
+    """From whichever step it goes on, a recorder that reads the file again keeps the same steps."""
+
+    def run(taken, first, last):
+        for number in range(first, last + 1):
+            taken.rows.append({"step": number})
+            taken.settle(number, collapsed_at if collapsed_at and number >= collapsed_at else None)
+        return taken.rows
+
+    settings = {"every": every, "before_collapse": before}
+    continued = recorder(steps, **settings)
+    continued.rows = list(run(recorder(steps, **settings), 1, min(cut, steps)))
+    assert run(continued, min(cut, steps) + 1, steps) == run(recorder(steps, **settings), 1, steps)
+
+
+def test_what_is_written_is_read_back_and_written_again_the_same(step, tmp_path):
+    taken = recorder()
+    taken.record(1, *step)
+    taken.record(2, *step)
+    taken.write(tmp_path / "responses.parquet")
+    again = recorder()
+    again.restore(tmp_path / "responses.parquet")
+    assert again.rows == taken.rows
+    again.write(tmp_path / "again.parquet")
+    assert (tmp_path / "again.parquet").read_bytes() == (tmp_path / "responses.parquet").read_bytes()
+
+
+def test_a_file_without_responses_is_a_file(tmp_path):
+    recorder().write(tmp_path / "responses.parquet")
+    assert read_responses(tmp_path / "responses.parquet").schema.equals(SCHEMA)
+
+
+def test_other_files_are_refused_by_name(step, tmp_path):
+    taken = recorder()
+    taken.record(1, *step)
+    rows, path = taken.rows, tmp_path / "responses.parquet"
+    with pytest.raises(DvpError, match="no such file"):
+        read_responses(path)
+    path.write_text("not parquet")
+    with pytest.raises(DvpError, match="not a parquet file"):
+        read_responses(path)
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA).drop(["weight"]), path)
+    with pytest.raises(DvpError, match=r"responses\.parquet: column 'weight': expected list"):
+        read_responses(path)
+    rows[1]["weight"] = rows[1]["weight"][:-1]
+    taken.write(path)
+    with pytest.raises(DvpError, match="expected in each row as many token_id, text"):
+        read_responses(path)
+    pq.write_table(pa.Table.from_pylist([{"step": 1}], pa.schema([*SCHEMA][:1])), path)
+    with pytest.raises(DvpError, match="column 'index'"):
+        read_responses(path)
+
+
+TEXT = "Ein Apfel, 12 naïve 日本語 🦊👩‍🚀 √2 ≈ 1.41\n\tEnde"
+
+
+def test_the_pieces_of_a_byte_level_tokenizer_make_up_the_text(tiny_model):
+    """A tokenizer that knows nothing but bytes of most of this; a character is its first token's."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    pieces = Pieces(tokenizer).of(ids)
+    assert "".join(pieces) == TEXT
+    assert len(pieces) == len(ids)
+    fox = pieces.index("🦊")
+    assert pieces[fox + 1] == ""
+
+
+def test_bytes_that_make_no_character_are_marked_and_do_no_harm(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    fox = tokenizer("🦊", add_special_tokens=False)["input_ids"]
+    good = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    cut_off = Pieces(tokenizer).of([*good, *fox[:-1]])
+    assert "".join(cut_off[: len(good)]) == "ab"
+    assert set("".join(cut_off[len(good) :])) == {"\ufffd"}
+    mixed = Pieces(tokenizer).of([*fox[1:], *good, *fox])
+    assert "".join(mixed).endswith("ab🦊")
+
+
+def test_special_tokens_are_shown(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert Pieces(tokenizer).of([tokenizer.eos_token_id]) == [tokenizer.eos_token]
+
+
+def test_a_space_at_the_beginning_of_a_piece_is_not_lost():
+    """As sentencepiece's tokenizers have it, which drop the space of the first token."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "▁two": 1, "▁words": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert tokenizer.decode([1]) == "two"
+    assert Pieces(tokenizer).of([1, 2]) == [" two", " words"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
-from dvp.experiment.config import TrainingConfig
+from dvp.experiment.training import TrainingConfig
 from dvp.training import ranks
 
 TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling

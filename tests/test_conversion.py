@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.conversion import convert, write_probe
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
-from dvp.experiment.config import BF16_AUTOCAST, TrainingConfig
+from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
 from dvp.files import checksums, write_json
 from dvp.planning import costs
 from dvp.planning.costs import Model

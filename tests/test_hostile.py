@@ -19,7 +19,8 @@ from dvp.analysis.formats import Formatted, to_markdown, to_tex
 from dvp.data import sources
 from dvp.data.prompts import encode_prompt, encode_prompts
 from dvp.errors import DvpError
-from dvp.experiment.config import FileSource, LocalBase
+from dvp.experiment.base import LocalBase
+from dvp.experiment.data import FileSource
 from dvp.experiment.loading import load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, write_json
 from dvp.training import base, checkpoint

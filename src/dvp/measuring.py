@@ -134,7 +134,7 @@ def _bias_of_model(
     """Any Hugging Face directory: prints the table, and writes the same files to `output`."""
     from dvp.analysis.bias import format_estimators
     from dvp.analysis.formats import to_text
-    from dvp.experiment.config import Columns, FileSource
+    from dvp.experiment.data import Columns, FileSource
     from dvp.measurement.bias import measure_bias, write_tables
     from dvp.measurement.problems import source_problems
 

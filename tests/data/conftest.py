@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from dvp.experiment.config import FileSource, HubSource, Source
+from dvp.experiment.data import FileSource, HubSource, Source
 from dvp.experiment.loading import read_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import pytest
 
 from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, normalised, prepare
 from dvp.errors import DvpError
-from dvp.experiment.config import DataConfig
+from dvp.experiment.data import DataConfig
 from dvp.files import sha256_file
 
 TASKS = ["aime24", "aime25", "amc23", "math500", "gsm8k_test"]

@@ -5,7 +5,7 @@ import pytest
 
 from dvp.data.sources import load
 from dvp.errors import DvpError
-from dvp.experiment.config import Columns, FileSource, GeneratedSource, HubSource
+from dvp.experiment.data import Columns, FileSource, GeneratedSource, HubSource
 
 ROWS = {
     "dapo_math_17k": 12,

@@ -12,7 +12,7 @@ from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import EngineLM, sample_seed
 from dvp.evaluation.runner import TASKS, evaluate
-from dvp.experiment.config import EvaluationConfig
+from dvp.experiment.evaluation import EvaluationConfig
 from dvp.experiment.loading import load_experiment
 from dvp.rollout.engine import Completion
 

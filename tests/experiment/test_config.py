@@ -283,6 +283,16 @@ def test_impossible_rho(refused, rho, listed):
             {"methods.odd": PLAIN | {"safe_vocabulary": {"rule": "margin", "epsilon": -1.0}}},
             "methods.odd.safe_vocabulary.epsilon: ",
         ),
+        (
+            {"training.max_response_tokens": 2048},
+            "training.max_response_tokens: a prompt of 1 and a response of 2048 tokens are longer than the model's "
+            "context, 2048 (base.architecture.max_position_embeddings)",
+        ),
+        (
+            {"training.max_prompt_tokens": 1500, "training.max_response_tokens": 1000},
+            "training.max_response_tokens: a prompt of 1500 and a response of 1000 tokens are longer than",
+        ),
+        ({"evaluation.max_response_tokens": 2048}, "evaluation.max_response_tokens: a prompt of 1 and a response of"),
         ({"training.minibatches": 3}, "training: minibatches (3) must divide prompts_per_step (4)"),
         (
             {"training.synchronise_every": 3},
@@ -341,6 +351,16 @@ def test_impossible_rho(refused, rho, listed):
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line_that_names_the_key(refused, changes, message):
     assert refused(changes).startswith(message)
+
+
+def test_a_response_may_fill_the_context_and_that_of_a_pretrained_model_counts_where_it_is_known(edit, refused):
+    assert edit({"training.max_response_tokens": 2047}).training.max_response_tokens == 2047
+    hub = {"kind": "hub", "path": "a/b", "revision": REVISION}
+    edit({"base": hub, "training.max_response_tokens": 9000})
+    shape = load_experiment("paper_8b", ROOT / "config").base.architecture.model_dump()
+    stated = hub | {"architecture": shape | {"max_position_embeddings": 8192}}
+    message = refused({"base": stated, "training.max_response_tokens": 8192})
+    assert message.endswith("longer than the model's context, 8192 (base.architecture.max_position_embeddings)")
 
 
 def test_an_unpinned_source_that_is_not_used_does_no_harm(edit):
@@ -628,34 +648,6 @@ def test_any_change_concerns_the_report():
         assert parse_experiment(put(resolved, changes), Path("x")).config_hash("report") != config_hash
 
 
-def test_an_experiment_that_extends_another_has_its_own_keys_on_top(config):
-    path = config / "experiments" / "mine.yaml"
-    path.write_text(
-        "name: mine\nextends: smoke\nseeds: [4]\ntraining: {steps: 5}\ngrid: [{method: rloo, engine: coarse}]\n",
-        encoding="utf-8",
-    )
-    mine, smoke = load_experiment("mine", config), load_experiment("smoke", config)
-    assert (mine.name, mine.seeds, mine.training.steps) == ("mine", [4], 5)
-    assert mine.training == smoke.training.model_copy(update={"steps": 5})
-    assert [run.path for run in mine.runs] == ["method~rloo/engine~coarse/rho~none/seed~4"]
-    assert (mine.base, mine.data, mine.evaluation) == (smoke.base, smoke.data, smoke.evaluation)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("extends: nope", "nope.yaml: no such experiment; known are "),
-        ("extends: [smoke]", "expected the name of a file in "),
-        ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),
-        ("extends: mismatch", "itself extends another experiment; extend that one"),
-    ],
-)
-def test_what_extends_badly_is_refused(config, text, message):
-    (config / "experiments" / "mine.yaml").write_text(f"name: mine\n{text}\n", encoding="utf-8")
-    with pytest.raises(DvpError, match=re.escape(message)):
-        load_experiment("mine", config)
-
-
 DIAGNOSE = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
 BIAS = {
     "policies": ["base"],
@@ -686,7 +678,7 @@ BIAS = {
         ({"bias": BIAS | {"estimators": [{"method": "nope"}]}}, "bias.estimators[0].method: 'nope' is not defined"),
         ({"bias": BIAS | {"estimators": [{"method": "dvp"}]}}, "bias.estimators[0]: method 'dvp' needs rho"),
         ({"bias": BIAS | {"estimators": [{"method": "gspo"}]}}, "method 'gspo': expected loss reinforce"),
-        ({"bias": BIAS | {"estimators": [{"method": ["rloo", "rloo"]}]}}, "rloo, ρ None is listed twice"),
+        ({"bias": BIAS | {"estimators": [{"method": ["rloo", "rloo"]}]}}, "bias.estimators: rloo is listed twice"),
     ],
 )
 def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dvp.experiment.config import EngineConfig, TrainingConfig
+from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
 

@@ -23,7 +23,7 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from dvp.experiment.config import EngineConfig
+    from dvp.experiment.training import EngineConfig
     from dvp.rollout.engine import Sampling
 
     torch.set_num_threads(1)

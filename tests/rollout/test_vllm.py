@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
-from dvp.experiment.config import EngineConfig
+from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary

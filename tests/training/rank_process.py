@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from dvp.cli import quiet
 from dvp.conversion import write_probe
-from dvp.experiment.config import TrainingConfig
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
+from dvp.experiment.training import TrainingConfig
 from dvp.training import ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
-from dvp.experiment.config import TrainingConfig
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
+from dvp.experiment.training import TrainingConfig
 from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp import stages
 from dvp.conversion import convert
 from dvp.errors import DvpError, Stopped
-from dvp.experiment.config import TrainingConfig
+from dvp.experiment.training import TrainingConfig
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dvp.errors import DvpError
-from dvp.experiment.config import KeepResponses
+from dvp.experiment.training import KeepResponses
 from dvp.training.responses import SCHEMA, Pieces, ResponseRecorder, read_responses
 
 PROMPT = 3

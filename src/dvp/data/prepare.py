@@ -24,7 +24,7 @@ from tqdm import tqdm
 from dvp.data.sources import Row, load, locate
 from dvp.data.verifier import check_reference, equal
 from dvp.errors import DvpError
-from dvp.experiment.config import DataConfig, FileSource, GeneratedSource, HubSource
+from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSource
 from dvp.files import atomic_path, sha256_file
 
 TRAIN_COLUMNS = ("id", "source", "problem", "answer", "prompt")

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dvp.data import stories
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
-from dvp.experiment.config import FileSource, GeneratedSource, HubSource
+from dvp.experiment.data import FileSource, GeneratedSource, HubSource
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000

@@ -153,7 +153,7 @@ def _table(task: str, documents: list[dict[str, Any]]) -> dict[str, list]:
         doc, (responses,) = document["doc"], document["filtered_resps"]
         for sample, response in enumerate(responses):
             if not isinstance(response, Response):
-                raise DvpError(f"{task}: lm-eval returned plain text, so truncated responses cannot be told")
+                raise DvpError(f"{task}: lm-eval returned plain text, which does not say which responses were cut off")
             answer = stated_answer(response, truncated=response.truncated)
             rows.append(
                 {

@@ -9,7 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from dvp.errors import DvpError
-from dvp.experiment.config import BF16_AUTOCAST, Experiment
+from dvp.experiment.config import Experiment
+from dvp.experiment.training import BF16_AUTOCAST
 from dvp.strict import NAME
 
 # DeepSpeed's keys that follow from `training`.
@@ -78,29 +79,34 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
 def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError.
 
-    One that says `extends: OTHER` is config/experiments/OTHER.yaml with its own keys on top: mappings are merged key by
-    key, anything else is replaced.
+    One that says `extends: OTHER` is config/experiments/OTHER.yaml, which may extend another one in turn, with its own
+    keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
+    null takes a key away.
     """
+    return _load(name, config, ())[1]
+
+
+def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, Experiment]:
+    """An experiment as its file and those that it extends have it, and resolved."""
     path, value = _read_experiment(name, config)
     if "extends" in value:
-        parent = load_experiment(value.pop("extends"), config).name  # its mistakes are told in its own name
-        path_of_parent, other = _read_experiment(parent, config)
-        if "extends" in other:
-            raise DvpError(f"{path}: extends: {path_of_parent} itself extends another experiment; extend that one")
-        value = _merged(other, value)
-    elsewhere = {}
+        parent, chain = value.pop("extends"), (*extended_by, name)
+        if parent in chain:
+            circle = " → ".join([*chain[chain.index(parent) :], parent])
+            raise DvpError(f"{path}: extends: {circle} is a circle; one of them must stand alone")
+        value = _merged(_load(parent, config, chain)[0], value)  # mistakes of the parent are reported in its own name
+    resolved, elsewhere = dict(value), {}
     for table in ("sources", "engines", "methods"):
         own = value.get(table, {})
         if not isinstance(own, dict):
             raise DvpError(f"{path}: {table}: expected a mapping of names to entries")
         file = config / "catalogue" / f"{table}.yaml"
         catalogue = read_yaml(file)
-        value[table] = catalogue | own
+        resolved[table] = catalogue | own
         elsewhere |= {(table, entry): file for entry in catalogue if entry not in own}
-    experiment = parse_experiment(value, path, elsewhere)
-    return experiment.model_copy(
-        update={"deepspeed": _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)}
-    )
+    experiment = parse_experiment(resolved, path, elsewhere)
+    deepspeed = _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)
+    return value, experiment.model_copy(update={"deepspeed": deepspeed})
 
 
 def _read_experiment(name: Any, config: Path) -> tuple[Path, dict]:
@@ -120,10 +126,22 @@ def _read_experiment(name: Any, config: Path) -> tuple[Path, dict]:
 
 
 def _merged(below: dict, above: dict) -> dict:
-    return below | {
-        key: _merged(below[key], item) if isinstance(item, dict) and isinstance(below.get(key), dict) else item
-        for key, item in above.items()
-    }
+    """`above` laid over `below`; inherited keys that `above` sets to null are gone."""
+    merged = dict(below)
+    for key, value in above.items():
+        inherited = below.get(key)
+        if value is None and key in below:
+            del merged[key]
+        elif isinstance(value, dict) and isinstance(inherited, dict) and not _differ_in_kind(inherited, value):
+            merged[key] = _merged(inherited, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _differ_in_kind(below: dict, above: dict) -> bool:
+    """Whether two mappings are of different kinds, such as a `generated` and a `hub` source, which share no keys."""
+    return any(key in above and above[key] != below.get(key) for key in ("kind", "rule"))
 
 
 def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from dvp.data.prompts import encode_prompts, short_enough
 from dvp.data.sources import load
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
-from dvp.experiment.config import Experiment, Source
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training.rollouts import Problems, derived_seed, prompt_rows

@@ -11,7 +11,7 @@ Units: seconds, bytes, FLOPs, tokens.
 import math
 from dataclasses import dataclass
 
-from dvp.experiment.config import EngineConfig, TrainingConfig
+from dvp.experiment.training import EngineConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4

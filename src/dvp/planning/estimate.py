@@ -8,7 +8,10 @@ with the parts of it in dvp.planning.costs.
 from dataclasses import dataclass
 
 from dvp.errors import DvpError
-from dvp.experiment.config import EngineConfig, Experiment, GeneratedSource, HubSource, TrainedBase
+from dvp.experiment.base import Architecture, PretrainedArchitecture, TrainedBase
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import GeneratedSource, HubSource
+from dvp.experiment.training import EngineConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
 
@@ -178,14 +181,17 @@ class Estimate:
 def _model(experiment: Experiment) -> Model:
     base = experiment.base
     if isinstance(base, TrainedBase):
-        made = base.architecture.model_dump(exclude={"max_position_embeddings"})
-        return Model(**made, vocabulary_size=base.tokenizer.vocabulary_size)
+        return Model(**_shape(base.architecture), vocabulary_size=base.tokenizer.vocabulary_size)
     if base.architecture is None:
         raise DvpError(
             f"experiment '{experiment.name}': base.architecture: a plan needs the sizes of {base.path}, as its "
             "config.json has them; see config/experiments/paper_8b.yaml"
         )
-    return Model(**base.architecture.model_dump())
+    return Model(**_shape(base.architecture))
+
+
+def _shape(architecture: Architecture | PretrainedArchitecture) -> dict:
+    return architecture.model_dump(exclude={"max_position_embeddings"})
 
 
 def _millions(count: int) -> str:

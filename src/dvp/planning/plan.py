@@ -12,7 +12,9 @@ from typing import Any
 
 from dvp.data.sources import load
 from dvp.errors import DvpError
-from dvp.experiment.config import Experiment, FileSource, GeneratedSource, TrainedBase
+from dvp.experiment.base import TrainedBase
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.grid import Run
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job

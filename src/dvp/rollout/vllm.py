@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary
 from dvp.errors import DvpError
-from dvp.experiment.config import EngineConfig
+from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 

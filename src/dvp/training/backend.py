@@ -19,7 +19,7 @@ from dvp.core.batch import Batch
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
-from dvp.experiment.config import TrainingConfig
+from dvp.experiment.training import TrainingConfig
 from dvp.training import ranks
 
 TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling

@@ -20,7 +20,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwe
 
 from dvp.data.stories import Story, careless, generate
 from dvp.errors import DvpError
-from dvp.experiment.config import Experiment, GeneratedSource, HubBase, LocalBase, PretrainedArchitecture, TrainedBase
+from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import GeneratedSource
 from dvp.files import atomic_path, checksums
 from dvp.progress import Progress
 
@@ -79,7 +81,7 @@ def check_vocabulary(folder: Path) -> None:
 def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
     """Raise DvpError, naming the first key, unless the model in `folder` has the shape that the experiment states."""
     config = AutoConfig.from_pretrained(folder)
-    for key, value in expected.model_dump().items():
+    for key, value in expected.model_dump(exclude_none=True).items():
         name = CONFIG_NAMES.get(key, key)
         found = getattr(config, name, None)
         if found != value:
@@ -223,7 +225,7 @@ def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise DvpError(
-                f"base.path: {base.path} at revision {base.revision} cannot be had from the hub ({_line(error)}); "
+                f"base.path: {base.path} at revision {base.revision} cannot be downloaded from the hub ({_line(error)}); "
                 "download it elsewhere and use `base: {kind: local, path: FOLDER}`"
             ) from None
         details = {"path": base.path, "revision": base.revision}

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dvp.errors import DvpError, Stopped
-from dvp.experiment.config import TrainingConfig
+from dvp.experiment.training import TrainingConfig
 
 # torchrun puts this before every line of a rank; what comes without it is torchrun's own.
 PREFIX = "\x1erank ${rank}\x1e"

@@ -38,7 +38,7 @@ def gather(value: T) -> list[T]:
 
 
 def share(items: Sequence[T], span: int = 1) -> list[T]:
-    """The items that are this rank's to work on: every so-manieth. `span` consecutive ranks work on the same ones."""
+    """Those of the items that this rank works on; ranks take turns. `span` consecutive ranks work on the same items."""
     return list(items[rank() // span :: count() // span])
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dvp.errors import DvpError
-from dvp.experiment.config import KeepResponses
+from dvp.experiment.training import KeepResponses
 from dvp.files import atomic_path
 
 if TYPE_CHECKING:  # whoever reads the file needs no torch

@@ -1,0 +1,92 @@
+"""Settings of the base model, the one before RL: made here, from the hub, or from a local folder."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dvp.experiment.data import Revision
+from dvp.strict import Fraction, Name, Positive, Strict
+
+
+class TokenizerConfig(Strict):
+    """A byte-level BPE trained on generated documents; digits stand alone."""
+
+    vocabulary_size: Annotated[int, Field(ge=300)]
+    documents: Positive
+
+
+class _Transformer(Strict):
+    """The shape of a Qwen3 model: grouped queries with normalised heads, SwiGLU."""
+
+    hidden_size: Positive
+    layers: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    intermediate_size: Positive
+    tie_word_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _grouped(self) -> "_Transformer":
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class Architecture(_Transformer):
+    """A model to be made (transformers' own classes); its vocabulary is the tokenizer's."""
+
+    max_position_embeddings: Positive
+    """The longest prompt and response together."""
+
+
+class PretrainedArchitecture(_Transformer):
+    """What a pretrained model is like: `dvp plan` reckons with it, `dvp base` refuses a model of another shape."""
+
+    vocabulary_size: Positive
+    max_position_embeddings: Positive | None = None
+    """The longest prompt and response together, where it is known."""
+
+
+class WarmStart(Strict):
+    """Supervised steps on worked solutions, some of them careless on purpose (declared wherever results are shown)."""
+
+    steps: Positive
+    batch_size: Positive
+    learning_rate: Annotated[float, Field(gt=0)]
+    careless_fraction: Fraction
+    """Share of the solutions that are careless."""
+    careless_error: Fraction
+    """Probability that a step of a careless solution is wrong."""
+
+
+class TrainedBase(Strict):
+    """A tiny model that the pipeline trains itself."""
+
+    kind: Literal["trained"]
+    seed: int
+    source: Name
+    """The generated source whose generator supplies the documents."""
+    tokenizer: TokenizerConfig
+    architecture: Architecture
+    warm_start: WarmStart
+
+
+class HubBase(Strict):
+    """A model of the Hugging Face hub, at a fixed revision."""
+
+    kind: Literal["hub"]
+    path: str
+    revision: Revision
+    architecture: PretrainedArchitecture | None = None
+
+
+class LocalBase(Strict):
+    """A local Hugging Face directory."""
+
+    kind: Literal["local"]
+    path: str
+    architecture: PretrainedArchitecture | None = None
+
+
+Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]

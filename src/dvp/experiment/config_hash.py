@@ -1,0 +1,66 @@
+"""What a stage depends on: those parts of the experiment, and of no other.
+
+Their hash is the stage's *config hash*, so that a changed label does not train anything again and a changed learning
+rate does.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dvp.experiment.base import TrainedBase
+from dvp.experiment.grid import Measurement, Run
+
+if TYPE_CHECKING:
+    from dvp.experiment.config import Experiment
+
+
+def settings_of_stage(
+    experiment: "Experiment", stage: str, run: Run | None, task: str | None, measurement: Measurement | None
+) -> dict[str, Any]:
+    """All settings on which the results of a stage depend, upstream stages included; JSON-able.
+
+    `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
+    stages `mismatch` and `bias`.
+    """
+    if stage == "report":
+        return experiment.model_dump(mode="json")
+    if measurement is not None:
+        run = measurement.run
+    data, base, training = experiment.data, experiment.base, experiment.training
+    # What only `dvp plan` reckons with changes no result.
+    sources = {
+        name: experiment.sources[name].model_dump(mode="json", exclude={"problems"})
+        for name in [data.train, *data.evaluation]
+    }
+    parts: dict[str, Any] = {"data": data.model_dump(mode="json"), "sources": sources}
+    if stage != "prepare":
+        made = isinstance(base, TrainedBase)
+        parts["base"] = base.model_dump(mode="json", exclude=None if made else {"architecture"})
+        if made:
+            parts["base_source"] = experiment.sources[base.source].model_dump(mode="json")
+    if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
+        # Over how many GPUs a run is spread changes it by rounding only.
+        parts["training"] = training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        parts["deepspeed"] = experiment.deepspeed
+        parts["run"] = run.model_dump(mode="json")
+        parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")
+        parts["method"] = experiment.methods[run.method].model_dump(mode="json", exclude={"label"})
+    if stage == "evaluate":
+        evaluation = experiment.evaluation.model_dump(mode="json")
+        evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
+        parts["evaluation"] = evaluation
+        parts["evaluation_engine"] = experiment.engines[experiment.evaluation.engine].model_dump(mode="json")
+    if measurement is not None:
+        settings = getattr(experiment, stage)
+        parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})
+        parts["measured_engine"] = experiment.engines[measurement.engine].model_dump(mode="json")
+        parts["seed"] = measurement.seed
+        sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
+        if stage == "bias":
+            sampling |= {"group_size", "micro_batch_size"}
+        parts["sampling"] = training.model_dump(mode="json", include=sampling)
+    if stage == "bias":
+        parts["estimators"] = [
+            (experiment.methods[method].model_dump(mode="json", exclude={"label"}), rho)
+            for method, rho in experiment.estimators
+        ]
+    return parts

@@ -1,0 +1,103 @@
+"""Settings of the data: where problems come from, and which of them to train and to evaluate on."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dvp.strict import Name, Positive, Strict
+
+Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+"""A commit of a repository on the hub."""
+
+
+class Columns(Strict):
+    """Where a row keeps what we need; dots reach into nested values (`reward_model.ground_truth`)."""
+
+    problem: str
+    answer: str
+    solution: str | None = None
+    id: str | None = None
+
+
+class GeneratedSource(Strict):
+    """Problems made here, from a seed."""
+
+    kind: Literal["generated"]
+    generator: Literal["stories"]
+    count: Positive
+    seed: int
+    steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
+    """Fewest and most steps of a problem."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "GeneratedSource":
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps: expected [fewest, most], found {self.steps}")
+        return self
+
+
+class _Table(Strict):
+    columns: Columns
+    answer_format: Literal["plain", "gsm8k", "number"] = "plain"
+    """plain: as it stands; gsm8k: what follows ####; number: a float that means an integer (27.0)."""
+    strip: list[str] = []
+    """Literal texts removed from the problem, such as an instruction that the data set puts around it."""
+
+
+class HubSource(_Table):
+    """A data set of the Hugging Face hub, at a fixed revision."""
+
+    kind: Literal["hub"]
+    path: str
+    name: str | None = None
+    split: str
+    revision: Revision | None = None
+    """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
+    problems: Positive | None = None
+    """How many problems it has: what `dvp plan` reckons with until `dvp prepare` has counted them."""
+
+
+class FileSource(_Table):
+    """A local .json, .jsonl or .parquet file."""
+
+    kind: Literal["file"]
+    path: Annotated[Path, Field(strict=False)]
+
+
+Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind")]
+
+
+class Decontamination(Strict):
+    """Training problems that share a word n-gram with an evaluation problem are dropped."""
+
+    ngram: Positive = 13
+
+
+class DataConfig(Strict):
+    """Which problems to train on and which to evaluate on."""
+
+    train: Name
+    """A source."""
+    held_out: Annotated[int, Field(ge=0)] = 0
+    """Problems split off the training source; they become the task `held_out`."""
+    evaluation: list[Name] = []
+    """Sources, each a task of the same name."""
+    limit: Positive | None = None
+    """Training problems kept at most."""
+    prompt_template: str = "{problem}"
+    chat: bool = False
+    """Whether the tokenizer's chat template is applied to the prompt."""
+    decontamination: Decontamination = Decontamination()
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_problem(cls, value: str) -> str:
+        if "{problem}" not in value:
+            raise ValueError("expected a text that contains {problem}")
+        return value
+
+    @property
+    def tasks(self) -> list[str]:
+        """The evaluation tasks, the held-out one first."""
+        return (["held_out"] if self.held_out else []) + self.evaluation

@@ -1,0 +1,31 @@
+"""Settings of the evaluation, and of what the main table compares."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dvp.strict import Name, Positive, Strict
+
+
+class EvaluationConfig(Strict):
+    """How a model is scored."""
+
+    engine: Name
+    samples_per_problem: dict[Name, Positive]
+    """k, by task."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_response_tokens: Positive
+    bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
+    seed: int = 0
+
+
+class ReportConfig(Strict):
+    """What the main table compares."""
+
+    task: Name
+    """The task whose score is in the main table."""
+    reference: Name
+    """The method (on its mismatched engine) that the others are set against."""
+    declarations: list[str] = []
+    """Sentences that stand under every table, such as how the base model was made."""

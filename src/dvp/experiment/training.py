@@ -1,0 +1,114 @@
+"""Settings of the inference engine and of the RL loop."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dvp.strict import Name, Positive, PositiveFloat, Strict
+
+BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+"""`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16; weights, sums and optimiser stay fp32."""
+
+
+class EngineConfig(Strict):
+    """The inference engine and its precision. The trainer is fp32; what differs here is the mismatch under study."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
+    """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a GPU's memory that the engine may take; unused on a CPU."""
+    tensor_parallel: Positive = 1
+
+
+class Collapse(Strict):
+    """When a run counts as collapsed (dvp.core.collapse). It goes on all the same: a collapse is a result."""
+
+    window: Positive = 128
+    sigmas: PositiveFloat = 6.0
+    """A spike: k3 or the gradient's norm above mean + this many σ of its last `window` values."""
+    warmup: Annotated[int, Field(ge=2)] = 32
+    """Values that a metric needs before it can spike."""
+    kl_above: PositiveFloat | None = None
+    entropy_below: PositiveFloat | None = None
+    reward_below: PositiveFloat | None = None
+    patience: Positive = 8
+    """Steps in a row that entropy or reward must be low."""
+
+    @model_validator(mode="after")
+    def _warms_up(self) -> "Collapse":
+        if self.warmup > self.window:
+            raise ValueError(f"warmup ({self.warmup}) must not exceed window ({self.window})")
+        return self
+
+
+class KeepResponses(Strict):
+    """Which responses of a run are kept token by token (dvp.training.responses)."""
+
+    every: Positive = 10
+    """Those of every so many steps, and of the first and the last one."""
+    per_step: Positive = 4
+    """Of each step: half of them its first ones, half those with the largest mismatch."""
+    before_collapse: Annotated[int, Field(ge=0)] = 5
+    """All steps from so many before a collapse up to it."""
+
+
+class TrainingConfig(Strict):
+    """The RL loop."""
+
+    steps: Positive
+    prompts_per_step: Positive
+    group_size: Positive
+    """Responses per prompt."""
+    micro_batch_size: Positive
+    """Responses per forward pass of one GPU."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_response_tokens: Positive
+    minibatches: Positive = 1
+    """Optimiser steps per rollout batch, each on as many of its prompts."""
+    synchronise_every: Positive = 1
+    """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
+    collapse: Collapse = Collapse()
+    keep_responses: KeepResponses = KeepResponses()
+    max_prompt_tokens: Positive | None = None
+    """Problems with longer prompts are not trained on. Evaluation leaves none out."""
+    gpus: Positive = 1
+    """GPUs of each node; without a GPU, processes."""
+    nodes: Positive = 1
+    gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: a fourth more arithmetic, a layer's memory."""
+    deepspeed: Name
+    """A file of config/deepspeed, without .json."""
+    checkpoint_every: Positive
+    keep_checkpoints: Positive = 2
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of all nodes together."""
+        return self.gpus * self.nodes
+
+    @model_validator(mode="after")
+    def _divides(self) -> "TrainingConfig":
+        batch = self.prompts_per_step * self.group_size
+        share, rest = divmod(batch, self.ranks)
+        if rest:
+            raise ValueError(f"gpus × nodes ({self.ranks}) must divide prompts_per_step × group_size ({batch})")
+        if share % self.micro_batch_size:
+            of_each = f" / (gpus × nodes) ({share})" if self.ranks > 1 else f" ({batch})"
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size{of_each}"
+            )
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")
+        if self.checkpoint_every % self.synchronise_every:
+            raise ValueError(
+                f"checkpoint_every ({self.checkpoint_every}) must be a multiple of synchronise_every "
+                f"({self.synchronise_every}): a run goes on with the engine's weights equal to the trainer's"
+            )
+        return self

@@ -1,0 +1,129 @@
+"""Experiments that extend others: what is inherited, replaced and taken away, and which chains are refused."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dvp.errors import DvpError
+from dvp.experiment.base import LocalBase
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import FileSource
+from dvp.experiment.loading import load_experiment
+
+CONFIG = Path(__file__).parents[2] / "config"
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    return shutil.copytree(CONFIG, tmp_path / "config")
+
+
+@pytest.fixture
+def write(config):
+    """Write config/experiments/NAME.yaml: its name and this text."""
+
+    def experiment(name: str, text: str) -> None:
+        (config / "experiments" / f"{name}.yaml").write_text(f"name: {name}\n{text}\n", encoding="utf-8")
+
+    return experiment
+
+
+@pytest.fixture
+def mine(config, write):
+    """Experiment `mine` with this text."""
+
+    def loaded(text: str) -> Experiment:
+        write("mine", text)
+        return load_experiment("mine", config)
+
+    return loaded
+
+
+def test_own_keys_lie_on_top(config, mine):
+    experiment = mine("extends: smoke\nseeds: [4]\ntraining: {steps: 5}\ngrid: [{method: rloo, engine: coarse}]")
+    smoke = load_experiment("smoke", config)
+    assert (experiment.name, experiment.seeds, experiment.training.steps) == ("mine", [4], 5)
+    assert experiment.training == smoke.training.model_copy(update={"steps": 5})
+    assert [run.path for run in experiment.runs] == ["method~rloo/engine~coarse/rho~none/seed~4"]
+    assert (experiment.base, experiment.data, experiment.evaluation) == (smoke.base, smoke.data, smoke.evaluation)
+
+
+def test_an_experiment_may_extend_one_that_extends_another(config, write, mine):
+    write("middle", "extends: smoke\nseeds: [3]\ntraining: {steps: 5, learning_rate: 1e-5}")
+    experiment = mine("extends: middle\ntraining: {steps: 6}")
+    smoke = load_experiment("smoke", config)
+    assert (experiment.seeds, experiment.grid) == ([3], smoke.grid)
+    assert experiment.training == smoke.training.model_copy(update={"steps": 6, "learning_rate": 1e-5})
+
+
+@pytest.mark.parametrize("parent", ["smoke", "tiny"])
+def test_null_takes_an_inherited_key_away(mine, parent):
+    """Problems and evaluation sets of one's own, on top of an experiment that has others."""
+    experiment = mine(
+        f"""extends: {parent}
+sources:
+  own: {{kind: file, path: problems.jsonl, columns: {{problem: question, answer: result}}}}
+data: {{train: own, held_out: null, evaluation: [aime25]}}
+evaluation: {{samples_per_problem: {{held_out: null, aime25: 4}}}}
+report: {{task: aime25, declarations: null}}"""
+    )
+    assert experiment.data.tasks == ["aime25"]
+    assert experiment.evaluation.samples_per_problem == {"aime25": 4}
+    assert experiment.report.declarations == []
+    assert isinstance(experiment.sources["own"], FileSource)
+
+
+def test_what_is_taken_away_on_the_way_stays_away(write, mine):
+    write("middle", "extends: smoke\nmethods: {otb_mass: null}\ngrid: [{method: rloo, engine: fp32}]")
+    assert "otb_mass" not in mine("extends: middle").methods
+
+
+def test_a_mapping_of_another_kind_replaces_the_inherited_one(mine):
+    experiment = mine(
+        """extends: smoke
+base: {kind: local, path: models/mine}
+sources: {stories_small: {kind: file, path: a.jsonl, columns: {problem: p, answer: a}}}
+methods: {otb_mass: {safe_vocabulary: {rule: margin, epsilon: 0.1}}}
+grid: [{method: rloo, engine: fp32}, {method: otb_mass, engine: coarse, rho: 1e-2}]"""
+    )
+    assert experiment.base == LocalBase(kind="local", path="models/mine")
+    assert isinstance(experiment.sources["stories_small"], FileSource)
+    assert experiment.methods["otb_mass"].safe_vocabulary.epsilon == 0.1
+    assert experiment.methods["otb_mass"].label == "OTB + MIS, mass budget"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: nope", "nope.yaml: no such experiment; known are "),
+        ("extends: [smoke]", "expected the name of a file in "),
+        ("extends: null", "expected the name of a file in "),
+        ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),
+        ("extends: smoke\ntrainin: null", "mine.yaml: trainin: unknown key"),
+        ("extends: smoke\ntraining: {stepps: null}", "mine.yaml: training.stepps: unknown key"),
+        ("extends: smoke\ntraining: {steps: null}", "mine.yaml: training.steps: Field required"),
+        ("extends: mine", "mine.yaml: extends: mine → mine is a circle; one of them must stand alone"),
+    ],
+)
+def test_what_extends_badly_is_refused(mine, text, message):
+    with pytest.raises(DvpError, match=re.escape(message)) as error:
+        mine(text)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_circle_is_one_line_that_names_its_files(config, write):
+    write("a", "extends: b")
+    write("b", "extends: c")
+    write("c", "extends: b")
+    line = f"{config}/experiments/c.yaml: extends: b → c → b is a circle; one of them must stand alone"
+    with pytest.raises(DvpError, match=f"^{re.escape(line)}$"):
+        load_experiment("a", config)
+
+
+def test_a_mistake_of_the_parent_is_reported_in_the_parents_file(config, write):
+    write("middle", "extends: smoke\ntraining: {steps: 0}")
+    write("mine", "extends: middle\ntraining: {steps: 1}")
+    with pytest.raises(DvpError, match=r"/middle\.yaml: training\.steps: "):
+        load_experiment("mine", config)

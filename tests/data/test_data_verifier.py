@@ -1,7 +1,6 @@
 import json
 import multiprocessing
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -226,11 +225,10 @@ def test_never_raises(response, truncated):
         "\\" * 200_000,
     ],
 )
-def test_long_responses_cost_little(response):
-    start = time.process_time()
+def test_long_responses_state_nothing(response):
+    """What they cost is in tests/benchmark."""
     assert not grade(response, "70")
     assert not grade(response, "70", truncated=True)
-    assert time.process_time() - start < 2
 
 
 def test_what_cannot_be_evaluated_is_wrong_and_the_next_answer_is_graded():

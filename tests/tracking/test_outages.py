@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from made_up_stages import check_training, contents, track, train
@@ -195,14 +196,33 @@ def test_a_server_killed_and_started_again_and_killed_again(folder, server, capf
     assert contents(folder) == whole
 
 
+@contextmanager
+def silent_server() -> Iterator[tuple[str, list[socket.socket]]]:
+    """Takes connections and says nothing: its address, and the connections so far."""
+    connections: list[socket.socket] = []
+
+    def take() -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connections.append(server.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=take, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            for connection in connections:
+                connection.close()
+
+
 def test_a_server_that_never_answers_costs_little(folder, monkeypatch, capfd):
-    """It takes connections and says nothing: one attempt at the start, one at the end, none a step."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    """One attempt at the start, one at the end, none a step."""
+    with silent_server() as (uri, connections):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-        started = time.monotonic()
         train(folder, STEPS)
-        assert time.monotonic() - started < 15
         monkeypatch.delenv("MLFLOW_TRACKING_URI")
+        assert 1 <= len(connections) <= 4
     [line] = lines_of(capfd)
     assert "cannot be used (" in line

@@ -165,5 +165,6 @@ def test_a_base_of_another_shape_than_stated_is_refused(experiment, tiny_model, 
 def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(experiment, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     hub = HubBase(kind="hub", path="Qwen/Qwen3-8B-Base", revision="49e3418fbbbca6ecbdf9608b4d22e5a407081db4")
-    with pytest.raises(DvpError, match=r"base.path: Qwen/Qwen3-8B-Base at revision 49e3.* cannot be downloaded.*kind: local"):
+    refused = r"base.path: Qwen/Qwen3-8B-Base at revision 49e3.* cannot be downloaded.*kind: local"
+    with pytest.raises(DvpError, match=refused):
         make_base(experiment.model_copy(update={"base": hub}), tmp_path, tmp_path / "base")

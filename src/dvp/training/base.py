@@ -226,7 +226,7 @@ def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise DvpError(
                 f"base.path: {base.path} at revision {base.revision} cannot be downloaded from the hub "
-                f"({_line(error)}); download it elsewhere and use `base: {kind: local, path: FOLDER}`"
+                f"({_line(error)}); download it elsewhere and use `base: {{kind: local, path: FOLDER}}`"
             ) from None
         details = {"path": base.path, "revision": base.revision}
     else:

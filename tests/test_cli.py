@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dvp.cli import parser
+from dvp.cli import app, main
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 from dvp.tracking.record import read_record
@@ -28,9 +28,9 @@ WRITES = {
     "bias": ["estimators.parquet", "jackknife.parquet", "bias.json"],
     "mismatch": ["mismatch/MEASUREMENT/*.parquet", "mismatch.json"],
     "report": ["tables/", "figures/", "report/PART.json"],
-    "claims": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
+    "evidence": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
     "track": ["tracking/", "Changes no file"],
-    "show": ["Reads what `dvp report` wrote"],
+    "show": ["Reads what dvp report wrote"],
 }
 
 
@@ -85,28 +85,66 @@ def refused(dvp, place):
 # --- help ---
 
 
-def test_help_lists_every_verb(dvp):
-    status, _, errors = dvp("--help")
-    assert (status, errors) == (0, "")
-    text = " ".join(parser().format_help().split())
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    """What `dvp … --help` prints on a terminal of 80 columns, on one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def text(*verb: str) -> str:
+        assert main([*verb, "--help"]) == 0
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert max(map(len, printed.out.splitlines())) <= 80
+        return " ".join(printed.out.replace("│", " ").split())
+
+    return text
+
+
+def test_help_lists_every_verb(help_of):
+    text = help_of()
     for verb in WRITES:
         assert f" {verb} " in text
     assert "Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp." in text
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_the_help_of_a_verb_says_what_is_written(verb, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_args([verb, "--help"])
-    assert ended.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_the_help_of_a_verb_says_what_is_written(verb, help_of):
+    text = help_of(verb)
     for file in WRITES[verb]:
         assert file in text
 
 
 def test_every_verb_has_a_stage_and_help():
-    verbs = parser()._subparsers._group_actions[0].choices
-    assert set(verbs) == set(WRITES)
+    assert {command.callback.__name__ for command in app.registered_commands} == set(WRITES)
+
+
+def test_help_imports_no_library_that_takes_long():
+    program = "import sys; from dvp.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert not {"torch", "transformers", "vllm", "mlflow", "pandas", "numpy"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "dvp: Missing command; see `dvp --help`"),
+        (["nope"], "dvp: No such command 'nope'; see `dvp --help`"),
+        (["train"], "dvp train: Missing option '--config'; see `dvp train --help`"),
+        (["train", "--config"], "dvp train: Option '--config' requires an argument; see `dvp train --help`"),
+        (
+            ["plan", "--pric", "3"],
+            "dvp plan: No such option: --pric (Possible options: --price); see `dvp plan --help`",
+        ),
+        (
+            ["report", "--config", "x", "--part", "y"],
+            "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'mismatch', 'bias', 'sweep'; "
+            "see `dvp report --help`",
+        ),
+    ],
+)
+def test_a_command_that_is_no_command_is_one_line(arguments, line, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", line + "\n")
 
 
 # --- dvp resolve ---
@@ -188,10 +226,9 @@ def test_plan_refuses_what_it_cannot_plan(refused):
 
 @pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--price", "-1"], ["--price", "nan"], ["--gpu", "abacus"]])
 def test_plan_takes_numbers_above_zero_and_known_gpus(wrong, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_args(["plan", *wrong])
-    assert ended.value.code == 2
-    assert wrong[0] in capsys.readouterr().err
+    assert main(["plan", *wrong]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dvp plan: Invalid value for '{wrong[0]}': ")
 
 
 # --- dvp prepare ---
@@ -239,7 +276,7 @@ def test_train_before_base_names_the_missing_file(refused, resolved, place):
     folder = (place / config).parent
     (folder / "data").mkdir()
     (folder / "data" / "train.parquet").write_bytes(b"x")
-    write_json(folder / "data" / "manifest.json", {"files": checksums(folder / "data")})
+    write_json(folder / "data" / "manifest.json", {"files": checksums(folder / "data"), "tracking_key": "x"})
     line = refused("train", "--config", config, "--run", RUN)
     assert line == f"{Path(config).parent}/base/manifest.json: no such file; the stage that writes it has not finished"
     assert not (folder / "runs").exists()

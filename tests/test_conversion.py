@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.conversion import convert, write_probe
+from dvp.conversion.convert import convert
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
@@ -18,6 +18,7 @@ from dvp.planning import costs
 from dvp.planning.costs import Model
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer
+from dvp.training.probe import write_probe
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]

@@ -1,252 +1,368 @@
-"""`dvp VERB`: one verb a stage. Rules call these; everything can be run without Snakemake."""
+"""`dvp VERB`: one verb a stage. Rules call these; everything can be run without Snakemake.
 
-import argparse
+A verb imports its room when it is called, so `dvp --help` and `dvp plan` need no torch.
+"""
+
+import logging
+import math
 import os
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import FrameType
+from typing import Annotated, Literal
+
+import typer
 
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped
 
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(
-        prog="dvp",
-        description="Dynamic Vocabulary Pruning, from raw prompts to the tables of a paper. Each verb is a stage of "
-        "the pipeline: it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` "
-        "runs them all in order.",
-        epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp. "
-        "Told to stop by SIGTERM (143) or SIGUSR1 (138), training saves its last step first.",
-    )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, what: str, details: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}. {details}")
-
-    one = verb(
-        "resolve",
-        "validate an experiment and write it resolved",
-        "Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs "
-        "read, and creates the MLflow store. Run it in the repository's root.",
-    )
-    one.add_argument("--experiment", required=True, metavar="NAME", help="name of a file in config/experiments")
-    one.add_argument("--folder", required=True, type=Path, help="where results go, such as results/tiny")
-
-    one = verb(
-        "plan",
-        "say what an experiment will take before anything is submitted",
-        "Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the "
-        "experiment has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network. Run "
-        "it in the repository's root.",
-    )
-    one.add_argument(
-        "--config",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="as Snakemake's: experiment=NAME, results=FOLDER (default: config/config.yaml)",
-    )
-    one.add_argument(
-        "--gpu",
-        choices=("a100", "h100", "h200", "cpu"),
-        help="what to reckon with (default: h200, or cpu for a base model that the pipeline trains itself)",
-    )
-    one.add_argument("--gpus", type=_positive, metavar="N", help="used at once (default: what the largest job takes)")
-    one.add_argument("--price", type=_above_zero, metavar="X", help="of a GPU-hour")
-    one.add_argument(
-        "--response-tokens",
-        type=_above_zero,
-        metavar="N",
-        help="mean length of a response (default: as recorded, else half of the longest)",
-    )
-    one.add_argument("--json", action="store_true", help="print numbers: hours, bytes")
-
-    def stage(name: str, what: str, details: str, *, run: bool = False, threads: bool = False):
-        one = verb(name, what, details)
-        one.add_argument("--config", required=True, type=Path, metavar="FILE", help="results/E/config.yaml")
-        if run:
-            one.add_argument("--run", required=True, metavar="RUN", help="method~…/engine~…/rho~…/seed~…")
-        if threads:
-            one.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default: 1)")
-        return one
-
-    stage(
-        "prepare",
-        "turn sources into training and evaluation problems",
-        "Loads, deduplicates, decontaminates, splits and renders prompts; writes data/train.parquet, data/eval.parquet "
-        "and data/manifest.json, which says what was dropped and why.",
-    )
-    stage(
-        "base",
-        "make the base model",
-        "Trains the tiny tokenizer and model, or fetches a pinned revision of the hub; writes base/, an ordinary "
-        "Hugging Face directory.",
-        threads=True,
-    )
-    stage(
-        "train",
-        "train one run with RL",
-        "Rollouts by vLLM, updates by DeepSpeed. Writes runs/RUN/metrics.jsonl as it goes, checkpoints to continue "
-        "from when it is run again, and runs/RUN/train.json at the end.",
-        run=True,
-        threads=True,
-    )
-    stage(
-        "convert",
-        "turn a run's checkpoint into a Hugging Face model, with proof",
-        "Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if fixed prompts score differently.",
-        run=True,
-        threads=True,
-    )
-    evaluate = stage(
-        "evaluate",
-        "sample a model on a task and score it",
-        "Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, "
-        "maj@k with intervals). RUN `base` is the model before RL.",
-        run=True,
-        threads=True,
-    )
-    evaluate.add_argument("--task", required=True, help="`held_out` or an evaluation source of the experiment")
-    mismatch = stage(
-        "mismatch",
-        "measure the mismatch between engine and trainer at a fixed policy",
-        "Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes "
-        "mismatch/MEASUREMENT/*.parquet and mismatch.json.",
-        threads=True,
-    )
-    mismatch.add_argument(
-        "--measurement", required=True, metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N; POLICY as RUN, or base"
-    )
-    one = verb(
-        "bias",
-        "measure bias and variance of every estimator of the policy gradient",
-        "At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an "
-        "experiment; writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json. With --model and "
-        "--engine: any Hugging Face directory; prints the table and writes the same files to FOLDER. Run it in the "
-        "repository's root.",
-    )
-    one.add_argument("--config", type=Path, metavar="FILE", help="results/E/config.yaml")
-    one.add_argument(
-        "--measurement", metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…"
-    )
-    one.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory")
-    one.add_argument("--engine", metavar="NAME", help="an engine of the experiment or of config/catalogue")
-    one.add_argument(
-        "--experiment",
-        default="estimator_bias",
-        metavar="NAME",
-        help="whose estimators, batches and sampling are used (default: estimator_bias)",
-    )
-    one.add_argument(
-        "--problems",
-        type=Path,
-        metavar="FILE",
-        help=".parquet, .jsonl or .json with columns problem and answer (default: what the experiment trains on)",
-    )
-    one.add_argument("--seed", type=_natural, default=0, metavar="N", help="draws problems and responses (default: 0)")
-    one.add_argument("--output", type=Path, default=Path("bias"), metavar="FOLDER", help="(default: bias)")
-    one.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default: 1)")
-    one = stage(
-        "report",
-        "make tables and figures",
-        "Writes tables/, figures/ and report/PART.json. Which parts there are follows from the experiment.",
-    )
-    one.add_argument(
-        "--part",
-        default="training",
-        choices=("training", "mismatch", "bias", "sweep"),
-        help="training: scores and curves of the grid (default); mismatch, bias: the measurements at fixed policies; "
-        "sweep: over ρ",
-    )
-    one = verb(
-        "claims",
-        "hold what was measured against what was published",
-        "Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html and claims.json.",
-    )
-    one.add_argument(
-        "--experiments",
-        required=True,
-        nargs="+",
-        metavar="KEY=FOLDER",
-        help="the experiment in FOLDER, results/E, answers what the claims ask of KEY (config/config.yaml: evidence)",
-    )
-    one.add_argument("--output", required=True, type=Path, metavar="FOLDER")
-    stage(
-        "track",
-        "bring the tracking store up to date from the files",
-        "Reads tracking/ and runs/RUN/metrics.jsonl, and adds to the MLflow store what it lacks of every stage that "
-        "has begun: after an outage of the store, or into an empty one. Changes no file.",
-    )
-    stage("show", "print the main table and where everything is", "Reads what `dvp report` wrote.")
-    return top
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Dynamic Vocabulary Pruning, from raw prompts to the tables of a paper. Each verb is a stage of the pipeline: "
+    "it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` runs them all in order.",
+    epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp. "
+    "Told to stop by SIGTERM (143) or SIGUSR1 (138), training saves its last step first.",
+)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
+def _above_zero(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not a number above zero.")
     return value
 
 
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
+Config = Annotated[Path, typer.Option(metavar="FILE", help="results/E/config.yaml")]
+RunPath = Annotated[str, typer.Option(metavar="RUN", help="method~…/engine~…/rho~…/seed~…")]
+Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads")]
+
+EXPERIMENT = "Experiment"
+MODELS = "Data and models"
+MEASUREMENT = "Evaluation and measurement"
+RESULTS = "Results"
 
 
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
+@app.command(rich_help_panel=EXPERIMENT)
+def resolve(
+    experiment: Annotated[str, typer.Option(metavar="NAME", help="name of a file in config/experiments")],
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="where results go, such as results/tiny")],
+) -> None:
+    """Validate an experiment and write it resolved.
+
+    Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs read, and
+    creates the MLflow store. Run it in the repository's root.
+    """
+    from dvp.experiment.loading import dump_experiment, load_experiment
+    from dvp.files import write_text
+    from dvp.tracking.store import create_store
+    from dvp.training.method import check_methods
+
+    loaded = load_experiment(experiment)
+    check_methods(loaded)
+    create_store(folder.parent, loaded.name)
+    write_text(folder / "config.yaml", dump_experiment(loaded))
+
+
+@app.command(rich_help_panel=EXPERIMENT)
+def plan(
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE…",
+            help="as Snakemake's: experiment=NAME results=FOLDER",
+            show_default="config/config.yaml",
+        ),
+    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)] = None,  # `--config A=1 B=2`
+    gpu: Annotated[
+        Literal["a100", "h100", "h200", "cpu"] | None,
+        typer.Option(
+            help="what to reckon with", show_default="h200, or cpu for a base model that the pipeline trains itself"
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="used at once", show_default="what the largest job takes"),
+    ] = None,
+    price: Annotated[float | None, typer.Option(metavar="X", callback=_above_zero, help="of a GPU-hour")] = None,
+    response_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            callback=_above_zero,
+            help="mean length of a response",
+            show_default="as recorded, else half of the longest",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print numbers: hours, bytes")] = False,
+) -> None:
+    """Say what an experiment will take before anything is submitted.
+
+    Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the experiment
+    has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network. Run it in the
+    repository's root.
+    """
+    from dvp.experiment.loading import load_experiment, read_settings
+    from dvp.files import dump_json
+    from dvp.planning.dag import read_jobs
+    from dvp.planning.plan import make_plan
+    from dvp.planning.text import render
+
+    settings = read_settings([*(config or []), *(more or [])])
+    experiment = load_experiment(settings["experiment"])
+    made = make_plan(
+        experiment,
+        read_jobs(settings),
+        Path(settings["results"]) / experiment.name,
+        gpu=gpu,
+        gpus=gpus,
+        price=price,
+        response_tokens=response_tokens,
+    )
+    print(dump_json(made) if json else render(made))
+
+
+@app.command(rich_help_panel=MODELS)
+def prepare(config: Config) -> None:
+    """Turn sources into training and evaluation problems.
+
+    Loads, deduplicates, decontaminates, splits and renders prompts; writes data/train.parquet, data/eval.parquet and
+    data/manifest.json, which says what was dropped and why.
+    """
+    from dvp.data import stage
+
+    stage.prepare(config)
+
+
+@app.command(rich_help_panel=MODELS)
+def base(config: Config, threads: Threads = 1) -> None:
+    """Make the base model.
+
+    Trains the tiny tokenizer and model, or fetches a pinned revision of the hub; writes base/, an ordinary Hugging Face
+    directory.
+    """
+    from dvp.training import stage
+
+    stage.base(config, threads)
+
+
+@app.command(rich_help_panel=MODELS)
+def train(config: Config, run: RunPath, threads: Threads = 1) -> None:
+    """Train one run with RL.
+
+    Rollouts by vLLM, updates by DeepSpeed. Writes runs/RUN/metrics.jsonl as it goes, checkpoints to continue from when
+    it is run again, and runs/RUN/train.json at the end.
+    """
+    from dvp.training import stage
+
+    stage.train(config, run, threads)
+
+
+@app.command(rich_help_panel=MODELS)
+def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
+    """Turn a run's checkpoint into a Hugging Face model, with proof.
+
+    Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if fixed prompts score differently.
+    """
+    from dvp.conversion import stage
+
+    stage.convert(config, run, threads)
+
+
+@app.command(rich_help_panel=MEASUREMENT)
+def evaluate(
+    config: Config,
+    run: RunPath,
+    task: Annotated[str, typer.Option(metavar="TASK", help="`held_out` or an evaluation source of the experiment")],
+    threads: Threads = 1,
+) -> None:
+    """Sample a model on a task and score it.
+
+    Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
+    with intervals). RUN `base` is the model before RL.
+    """
+    from dvp.evaluation import stage
+
+    stage.evaluate(config, run, task, threads)
+
+
+@app.command(rich_help_panel=MEASUREMENT)
+def mismatch(
+    config: Config,
+    measurement: Annotated[
+        str,
+        typer.Option(
+            metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…/engine~…/rho~…"
+        ),
+    ],
+    threads: Threads = 1,
+) -> None:
+    """Measure the mismatch between engine and trainer at a fixed policy.
+
+    Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes
+    mismatch/MEASUREMENT/*.parquet and mismatch.json.
+    """
+    from dvp.measurement import stage
+
+    stage.mismatch(config, measurement, threads)
+
+
+@app.command(rich_help_panel=MEASUREMENT)
+def bias(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="results/E/config.yaml")] = None,
+    measurement: Annotated[
+        str | None, typer.Option(metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, as of `dvp mismatch`")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a Hugging Face directory")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="an engine of the experiment or of config/catalogue")
+    ] = None,
+    experiment: Annotated[
+        str, typer.Option(metavar="NAME", help="whose estimators, batches and sampling are used")
+    ] = "estimator_bias",
+    problems: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=".parquet, .jsonl or .json with columns problem and answer",
+            show_default="what the experiment trains on",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="draws problems and responses")] = 0,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="where to write")] = Path("bias"),
+    threads: Threads = 1,
+) -> None:
+    """Measure bias and variance of every estimator of the policy gradient.
+
+    At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an experiment;
+    writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json. With --model and --engine: any Hugging
+    Face directory; prints the table and writes the same files to FOLDER. Run it in the repository's root.
+    """
+    given = [option is not None for option in (config, measurement, model, engine)]
+    if given not in ([True, True, False, False], [False, False, True, True]):
+        raise DvpError("expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME")
+    from dvp.measurement import stage
+
+    if config is not None and measurement is not None:
+        stage.bias(config, measurement, threads)
+        return
+    assert model is not None
+    assert engine is not None
+    from dvp.analysis.stage import show_bias
+    from dvp.experiment.loading import load_experiment
+
+    measured = stage.bias_of_model(model, engine, load_experiment(experiment), problems, seed, output, threads)
+    show_bias(measured, model, engine)
+    print(f"\nfull precision, and what the intervals are made from: {output}")
+
+
+@app.command(rich_help_panel=RESULTS)
+def report(
+    config: Config,
+    part: Annotated[
+        Literal["training", "mismatch", "bias", "sweep"],
+        typer.Option(
+            help="training: scores and curves of the grid; mismatch, bias: the measurements at fixed policies; "
+            "sweep: over ρ",
+        ),
+    ] = "training",
+) -> None:
+    """Make tables and figures.
+
+    Writes tables/, figures/ and report/PART.json. Which parts there are follows from the experiment.
+    """
+    from dvp.analysis import stage
+
+    stage.report(config, part)
+
+
+@app.command(rich_help_panel=RESULTS)
+def evidence(
+    experiments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=FOLDER…",
+            help="the experiment in FOLDER, results/E, answers what the claims ask of KEY "
+            "(config/config.yaml: evidence)",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="where the page goes")],
+) -> None:
+    """Hold what was measured against what was published.
+
+    Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html and claims.json.
+    """
+    from dvp.analysis import stage
+
+    stage.evidence(experiments, output)
+
+
+@app.command(rich_help_panel=RESULTS)
+def show(config: Config) -> None:
+    """Print the main table and where everything is.
+
+    Reads what `dvp report` wrote.
+    """
+    from dvp.analysis import stage
+
+    stage.show(config)
+
+
+@app.command(rich_help_panel=RESULTS)
+def track(config: Config) -> None:
+    """Bring the tracking store up to date from the files.
+
+    Reads tracking/ and runs/RUN/metrics.jsonl, and adds to the MLflow store what it lacks of every stage that has
+    begun: after an outage of the store, or into an empty one. Changes no file.
+    """
+    from dvp.tracking.track import track
+
+    track(config)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
-    options = vars(parser().parse_args(arguments))
-    verb = options.pop("verb")
     # A terminated stage ends like an interrupted one: temporary files are removed, MLflow is told.
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     quiet()
-    from dvp import stages
-
-    for name in ("run", "measurement"):
-        if name in options:
-            options[f"{name}_path"] = options.pop(name)
-    if "experiment" in options:
-        options["name"] = options.pop("experiment")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = typer.main.get_command(app)
+    name = f"dvp {arguments[0]}" if arguments[:1] and arguments[0] in command.commands else "dvp"
     try:
-        getattr(stages, verb)(**options)
+        # What `app()` does, but for its own way with exceptions.
+        with command.make_context("dvp", list(arguments)) as context:
+            command.invoke(context)
         sys.stdout.flush()
+    except typer.Exit as ended:  # --help
+        return ended.exit_code
+    except typer.TyperException as error:
+        message = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+        return _say(f"{name}: {message}; see `{name} --help`", error.exit_code)
+    except DvpError as error:
+        return _say(f"{name}: {error}", 2)
+    except Stopped as stopped:
+        return _say(f"{name}: {stopped}", stopped.code)
+    except KeyboardInterrupt:
+        return _say(f"{name}: interrupted", 130)
     except BrokenPipeError:
         # `dvp plan | head`: its reader has seen enough. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except DvpError as error:
-        print(f"dvp {verb}: {error}", file=sys.stderr)
-        return 2
-    except Stopped as stopped:
-        print(f"dvp {verb}: {stopped}", file=sys.stderr)
-        return stopped.code
-    except KeyboardInterrupt:
-        print(f"dvp {verb}: interrupted", file=sys.stderr)
-        return 130
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that is not ours
-            print(f"dvp {verb}: {error.filename}: {error.strerror}", file=sys.stderr)
-            return 2
+            return _say(f"{name}: {error.filename}: {error.strerror}", 2)
         traceback.print_exc()
-        print(
-            f"dvp {verb}: a bug, please report it with the lines above: {type(error).__name__}: {error}",
-            file=sys.stderr,
-        )
-        return 1
+        return _say(f"{name}: a bug, please report it with the lines above: {type(error).__name__}: {error}", 1)
     return 0
+
+
+def _say(line: str, status: int) -> int:
+    print(line, file=sys.stderr)
+    return status
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -272,9 +388,6 @@ def quiet() -> None:
     for key, value in defaults.items():
         if value:
             os.environ.setdefault(key, value)
-    import logging
-    import warnings
-
     warnings.filterwarnings("ignore")
     for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp import stages
+from dvp import cli
 from dvp.analysis.bias import measured, read_cell
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
@@ -25,7 +25,7 @@ from dvp.training.backend import Policy
 ANSWER, SHARE = "1", 4  # of four answers that are given, one is right
 PROBLEMS = [f"{name} tells a number" for name in ("bafi", "dogu", "kelo", "mipa", "nuri", "sato")]
 EXPERIMENT = {
-    "name": "small_bias",
+    "experiment": "small_bias",
     "extends": "tiny",
     "seeds": [3],
     "grid": [{"method": "rloo", "engine": "fp32"}],
@@ -189,9 +189,9 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
         ({"name": "tiny"}, "experiment 'tiny' has no `bias`"),
         (
             {"config": "results/x/config.yaml"},
-            "expected --config FILE --measurement MEASUREMENT, or --model DIR --engine NAME",
+            "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME",
         ),
-        ({"engine": None}, "expected --config FILE --measurement MEASUREMENT, or --model DIR --engine NAME"),
+        ({"engine": None}, "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME"),
         ({"problems": "missing.jsonl"}, "--problems: missing.jsonl: no such file"),
         ({"rows": [{"question": "x", "answer": "1"}]}, "no column 'problem'; found question, answer"),
         ({"rows": [{"problem": "x", "answer": "1"}] * 2}, "2 problems are fewer than bias.problems"),
@@ -205,7 +205,7 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
 def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):
     small_experiment(root, tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = {"config": None, "measurement_path": None, "model": tiny_model, "engine": "fp32", "name": "small_bias"}
+    options = {"config": None, "measurement": None, "model": tiny_model, "engine": "fp32", "experiment": "small_bias"}
     options |= {"problems": None, "seed": 0, "output": tmp_path / "out", "threads": 1}
     change = dict(change)
     if "rows" in change:
@@ -215,7 +215,7 @@ def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model
         if name in change:
             change[name] = tmp_path / change[name] if name == "model" else type(tmp_path)(change[name])
     with pytest.raises(DvpError, match=message):
-        stages.bias(**options | change)
+        cli.bias(**options | change)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from dvp import stages
+from dvp import cli
 from dvp.files import sha256_file
 from dvp.tracking.store import store_uri
 
@@ -40,9 +40,9 @@ def prepared(tmp_path_factory, root) -> Path:
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         config = Path("results/smoke/config.yaml")
-        stages.resolve("smoke", config.parent)
-        stages.prepare(config)
-        stages.base(config, threads=1)
+        cli.resolve("smoke", config.parent)
+        cli.prepare(config)
+        cli.base(config, threads=1)
     return folder
 
 

@@ -57,8 +57,8 @@ def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(c
 def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, answered):
     found = lineage(copy.results, answered["tracking_key"])
     parts = {"report_training", "report_mismatch", "report_bias", "report_sweep"}
-    assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "claims"} | parts
-    [run_id] = found["claims"]
+    assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "evidence"} | parts
+    [run_id] = found["evidence"]
     run = MlflowClient(tracking_uri=store_uri(copy.results)).get_run(run_id)
     assert run.info.status == "FINISHED"
     told = {name.removeprefix("claim."): value for name, value in run.data.tags.items() if name.startswith("claim.")}

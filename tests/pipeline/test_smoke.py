@@ -13,8 +13,8 @@ import yaml
 from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
-from dvp.stages import track
 from dvp.tracking.store import lineage, store_uri
+from dvp.tracking.track import track
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 AIME25 = Path(__file__).parents[2].parent / "shared/data/aime25.jsonl"

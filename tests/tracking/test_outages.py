@@ -18,8 +18,8 @@ from threading import Thread
 import pytest
 from made_up_stages import check_training, contents, track, train
 
-from dvp.stages import track as track_here
 from dvp.tracking import stage as tracking_stage
+from dvp.tracking.track import track as track_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 30

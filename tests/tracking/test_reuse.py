@@ -8,7 +8,7 @@ from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
 
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import read_json, sha256_file, write_json, write_text
-from dvp.reuse import reuse
+from dvp.stage import Stage
 from dvp.tracking import stage
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
@@ -48,7 +48,7 @@ def other(folder):
 def taken(folder, **changes) -> bool:
     run = folder / "runs" / RUN
     with stage_run(folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", **(WORK | changes)) as tracked:
-        return reuse(folder, run / "train.json", tracked)
+        return Stage(folder, run / "train.json", tracked, WORK["config_hash"], started=0.0).reuse()
 
 
 def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder, other):

@@ -10,10 +10,10 @@ import pytest
 from made_up_stages import EXPERIMENT, RUN, check_training, contents, evaluate, track, train
 
 from dvp.errors import DvpError
-from dvp.stages import track as track_here
 from dvp.tracking.record import read_record, read_rows
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import Feed, create_store
+from dvp.tracking.track import track as track_here
 
 RECORD = f"tracking/runs/{RUN}/train.json"
 

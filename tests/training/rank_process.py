@@ -18,7 +18,6 @@ from test_loop import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
 from dvp.cli import quiet
-from dvp.conversion import write_probe
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
@@ -26,6 +25,7 @@ from dvp.experiment.training import TrainingConfig
 from dvp.training import ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
+from dvp.training.probe import write_probe
 
 ROOT = Path(__file__).parents[2]
 # Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.

@@ -17,8 +17,8 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp import stages
-from dvp.conversion import convert
+from dvp import cli
+from dvp.conversion.convert import convert
 from dvp.errors import DvpError, Stopped
 from dvp.experiment.training import TrainingConfig
 from dvp.training import checkpoint, launch, ranks
@@ -219,9 +219,9 @@ def experiment(speaking_model, tmp_path_factory, root) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        stages.resolve("smoke", Path("results/smoke"))
-        stages.prepare(Path("results/smoke/config.yaml"))
-        stages.base(Path("results/smoke/config.yaml"), threads=1)
+        cli.resolve("smoke", Path("results/smoke"))
+        cli.prepare(Path("results/smoke/config.yaml"))
+        cli.base(Path("results/smoke/config.yaml"), threads=1)
     return folder / "results/smoke/config.yaml"
 
 
@@ -307,6 +307,6 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_from_its_check
     assert sum(row["reward"] for row in metrics[-4:]) > sum(row["reward"] for row in metrics[:4])
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        stages.convert(experiment, RUN, threads=1)
+        cli.convert(experiment, RUN, threads=1)
     proof = json.loads((experiment.parent / "models" / RUN / "conversion.json").read_text())
     assert proof["max_abs_delta_log_prob_live"] <= 1e-5

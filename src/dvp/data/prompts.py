@@ -51,3 +51,8 @@ def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:
             f"{min(map(len, prompts))}"
         )
     return kept
+
+
+def padding_token(tokenizer: Any) -> int:
+    """The id to pad with. Padding is neither attended to nor scored: without a token for it, the end token serves."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.data.prompts import encode_prompts, short_enough
+from dvp.data.prompts import encode_prompts, padding_token, short_enough
 from dvp.data.sources import load
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
@@ -57,7 +57,7 @@ class FixedProblems:
         chosen = problems.iloc[self.rows]
         self.ids = [str(name) for name in chosen["id"]]
         self.prompts = [encoded[row] for row in self.rows]
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._pad = padding_token(tokenizer)
         places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
         self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad)
         for place, answer in zip(places, chosen["answer"], strict=True):

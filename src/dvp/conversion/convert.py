@@ -5,34 +5,24 @@ import io
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums
-from dvp.training import checkpoint, ranks
-from dvp.training.backend import TAG, Policy, Trainer
+from dvp.training import checkpoint
+from dvp.training.backend import TAG, Policy
+from dvp.training.probe import read_probe
 
 TOLERANCE = 1e-5  # nats, fp32
 PREFIX = "model."  # Policy holds the Hugging Face model under this name
-
-
-def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
-    """Score fixed prompts (token ids) with the live trainer, in fp32, and keep tokens and log-probs for the proof."""
-    batch = _probe_batch(prompts)
-    log_prob_N = trainer.score(batch, None, bf16=False).log_prob  # by all ranks
-    if not ranks.is_main():
-        return
-    with atomic_path(path) as temporary:
-        save_file({"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}, temporary)
 
 
 def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temperature: float) -> dict:
     """Write the model of a verified checkpoint to `folder` and prove it.
 
     base : the Hugging Face directory that gives architecture and tokenizer.
-    probe : what `write_probe` wrote at the end of training.
+    probe : what `write_probe` (dvp.training.probe) wrote at the end of training.
     temperature : the one at which the trainer scored the probe.
     Returns the proof: max |Δ log p| of the probe's tokens between the converted model, read back from disk, and (a) the
     live trainer at the end of training, (b) the weights of the checkpoint.
@@ -57,8 +47,7 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
         name = sorted(missing | set(problem.unexpected_keys))[0]
         raise DvpError(f"{checkpoint_folder}: parameter '{name}' does not fit the base model {base}")
     model.tie_weights()
-    known = load_file(probe)
-    batch = Batch(known["tokens"], known["scored"])
+    batch, live_N = read_probe(probe)
     from_checkpoint_N = _score(model, batch, temperature)
     with atomic_path(folder) as temporary:
         model.save_pretrained(temporary)
@@ -67,7 +56,7 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
         proof = {
             "tokens_scored": len(converted_N),
             "max_abs_delta_log_prob": (converted_N - from_checkpoint_N).abs().max().item(),
-            "max_abs_delta_log_prob_live": (converted_N - known["log_prob"]).abs().max().item(),
+            "max_abs_delta_log_prob_live": (converted_N - live_N).abs().max().item(),
             "tolerance": TOLERANCE,
         }
         for key in ("max_abs_delta_log_prob", "max_abs_delta_log_prob_live"):
@@ -82,8 +71,3 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
 @torch.no_grad()
 def _score(model: PreTrainedModel, batch: Batch, temperature: float) -> torch.Tensor:
     return Policy(model.eval())(batch, safe=None, temperature=temperature).log_prob
-
-
-def _probe_batch(prompts: list[list[int]]) -> Batch:
-    """Every token but the first is scored."""
-    return Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)

@@ -1,0 +1,101 @@
+"""The stages `report` and `evidence`, and what `dvp show` and `dvp bias --model` print."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dvp.analysis.parts import parts
+from dvp.errors import DvpError
+from dvp.experiment.folder import BASE, ExperimentDir
+from dvp.files import sha256_file, sha256_json, write_text
+from dvp.stage import Inputs, run_stage
+from dvp.tracking.store import store_name
+
+
+def report(config: Path, part: str) -> None:
+    """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
+    from dvp.analysis.output import record, write
+
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
+    if part not in parts(experiment):
+        raise DvpError(f"--part {part}: the report of '{experiment.name}' has {', '.join(parts(experiment))}")
+    result, config_hash = directory.result("report", part), experiment.config_hash("report")
+    # What is read, the analysis verifies itself.
+    with run_stage(f"report_{part}", directory, result, config_hash, _inputs(directory, part), verify=False) as stage:
+        if part == "training":
+            from dvp.analysis.report import report as report_training
+
+            measured = report_training(experiment, directory.folder, directory.folder)
+            stage.tracked.log_file(directory.folder / "provenance.json")
+        else:
+            measured = import_module(f"dvp.analysis.{part}").measured(experiment, directory.folder)
+            write(measured, directory.folder)
+        for folder, names in (("tables", measured.tables), ("figures", measured.figures)):
+            for file in sorted((directory.folder / folder).glob("*")):
+                if file.stem in names:
+                    stage.tracked.log_file(file, folder)
+        stage.finish({"experiment": experiment.name, "part": part, **record(measured, directory.folder)})
+
+
+def _inputs(directory: ExperimentDir, part: str) -> Inputs:
+    experiment = directory.experiment
+    inputs: dict[str, list[Path]] = {}
+    if part in ("training", "sweep"):
+        paths = [run.path for run in experiment.runs]
+        inputs["train"] = [directory.result("train", path) for path in paths]
+        inputs["evaluate"] = [
+            directory.result("evaluate", f"{path}/{experiment.report.task}") for path in [BASE, *paths]
+        ]
+    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "sweep"))):
+        if part in in_parts:
+            inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
+    return inputs
+
+
+def evidence(experiments: list[str], output: Path) -> None:
+    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json."""
+    from dvp.analysis.claims import CLAIMS
+    from dvp.analysis.verdicts import answer, to_html, to_markdown
+
+    answered = answer(experiments)
+    inputs = {
+        key: [Path(experiment["folder"]) / "report" / f"{part}.json" for part in experiment["reports"]]
+        for key, experiment in answered["experiments"].items()
+    }
+    config_hash = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
+    output = output.resolve()
+    with run_stage("evidence", output, output / "claims.json", config_hash, inputs, verify=False) as stage:
+        write_text(output / "claims.md", to_markdown(answered, output))
+        write_text(output / "claims.html", to_html(answered))
+        for claim in answered["claims"]:
+            stage.tracked.tag(f"claim.{claim['id']}", claim["verdict"])
+        for name in ("claims.md", "claims.html"):
+            stage.tracked.log_file(output / name)
+        stage.finish(answered)
+    for claim in answered["claims"]:
+        print(f"{claim['verdict']:22} {claim['text']}")
+    print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
+
+
+def show(config: Path) -> None:
+    """Print the main table and where report and tracking store are."""
+    from dvp.analysis.report import print_table
+
+    directory = ExperimentDir(config)
+    print(f"{directory.experiment.description}\n")
+    print(print_table(directory.folder))
+    print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
+    if (directory.folder / "report.html").is_file():
+        print(f"report            {directory.folder}/report.html")
+    print(f"from which runs   {directory.folder}/provenance.json")
+    print(f"MLflow            {store_name(directory.results)}   (make mlflow opens it)")
+
+
+def show_bias(measured: Any, model: Path, engine: str) -> None:
+    """Print what was measured of the estimators (a dvp.measurement.bias.BiasResult) at a model of the user's own."""
+    from dvp.analysis.bias import format_estimators
+    from dvp.analysis.formats import to_text
+
+    title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
+    print(to_text(format_estimators(measured.estimators, measured.summary, title), width=120))

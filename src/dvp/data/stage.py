@@ -1,0 +1,18 @@
+"""The stage `prepare`."""
+
+from pathlib import Path
+
+from dvp.data.prepare import prepare as prepare_data
+from dvp.experiment.folder import ExperimentDir
+from dvp.stage import run_stage
+
+
+def prepare(config: Path) -> None:
+    """Raw problems → data/train.parquet, data/eval.parquet, data/manifest.json."""
+    directory = ExperimentDir(config)
+    experiment, result = directory.experiment, directory.result("prepare")
+    with run_stage("prepare", directory, result, experiment.config_hash("prepare"), {}) as stage:
+        manifest = prepare_data(experiment.data, experiment.sources, directory.data)
+        stage.tracked.log_params(experiment.data.model_dump(mode="json"))
+        stage.tracked.log_result(manifest["counts"])
+        stage.finish(manifest)

@@ -1,0 +1,72 @@
+"""The stage `evaluate`."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from dvp.errors import DvpError
+from dvp.experiment.folder import BASE, ExperimentDir
+from dvp.files import sha256_file
+from dvp.rollout.vllm import VllmEngine, configure_environment
+from dvp.stage import run_stage
+
+ENGINE_SEQUENCES = 256  # that the engine samples at once
+
+
+def evaluate(config: Path, path: str, task: str, threads: int) -> None:
+    """Samples of a model on a task → evals/RUN/TASK/samples.parquet and scores.json.
+
+    path : of the run, or `base`.
+    """
+    configure_environment(threads)
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts
+    from dvp.evaluation.runner import evaluate as evaluate_model
+    from dvp.training.base import check_vocabulary
+
+    directory = ExperimentDir(config)
+    experiment, settings = directory.experiment, directory.experiment.evaluation
+    run = None if path == BASE else experiment.run(path)
+    if task not in experiment.data.tasks:
+        raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
+    torch.set_num_threads(threads)
+    made_by, model_result = directory.model(run)
+    inputs = {made_by: model_result, "prepare": directory.result("prepare")}
+    result = directory.result("evaluate", f"{path}/{task}")
+    config_hash = experiment.config_hash("evaluate", run, task)
+    with run_stage("evaluate", directory, result, config_hash, inputs, run=run and path, task=task) as stage:
+        if stage.reuse():
+            return
+        stage.tracked.log_params(
+            settings.model_dump(mode="json", exclude={"samples_per_problem"})
+            | {"samples_per_problem": settings.samples_per_problem[task]}
+        )
+        model = model_result.parent
+        check_vocabulary(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        problems = pd.read_parquet(directory.data / "eval.parquet").query("task == @task")
+        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
+        longest = max(map(len, encoded), default=0) + settings.max_response_tokens
+        engine = VllmEngine(
+            model,
+            experiment.engines[settings.engine],
+            max_model_len=min(longest, AutoConfig.from_pretrained(model).max_position_embeddings),
+            max_num_seqs=ENGINE_SEQUENCES,
+            seed=settings.seed,
+        )
+        folder = result.parent
+        scores = evaluate_model(
+            experiment,
+            task,
+            model_dir=model,
+            eval_parquet=directory.data / "eval.parquet",
+            engine=engine,
+            tokenizer=tokenizer,
+            folder=folder,
+        )
+        stage.tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
+        stage.tracked.log_file(folder / "samples.parquet")
+        files = {"samples.parquet": sha256_file(folder / "samples.parquet")}
+        stage.finish({"run": path, **scores, "files": files})

@@ -1,0 +1,167 @@
+"""The stages that measure at a fixed policy: `mismatch` and `bias`."""
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.data import Columns, FileSource
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import Measurement
+from dvp.files import write_json
+from dvp.provenance import git_commit
+from dvp.rollout.vllm import VllmEngine, configure_environment
+from dvp.stage import Stage, run_stage
+
+if TYPE_CHECKING:
+    from dvp.measurement.bias import BiasResult
+
+
+def mismatch(config: Path, path: str, threads: int) -> None:
+    """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
+    configure_environment(threads)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.measurement.mismatch import drawn_problems, measure_mismatch
+    from dvp.training.base import check_vocabulary
+
+    torch.set_num_threads(threads)
+    directory = ExperimentDir(config)
+    experiment, settings = directory.experiment, directory.experiment.mismatch
+    measurement = experiment.measurement("mismatch", path)
+    model = directory.model(measurement.run)[1].parent
+    with _run_stage("mismatch", directory, measurement) as stage:
+        stage.tracked.log_params(
+            {
+                "mismatch": settings.model_dump(mode="json", exclude={"policies", "engines"}),
+                "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
+            }
+        )
+        check_vocabulary(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        problems = pd.read_parquet(directory.data / "train.parquet")
+        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
+        kept = short_enough(encoded, experiment.training.max_prompt_tokens)
+        rows = [kept[index] for index in drawn_problems(len(kept), settings.problems, measurement.seed)]
+        prompts = [encoded[row] for row in rows]
+        trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        longest = max(map(len, prompts)) + experiment.training.max_response_tokens
+        engine = VllmEngine(
+            model,
+            experiment.engines[measurement.engine],
+            max_model_len=min(longest, trainer.config.max_position_embeddings),
+            max_num_seqs=settings.responses,
+            seed=measurement.seed,
+        )
+        result = measure_mismatch(
+            experiment,
+            measurement,
+            problems=problems.iloc[rows],
+            prompts=prompts,
+            pad=padding_token(tokenizer),
+            model=trainer.to("cuda" if torch.cuda.is_available() else "cpu"),
+            engine=engine,
+            folder=stage.result.parent,
+        )
+        stage.tracked.log_result(
+            {name: value for name, value in result.items() if name not in ("measurement", "files")}
+        )
+        stage.finish(result)
+
+
+def bias(config: Path, path: str, threads: int) -> None:
+    """Every gradient estimator against the exact gradient at a policy of the experiment.
+
+    Writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json.
+    """
+    configure_environment(threads)
+    import torch
+
+    from dvp.measurement.bias import measure_bias, write_tables
+
+    torch.set_num_threads(threads)
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
+    measurement = experiment.measurement("bias", path)
+    model = directory.model(measurement.run)[1].parent
+    with _run_stage("bias", directory, measurement) as stage:
+        stage.tracked.log_params(
+            {"measurement": path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})}
+        )
+        problems, where = pd.read_parquet(directory.data / "train.parquet"), "data/train.parquet"
+        measured = measure_bias(
+            experiment, model, measurement.engine, problems, where=where, seed=measurement.seed, name=path
+        )
+        stage.tracked.log_result(measured.results())
+        files = write_tables(measured, stage.result.parent)
+        stage.tracked.log_file(stage.result.parent / "estimators.parquet")
+        stage.finish({"measurement": path, **measured.summary, "files": files})
+
+
+def bias_of_model(
+    model: Path,
+    engine: str,
+    experiment: Experiment,
+    problems: Path | None,
+    seed: int,
+    output: Path,
+    threads: int,
+) -> "BiasResult":
+    """Every gradient estimator against the exact gradient at any Hugging Face directory; the same files to `output`.
+
+    experiment : whose estimators, batches and sampling are used, and problems unless a file of them is given.
+    Raises DvpError before anything starts for input that is not fit for it.
+    """
+    configure_environment(threads)
+    import torch
+
+    from dvp.measurement.bias import measure_bias, write_tables
+    from dvp.measurement.problems import source_problems
+
+    torch.set_num_threads(threads)
+    if experiment.bias is None:
+        raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
+    if engine not in experiment.engines:
+        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
+    if not (model / "config.json").is_file():
+        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
+    where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
+    if problems is not None:
+        columns = Columns(problem="problem", answer="answer")
+        where, source = "--problems", FileSource(kind="file", path=problems, columns=columns)
+    started = time.time()
+    read = source_problems(source, where, experiment.data.prompt_template)
+    where = where if problems is None else str(problems)
+    measured = measure_bias(experiment, model, engine, read, where=where, seed=seed, name=str(model))
+    result = {
+        "model": str(model),
+        "engine": engine,
+        "experiment": experiment.name,
+        "seed": seed,
+        **measured.summary,
+        "files": write_tables(measured, output),
+        "git_commit": git_commit(),
+        "seconds_stage": round(time.time() - started, 2),
+    }
+    write_json(output / "bias.json", result)
+    return measured
+
+
+def _run_stage(name: str, directory: ExperimentDir, measurement: Measurement) -> AbstractContextManager[Stage]:
+    """`run_stage` with what both stages have in common."""
+    made_by, model_result = directory.model(measurement.run)
+    return run_stage(
+        name,
+        directory,
+        directory.result(name, measurement.path),
+        directory.experiment.config_hash(name, measurement=measurement),
+        {made_by: model_result, "prepare": directory.result("prepare")},
+        run=measurement.run and measurement.run.path,
+        task=f"by~{measurement.engine}-seed~{measurement.seed}",
+    )

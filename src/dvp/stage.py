@@ -1,0 +1,137 @@
+"""What every stage has in common: its inputs are verified, it has an MLflow run, its small JSON file comes last.
+
+A stage that is killed has no JSON file, so it is never taken for a finished one. The file carries the stage's
+config_hash, commit and the key of its MLflow run, which the next stage links to.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
+from dvp.files import atomic_path, read_json, sha256_json, verify_checksums, write_json
+from dvp.provenance import git_commit
+from dvp.tracking.record import KEY
+from dvp.tracking.stage import StageRun, stage_run
+
+Inputs = Mapping[str, Path | list[Path]]
+"""By stage, the JSON files of the stages that a stage reads the output of."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage at work: its MLflow run, and the JSON file that it ends with."""
+
+    folder: Path
+    """The experiment's own, results/E."""
+    result: Path
+    tracked: StageRun
+    config_hash: str
+    started: float
+
+    def finish(self, result: dict) -> None:
+        """Write the JSON file, the stage's last act, and keep a copy of it with the MLflow run."""
+        provenance = {
+            "config_hash": self.config_hash,
+            "git_commit": git_commit(),
+            KEY: self.tracked.key,
+            "seconds_stage": round(time.time() - self.started, 2),
+        }
+        write_json(self.result, result | provenance)
+        self.tracked.log_file(self.result)
+
+    def reuse(self) -> bool:
+        """Whether another experiment of the same results has done this work; if so, its files are copied.
+
+        A stage's key names its version, its settings and the contents of its inputs: files of the same key are the
+        ones that would be made here. The JSON file keeps commit and seconds of the work itself, and says in
+        `reused_from` where it was done.
+        """
+        for other in sorted(self.folder.parent.iterdir()):
+            there = other / self.result.relative_to(self.folder)
+            if other == self.folder or not there.is_file():
+                continue
+            # A file that cannot be read is of no use, and for one that cannot be written the work itself will say so.
+            with contextlib.suppress(DvpError, OSError):
+                record = read_json(there, KEY, "files")
+                if record[KEY] != self.tracked.key_in(other.name):
+                    continue
+                verify_checksums(there.parent, record["files"])
+                for name in [*record["files"], *([record["checkpoint"]] if "checkpoint" in record else [])]:
+                    _copy(there.parent / name, self.result.parent / name)
+                source = f"{other.name} {record[KEY]}"
+                self.tracked.adopt(other)
+                self.tracked.tag("reused_from", source)
+                print(f"the same as in {other}: copied", flush=True)
+                write_json(self.result, record | {KEY: self.tracked.key, "reused_from": source})
+                self.tracked.log_file(self.result)
+                return True
+        return False
+
+
+@contextmanager
+def run_stage(
+    name: str,
+    where: ExperimentDir | Path,
+    result: Path,
+    config_hash: str,
+    inputs: Inputs,
+    *,
+    verify: bool = True,
+    run: str | None = None,
+    task: str | None = None,
+    metrics: Path | None = None,
+) -> Iterator[Stage]:
+    """A stage while it works; its MLflow run ends with the block, as failed if that raises.
+
+    where : the experiment's folder, or the folder of a stage that reads several experiments.
+    result : the JSON file that `finish` writes.
+    verify : whether the files that `inputs` list must be as they were written; without it, the stage checks what it
+        reads itself.
+    run, task : path of the run, and what of it the stage works on, as the MLflow run says.
+    metrics : the metrics.jsonl that has every row given to `log_step`.
+    Raises DvpError, before anything is written, for an input that is missing or altered.
+    """
+    started = time.time()
+    records = read_inputs(inputs, verify=verify)
+    folder, experiment = (where, where.name) if isinstance(where, Path) else (where.folder, where.experiment.name)
+    with stage_run(
+        folder,
+        experiment,
+        name,
+        config_hash=config_hash,
+        inputs=inputs_hash(records),
+        upstream={stage: [record[KEY] for record in of_stage] for stage, of_stage in records.items()},
+        run=run,
+        task=task,
+        metrics=metrics,
+    ) as tracked:
+        yield Stage(folder, result, tracked, config_hash, started)
+
+
+def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]:
+    """The content of the inputs' JSON files, whose own files are as they were written. Raises DvpError if not."""
+    records: dict[str, list[dict]] = {}
+    for stage, paths in inputs.items():
+        records[stage] = []
+        for path in [paths] if isinstance(paths, Path) else paths:
+            record = read_json(path, "files", KEY)
+            if verify:
+                verify_checksums(path.parent, record["files"])
+            records[stage].append(record)
+    return records
+
+
+def inputs_hash(records: dict[str, list[dict]]) -> str:
+    """Hash (12 hex digits) of the contents of all files that the inputs list."""
+    return sha256_json([record["files"] for of_stage in records.values() for record in of_stage])[:12]
+
+
+def _copy(source: Path, target: Path) -> None:
+    with atomic_path(target) as temporary:
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, temporary)

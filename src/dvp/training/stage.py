@@ -1,0 +1,153 @@
+"""The stages `base` and `train`."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pandas as pd
+
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import Run
+from dvp.files import only_writer, sha256_file
+from dvp.progress import Progress
+from dvp.stage import read_inputs, run_stage
+from dvp.tracking.record import COLLAPSED
+from dvp.training import launch
+
+
+def base(config: Path, threads: int) -> None:
+    """Train the tiny base model, or fetch a pinned one → base/, an ordinary Hugging Face directory."""
+    import torch
+
+    from dvp.training.base import make_base
+
+    torch.set_num_threads(threads)
+    directory = ExperimentDir(config)
+    experiment, inputs = directory.experiment, {"prepare": directory.result("prepare")}
+    with run_stage("base", directory, directory.result("base"), experiment.config_hash("base"), inputs) as stage:
+        if stage.reuse():
+            return
+        manifest = make_base(experiment, directory.data, directory.base)
+        stage.tracked.log_params(experiment.base.model_dump(mode="json"))
+        stage.tracked.log_result(
+            {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
+        )
+        stage.finish(manifest)
+
+
+def train(config: Path, path: str, threads: int) -> None:
+    """RL of one run → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as the experiment asks for."""
+    directory = ExperimentDir(config)
+    run = directory.experiment.run(path)
+    settings = directory.experiment.training
+    if settings.ranks == 1:
+        _train(directory, run, threads)
+    elif launch.is_rank():
+        with launch.reported():
+            _train(directory, run, threads)
+    else:
+        arguments = ["--config", str(config), "--run", path, "--threads", str(max(1, threads // settings.gpus))]
+        launch.run(settings, directory.result("train", path).parent, ["train", *arguments])
+
+
+def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
+    """`train` in one process: all of it, or one of its ranks. Rank 0 alone has the lock and writes files."""
+    from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
+
+    configure_environment(threads)
+    import torch
+    from transformers import AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.training import checkpoint
+    from dvp.training.backend import Trainer
+    from dvp.training.loop import Loop, run_loop
+    from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
+
+    torch.set_num_threads(threads)
+    experiment, settings = directory.experiment, directory.experiment.training
+    engine_settings = experiment.engines[run.engine]
+    result = directory.result("train", run.path)
+    folder = result.parent
+    inputs = {"prepare": directory.result("prepare"), "base": directory.result("base")}
+    read = read_inputs(inputs)
+    data_files, base_files = (read[stage][0]["files"] for stage in inputs)
+    config_hash = experiment.config_hash("train", run)
+
+    with ExitStack() as stack:
+        stage = None
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(only_writer(folder, "training this run"))
+            stage = stack.enter_context(
+                run_stage(
+                    *("train", directory, result, config_hash, inputs),
+                    verify=False,  # every rank has done it
+                    run=run.path,
+                    metrics=folder / "metrics.jsonl",
+                )
+            )
+            if settings.ranks == 1 and stage.reuse():
+                return
+            stage.tracked.log_params(
+                {
+                    "run": run.model_dump(mode="json"),
+                    "training": settings.model_dump(mode="json"),
+                    "engine": engine_settings.model_dump(mode="json"),
+                    "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
+                }
+            )
+
+        # The trainer, the prompts that are short enough, the engine.
+        torch.manual_seed(run.seed)
+        trainer = Trainer(directory.base, settings, experiment.deepspeed)
+        tokenizer = AutoTokenizer.from_pretrained(directory.base)
+        problems = pd.read_parquet(directory.data / "train.parquet")
+        prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
+        kept = short_enough(prompts, settings.max_prompt_tokens)
+        too_long = len(prompts) - len(kept)
+        problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
+        longest = max(map(len, prompts)) + settings.max_response_tokens
+        engine = VllmEngine(
+            directory.base,
+            engine_settings,
+            max_model_len=min(longest, trainer.context),
+            max_num_seqs=settings.prompts_per_step * settings.group_size,
+            seed=run.seed,
+        )
+        loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine)
+        if loop.safe.engine is not None:
+            prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
+
+        # Every step's row goes to MLflow and, now and then, to the terminal.
+        progress = Progress(run.path, settings.steps)
+
+        def on_step(row: dict) -> None:
+            if stage is None:
+                return
+            stage.tracked.log_step(row["step"], row)
+            details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
+            if progress.step(row["step"], details):
+                stage.tracked.flush()
+
+        checkpoints = checkpoint.folder_of(folder / "checkpoints", config_hash, data_files, base_files)
+        final, rows = run_loop(loop, folder, checkpoints, on_step)
+        write_probe(folder / PROBE, trainer, prompts[:PROBE_PROMPTS])
+        if stage is None:
+            return
+        if loop.collapse.collapsed_at is not None:
+            stage.tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
+        stage.tracked.flush()
+        stage.tracked.log_file(folder / "metrics.jsonl")
+        stage.finish(
+            {
+                "run": run.path,
+                "steps": len(rows),
+                "prompts_too_long": too_long,
+                "skipped_steps": sum(row["skipped"] for row in rows),
+                "collapsed_at": loop.collapse.collapsed_at,
+                "collapse_reason": loop.collapse.reason,
+                "seconds_training": sum(row["seconds"] for row in rows),
+                "checkpoint": str(final.relative_to(folder)),
+                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", PROBE)},
+            }
+        )

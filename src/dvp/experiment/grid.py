@@ -52,15 +52,20 @@ class GridEntry(Strict):
     """Every combination of its lists, for every seed."""
 
     method: Listed
+    """A method or a list of methods."""
     engine: Listed
+    """An engine or a list of engines."""
     rho: Rhos | None = None
+    """One ρ or a list, for methods that take one: 0.01, 1e-2 or exp(-13)."""
 
 
 class Estimators(Strict):
     """Every combination of its lists: methods whose gradient estimates are compared, at each ρ if they take one."""
 
     method: Listed
+    """A method or a list of methods."""
     rho: Rhos | None = None
+    """One ρ or a list, for methods that take one."""
 
 
 class Run(Strict):
@@ -86,8 +91,11 @@ class GridPoint(Strict):
     """A grid point without its seed."""
 
     method: Name
+    """A method."""
     engine: Name
+    """The engine that it was trained with."""
     rho: Rho | None = None
+    """Its ρ, for a method that takes one."""
 
     @property
     def path(self) -> str:
@@ -124,6 +132,7 @@ class _MeasurementConfig(Strict):
     policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
     """The base model, or a grid point at the end of its training."""
     engines: Listed
+    """An engine or a list of engines."""
     problems: Positive
     """Training problems whose prompts are used, the same for all."""
 
@@ -147,3 +156,4 @@ class BiasConfig(_MeasurementConfig):
     reference_batches: Annotated[int, Field(ge=4)]
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
     estimators: Annotated[list[Estimators], Field(min_length=1)]
+    """What is compared."""

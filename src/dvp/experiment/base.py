@@ -43,7 +43,7 @@ class Architecture(_Transformer):
 
 
 class PretrainedArchitecture(_Transformer):
-    """What a pretrained model is like: `dvp plan` reckons with it, `dvp base` refuses a model of another shape."""
+    """The sizes of a pretrained model: `dvp plan` uses them, `dvp base` refuses a model of other sizes."""
 
     vocabulary_size: Positive
     """As its config.json has it."""
@@ -88,7 +88,7 @@ class HubBase(Strict):
     revision: Revision
     """The commit of the model's repository."""
     architecture: PretrainedArchitecture | None = None
-    """Its sizes, which `dvp plan` needs and `dvp base` checks."""
+    """Its sizes, without which there is no plan."""
 
 
 class LocalBase(Strict):
@@ -98,7 +98,7 @@ class LocalBase(Strict):
     path: str
     """The folder."""
     architecture: PretrainedArchitecture | None = None
-    """Its sizes, which `dvp plan` needs and `dvp base` checks."""
+    """Its sizes, without which there is no plan."""
 
 
 Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]

@@ -150,7 +150,7 @@ class Experiment(Strict):
                 if method.loss.kind != "reinforce" or isinstance(method.safe_vocabulary, FeedbackSafe):
                     raise ValueError(
                         f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
-                        "needs no training; at a fixed policy the others have nothing to say"
+                        "needs no training; the others cannot be compared at a fixed policy"
                     )
         _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
         return self

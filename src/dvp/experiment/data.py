@@ -12,7 +12,7 @@ Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
 class Columns(Strict):
-    """Where a row keeps what we need; dots reach into nested values (`reward_model.ground_truth`)."""
+    """Which column of a row is what; dots reach into nested values (`reward_model.ground_truth`)."""
 
     problem: str
     """The problem's text."""
@@ -65,7 +65,7 @@ class HubSource(_Table):
     revision: Revision | None = None
     """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
     problems: Positive | None = None
-    """How many problems it has: what `dvp plan` reckons with until `dvp prepare` has counted them."""
+    """How many problems it has; `dvp plan` uses it until `dvp prepare` has counted them."""
 
 
 class FileSource(_Table):
@@ -96,7 +96,7 @@ class DataConfig(Strict):
     evaluation: list[Name] = []
     """Sources, each a task of the same name."""
     limit: Positive | None = None
-    """Training problems kept at most."""
+    """The largest number of training problems."""
     prompt_template: str = "{problem}"
     """{problem} is where the problem's text goes."""
     chat: bool = False

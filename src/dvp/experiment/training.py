@@ -26,7 +26,7 @@ class EngineConfig(Strict):
 
 
 class Collapse(Strict):
-    """When a run counts as collapsed (dvp.core.collapse). It goes on all the same: a collapse is a result."""
+    """When a run counts as collapsed. It goes on: a collapse is a result."""
 
     window: Positive = 128
     """Steps that a spike is measured against."""
@@ -54,11 +54,11 @@ class KeepResponses(Strict):
     """Which responses of a run are kept token by token (dvp.training.responses)."""
 
     every: Positive = 10
-    """Those of every so many steps, and of the first and the last one."""
+    """Steps between two that are kept; the first and the last step are kept as well."""
     per_step: Positive = 4
-    """Of each step: half of them its first ones, half those with the largest mismatch."""
+    """Responses kept of each step: half of them the first, half those with the largest mismatch."""
     before_collapse: Annotated[int, Field(ge=0)] = 5
-    """All steps from so many before a collapse up to it."""
+    """Steps before a collapse that are kept, up to the step of the collapse."""
 
 
 class TrainingConfig(Strict):
@@ -101,7 +101,7 @@ class TrainingConfig(Strict):
     nodes: Positive = 1
     """Machines."""
     gradient_checkpointing: bool = False
-    """Recompute the layers' activations in the backward pass: a fourth more arithmetic, a layer's memory."""
+    """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
     checkpoint_every: Positive
@@ -130,6 +130,6 @@ class TrainingConfig(Strict):
         if self.checkpoint_every % self.synchronise_every:
             raise ValueError(
                 f"checkpoint_every ({self.checkpoint_every}) must be a multiple of synchronise_every "
-                f"({self.synchronise_every}): a run goes on with the engine's weights equal to the trainer's"
+                f"({self.synchronise_every}): a continued run starts with the engine's weights equal to the trainer's"
             )
         return self

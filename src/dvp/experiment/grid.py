@@ -34,17 +34,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _as_written(value: Any) -> str:
+def rho_as_written(value: Any) -> str:
+    """ρ as an experiment keeps it: a text as it is, YAML's 1e-2 as 0.01. Raises ValueError as `parse_rho` does."""
     parse_rho(value)
     return value if isinstance(value, str) else repr(value)
 
 
 def _all_as_written(value: Any) -> list[str]:
-    return [_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    return [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
 
 
 Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_as_list)]
-Rho = Annotated[str, BeforeValidator(_as_written)]
+Rho = Annotated[str, BeforeValidator(rho_as_written)]
 Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
 
 

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -96,12 +97,15 @@ def test_shell_blocks_can_be_parsed(document):
         shlex.split(block, comments=True)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_experiments_of_the_configurations_manual_are_accepted(number, tmp_path):
+@documents
+def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_path):
     config = shutil.copytree(ROOT / "config", tmp_path / "config")
-    text = blocks((ROOT / "config/README.md").read_text(encoding="utf-8"), "yaml")[number]
-    (config / "experiments" / "mine.yaml").write_text(text, encoding="utf-8")
-    assert load_experiment("mine", config).name == "mine"
+    for block in blocks(document.read_text(encoding="utf-8"), "yaml"):
+        text = block
+        if not text.startswith("name:"):  # entries of the catalogue's methods
+            text = "name: mine\nextends: smoke\nmethods:\n" + textwrap.indent(text, "  ")
+        (config / "experiments" / "mine.yaml").write_text(text, encoding="utf-8")
+        assert load_experiment("mine", config).name == "mine"
 
 
 def test_all_keys_are_in_the_configurations_manual():

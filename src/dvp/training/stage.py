@@ -63,6 +63,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop, run_loop
     from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
+    from dvp.training.responses import RESPONSES, ResponseRecorder
 
     torch.set_num_threads(threads)
     experiment, settings = directory.experiment, directory.experiment.training
@@ -114,7 +115,8 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             max_num_seqs=settings.prompts_per_step * settings.group_size,
             seed=run.seed,
         )
-        loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine)
+        recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
+        loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder)
         if loop.safe.engine is not None:
             prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
 
@@ -148,6 +150,6 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 "collapse_reason": loop.collapse.reason,
                 "seconds_training": sum(row["seconds"] for row in rows),
                 "checkpoint": str(final.relative_to(folder)),
-                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", PROBE)},
+                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )

@@ -64,6 +64,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
     from dvp.training import checkpoint
     from dvp.training.loop import run_loop
     from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
+    from dvp.training.responses import RESPONSES
 
     torch.set_num_threads(threads)
     experiment, settings = directory.experiment, directory.experiment.training
@@ -102,6 +103,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             )
 
         loop, too_long = _set_up(directory, run)
+
         # Every step's row goes to MLflow and, now and then, to the terminal.
         progress = Progress(run.path, settings.steps)
 
@@ -132,7 +134,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 "collapse_reason": loop.collapse.reason,
                 "seconds_training": sum(row["seconds"] for row in rows),
                 "checkpoint": str(final.relative_to(folder)),
-                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", PROBE)},
+                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )
 
@@ -147,6 +149,7 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
     from dvp.training.probe import PROBE_PROMPTS
+    from dvp.training.responses import ResponseRecorder
 
     experiment, settings = directory.experiment, directory.experiment.training
     torch.manual_seed(run.seed)
@@ -168,7 +171,8 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         seed=run.seed,
     )
 
-    loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine)
+    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
+    loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder)
     if loop.safe.engine is not None:
         prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
     return loop, too_long

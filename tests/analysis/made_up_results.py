@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.inputs import BASE, evaluation_folder
+from dvp.analysis.load import evaluation_path
+from dvp.analysis.points import BASE
+from dvp.analysis.report import make
+from dvp.analysis.tables import Table
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -26,6 +29,11 @@ def make_experiment(**changes) -> Experiment:
             part = part[parent]
         part[last] = change
     return parse_experiment(value, Path("test.yaml"))
+
+
+def main_table(experiment: Experiment, folder: Path) -> Table:
+    """The main table of what is in the folder."""
+    return make(experiment, folder, "training", CLAIMS).tables["main_table"]
 
 
 class Results:
@@ -94,7 +102,7 @@ class Results:
         write_json(folder / "train.json", record)
 
     def write_evaluation(self, run: Run | None, correct_PK: np.ndarray) -> None:
-        folder = evaluation_folder(self.folder, run, "held_out")
+        folder = self.folder / evaluation_path(run, "held_out")
         folder.mkdir(parents=True, exist_ok=True)
         problems, k = correct_PK.shape
         rows = [

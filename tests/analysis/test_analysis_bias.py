@@ -5,10 +5,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, truth, write_cell
+from made_up_results import CLAIMS
 
-from dvp.analysis import bias
 from dvp.analysis.formats import to_markdown, to_tex
-from dvp.analysis.output import record, write
+from dvp.analysis.load import load_bias
+from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
 from dvp.files import dump_json, sha256_file, write_json
 
@@ -30,7 +31,7 @@ def folder(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, folder):
-    return bias.measured(experiment, folder)
+    return make(experiment, folder, "bias", CLAIMS)
 
 
 def found(measured, name, **where):
@@ -52,7 +53,7 @@ def test_every_estimator_has_its_statistics_at_every_policy_and_engine(experimen
     assert naive.where["rho"] == "none"
     assert naive.unit == "of |g|²"
     assert naive.sources[0] == "bias/base/by~coarse/seed~0/bias.json"
-    assert len(measured.sources) == 2 * 2 * 3
+    assert len(measured.files) == 2 * 2 * 3
 
 
 def test_intervals_hold_what_the_gradients_were_made_with(experiment, measured):
@@ -101,17 +102,19 @@ def test_a_method_without_counterpart_has_no_change(tmp_path):
     )
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    measured = bias.measured(experiment, tmp_path)
+    measured = make(experiment, tmp_path, "bias", CLAIMS)
     assert not [one for one in measured.statistics if one.name.endswith("_change")]
-    table, formatted = measured.tables["bias_table"]
-    assert list(table["partner"]) == [None, None]
+    table = measured.tables["bias_table"]
+    formatted = table.formatted()
+    assert list(table.frame()["partner"]) == [None, None]
     assert formatted.rows[1][7:9] == ["–", "–"]
     assert measured.figures["bias_variance"]
 
 
 def test_the_table_says_what_is_what(experiment, measured):
-    table, formatted = measured.tables["bias_table"]
-    assert len(table) == len(formatted.rows) == 4 * len(experiment.estimators)
+    table = measured.tables["bias_table"]
+    formatted = table.formatted()
+    assert len(table.frame()) == len(formatted.rows) == 4 * len(experiment.estimators)
     notes = " ".join(formatted.notes)
     for part in (
         experiment.scale,
@@ -132,7 +135,7 @@ def test_the_figure_has_a_panel_a_policy_and_engine_and_says_that_its_axis_is_li
     titles = [axes.get_title() for axes in figure.axes]
     assert len(titles) == 4
     assert "engine coarse, base model" in titles
-    assert "engine coarse, after rloo/fp32" in titles
+    assert "engine coarse, after RLOO (naive), fp32" in titles
     assert all(axes.get_yscale() == "symlog" for axes in figure.axes)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "RLOO (naive)" in labels
@@ -148,7 +151,7 @@ def test_every_rule_for_the_safe_vocabulary_has_a_marker_and_a_name(tmp_path):
     experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)
     for one in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, one)
-    legend = bias.measured(experiment, tmp_path).figures["bias_variance"].legends[0]
+    legend = make(experiment, tmp_path, "bias", CLAIMS).figures["bias_variance"].legends[0]
     markers = {
         text.get_text(): handle.get_marker()
         for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
@@ -159,11 +162,11 @@ def test_every_rule_for_the_safe_vocabulary_has_a_marker_and_a_name(tmp_path):
 
 def test_it_is_written_as_every_part_of_a_report_is(measured, folder, tmp_path):
     write(measured, tmp_path)
-    written = json.loads(dump_json(record(measured, folder)))
+    written = json.loads(dump_json(record(measured)))
     assert len(written["statistics"]) == len(measured.statistics)
     assert written["files"]["bias/base/by~coarse/seed~0/bias.json"]["tracking_key"] == "bias base/by~coarse/seed~0"
     assert {file.name for file in tmp_path.rglob("*.*")} == {
-        *(f"bias_table.{suffix}" for suffix in ("csv", "md", "tex")),
+        *(f"bias_table.{suffix}" for suffix in ("csv", "md", "tex", "html")),
         *(f"bias_variance.{suffix}" for suffix in ("png", "svg")),
     }
 
@@ -179,10 +182,10 @@ def measurement(tmp_path):
 
 def test_one_seed_gives_the_cell_itself(measurement):
     experiment, _, results, folder = measurement
-    rows = bias.pooled(experiment, results)
+    table = make(experiment, results, "bias", CLAIMS).tables["bias_table"]
     own = pd.read_parquet(folder / "estimators.parquet")
-    assert list(rows["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
-    assert "one seed" in " ".join(bias.measured(experiment, results).tables["bias_table"][1].notes)
+    assert list(table.frame()["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
+    assert "one seed" in " ".join(table.notes)
 
 
 def rewrite(folder, name, change):
@@ -198,7 +201,7 @@ def test_what_cannot_be_used_is_refused_with_one_line(measurement):
 
     def refused(message):
         with pytest.raises(DvpError, match=message):
-            bias.pooled(experiment, results)
+            load_bias(experiment, results)
         write_cell(experiment, results, one)
 
     (folder / "bias.json").unlink()
@@ -216,9 +219,9 @@ def test_what_cannot_be_used_is_refused_with_one_line(measurement):
     rewrite(folder, "estimators.parquet", lambda table: table.iloc[1:])
     refused("not the experiment's estimators in their order")
     rewrite(folder, "estimators.parquet", lambda table: table.drop(columns="variance_se"))
-    refused("no parquet file with")
+    refused("estimators.parquet: column 'variance_se' is missing")
     rewrite(folder, "estimators.parquet", lambda table: table.assign(mse=math.inf))
-    refused("expected finite numbers")
+    refused("estimators.parquet: mse: expected a finite number, found inf in row 1")
     rewrite(folder, "jackknife.parquet", lambda table: table[table["method"] != "dvp"])
     refused("not the experiment's estimators")
 
@@ -226,6 +229,6 @@ def test_what_cannot_be_used_is_refused_with_one_line(measurement):
 def test_an_undefined_cosine_is_a_dash_and_no_statistic(measurement):
     experiment, _, results, folder = measurement
     rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan, cosine_se=math.nan))
-    measured = bias.measured(experiment, results)
+    measured = make(experiment, results, "bias", CLAIMS)
     assert not [one for one in measured.statistics if one.name == "cosine"]
-    assert {row[4] for row in measured.tables["bias_table"][1].rows} == {"–"}
+    assert {row[4] for row in measured.tables["bias_table"].formatted().rows} == {"–"}

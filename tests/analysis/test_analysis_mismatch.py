@@ -9,12 +9,13 @@ import torch
 from made_up_results import CLAIMS, make_experiment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.analysis import figures, mismatch, mismatch_figures, mismatch_inputs, mismatch_statistics
+from dvp.analysis import figures, mismatch, mismatch_figures
 from dvp.analysis.claims import load_claims
-from dvp.analysis.formats import EMPTY, from_markdown, to_markdown, to_text
+from dvp.analysis.formats import EMPTY, to_text
+from dvp.analysis.load import load_mismatch
+from dvp.analysis.mismatch import Density, Group
 from dvp.analysis.mismatch_figures import RESOLUTION
-from dvp.analysis.mismatch_inputs import Measurements
-from dvp.analysis.mismatch_statistics import Density
+from dvp.analysis.report import make
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
 from dvp.errors import DvpError
 from dvp.files import read_json, sha256_file, write_json
@@ -78,7 +79,7 @@ def results(experiment, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, results):
-    return mismatch.measured(experiment, results)
+    return make(experiment, results, "mismatch", CLAIMS)
 
 
 def find(measured, name, **where):
@@ -170,11 +171,9 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
 
 def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
     """However few of the responses that it prunes were sampled: J is 1 before and after."""
-    for measurements in mismatch_inputs.read_measurements(experiment, results):
+    for measurements in mismatch.groups(experiment, load_mismatch(experiment, results)):
         measurements.tables["safe_sets"]["reward"] = 1.0
-        changes = [
-            one for one in mismatch_statistics.statistics(experiment, measurements) if one.name == "objective_change"
-        ]
+        changes = [one for one in mismatch.statistics(experiment, measurements) if one.name == "objective_change"]
         assert changes
         assert all(one.value == pytest.approx(0, abs=1e-12) for one in changes)
 
@@ -194,25 +193,12 @@ def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
 
 
 def test_a_single_problem_has_no_interval(experiment, results):
-    (measurements, *_) = mismatch_inputs.read_measurements(experiment, results)
+    (measurements, *_) = mismatch.groups(experiment, load_mismatch(experiment, results))
     tables = {name: table[table["unit"] == 0] for name, table in measurements.tables.items()}
-    one = Measurements(measurements.policy, measurements.engine, tables, np.ones((5, 1)), measurements.sources)
-    for found in mismatch_statistics.statistics(experiment, one):
+    one = Group(measurements.policy, measurements.engine, tables, np.ones((5, 1)), measurements.sources)
+    for found in mismatch.statistics(experiment, one):
         assert math.isnan(found.low)
         assert math.isnan(found.high)
-
-
-@pytest.mark.parametrize(("seeds", "resampled"), [(1, False), (2, False), (3, True)])
-def test_replicates_draw_seeds_from_three_on_and_as_many_problems_as_there_are(seeds, resampled):
-    problems = 4
-    draws = mismatch_inputs.draws(seeds, problems, 500, 0)
-    assert (draws[0] == 1).all()
-    assert (draws.sum(axis=1) == seeds * problems).all()
-    per_seed = draws[1:].reshape(500, seeds, problems).sum(axis=2)
-    assert (per_seed != problems).any() == resampled
-    assert draws[1:].mean(axis=0) == pytest.approx(1.0, abs=0.3)
-    assert (draws == mismatch_inputs.draws(seeds, problems, 500, 0)).all()
-    assert (draws != mismatch_inputs.draws(seeds, problems, 500, 1)).any()
 
 
 @pytest.mark.parametrize(("centre", "width"), [(0.3, 0.1), (-2.0, 0.7), (0.0, 1e-6), (5e-3, 2e-3)])
@@ -224,7 +210,7 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
     high = np.array([min(edge for edge in D_EDGES if edge >= one) for one in d])
     columns = {"unit": 0, "d_low": low, "d_high": high, "infer": 1.0, "infer_squared": 1.0, "infer_d": d}
     rows = pd.DataFrame(columns)
-    density = Density(Measurements("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
+    density = Density(Group("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
     assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
     grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
     assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)
@@ -235,22 +221,22 @@ def test_the_histograms_bins_are_those_of_the_density():
     assert histogram(log_p, log_p)["pairs"].shape[1] == len(D_EDGES) - 1
 
 
-def test_tables_have_a_row_for_each_engine_and_rho_and_read_back(experiment, measured, tmp_path):
-    engines, formatted = measured.tables["engines_table"]
-    assert len(engines) == 2 * len(SIGMA) == len(formatted.rows)
-    assert "after " in formatted.rows[-1][0]
-    safe, safe_formatted = measured.tables["safe_sets_table"]
-    assert len(safe) == 2 * len(SIGMA) * 3
-    for name, (table, text) in measured.tables.items():
-        measurements = [measurement for row in text.rows for measurement in row]
-        assert all(measurements)
-        assert measurements.count(EMPTY) == 0, name
-        assert not any("nan" in measurement for measurement in measurements)
-        (tmp_path / f"{name}.md").write_text(to_markdown(text))
-        assert from_markdown(tmp_path / f"{name}.md").rows == text.rows
-        assert to_text(text)
-        assert table.to_csv()
-    assert safe_formatted.headings[-1] == "with ε̂ = 0.5"
+def test_tables_have_a_row_for_each_engine_and_rho(measured):
+    engines, safe = (measured.tables[name] for name in ("engines_table", "safe_sets_table"))
+    assert len(engines.frame()) == 2 * len(SIGMA) == len(engines.formatted().rows)
+    assert "after " in engines.formatted().rows[-1][0]
+    assert len(safe.frame()) == 2 * len(SIGMA) * 3
+    for name, table in measured.tables.items():
+        cells = [cell for row in table.formatted().rows for cell in row]
+        assert all(cells)
+        assert cells.count(EMPTY) == 0, name
+        assert not any("nan" in cell for cell in cells)
+        assert to_text(table.formatted())
+        for row in table.provenance().values():
+            for column, files in row.items():
+                assert bool(files) != (column in ("policy", "label", "engine", "rho"))
+                assert set(files) <= set(measured.files)
+    assert safe.formatted().headings[-1] == "with ε̂ = 0.5"
 
 
 def test_figures_show_every_policy(measured, tmp_path):
@@ -266,7 +252,7 @@ def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experi
     """The rule that draws them expects every figure."""
     exact = [
         measurements
-        for measurements in mismatch_inputs.read_measurements(experiment, results)
+        for measurements in mismatch.groups(experiment, load_mismatch(experiment, results))
         if measurements.engine == "fp32"
     ]
     drawn = mismatch_figures.figures(experiment_of(rhos=[0.01]), exact, measured.statistics)
@@ -297,7 +283,7 @@ def copied(results, experiment, tmp_path):
         ("altered", r"gaps.parquet: altered since it was written"),
         ("other", r"mismatch.json: measurement: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
         ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
-        ("no parquet", r"bounds.parquet: cannot be read"),
+        ("no parquet", r"bounds.parquet: not a parquet file"),
     ],
 )
 def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment, tmp_path):
@@ -326,11 +312,11 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
     if what != "missing":
         write_json(path, record)
     with pytest.raises(DvpError, match=message):
-        mismatch_inputs.read_measurements(experiment, tmp_path)
+        load_mismatch(experiment, tmp_path)
 
 
 def test_every_table_of_a_cell_is_read(experiment, results):
-    every = mismatch_inputs.read_measurements(experiment, results)
+    every = mismatch.groups(experiment, load_mismatch(experiment, results))
     assert [(measurements.policy, measurements.engine) for measurements in every][:3] == [
         ("base", engine) for engine in SIGMA
     ]

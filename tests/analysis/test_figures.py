@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
-from made_up_results import CLAIMS, make_experiment
+from made_up_results import CLAIMS, CONFIG, make_experiment
 
-from dvp.analysis import figures
+from dvp.analysis import training_figures as figures
 from dvp.analysis.claims import load_claims
-from dvp.analysis.inputs import read_metrics
+from dvp.analysis.figures import method_colors
+from dvp.analysis.load import load_training
 from dvp.experiment.grid import GridPoint
+from dvp.experiment.loading import load_experiment
 
 
 def test_styles_differ_and_the_control_is_grey():
@@ -21,16 +23,25 @@ def test_styles_differ_and_the_control_is_grey():
     )
 
 
+def test_a_method_has_one_colour_in_every_experiment():
+    tiny = method_colors(make_experiment())
+    for name in ("estimator_bias", "rho_sweep", "training_grid"):
+        colors = method_colors(load_experiment(name, CONFIG))
+        assert len(set(colors.values())) == len(colors)
+        for method in set(colors) & set(tiny):
+            assert colors[method] == tiny[method]
+
+
 def test_panels():
     titles, shown = zip(*figures.panels(make_experiment()), strict=True)
     assert titles == ("engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01")
-    assert [len(arms) for arms in shown] == [5, 5]
+    assert [len(points) for points in shown] == [5, 5]
     plain = make_experiment(grid=[{"method": ["rloo"], "engine": ["coarse", "bf16"]}])
     assert [title for title, _ in figures.panels(plain)] == ["engine coarse", "engine bf16"]
 
 
 def test_mismatch_has_a_floor(experiment, results):
-    metrics = read_metrics(experiment, results.folder)
+    metrics = load_training(experiment, results.folder).metrics
     assert (metrics["k3"] < 0).any()
     figure = figures.mismatch_curves(experiment, metrics, load_claims(CLAIMS)["dvp_kl"])
     drawn = np.concatenate([line.get_ydata() for axes in figure.axes for line in axes.get_lines()])
@@ -41,7 +52,7 @@ def test_mismatch_has_a_floor(experiment, results):
 
 
 def test_skipped_steps_are_gaps(experiment, results):
-    metrics = read_metrics(experiment, results.folder)
+    metrics = load_training(experiment, results.folder).metrics
     metrics.loc[metrics["step"] == 3, "gradient_norm"] = 0.0
     figure = figures.gradient_norm(experiment, metrics)
     color = figures.styles(experiment)[GridPoint(method="rloo_mis", engine="coarse", rho=None)].color
@@ -52,11 +63,11 @@ def test_skipped_steps_are_gaps(experiment, results):
 
 
 def test_bold_line_is_the_trailing_mean(experiment, results):
-    metrics = read_metrics(experiment, results.folder)
+    metrics = load_training(experiment, results.folder).metrics
     figure = figures.learning_curves(experiment, metrics)
-    arm = GridPoint(method="rloo", engine="coarse", rho=None)
-    own = metrics[metrics["arm"] == arm.path]
-    color = figures.styles(experiment)[arm].color
+    point = GridPoint(method="rloo", engine="coarse", rho=None)
+    own = metrics[metrics["point"] == point.path]
+    color = figures.styles(experiment)[point].color
     bold = next(line for line in figure.axes[0].get_lines() if line.get_color() == color and line.get_linewidth() == 2)
     assert bold.get_ydata()[0] == pytest.approx(own[own["step"] == 1]["reward"].mean())
     assert bold.get_ydata()[-1] == pytest.approx(own[own["step"] > 7]["reward"].mean())

@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from dvp.analysis.formats import Formatted, from_markdown, rho_text, tex_escape, to_markdown, to_tex, to_text
-from dvp.errors import DvpError
+from dvp.analysis.formats import Formatted, rho_text, tex_escape, to_html, to_markdown, to_tex, to_text
 
 TABLE = Formatted(
     "smoke_1: 100 %",
@@ -47,19 +46,24 @@ def test_tex_is_safe():
     assert not any(row.startswith("[") for row in rows)
 
 
-def test_markdown_is_read_back(tmp_path):
-    path = tmp_path / "table.md"
-    path.write_text(to_markdown(TABLE))
-    assert from_markdown(path) == TABLE
+def test_markdown_has_a_title_a_table_and_notes():
+    head, _, heading, rule, *rows, _, first, second = to_markdown(TABLE).rstrip().splitlines()
+    assert head == "# smoke_1: 100 %"
+    assert [cell.strip() for cell in re.split(r"(?<!\\)\|", heading)[1:-1]] == [
+        "method",
+        r"max \|d\|",
+        "maj@8 (%)",
+        "ρ",
+    ]
+    assert re.fullmatch(r"\|:-+\|-+:\|-+:\|-+:\|", rule)
+    assert [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows] == TABLE.rows
+    assert (first, second) == ("- Costs $5, 70 % of {it}.", "- k ≥ 1 × σ²")
 
 
-def test_markdown_refused(tmp_path):
-    with pytest.raises(DvpError, match="no such file"):
-        from_markdown(tmp_path / "none.md")
-    path = tmp_path / "other.md"
-    path.write_text("hello\n")
-    with pytest.raises(DvpError, match="expected a title and a table"):
-        from_markdown(path)
+def test_html_is_escaped():
+    html = to_html(Formatted("<t>", ["<a>", "b"], [["<script>", "1"]], ["<n>"]))
+    assert "&lt;script&gt;" in html
+    assert not re.search(r"<(script|a|n|t)>", html)
 
 
 def test_text_drops_what_it_can_then_cuts():

@@ -4,18 +4,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jinja2
-import numpy as np
 import pandas as pd
 import pytest
 from docutils.core import publish_parts
 from made_up_results import CLAIMS, Results, make_experiment
 
-from dvp.analysis import tables
-from dvp.analysis.inputs import evaluation_folder
-from dvp.analysis.report import print_table, report
+from dvp.analysis.load import evaluation_path
+from dvp.analysis.report import make, print_table, provenance, record, write
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
-from dvp.files import sha256_file
+from dvp.files import sha256_file, write_json
 
 CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
@@ -27,16 +25,19 @@ NAIVE = GridPoint(method="rloo", engine="coarse", rho=None).run(0)
 def written(experiment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     results = Results(experiment, folder / "results")
-    report(experiment, results.folder, folder / "a", CLAIMS)
-    report(experiment, results.folder, folder / "b", CLAIMS)
+    for name in ("a", "b"):
+        part = make(experiment, results.folder, "training", CLAIMS)
+        write(part, folder / name)
+        write_json(folder / name / "report" / "training.json", record(part))
+        write_json(folder / name / "provenance.json", provenance(experiment, part))
     return results, folder / "a", folder / "b"
 
 
 def test_every_file_is_there_and_the_same_twice(written):
     _, first, second = written
     expected = {f"figures/{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png")}
-    expected |= {f"tables/{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex")}
-    expected |= {"provenance.json"}
+    expected |= {f"tables/{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex", "html")}
+    expected |= {"provenance.json", "report/training.json"}
     for folder in (first, second):
         assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == expected
     for name in expected:
@@ -46,20 +47,17 @@ def test_every_file_is_there_and_the_same_twice(written):
 def test_provenance_covers_every_cell(experiment, written):
     results, folder, _ = written
     provenance = json.loads((folder / "provenance.json").read_text())
-    frames = {
-        "main_table": tables.main_table(experiment, results.folder, CLAIMS),
-        "mismatch_table": tables.mismatch_table(experiment, results.folder),
-    }
-    for name, frame in frames.items():
-        assert list(provenance["tables"][name]) == list(frame["arm"])
-        for row in frame.to_dict("records"):
-            cells = provenance["tables"][name][row["arm"]]
-            assert list(cells) == list(frame.columns)
+    part = make(experiment, results.folder, "training", CLAIMS)
+    defined = {"point", "label", "method", "engine", "rho", "role", "policies", "seeds", "k"}
+    for name, table in part.tables.items():
+        assert list(provenance["tables"][name]) == list(table.rows)
+        for point, row in table.rows.items():
+            cells = provenance["tables"][name][point]
+            assert list(cells) == [column.key for column in table.columns]
             for column, files in cells.items():
-                blank = column == "published_percent" and np.isnan(row[column])
-                blank |= column == "collapsed_at" and row["arm"] == "base"
-                blank |= column.startswith("over_unpruned") and np.isnan(row[column])
-                assert bool(files) != blank
+                blank = column in defined or row.get(column) is None
+                blank |= column == "collapsed_at" and point == "base"
+                assert bool(files) != blank, (name, point, column)
                 assert all(file in provenance["files"] for file in files)
     ours = "method~dvp_mis/engine~coarse/rho~0.01"
     cells = provenance["tables"]["main_table"][ours]
@@ -69,14 +67,15 @@ def test_provenance_covers_every_cell(experiment, written):
     assert reference >= {NAIVE.path, f"{ours}/seed~0"}
     partner = {provenance["files"][file]["run"] for file in cells["over_unpruned"]}
     assert partner == {
-        f"{arm}/seed~{seed}" for arm in (ours, "method~rloo_mis/engine~coarse/rho~none") for seed in (0, 1)
+        f"{point}/seed~{seed}" for point in (ours, "method~rloo_mis/engine~coarse/rho~none") for seed in (0, 1)
     }
     for name, origin in provenance["files"].items():
         if origin["stage"]:
             assert (results.folder / name).is_file()
             assert origin["git_commit"] == "c" * 40
             assert origin["config_hash"]
-    assert set(provenance["figures"]) == set(FIGURES)
+            for file, digest in origin["files"].items():
+                assert sha256_file((results.folder / name).with_name(file)) == digest
 
 
 def test_terminal_table(written):
@@ -89,63 +88,68 @@ def change(path: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def test_stale_training_is_refused(results, tmp_path):
+def test_stale_training_is_refused(results):
     other = make_experiment(training__steps=12, training__learning_rate=1e-3)
     with pytest.raises(DvpError, match=r"method~rloo/engine~fp32/rho~none/seed~0/train.json: stale") as error:
-        report(other, results.folder, tmp_path / "report", CLAIMS)
+        make(other, results.folder, "training", CLAIMS)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "report").exists()
 
 
-def test_stale_base_evaluation_is_refused(experiment, results, tmp_path):
-    path = evaluation_folder(results.folder, None, "held_out") / "scores.json"
+def test_stale_base_evaluation_is_refused(experiment, results):
+    path = results.folder / evaluation_path(None, "held_out") / "scores.json"
     change(path, config_hash="0" * 12)
     with pytest.raises(DvpError, match=r"evals/base/held_out/scores.json: stale, .* expected "):
-        report(experiment, results.folder, tmp_path / "report", CLAIMS)
+        make(experiment, results.folder, "training", CLAIMS)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda lines: [*lines[:4], "{oops", *lines[5:]], r"metrics.jsonl: line 5: not valid JSON"),
-        (lambda lines: [*lines[:4], "[1]", *lines[5:]], r"line 5: expected a JSON object, found list"),
+        (lambda lines: [*lines[:4], "{oops", *lines[5:]], r"line 5: not valid JSON"),
+        (lambda lines: [*lines[:4], "[1]", *lines[5:]], r"line 5: expected a JSON object"),
+        (lambda lines: [line.replace('"k3"', '"k4"') for line in lines], r"column 'k3' is missing"),
+        (lambda lines: [*lines[:2], lines[2].replace('"k3"', '"k4"'), *lines[3:]], r"k3: expected .* in row 3"),
+        (lambda lines: [*lines[:2], *lines[3:]], r"step: expected 1 to 12, each once and in order"),
+        (lambda lines: lines[:-1], r"step: expected 1 to 12"),
         (
-            lambda lines: [*lines[:2], lines[2].replace('"k3"', '"k4"'), *lines[3:]],
-            r"line 3: key 'k3' is missing",
-        ),
-        (lambda lines: [*lines[:2], *lines[3:]], r"line 3: step: expected 3, found 4"),
-        (lambda lines: lines[:-1], r"expected 12 steps, found 11"),
-        (
-            lambda lines: [lines[0].replace('"ess": 0.', '"ess": 10.'), *lines[1:]],
-            r"altered since it was written",
+            lambda lines: [json.dumps(json.loads(lines[0]) | {"k1": float("inf")}), *lines[1:]],
+            r"k1: expected a finite number, found inf in row 1",
         ),
         (
-            lambda lines: [json.dumps(json.loads(lines[0]) | {"k1": float("nan")}), *lines[1:]],
-            r"line 1: k1: expected a finite number, found nan",
+            lambda lines: [json.dumps(json.loads(lines[0]) | {"gradient_norm": None}), *lines[1:]],
+            r"row 1: gradient_norm: expected a finite number",
+        ),
+        (
+            lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],
+            r"skipped: expected bool",
         ),
     ],
 )
-def test_malformed_metrics_are_refused(experiment, results, tmp_path, edit, message):
+def test_malformed_metrics_are_refused(experiment, results, edit, message):
     path = results.folder / "runs" / NAIVE.path / "metrics.jsonl"
     path.write_text("\n".join(edit(path.read_text().splitlines())) + "\n")
+    with pytest.raises(DvpError, match=r"metrics.jsonl: altered since it was written"):
+        make(experiment, results.folder, "training", CLAIMS)
+    change(path.with_name("train.json"), files={"metrics.jsonl": sha256_file(path)})
     with pytest.raises(DvpError, match=message) as error:
-        report(experiment, results.folder, tmp_path / "report", CLAIMS)
-    assert str(path) in str(error.value)
+        make(experiment, results.folder, "training", CLAIMS)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
 
 
-def test_missing_and_malformed_scores_are_refused(experiment, results, tmp_path):
-    folder = evaluation_folder(results.folder, NAIVE, "held_out")
+def test_missing_and_malformed_scores_are_refused(experiment, results):
+    folder = results.folder / evaluation_path(NAIVE, "held_out")
     kept = (folder / "scores.json").read_text()
 
     def refused(message: str) -> None:
         with pytest.raises(DvpError, match=message) as error:
-            report(experiment, results.folder, tmp_path / "report", CLAIMS)
+            make(experiment, results.folder, "training", CLAIMS)
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
         (folder / "scores.json").write_text(kept)
 
     change(folder / "scores.json", metrics={})
-    refused(r"key 'metrics.avg@8.value' is missing")
+    refused(r"metrics.avg@8.value: expected a fraction")
     change(folder / "scores.json", metrics=json.loads(kept)["metrics"] | {"avg@8": {"value": 0.123}})
     refused(r"0.123, but the samples in samples.parquet have the mean")
     (folder / "scores.json").unlink()
@@ -160,16 +164,18 @@ def test_missing_and_malformed_scores_are_refused(experiment, results, tmp_path)
     replace(samples.iloc[1:])
     refused(r"expected 8 different samples of every problem")
     replace(samples.drop(columns="correct"))
-    refused(r"no parquet file with problem_id, sample, correct")
+    refused(r"samples.parquet: column 'correct' is missing")
+    replace(samples.assign(correct=samples["correct"].astype(int) + 1))
+    refused(r"samples.parquet: correct: expected true or false, found 2 in row")
     replace(samples.assign(problem_id="x" + samples["problem_id"]))
-    refused(r"not the problems on which the base model was evaluated")
+    refused(r"not the problems of the base model")
     samples.iloc[1:].to_parquet(folder / "samples.parquet")
     refused(r"samples.parquet: altered since it was written")
     (folder / "samples.parquet").unlink()
     refused(r"samples.parquet: missing")
     shutil.rmtree(results.folder / "runs" / NAIVE.path)
     with pytest.raises(DvpError, match=r"train.json: no such file"):
-        report(experiment, results.folder, tmp_path / "report", CLAIMS)
+        make(experiment, results.folder, "training", CLAIMS)
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in CAPTIONS.glob("*.rst")))

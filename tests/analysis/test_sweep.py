@@ -6,10 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import write_cell
-from made_up_results import CONFIG, Results
+from made_up_results import CLAIMS, CONFIG, Results
 
-from dvp.analysis import figures, sweep
+from dvp.analysis import figures
 from dvp.analysis.parts import swept
+from dvp.analysis.report import make
 from dvp.analysis.sweep import middle
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -42,7 +43,7 @@ def results(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, results):
-    return sweep.measured(experiment, results.folder)
+    return make(experiment, results.folder, "sweep", CLAIMS)
 
 
 def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):
@@ -69,7 +70,7 @@ def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(exp
     results = Results(more, tmp_path)
     for measurement in more.measurements("bias"):
         write_cell(more, results.folder, measurement)
-    panel = sweep.measured(more, results.folder).figures["rho_sweep"].axes[0]
+    panel = make(more, results.folder, "sweep", CLAIMS).figures["rho_sweep"].axes[0]
     points = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"}
     assert points["DVP, engine coarse"] == [0.3]
     assert len(points["DVP + MIS, engine coarse"]) == len(RHOS)
@@ -83,14 +84,13 @@ def test_the_middle_does_not_depend_on_the_order():
 def test_the_middle_is_held_against_both_ends(experiment, results, measured):
     small, large = measured.statistics
     assert (small.name, large.name) == ("score_over_small_rho", "score_over_large_rho")
-    # All problems are alike here, so that a resample shows nothing new but in the samples, which it draws too.
     assert small.value == 0.5
     assert small.low < 0.5 < small.high
     assert (large.value, large.low, large.high) == (1.0, 1.0, 1.0)
     for one, end in ((small, "exp(-17)"), (large, "0.3")):
         assert one.where == {"method": "dvp_mis", "engine": "coarse"}
         asked = {GridPoint(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
-        runs = {arm.run(seed).path for arm in asked for seed in experiment.seeds}
+        runs = {point.run(seed).path for point in asked for seed in experiment.seeds}
         assert set(one.sources) == {f"evals/{run}/held_out/scores.json" for run in runs}
 
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_results import CLAIMS, Results, make_experiment
+from made_up_results import CLAIMS, Results, main_table, make_experiment
 
-from dvp.analysis import tables
-from dvp.analysis.inputs import reference_arm
+from dvp.analysis.points import reference_point
+from dvp.analysis.report import make
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
@@ -16,12 +16,17 @@ REFERENCE = "method~rloo/engine~coarse/rho~none"
 
 
 @pytest.fixture
-def table(experiment, results) -> pd.DataFrame:
-    return tables.main_table(experiment, results.folder, CLAIMS)
+def table(experiment, results):
+    return main_table(experiment, results.folder)
 
 
-def test_rows_in_grid_order(table):
-    assert list(table["arm"]) == [
+@pytest.fixture
+def frame(table) -> pd.DataFrame:
+    return table.frame()
+
+
+def test_rows_in_grid_order(frame):
+    assert list(frame["point"]) == [
         "base",
         "method~rloo/engine~fp32/rho~none",
         REFERENCE,
@@ -31,12 +36,11 @@ def test_rows_in_grid_order(table):
         "method~dvp_mis/engine~coarse/rho~exp-13",
         "method~dvp_mis/engine~coarse/rho~0.01",
     ]
-    assert list(table["label"][:2]) == ["base model", "RLOO (naive)"]
-    assert list(table["role"][:4]) == ["base", "control", "reference", ""]
-    assert table["rho"][0] is None
-    assert table["seeds"][0] == []
-    assert table["seeds"][1] == [0, 1]
-    assert list(table["published_percent"].dropna()) == [26.55, 26.55]
+    assert list(frame["label"][:2]) == ["base model", "RLOO (naive)"]
+    assert list(frame["role"][:4]) == ["base", "control", "reference", ""]
+    assert pd.isna(frame["rho"][0])
+    assert list(frame["seeds"][:2]) == ["", "0 1"]
+    assert list(frame["published_percent"].dropna()) == [26.55, 26.55]
 
 
 def test_values_by_hand(experiment, results):
@@ -54,13 +58,13 @@ def test_values_by_hand(experiment, results):
         fill(GridPoint(method="dvp_mis", engine="coarse", rho="0.01").run(seed), ours)
         fill(GridPoint(method="dvp", engine="coarse", rho="0.01").run(seed), ours + 4)
         fill(GridPoint(method="rloo", engine="coarse", rho=None).run(seed), naive)
-    rows = tables.main_table(experiment, results.folder, CLAIMS).set_index("arm")
+    rows = main_table(experiment, results.folder).frame().set_index("point")
     ours, dvp, base = (
         rows.loc[name]
         for name in ("method~dvp_mis/engine~coarse/rho~0.01", "method~dvp/engine~coarse/rho~0.01", "base")
     )
     assert ours["score"] == 0.5
-    assert ours["seed_scores"] == [12 / 32, 20 / 32]
+    assert ours["seed_scores"] == f"{12 / 32} {20 / 32}"
     assert ours["change_percent"] == pytest.approx(0)
     assert dvp["change_percent"] == pytest.approx(25)
     assert base["change_percent"] == pytest.approx(-75)
@@ -73,23 +77,23 @@ def test_values_by_hand(experiment, results):
     assert ours["maj_at_k"] == pytest.approx((1 / 4 + 2 / 4) / 2)
 
 
-def test_intervals(table):
-    for row in table.to_dict("records"):
+def test_intervals(frame):
+    for row in frame.to_dict("records"):
         assert row["score_low"] < row["score"] < row["score_high"]
-        if row["arm"] != REFERENCE:
-            assert row["change_low"] < row["change_percent"] < row["change_high"]
+        if row["point"] != REFERENCE:
+            assert row["change_percent_low"] < row["change_percent"] < row["change_percent_high"]
         else:
-            assert row["change_low"] == row["change_percent"] == row["change_high"] == 0
+            assert row["change_percent_low"] == row["change_percent"] == row["change_percent_high"] == 0
 
 
-def test_paired_interval_is_narrower_than_an_unpaired_one(table):
+def test_paired_interval_is_narrower_than_an_unpaired_one(frame):
     """Problems differ in difficulty, which the change does not feel."""
-    row, reference = table.iloc[-1], table.set_index("arm").loc[REFERENCE]
+    row, reference = frame.iloc[-1], frame.set_index("point").loc[REFERENCE]
     spread = math.hypot(
         (row["score_high"] - row["score_low"]) / row["score"],
         (reference["score_high"] - reference["score_low"]) / reference["score"],
     )
-    assert row["change_high"] - row["change_low"] < 0.95 * 100 * spread
+    assert row["change_percent_high"] - row["change_percent_low"] < 0.95 * 100 * spread
 
 
 def test_change_against_a_score_of_zero_is_undefined(experiment, results):
@@ -97,22 +101,22 @@ def test_change_against_a_score_of_zero_is_undefined(experiment, results):
         results.write_evaluation(
             GridPoint(method="rloo", engine="coarse", rho=None).run(seed), np.zeros((12, 8), dtype=bool)
         )
-    table = tables.main_table(experiment, results.folder, CLAIMS)
-    assert table[["change_percent", "change_low", "change_high"]].isna().all(axis=None)
-    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
-    assert {row[6] for row in formatted.rows} == {"–", "reference"}
+    table = main_table(experiment, results.folder)
+    frame = table.frame()
+    assert frame[["change_percent", "change_percent_low", "change_percent_high"]].isna().all(axis=None)
+    assert {row[6] for row in table.formatted().rows} == {"–", "reference"}
 
 
 def test_csv_keeps_full_precision(table):
-    rows = list(csv.DictReader(io.StringIO(tables.to_csv(table))))
-    assert len(rows) == len(table)
-    assert [float(row["score"]) for row in rows] == list(table["score"])
+    rows = list(csv.DictReader(io.StringIO(table.frame().to_csv(index=False))))
+    assert len(rows) == len(table.rows)
+    assert [float(row["score"]) for row in rows] == [row["score"].value for row in table.rows.values()]
     assert rows[0]["published_percent"] == rows[0]["rho"] == ""
-    assert [float(text) for text in rows[1]["seed_scores"].split()] == table["seed_scores"][1]
+    assert [float(text) for text in rows[1]["seed_scores"].split()] == list(table.rows.values())[1]["seed_scores"].value
 
 
 def test_notes(experiment, table):
-    notes = " ".join(tables.format_main(experiment, table, tables.published_gain(CLAIMS)).notes)
+    notes = " ".join(table.notes)
     for part in (
         experiment.scale,
         experiment.report.declarations[0],
@@ -129,28 +133,27 @@ def test_seeds_are_resampled_from_three_on(tmp_path):
         evaluation__bootstrap_resamples=200,
         grid=[{"method": ["rloo"], "engine": ["coarse"]}],
     )
-    table = tables.main_table(experiment, Results(experiment, tmp_path).folder, CLAIMS)
-    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
-    assert "over problems, samples and the 3 training seeds" in " ".join(formatted.notes)
+    table = main_table(experiment, Results(experiment, tmp_path).folder)
+    assert "over problems and the 3 training seeds" in " ".join(table.notes)
 
 
 def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
     """Of two seeds the second collapsed; it has its score, and the step at which it did."""
-    arm = GridPoint(method="rloo", engine="coarse", rho=None)
-    before = tables.main_table(experiment, results.folder, CLAIMS)
-    assert "ollapsed" not in str(tables.format_main(experiment, before, tables.published_gain(CLAIMS)))
-    results.write_training(arm.run(1), results.metrics(arm.run(1), np.random.default_rng(0)), collapsed_at=9)
-    table = tables.main_table(experiment, results.folder, CLAIMS)
-    row = table.set_index("arm").loc[REFERENCE]
-    assert row["collapsed_at"] == [None, 9]
-    assert row["score"] == before.set_index("arm").loc[REFERENCE, "score"]
-    formatted = tables.format_main(experiment, table, tables.published_gain(CLAIMS))
+    point = GridPoint(method="rloo", engine="coarse", rho=None)
+    before = main_table(experiment, results.folder)
+    assert "ollapsed" not in str(before.formatted())
+    results.write_training(point.run(1), results.metrics(point.run(1), np.random.default_rng(0)), collapsed_at=9)
+    table = main_table(experiment, results.folder)
+    row = table.rows[REFERENCE]
+    assert row["collapsed_at"].value == [None, 9]
+    assert row["score"] == before.rows[REFERENCE]["score"]
+    formatted = table.formatted()
     per_seed = [row[-1] for row in formatted.rows]
-    scores = [f"{100 * score:.1f}" for score in row["seed_scores"]]
+    scores = [f"{100 * score:.1f}" for score in row["seed_scores"].value]
     assert per_seed[2] == f"{scores[0]} {scores[1]} (collapsed at step 9)"
     assert sum("collapsed" in cell for cell in per_seed) == 1
     assert any(note.startswith("Collapsed at step N: ") for note in formatted.notes)
-    rows = list(csv.DictReader(io.StringIO(tables.to_csv(table))))
+    rows = list(csv.DictReader(io.StringIO(table.frame().to_csv(index=False))))
     assert [row["collapsed_at"] for row in rows[:3]] == ["", "None None", "None 9"]
 
 
@@ -159,7 +162,7 @@ def test_a_collapse_outside_the_run_is_refused(experiment, results, wrong):
     run = GridPoint(method="rloo", engine="coarse", rho=None).run(0)
     results.write_training(run, results.metrics(run, np.random.default_rng(0)), collapsed_at=wrong)
     with pytest.raises(DvpError, match=r"train.json: collapsed_at: expected a step or null, found"):
-        tables.main_table(experiment, results.folder, CLAIMS)
+        main_table(experiment, results.folder)
 
 
 def test_mismatch_by_hand(experiment, results):
@@ -173,7 +176,7 @@ def test_mismatch_by_hand(experiment, results):
     for row in rows:
         row |= {"k1": 0.5, "max_abs_log_ratio": 2.0}
     results.write_training(other, rows)
-    table = tables.mismatch_table(experiment, results.folder).set_index("arm")
+    table = make(experiment, results.folder, "training", CLAIMS).tables["mismatch_table"].frame().set_index("point")
     row = table.loc["method~rloo_mis/engine~coarse/rho~none"]
     assert row[["k1", "k1_min", "k1_max"]].tolist() == [4.0, 0.5, 7.5]
     assert row[["max_abs_log_ratio", "max_abs_log_ratio_min", "max_abs_log_ratio_max"]].tolist() == [7, 2, 12]
@@ -184,17 +187,17 @@ def test_mismatch_by_hand(experiment, results):
 
 
 def test_reference():
-    assert reference_arm(make_experiment()).path == REFERENCE
+    assert reference_point(make_experiment()).path == REFERENCE
     # Nothing but the evaluation's engine: the reference is there.
     same = make_experiment(grid=[{"method": ["rloo", "rloo_mis"], "engine": ["fp32"]}])
-    assert reference_arm(same).engine == "fp32"
-    # Two mismatched engines: the one that more arms share.
+    assert reference_point(same).engine == "fp32"
+    # Two mismatched engines: the one that more points share.
     grid = [
         {"method": ["rloo"], "engine": ["fp32", "bf16", "coarse"]},
         {"method": ["rloo_mis"], "engine": ["bf16"]},
     ]
-    assert reference_arm(make_experiment(grid=grid)).engine == "bf16"
+    assert reference_point(make_experiment(grid=grid)).engine == "bf16"
     with pytest.raises(DvpError, match=r"report.reference: 'rloo' is ambiguous, it could be .*bf16.* or .*coarse"):
-        reference_arm(make_experiment(grid=grid[:1]))
+        reference_point(make_experiment(grid=grid[:1]))
     with pytest.raises(DvpError, match=r"report.reference: method 'rloo' is not in the grid"):
-        reference_arm(make_experiment(grid=grid[1:]))
+        reference_point(make_experiment(grid=grid[1:]))

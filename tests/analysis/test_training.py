@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_results import CLAIMS, Results, make_experiment
 
-from dvp.analysis.inputs import arms
-from dvp.analysis.tables import main_table
-from dvp.analysis.training import over_seeds, statistics
+from dvp.analysis.points import grid_points
+from dvp.analysis.report import make
+from dvp.analysis.training import over_seeds
 
 
 def test_the_interval_over_three_seeds_is_students():
@@ -44,7 +44,7 @@ def test_one_seed_has_no_interval():
 def test_growth_is_not_told_where_first_and_last_steps_are_the_same(tmp_path):
     experiment = make_experiment(training__steps=19)
     results = Results(experiment, tmp_path)
-    found = statistics(experiment, results.folder, main_table(experiment, results.folder, CLAIMS))
+    found = make(experiment, results.folder, "training", CLAIMS).statistics
     assert "final_k3" in {one.name for one in found}
     assert "k3_growth" not in {one.name for one in found}
 
@@ -52,7 +52,7 @@ def test_growth_is_not_told_where_first_and_last_steps_are_the_same(tmp_path):
 def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
     experiment = make_experiment()
     results = Results(experiment, tmp_path)
-    found = statistics(experiment, results.folder, main_table(experiment, results.folder, CLAIMS))
+    found = make(experiment, results.folder, "training", CLAIMS).statistics
     of = {(one.where["method"], one.name): one.how for one in found}
     assert "minus that of rloo_mis on the same engine" in of["dvp_mis", "score_over_unpruned"]
     assert ("rloo_mis", "score_over_unpruned") not in of
@@ -61,27 +61,27 @@ def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
     assert "not over training seeds" in of["rloo", "score"]  # two of them
 
 
-def test_every_arm_has_every_statistic_once_from_its_own_files(tmp_path):
+def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     experiment = make_experiment()
     results = Results(experiment, tmp_path)
-    main = main_table(experiment, results.folder, CLAIMS)
-    found = statistics(experiment, results.folder, main)
+    part = make(experiment, results.folder, "training", CLAIMS)
+    found, rows = part.statistics, part.tables["main_table"].rows
     names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
-    for arm, row in zip(arms(experiment), main.to_dict("records")[1:], strict=True):
-        own = {one.name: one for one in found if all(arm.path in source for source in one.sources)}
+    for point in grid_points(experiment):
+        own = {one.name: one for one in found if all(point.path in source for source in one.sources)}
         assert set(own) == names
-        assert (own["score"].value, own["score"].low, own["score"].high) == (
-            row["score"],
-            row["score_low"],
-            row["score_high"],
-        )
+        assert own["score"] == rows[point.path]["score"]
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
     changes = [one for one in found if one.name == "score_change_percent"]
-    assert len(changes) == len(arms(experiment)) - 1
-    for one in changes:  # of the arm and of the reference, each seed's
+    assert len(changes) == len(grid_points(experiment)) - 1
+    for one in changes:  # of the point and of the reference, each seed's
         assert len(set(one.sources)) == 2 * len(experiment.seeds)
         assert sum("method~rloo/engine~coarse" in source for source in one.sources) == len(experiment.seeds)
     pruned = [one for one in found if one.name == "score_over_unpruned"]
-    assert [one.where["rho"] for one in pruned] == [arm.rho for arm in arms(experiment) if arm.rho is not None]
-    assert len(found) == len(arms(experiment)) * (len(names) + 1) - 1 + len(pruned)
+    assert [one.where["rho"] for one in pruned] == [
+        point.rho for point in grid_points(experiment) if point.rho is not None
+    ]
+    [base] = [one for one in found if one.where["method"] == "base"]
+    assert base.name == "score"
+    assert len(found) == 1 + len(grid_points(experiment)) * (len(names) + 1) - 1 + len(pruned)

@@ -1,20 +1,22 @@
-"""A table of strings as Markdown, LaTeX and plain text.
+"""A table of strings as Markdown, LaTeX, HTML and plain text."""
 
-The Markdown file is the master: the plain text for the terminal is read back from it, so the two cannot
-differ.
-"""
-
+import html
 import re
 import textwrap
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from dvp.errors import DvpError
+from tabulate import tabulate
 
 WIDTH = 110
 EMPTY = "–"
 # Columns that the terminal can do without, the first to go first.
 DISPENSABLE = ("maj@", "pass@", "per seed", "DVP adds")
+STYLE = """
+table { border-collapse: collapse; margin: 1rem 0 }
+th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; border-bottom: 1px solid #ddd }
+th { background: #f4f4f4 }
+"""
 
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _GREEK = {
@@ -35,82 +37,46 @@ _TEX = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Formatted:
+class Formatted(NamedTuple):
     """A table ready to be printed: headings, rows of as many cells, and the notes that stand below."""
 
     title: str
-    headings: list[str]
-    rows: list[list[str]]
-    notes: list[str]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
 
 
 def rho_text(rho: str | None) -> str:
     """ρ as it is read: e⁻¹³ for `exp(-13)`; other values as they are written."""
-    if rho is None:
+    if rho in (None, "none"):
         return EMPTY
     if match := re.fullmatch(r"exp\(-([\d.]+)\)", rho):
         return "e⁻" + match[1].translate(str.maketrans("0123456789.", "⁰¹²³⁴⁵⁶⁷⁸⁹·"))
     return rho
 
 
-def tex_escape(text: str) -> str:
-    """Text as LaTeX that compiles with no package; a character that LaTeX may lack becomes its code point."""
-    text = re.sub(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"\0{match[0].translate(_SUPERSCRIPTS)}\1", text)
-    escaped = "".join(_TEX.get(character, _known(character)) for character in text)
-    return escaped.replace("\0", "$^{").replace("\1", "}$")
-
-
 def to_markdown(table: Formatted) -> str:
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.headings, *table.rows)]
+    notes = [f"- {_one_line(note)}" for note in table.notes]
+    return "\n".join([f"# {table.title}", "", _tabulate(rows, "pipe"), "", *notes, ""])
 
-    rule = ["---", *["---:"] * (len(table.headings) - 1)]
-    body = [line(table.headings), "| " + " | ".join(rule) + " |", *map(line, table.rows)]
-    return "\n".join([f"# {table.title}", "", *body, "", *(f"- {_one_line(note)}" for note in table.notes), ""])
+
+def to_html(table: Formatted) -> str:
+    """A fragment that a browser shows on its own, too."""
+    notes = "".join(f"<li>{html.escape(_one_line(note))}</li>" for note in table.notes)
+    return (
+        f'<meta charset="utf-8"><style>{STYLE}</style>\n<h3>{html.escape(table.title)}</h3>\n'
+        f"{_tabulate([table.headings, *table.rows], 'html')}\n<ul>{notes}</ul>\n"
+    )
 
 
 def to_tex(table: Formatted) -> str:
     """A fragment for \\input: a tabular with its notes below. It needs no package; it may be wide."""
-
-    def line(cells: list[str]) -> str:
-        # A bracket at the start of a row would be read as the optional argument of the \\ before it.
-        return "{}" + " & ".join(map(tex_escape, cells)) + r" \\"
-
-    columns = "l" + "r" * (len(table.headings) - 1)
+    # A bracket at the start of a row would be read as the optional argument of the \\ before it.
+    rows = [[("" if place else "{}") + tex_escape(cell) for place, cell in enumerate(row)] for row in table.rows]
+    body = _tabulate([list(map(tex_escape, table.headings)), *rows], "latex_raw")
     notes = [rf"\noindent{{\footnotesize {tex_escape(_one_line(note))}\par}}" for note in table.notes]
-    return "\n".join(
-        [
-            f"% {' '.join(table.title.split())}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\hline",
-            line(table.headings),
-            r"\hline",
-            *map(line, table.rows),
-            r"\hline",
-            r"\end{tabular}",
-            r"\par\smallskip",
-            *notes,
-            "",
-        ]
-    )
-
-
-def from_markdown(path: Path) -> Formatted:
-    """Read back what `to_markdown` wrote. Raises DvpError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise DvpError(f"{path}: no such file; the report has not been written") from None
-    cells = [
-        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        for line in lines
-        if line.startswith("|")
-    ]
-    if not lines or not lines[0].startswith("# ") or len(cells) < 2:
-        raise DvpError(f"{path}: expected a title and a table")
-    notes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return Formatted(lines[0].removeprefix("# "), cells[0], cells[2:], notes)
+    return "\n".join([f"% {_one_line(table.title)}", body, r"\par\smallskip", *notes, ""])
 
 
 def to_text(table: Formatted, width: int = WIDTH) -> str:
@@ -121,26 +87,36 @@ def to_text(table: Formatted, width: int = WIDTH) -> str:
         if _width(columns) > width:
             dropped += [column[0] for column in columns if column[0].startswith(name)]
             columns = [column for column in columns if not column[0].startswith(name)]
-    excess = _width(columns) - width
-    if excess > 0:
-        room = max(max(map(len, columns[0])) - excess, 8)
-        columns[0] = [cell if len(cell) <= room else cell[: room - 1] + "…" for cell in columns[0]]
-    widths = [max(map(len, column)) for column in columns]
-    rows = [
-        "  ".join(
-            cell.ljust(size) if index == 0 else cell.rjust(size)
-            for index, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-    rule = "-" * min(_width(columns), width)
+    room = max(max(map(len, columns[0])) - max(_width(columns) - width, 0), 8)
+    columns[0] = [cell if len(cell) <= room else cell[: room - 1] + "…" for cell in columns[0]]
     notes = [*table.notes, *([f"Only in the files: {', '.join(dropped)}."] if dropped else [])]
     wrapped = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in notes]
-    return "\n".join([table.title, "", rows[0], rule, *rows[1:], rule, *wrapped])
+    head, *body = _plain(columns)
+    rule = "-" * max(map(len, [head, *body]))
+    return "\n".join([table.title, "", head, rule, *body, rule, *wrapped])
+
+
+def tex_escape(text: str) -> str:
+    """Text as LaTeX that compiles with no package; a character that LaTeX may lack becomes its code point."""
+    text = re.sub(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"\0{match[0].translate(_SUPERSCRIPTS)}\1", text)
+    escaped = "".join(_TEX.get(character, _known(character)) for character in text)
+    return escaped.replace("\0", "$^{").replace("\1", "}$")
+
+
+def _tabulate(rows: Sequence[Sequence[str]], form: str) -> str:
+    """The first row is the head, the first column what the others are of."""
+    alignment = ["left", *["right"] * (len(rows[0]) - 1)]
+    return tabulate(rows[1:], rows[0], form, colalign=alignment, disable_numparse=True)
 
 
 def _width(columns: list[list[str]]) -> int:
-    return sum(max(map(len, column)) for column in columns) + 2 * (len(columns) - 1)
+    return max(map(len, _plain(columns)))
+
+
+def _plain(columns: Sequence[Sequence[str]]) -> list[str]:
+    # As a row, a head is as wide as it is.
+    rows = list(zip(*columns, strict=True))
+    return _tabulate([[""] * len(columns), *rows], "plain").splitlines()[-len(rows) :]
 
 
 def _known(character: str) -> str:

@@ -1,25 +1,428 @@
-"""What the report shows of the stage `mismatch`: statistics with intervals, two tables, figures."""
+"""The stage `mismatch`: every number with its interval, and the tables of engines and of safe vocabularies.
 
-from pathlib import Path
+Everything here is a ratio of sums over problems. Shape suffixes: R bootstrap replicates, the value first; U units, a
+problem of a seed; K columns; D bins of d; G points.
+"""
 
-from dvp.analysis import mismatch_figures, mismatch_tables
-from dvp.analysis.mismatch_inputs import read_measurements
-from dvp.analysis.mismatch_statistics import statistics
-from dvp.analysis.statistics import Measured
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pandas as pd
+
+from dvp.analysis.formats import rho_text
+from dvp.analysis.load import Mismatch
+from dvp.analysis.points import policy_label
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.analysis.tables import INTERVAL, Column, Table, interval
+from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement
+from dvp.measurement.mismatch_files import ENGINE, SOURCES
+
+MakeStatistics = Callable[..., Iterator[Statistic]]
+"""Makes one, or none: name, values (R,), unit, how, and what it is of beside policy and engine."""
+TAIL = (1e-4, 1e-2)
+"""p of the tokens whose d is looked at as the tail's: rarer ones are hardly ever sampled."""
+HEAD = (0.9, 1.0)
+WEIGHTINGS = ("infer", "train")
+# Of the safe sets, means over positions: column, unit, what it is.
+MEANS = {
+    "safe_size": ("safe_size_train", "tokens", "|V_S|"),
+    "safe_size_infer": ("safe_size_infer", "tokens", "|V'_S|"),
+    "pruned_mass": ("pruned_mass", "probability", "1 − Z of the trainer"),
+    "jaccard": ("jaccard", "fraction", "|V_S ∩ V'_S| / |V_S ∪ V'_S|"),
+    "infer_in_train": ("infer_in_train", "fraction", "|V_S ∩ V'_S| / |V'_S|"),
+    "train_in_infer": ("train_in_infer", "fraction", "|V_S ∩ V'_S| / |V_S|"),
+    "outside_safe": ("outside_train", "fraction of tokens", "what a pruned engine samples outside V_S, exact"),
+}
 
 
-def measured(experiment: Experiment, results: Path) -> Measured:
-    """Read and check every measurement of the stage `mismatch`, and make of them what the report shows.
+# Of engines_table: heading, statistic, what else it is of, format.
+ENGINES = (
+    ("σ(ε)", "epsilon_sd", {}, ".2g"),
+    ("KL", "kl", {}, ".2g"),
+    ("KL, self-noise bf16", "self_noise_kl", {"control": "bf16"}, ".2g"),
+    ("KL, self-noise shape", "self_noise_kl", {"control": "shape"}, ".2g"),
+    ("max |log ratio|", "max_abs_log_ratio", {}, ".2g"),
+    ("tail over head", "tail_over_head", {}, ".2g"),
+    ("self-noise bf16", "self_noise_tail_over_head", {"control": "bf16"}, ".2g"),
+    ("E_q[d], tail", "tail_mean", {"weighting": "infer"}, "+.2g"),
+    ("mode of d, tail, by q", "tail_mode", {"weighting": "infer"}, "+.2g"),
+    ("by p", "tail_mode", {"weighting": "train"}, "+.2g"),
+    ("P(d > 0)", "d_positive", {}, ".3f"),
+    ("breaks literal bound", "literal_bound_violations", {}, ".1e"),
+    ("at most by", "max_over_literal_bound", {}, ".3g"),
+    ("breaks sharp bound", "sharp_bound_violations", {}, ".1e"),
+)
+SAFE_SETS = (
+    ("|V_S|", "safe_size", ".4g"),
+    ("|V'_S|", "safe_size_infer", ".4g"),
+    ("1 − Z", "pruned_mass", ".2g"),
+    ("Σ_t (1 − Z_t)", "pruned_mass_per_response", ".2g"),
+    ("J_mp − J", "objective_change", "+.2g"),
+    ("|J_mp − J| / bound", "objective_change_over_bound", ".2g"),
+    ("Jaccard", "jaccard", ".3f"),
+    ("V'_S in V_S", "infer_in_train", ".3f"),
+    ("outside V_S", "outside_safe", ".2g"),
+)
 
-    results : the experiment's own folder (results/E).
-    Raises DvpError, naming the file, for a missing, stale, altered or malformed one.
-    """
-    every = read_measurements(experiment, results)
-    found = [one for measurements in every for one in statistics(experiment, measurements)]
-    return Measured(
-        statistics=found,
-        tables=mismatch_tables.tables(experiment, every, found),
-        figures=mismatch_figures.figures(experiment, every, found),
-        sources=tuple(source for measurements in every for source in measurements.sources),
+
+@dataclass(frozen=True)
+class Group:
+    """The measurements of one policy and engine, all seeds."""
+
+    policy: str
+    engine: str
+    tables: dict[str, pd.DataFrame]
+    draws_RU: np.ndarray
+    """How often a replicate counts each problem of each seed; the first counts each once: the value itself."""
+    sources: tuple[str, ...]
+
+    @property
+    def where(self) -> dict[str, str]:
+        return {"policy": self.policy, "engine": self.engine}
+
+    def sums(self, rows: pd.DataFrame, columns: list[str]) -> np.ndarray:
+        """Sums of the columns over the rows, (R, K)."""
+        per_unit = rows.groupby("unit")[columns].sum().reindex(range(self.draws_RU.shape[1]), fill_value=0.0)
+        return self.draws_RU @ per_unit.to_numpy(dtype=float)
+
+    def ratio(self, rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
+        """Σ above / Σ below, (R,); NaN where there is nothing."""
+        sums_RK = self.sums(rows, [above, below])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return sums_RK[:, 0] / sums_RK[:, 1]
+
+    def binned(self, rows: pd.DataFrame, key: str, column: str) -> tuple[np.ndarray, np.ndarray]:
+        """(values of `key`, sums of `column` (R, K)), a column for each value, in increasing order."""
+        wide = rows.pivot_table(index="unit", columns=key, values=column, aggfunc="sum", fill_value=0.0)
+        per_unit = wide.reindex(range(self.draws_RU.shape[1]), fill_value=0.0)
+        return per_unit.columns.to_numpy(dtype=float), self.draws_RU @ per_unit.to_numpy(dtype=float)
+
+
+def groups(experiment: Experiment, loaded: Mismatch) -> list[Group]:
+    """The measurements of each policy and engine; all have the same draws, so that their differences are paired."""
+    settings, resampling = experiment.mismatch, experiment.evaluation
+    draws_RU = bootstrap.draws(
+        len(experiment.seeds), settings.problems, resampling.bootstrap_resamples, resampling.seed, shared=False
     )
+    result = []
+    for policy, engine in product(settings.policies, settings.engines):
+        name = policy if policy == "base" else policy.path
+        measurements = [Measurement(policy=policy, engine=engine, seed=seed) for seed in experiment.seeds]
+        tables = {
+            key: table[(table["policy"] == name) & (table["engine"] == engine)].drop(columns=["policy", "engine"])
+            for key, table in loaded.tables.items()
+        }
+        sources = tuple(f"mismatch/{measurement.path}/mismatch.json" for measurement in measurements)
+        result.append(Group(name, engine, tables, draws_RU, sources))
+    return result
+
+
+def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
+    """Every number of one policy and engine; those that are not defined are left out."""
+    resampled = "problems" + (" and seeds" if bootstrap.resamples_seeds(experiment.seeds) else ", not over seeds")
+    over = f"95 % bootstrap over {resampled}, {experiment.evaluation.bootstrap_resamples} resamples"
+    single = group.draws_RU.shape[1] == 1
+    if single:
+        over = "a single problem has no bootstrap interval"
+
+    def statistic(
+        name: str, value_R: np.ndarray, unit: str, how: str, resolution: float = 0.0, **where: str
+    ) -> Iterator[Statistic]:
+        if np.isfinite(value_R[0]):
+            value, low, high = bootstrap.estimate(value_R[:1] if single else value_R)
+            low, high = low - resolution / 2, high + resolution / 2
+            yield Statistic(name, group.where | where, value, low, high, unit, f"{how}; {over}", group.sources)
+
+    def largest(name: str, value: float, unit: str, how: str) -> Iterator[Statistic]:
+        without = f"{how}; a maximum has no bootstrap interval"
+        yield Statistic(name, group.where, float(value), math.nan, math.nan, unit, without, group.sources)
+
+    noise = group.tables["noise"]
+    for source in SOURCES:
+        own = noise[noise["source"] == source]
+        where = {} if source == ENGINE else {"control": source}
+        prefix = "" if source == ENGINE else "self_noise_"
+        of = "the engine" if source == ENGINE else f"the trainer itself ({source})"
+        yield from statistic(
+            f"{prefix}kl",
+            group.ratio(own, "kl", "tokens"),
+            "nats per token",
+            f"KL(q‖p), exact, q of {of}",
+            **where,
+        )
+        yield from statistic(
+            f"{prefix}epsilon_sd",
+            np.sqrt(group.ratio(own, "epsilon_variance", "tokens")),
+            "nats",
+            f"root mean square over positions of ε's standard deviation over the vocabulary, z of {of}",
+            **where,
+        )
+        yield from statistic(
+            f"{prefix}ratio_outside",
+            group.ratio(own, "ratio_outside", "tokens"),
+            "fraction of tokens",
+            f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}",
+            **where,
+        )
+    own = noise[noise["source"] == ENGINE]
+    yield from statistic("k3", group.ratio(own, "k3", "tokens"), "nats per token", "mean k3 of sampled tokens")
+    yield from statistic(
+        "d_positive", group.ratio(own, "d_positive", "tokens"), "fraction of tokens", "sampled tokens with d > 0"
+    )
+    yield from largest("max_abs_log_ratio", own["max_abs_log_ratio"].max(), "nats", "largest of the sampled tokens")
+    yield from largest("epsilon_max", own["max_epsilon"].max(), "nats", "largest ε_max of all positions")
+
+    yield from _by_probability(group, statistic)
+    pairs = group.tables["bounds"]
+    for kind in ("literal", "sharp"):
+        values_R = group.ratio(pairs, f"{kind}_violations", "pairs")
+        count = pairs[f"{kind}_violations"].sum()
+        yield from statistic(
+            f"{kind}_bound_violations",
+            values_R,
+            "fraction of pairs",
+            f"{f'{count:,.0f}' if count else 'none'} of {pairs['pairs'].sum():,.0f} (position, token) pairs, "
+            f"by more than rounding",
+        )
+    yield from largest(
+        "max_over_literal_bound",
+        pairs["max_over_literal"].max(),
+        "ratio",
+        "largest |d| over the literal bound that it violates; 0 without a violation",
+    )
+    yield from _safe_sets(group, statistic)
+
+
+def _by_probability(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+    every = group.tables["histogram"]
+    how = "mean |d| where p < 1e-2 over that where p > 0.5"
+    for source in SOURCES:
+        head, tail = _head_and_tail(every[every["source"] == source])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values_R = group.ratio(tail, "abs_d", "pairs") / group.ratio(head, "abs_d", "pairs")
+        if source == ENGINE:
+            yield from statistic("tail_over_head", values_R, "ratio", f"{how}, all pairs alike")
+        else:
+            of = f"{how}, of the trainer itself ({source})"
+            yield from statistic("self_noise_tail_over_head", values_R, "ratio", of, control=source)
+    table = every[every["source"] == ENGINE]
+    head, tail = _head_and_tail(table)
+    for name in WEIGHTINGS:
+        how_weighted = f"weighted by π_{name}"
+        where = {"weighting": name}
+        values_R = group.ratio(tail, f"{name}_abs_d", name) / group.ratio(head, f"{name}_abs_d", name)
+        yield from statistic("tail_over_head_weighted", values_R, "ratio", f"{how}, {how_weighted}", **where)
+        for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
+            own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+            of = f"d of tokens with p in ({low:g}, {high:g}], {how_weighted}"
+            density = Density(group, own, name)
+            yield from statistic(
+                f"{part}_mode",
+                density.modes(),
+                "nats",
+                f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies",
+                density.resolution,
+                **where,
+            )
+            yield from statistic(f"{part}_mean", group.ratio(own, f"{name}_d", name), "nats", f"mean {of}", **where)
+            positive = own[[name, "unit"]].assign(positive=own[name].where(own["d_low"] >= 0, 0.0))
+            values_R = group.ratio(positive, "positive", name)
+            yield from statistic(f"{part}_positive", values_R, "fraction", f"P(d > 0) for {of}", **where)
+
+
+def _head_and_tail(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return rows[rows["p_low"] >= 0.5], rows[rows["p_high"] <= 1e-2]
+
+
+class Density:
+    """The density of d over some rows of the histogram, by Gaussian kernels.
+
+    The bandwidth is Silverman's, of the value, for all replicates; in a bin that is wider, half the bin's width.
+    """
+
+    def __init__(self, group: Group, rows: pd.DataFrame, weighting: str):
+        self._lows_D, self._weight_RD = group.binned(rows, "d_low", weighting)
+        self.resolution = 0.0
+        """Width of the bin of d in which the mode lies; the mode is not known more finely."""
+        if not len(self._lows_D):
+            return
+        total = rows.groupby("d_low")[[weighting, f"{weighting}_squared", f"{weighting}_d"]].sum()
+        weight_D, squared_D, sum_D = total.to_numpy(dtype=float).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._centre_D = np.where(weight_D > 0, sum_D / weight_D, np.clip(self._lows_D, -100, 100))
+        share_D = weight_D / weight_D.sum()
+        mean = share_D @ self._centre_D
+        deviation = math.sqrt(share_D @ (self._centre_D - mean) ** 2)
+        cumulative_D = share_D.cumsum()
+
+        def quantile(level: float) -> float:
+            return self._centre_D[min(int((cumulative_D < level).sum()), len(share_D) - 1)]
+
+        self.central = quantile(0.05), quantile(0.95)
+        low, high = quantile(0.01), quantile(0.99)
+        # A normal distribution's quartiles are 1.349 σ apart.
+        spread = min(deviation, (quantile(0.75) - quantile(0.25)) / 1.349)
+        silverman = 0.9 * spread * (squared_D.sum() / weight_D.sum() ** 2) ** 0.2
+        highs_D = rows.groupby("d_low")["d_high"].first().to_numpy(dtype=float)
+        widths_D = np.where(np.isfinite(highs_D - self._lows_D), highs_D - self._lows_D, 1.0)
+        self._bandwidth_D = np.maximum(silverman, widths_D / 2)
+        inside_D = self._centre_D[(self._centre_D >= low) & (self._centre_D <= high)]
+        # Eight from each bin's centre to the next: their distances follow the bins'.
+        places_G = np.arange(8 * (len(inside_D) - 1) + 1) / 8
+        self.points_G = np.interp(places_G, np.arange(len(inside_D)), inside_D)
+        self.resolution = float(widths_D[np.abs(self._centre_D - self.mode()).argmin()])
+
+    def at(self, points_G: np.ndarray, weight_RD: np.ndarray | None = None) -> np.ndarray:
+        """The density at some d, of the value (1, G) or of the weights given (R, G)."""
+        weight_RD = self._weight_RD[:1] if weight_RD is None else weight_RD
+        scaled_DG = (points_G[None] - self._centre_D[:, None]) / self._bandwidth_D[:, None]
+        kernel_DG = np.exp(-0.5 * scaled_DG**2) / (self._bandwidth_D[:, None] * math.sqrt(2 * math.pi))
+        return weight_RD @ kernel_DG / weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
+
+    def mode(self) -> float:
+        """Where the density is highest, of the value alone."""
+        return float(self.points_G[self.at(self.points_G)[0].argmax()])
+
+    def modes(self) -> np.ndarray:
+        """Where the density is highest, of the value and of each replicate; NaN without a token."""
+        if not len(self._lows_D):
+            return np.full(1, np.nan)
+        modes_R = self.points_G[self.at(self.points_G, self._weight_RD).argmax(axis=1)]
+        return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
+
+
+def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+    table = group.tables["safe_sets"]
+    # Only ratios of the weights matter, so the largest may be 1.
+    shift = table["log_ratio"].max()
+    weight = np.exp(table["log_ratio"] - shift)
+    table = table.assign(
+        # Means over a response's positions, made sums again.
+        **{name: table[column] * table["tokens"] for name, (column, _, _) in MEANS.items()},
+        responses=1.0,
+        weight=weight,
+        weighted_reward=weight * table["reward"],
+        pruned_weight=np.exp(table["pruned_log_ratio"] - shift),
+        pruned_weighted_reward=np.exp(table["pruned_log_ratio"] - shift) * table["reward"],
+        bound=weight * table["pruned_mass_sum"],
+    )
+    for (rho, margin, side), rows in table.groupby(["rho", "margin", "side"], sort=False):
+        plain = side == "none"
+        where = {"rho": rho} if plain else {"rho": rho, "margin": f"{margin:g}", "side": side}
+        suffix = "" if plain else "_margin"
+        how_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
+        for name, (_, unit, what) in MEANS.items():
+            values_R = group.ratio(rows, name, "tokens")
+            yield from statistic(
+                f"{name}{suffix}", values_R, unit, f"mean over positions of {what}{how_margin}", **where
+            )
+        values_R = group.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
+        what = f"of the sampled tokens in V'_S, those outside V_S{how_margin}"
+        yield from statistic(f"outside_safe_sampled{suffix}", values_R, "fraction of tokens", what, **where)
+        if not plain:
+            continue
+        values_R = group.ratio(rows, "pruned_mass_sum", "responses")
+        what = "Σ_t (1 − Z_t), mean over the engine's responses"
+        yield from statistic("pruned_mass_per_response", values_R, "probability", what, **where)
+        # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
+        change_R = group.ratio(rows, "pruned_weighted_reward", "pruned_weight")
+        change_R = change_R - group.ratio(rows, "weighted_reward", "weight")
+        bound_R = group.ratio(rows, "bound", "weight")
+        outside = np.isneginf(rows["pruned_log_ratio"]).sum()
+        weights = (
+            "importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; "
+            f"{outside} of {len(rows)} responses have a token outside V_S, and only they tell what pruning loses"
+        )
+        yield from statistic("objective_change", change_R, "reward", f"J_mp − J, {weights}", **where)
+        yield from statistic(
+            "objective_bound", bound_R, "reward", f"E_p[Σ_t (1 − Z_t)] · R_max (1), {weights}", **where
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            over_R = np.abs(change_R) / bound_R
+        yield from statistic(
+            "objective_change_over_bound", over_R, "ratio", f"|J_mp − J| / E_p[Σ_t (1 − Z_t)], {weights}", **where
+        )
+
+
+def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -> dict[str, Table]:
+    """engines_table, a row a policy and engine; safe_sets_table, a row for each ρ of these."""
+    known = lookup(found)
+    first = [Column("policy", None), Column("label", "policy", shown_only=True), Column("engine", "engine")]
+    margins = [f"{margin:g}" for margin in experiment.mismatch.margins]
+    # A column for each statistic, under its name and what else it is of.
+    engines = {"_".join([name, *more.values()]): (heading, name, more, spec) for heading, name, more, spec in ENGINES}
+    safe_sets = {name: (heading, name, {}, spec) for heading, name, spec in SAFE_SETS} | {
+        f"outside_safe_margin_{margin}": (
+            f"with ε̂ = {margin}",
+            "outside_safe_margin",
+            {"margin": margin, "side": "trainer"},
+            ".2g",
+        )
+        for margin in margins
+    }
+
+    def row(where: dict[str, str], columns: dict) -> dict:
+        cells = {key: known(name, where | more) for key, (_, name, more, _) in columns.items()}
+        return where | {"label": policy_label(experiment, where["policy"])} | cells
+
+    def measured(columns: dict) -> list[Column]:
+        return [Column(key, heading, interval(spec), INTERVAL) for key, (heading, _, _, spec) in columns.items()]
+
+    wheres = [group.where for group in every]
+    by_rho = [where | {"rho": rho} for where in wheres for rho in experiment.mismatch.rhos]
+    return {
+        "engines_table": Table(
+            f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
+            [*first, *measured(engines)],
+            {"/".join(where.values()): row(where, engines) for where in wheres},
+            [*_notes(experiment), *_ENGINE_NOTES],
+        ),
+        "safe_sets_table": Table(
+            f"{experiment.name}: the safe vocabularies of trainer and engine",
+            [*first, Column("rho", "ρ", rho_text), *measured(safe_sets)],
+            {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
+            [*_notes(experiment), *_SAFE_SET_NOTES],
+        ),
+    }
+
+
+def _notes(experiment: Experiment) -> list[str]:
+    settings, seeds = experiment.mismatch, len(experiment.seeds)
+    several = bootstrap.resamples_seeds(experiment.seeds)
+    return [
+        f"Scale: {experiment.scale}",
+        f"{settings.problems} training problems × {settings.responses} responses × {seeds} seed{'s' * (seeds > 1)} for "
+        "each policy and engine, sampled by the engine from its full vocabulary at temperature 1; all (position, "
+        "token) pairs at the visited positions. d = log q − log p, q the engine, p the fp32 trainer.",
+        f"[ ]: 95 % bootstrap interval over problems{' and seeds' if several else ', not over seeds'}.",
+    ]
+
+
+_ENGINE_NOTES = [
+    "σ(ε): of the difference of the logits over the vocabulary. KL(q‖p), nats per token; self-noise: the same with "
+    "the trainer itself in the engine's place, under bf16 autocast, or one response at a time. What the engine "
+    "adds is what exceeds it.",
+    "tail over head: mean |d| where p < 1e-2 over that where p > 0.5, all pairs alike; any noise of the logits "
+    "moves unlikely tokens more, so it is to be held against the same of the trainer's own noise.",
+    f"tail: p in ({TAIL[0]:g}, {TAIL[1]:g}], weighted by the engine's probabilities, or (by p) by the trainer's. "
+    "P(d > 0): of the sampled tokens.",
+    "Bounds: fractions of the pairs that exceed 2 ε_max (1 − p) (literal, Prop. 4.2), and the sharp pair, by more "
+    "than rounding; ε_max is half the range of d over the vocabulary at the position. At most by: the largest |d| "
+    "over the literal bound that it breaks.",
+]
+
+
+_SAFE_SET_NOTES = [
+    "V_S, V'_S: safe vocabularies of trainer and engine. 1 − Z: probability that the trainer prunes, mean over the "
+    "positions; Σ_t (1 − Z_t): per response.",
+    "J_mp − J: change of the expected reward (0 to 1) by pruning, by importance weights; its bound, Prop. 5.5 with "
+    "the measured Σ_t (1 − Z_t). What pruning loses is known from responses with a token outside V_S alone; where "
+    "ρ is small hardly any is sampled, so that hardly any change is seen, and the interval does not cover that.",
+    "outside V_S: share of the tokens of an engine that prunes which the trainer's V_S lacks, exact; with ε̂: where "
+    "the trainer prunes at ρ·e^(−2ε̂).",
+]

@@ -1,47 +1,40 @@
 """The figures of the stage `mismatch`. An engine has the same colour in all of them."""
 
-import textwrap
 from collections.abc import Iterable
 from itertools import cycle
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dvp.analysis.bootstrap import interval
-from dvp.analysis.figures import COLORS, STYLE
+from dvp.analysis.figures import COLORS, DARK, GREY, STYLE, handle, new_figure, set_title
 from dvp.analysis.formats import rho_text
-from dvp.analysis.mismatch_inputs import Measurements
-from dvp.analysis.mismatch_statistics import Density
-from dvp.analysis.mismatch_tables import policy_label
-from dvp.analysis.statistics import Statistic
+from dvp.analysis.mismatch import Density, Group
+from dvp.analysis.points import policy_label
+from dvp.analysis.statistics import Statistic, lookup
 from dvp.core.vocabulary_mismatch import D_EDGES
+from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.measurement.mismatch_files import ENGINE
 
-DARK, GREY = "#404040", "#8A8A8A"
-INFER, TRAIN = COLORS[0], COLORS[1]
+INFER, TRAIN = COLORS[0], COLORS[6]
 # From the tail to the head: p of the rows of `mismatch_distribution`.
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
 RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
 FEW = 5
 MARGIN_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (8, 2)))
-Policies = dict[str, list[Measurements]]  # each policy's, one of each engine
+Policies = dict[str, list[Group]]  # each policy's, one of each engine
 LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
 
-def figures(experiment: Experiment, every: list[Measurements], statistics: list[Statistic]) -> dict[str, Figure]:
+def figures(experiment: Experiment, every: list[Group], statistics: list[Statistic]) -> dict[str, Figure]:
     """bounds, mismatch_distribution, mismatch_by_probability and safe_sets, each of all policies, one below another."""
-    policies = {
-        policy: [measurements for measurements in every if measurements.policy == policy]
-        for policy in _unique(every, "policy")
-    }
+    policies = {policy: [group for group in every if group.policy == policy] for policy in _unique(every, "policy")}
     labels = {policy: policy_label(experiment, policy) for policy in policies}
     with mpl.rc_context(STYLE):
         return {
@@ -52,30 +45,30 @@ def figures(experiment: Experiment, every: list[Measurements], statistics: list[
         }
 
 
-def _unique(every: list[Measurements], key: str) -> list[str]:
-    return list(dict.fromkeys(getattr(measurements, key) for measurements in every))
+def _unique(every: list[Group], key: str) -> list[str]:
+    return list(dict.fromkeys(getattr(group, key) for group in every))
 
 
 def _bounds(policies: Policies, labels: dict[str, str]) -> Figure:
     """|d| in units of 2 ε_max, which the literal bound is 1 − p of."""
     figure, grids = _stacked(labels.values(), 1, max(map(len, policies.values())), 2.5, 2.6)
     for every, grid in zip(policies.values(), grids, strict=True):
-        for place, (axes, measurements) in enumerate(zip(grid[0], every, strict=True)):
-            _bounds_panel(axes, measurements)
+        for place, (axes, group) in enumerate(zip(grid[0], every, strict=True)):
+            _bounds_panel(axes, group)
             _inner(axes, place, "|d| / (2 ε_max)")
     handles = [
-        Line2D([], [], color=COLORS[0], marker="^", linewidth=0, label="largest |d| of a bin where d > 0 (q > p)"),
-        Line2D([], [], color=COLORS[1], marker="v", linewidth=0, label="largest |d| of a bin where d < 0 (q < p)"),
-        Line2D([], [], color=GREY, label="mean |d| of a bin"),
-        Line2D([], [], color="black", label="literal bound, 1 − p; where d > 0 the sharp one is within it"),
-        Line2D([], [], color=COLORS[1], linestyle="--", label="sharp bound where d < 0, at the largest ε_max"),
+        handle("largest |d| of a bin where d > 0 (q > p)", color=INFER, marker="^"),
+        handle("largest |d| of a bin where d < 0 (q < p)", color=TRAIN, marker="v"),
+        handle("mean |d| of a bin", color=GREY),
+        handle("literal bound, 1 − p; where d > 0 the sharp one is within it", color="black"),
+        handle("sharp bound where d < 0, at the largest ε_max", color=TRAIN, linestyle="--"),
     ]
     title = "d = log q − log p of every (position, token) pair against 1 − p, each in units of its position's 2 ε_max"
     return _finish(figure, title, handles, 3)
 
 
-def _bounds_panel(axes: Axes, measurements: Measurements) -> None:
-    table = measurements.tables["bounds"]
+def _bounds_panel(axes: Axes, group: Group) -> None:
+    table = group.tables["bounds"]
     bins = table.groupby("rest_high").agg(
         pairs=("pairs", "sum"),
         scaled=("scaled", "sum"),
@@ -85,36 +78,32 @@ def _bounds_panel(axes: Axes, measurements: Measurements) -> None:
     # At a bin's upper edge, where the literal bound is widest: a point above the line is a violation.
     rest = bins.index
     axes.plot(rest, bins["scaled"] / bins["pairs"], "-", color=GREY, linewidth=1.2)
-    axes.plot(rest, bins["above"].where(bins["above"] > 0), "^", color=COLORS[0], markersize=3)
-    axes.plot(rest, bins["below"].where(bins["below"] > 0), "v", color=COLORS[1], markersize=3)
-    largest = measurements.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
+    axes.plot(rest, bins["above"].where(bins["above"] > 0), "^", color=INFER, markersize=3)
+    axes.plot(rest, bins["below"].where(bins["below"] > 0), "v", color=TRAIN, markersize=3)
+    largest = group.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
     line = np.logspace(-10, 0, 200)
     axes.plot(line, line, "-", color="black", linewidth=1)
-    axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=COLORS[1], linewidth=1)
+    axes.plot(line, np.log1p(line * np.expm1(2 * largest)) / (2 * largest), "--", color=TRAIN, linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=(1e-6, 1.5), ylim=(1e-7, 3), xlabel="1 − p")
     literal, sharp = table["literal_violations"].sum(), table["sharp_violations"].sum()
     counts = f"violations: literal {literal:,.0f},\nsharp {sharp:,.0f} of {table['pairs'].sum():,.0f}"
-    axes.set_title(f"{measurements.engine} (ε_max up to {largest:.2g})")
+    axes.set_title(f"{group.engine} (ε_max up to {largest:.2g})")
     axes.text(0.97, 0.03, counts, transform=axes.transAxes, ha="right", fontsize=7.5)
 
 
 def _distribution(policies: Policies, labels: dict[str, str]) -> Figure:
     """Densities of d by probability, of the engines whose d is above the bins' resolution, if there is one."""
-    every = [measurements for own in policies.values() for measurements in own]
-    coarse = [
-        measurements
-        for measurements in every
-        if measurements.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01
-    ]
+    every = [group for own in policies.values() for group in own]
+    coarse = [group for group in every if group.tables["noise"].query("source == @ENGINE")["max_epsilon"].max() > 0.01]
     engines = _unique(coarse or every, "engine")
     figure, grids = _stacked(labels.values(), len(PARTS), len(engines), 2.3, 1.2, share="none")
     for own, grid in zip(policies.values(), grids, strict=True):
-        for column, measurements in enumerate(measurements for measurements in own if measurements.engine in engines):
-            _distribution_column(grid[:, column], measurements, first=column == 0)
+        for column, group in enumerate(group for group in own if group.engine in engines):
+            _distribution_column(grid[:, column], group, first=column == 0)
     handles = [
-        Line2D([], [], color=INFER, linewidth=2, label="weighted by the engine's π_infer"),
-        Line2D([], [], color=TRAIN, linewidth=2, label="weighted by the trainer's π_train (control)"),
-        Line2D([], [], color=DARK, linewidth=0.9, linestyle=":", label="mode, its value above"),
+        handle("weighted by the engine's π_infer", color=INFER, linewidth=2),
+        handle("weighted by the trainer's π_train (control)", color=TRAIN, linewidth=2),
+        handle("mode, its value above", color=DARK, linewidth=0.9, linestyle=":"),
     ]
     left_out = [engine for engine in _unique(every, "engine") if engine not in engines]
     title = "Density of d = log q − log p by the token's probability p = π_train, each scaled to its maximum"
@@ -122,9 +111,9 @@ def _distribution(policies: Policies, labels: dict[str, str]) -> Figure:
     return _finish(figure, title, handles, 3)
 
 
-def _distribution_column(column: np.ndarray, measurements: Measurements, *, first: bool) -> None:
-    table = measurements.tables["histogram"].query("source == @ENGINE")
-    column[0].set_title(f"{measurements.engine}\n", loc="left")
+def _distribution_column(column: np.ndarray, group: Group, *, first: bool) -> None:
+    table = group.tables["histogram"].query("source == @ENGINE")
+    column[0].set_title(f"{group.engine}\n", loc="left")
     column[-1].set_xlabel("d, nats")
     for axes, (low, high) in zip(column, PARTS, strict=True):
         own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
@@ -136,7 +125,7 @@ def _distribution_column(column: np.ndarray, measurements: Measurements, *, firs
             axes.set_ylabel(name, rotation=0, ha="right", va="center")
         if own.empty:
             continue
-        densities = {"infer": Density(measurements, own, "infer"), "train": Density(measurements, own, "train")}
+        densities = {"infer": Density(group, own, "infer"), "train": Density(group, own, "train")}
         left = min(one.central[0] for one in densities.values())
         right = max(one.central[1] for one in densities.values())
         margin = max(0.25 * (right - left), 2 * RESOLUTION)
@@ -164,11 +153,9 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
     colors = _engine_colors(policies)
     for every, grid in zip(policies.values(), grids, strict=True):
         for place, (axes, (title, above, below)) in enumerate(zip(grid[0], kinds, strict=True)):
-            for measurements in every:
-                table = measurements.tables["gaps"]
-                _band(
-                    axes, measurements, table[table["source"] == ENGINE], above, below, colors[measurements.engine], "-"
-                )
+            for group in every:
+                table = group.tables["gaps"]
+                _band(axes, group, table[table["source"] == ENGINE], above, below, colors[group.engine], "-")
             # The controls are of the trainer alone; positions differ between engines, but hardly what they show.
             table = every[0].tables["gaps"]
             for source, line in (("bf16", "--"), ("shape", ":")):
@@ -186,27 +173,25 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
             axes.set(yscale="log", xlabel="log(p / p_max), nats", title=title)
             _inner(axes, place, "mean |d|, nats")
         grid[0, 0].set_ylim(bottom=LOWEST)
-    handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
+    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
     handles += [
-        Line2D([], [], color=DARK, linestyle="--", label="self-noise: trainer in bf16"),
-        Line2D([], [], color=DARK, linestyle=":", label=f"self-noise: other batch shape (cut at {LOWEST:g})"),
+        handle("self-noise: trainer in bf16", color=DARK, linestyle="--"),
+        handle(f"self-noise: other batch shape (cut at {LOWEST:g})", color=DARK, linestyle=":"),
     ]
     title = "Mean |d| = |log q − log p| against log(p / p_max), p = π_train; bands: 95 % bootstrap interval; the last "
     title += "point is the most likely token"
     return _finish(figure, title, handles, 4)
 
 
-def _band(
-    axes: Axes, measurements: Measurements, rows: pd.DataFrame, above: str, below: str, color: str, line: str
-) -> None:
-    keys, above_RK = measurements.binned(rows, "gap_high", above)
-    _, below_RK = measurements.binned(rows, "gap_high", below)
+def _band(axes: Axes, group: Group, rows: pd.DataFrame, above: str, below: str, color: str, line: str) -> None:
+    keys, above_RK = group.binned(rows, "gap_high", above)
+    _, below_RK = group.binned(rows, "gap_high", below)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean_RK = above_RK / below_RK
     # The highest bin is one value, 0; the others are a nat wide, and the lowest has no lower edge.
     x_K = np.where(keys == 0.0, 0.0, np.minimum(np.round(keys), 0.0) - 0.5)
     # A bin that a replicate can miss holds too little.
-    limits = np.array([interval(values) for values in mean_RK[1:].T])
+    limits = np.array([bootstrap.estimate(mean_R)[1:] for mean_R in mean_RK.T])
     drawn = np.isfinite(limits).all(axis=1) & (mean_RK[0] > LOWEST)
     axes.plot(x_K[drawn], mean_RK[0, drawn], color=color, linestyle=line, linewidth=1.6)
     axes.fill_between(x_K[drawn], limits[drawn, 0], limits[drawn, 1], color=color, alpha=0.2, linewidth=0)
@@ -221,12 +206,12 @@ def _safe_sets(
     rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
     for every, grid in zip(policies.values(), grids, strict=True):
         _safe_sets_panels(experiment, every, grid.ravel(), statistics, colors, rhos)
-    handles = [Line2D([], [], color=color, linewidth=2, label=f"engine {name}") for name, color in colors.items()]
+    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
     few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
-    handles.append(Line2D([], [], color=DARK, marker="o", mfc="white", markersize=4, linewidth=0, label=few))
-    handles.append(Line2D([], [], color=DARK, label="last panel: no margin"))
+    handles.append(handle(few, color=DARK, marker="o", mfc="white", markersize=4))
+    handles.append(handle("last panel: no margin", color=DARK))
     for margin, line in zip(experiment.mismatch.margins, cycle(MARGIN_LINES), strict=False):
-        handles.append(Line2D([], [], color=DARK, linestyle=line, label=f"trainer prunes at ρ·e^(−2·{margin:g})"))
+        handles.append(handle(f"trainer prunes at ρ·e^(−2·{margin:g})", color=DARK, linestyle=line))
     for grid in grids:
         empty = grid.ravel()[-1]
         empty.set_axis_off()
@@ -237,30 +222,28 @@ def _safe_sets(
 
 def _safe_sets_panels(
     experiment: Experiment,
-    every: list[Measurements],
+    every: list[Group],
     panels: np.ndarray,
     statistics: list[Statistic],
     colors: dict[str, str],
     rhos: list[str],
 ) -> None:
     """One policy's; the last panel stays empty."""
-    found = [one for one in statistics if one.where["policy"] == every[0].policy]
+    known = lookup(statistics)
     outside = {}
-    for measurements in every:
-        rows = measurements.tables["safe_sets"].query("side == 'none'")
+    for group in every:
+        rows = group.tables["safe_sets"].query("side == 'none'")
         for rho, lost in np.isneginf(rows["pruned_log_ratio"]).groupby(rows["rho"]).sum().items():
-            outside[measurements.engine, rho] = lost
+            outside[group.engine, rho] = lost
 
     def curve(axes: Axes, name: str, line: str = "-", *, band: bool = True, **where: str) -> None:
         for place, (engine, color) in enumerate(colors.items()):
-            points = []
-            for rho in rhos:
-                full = {"policy": every[0].policy, "engine": engine, "rho": rho} | where
-                points += [(parse_rho(rho), one) for one in found if one.name == name and one.where == full]
+            at = {"policy": every[0].policy, "engine": engine} | where
+            points = {rho: one for rho in rhos if (one := known(name, at | {"rho": rho}))}
             if not points:  # not defined at any ρ
                 continue
-            x = np.array([rho for rho, _ in points])
-            value, low, high = np.array([[one.value, one.low, one.high] for _, one in points]).T
+            x = np.array(list(map(parse_rho, points)))
+            value, low, high = np.array([[one.value, one.low, one.high] for one in points.values()]).T
             if line == "o":
                 # Of a change its size; one whose interval holds 0 reaches down to the axis.
                 low, high = (
@@ -269,7 +252,7 @@ def _safe_sets_panels(
                 )
                 x = x * 1.15 ** (place - (len(colors) - 1) / 2)
                 axes.vlines(x, low, high, color=color, linewidth=1)
-                few = np.array([outside[engine, one.where["rho"]] < FEW for _, one in points])
+                few = np.array([outside[engine, rho] < FEW for rho in points])
                 axes.plot(x[few], abs(value)[few], "o", color=color, mfc="white", markersize=4, zorder=3)
             elif band:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
@@ -301,7 +284,7 @@ def _safe_sets_panels(
 
 
 def _engine_colors(policies: Policies) -> dict[str, str]:
-    engines = _unique([measurements for every in policies.values() for measurements in every], "engine")
+    engines = _unique([group for every in policies.values() for group in every], "engine")
     return {engine: COLORS[index % len(COLORS)] for index, engine in enumerate(engines)}
 
 
@@ -311,8 +294,7 @@ def _stacked(
     """A figure with panels (rows, columns) of `width` × `height` inches for each label, one below the other."""
     labels = list(labels)
     size = max(width * columns + 0.7, 6.0), len(labels) * (height * rows + 0.6) + 0.9
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*size)
     sharing = {"sharex": share in ("all", "x"), "sharey": share == "all"}
     grids = []
     for label, part in zip(labels, figure.subfigures(len(labels), 1, squeeze=False)[:, 0], strict=True):
@@ -328,8 +310,8 @@ def _inner(axes: Axes, place: int, label: str) -> None:
         axes.tick_params(labelleft=False)
 
 
-def _finish(figure: Figure, title: str, handles: list[Line2D], columns: int) -> Figure:
-    figure.suptitle(textwrap.fill(title, int(12.5 * figure.get_figwidth())), fontsize=9.5, x=0.01, ha="left")
+def _finish(figure: Figure, title: str, handles: list[Artist], columns: int) -> Figure:
+    set_title(figure, title, 0.96 * figure.get_figwidth())
     if handles:
         columns = columns if figure.get_figwidth() > 8 else 1
         figure.legend(handles=handles, loc="outside lower center", ncols=columns)

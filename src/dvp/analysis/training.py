@@ -1,73 +1,116 @@
-"""Statistics of training runs by name (see config/claims.yaml)."""
+"""Training and scores of the grid: statistics of every grid point, the main table and the table of the mismatch."""
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
-from dvp.analysis import bootstrap
-from dvp.analysis.inputs import (
-    GridPoint,
-    arms,
-    evaluation_folder,
-    read_collapses,
-    read_metrics,
-    reference_arm,
-    unpruned_arm,
+from dvp.analysis.claims import Claim
+from dvp.analysis.formats import rho_text
+from dvp.analysis.load import Training
+from dvp.analysis.points import (
+    BASE,
+    grid_points,
+    is_control,
+    reference_point,
+    seeds_text,
+    unpruned_point,
 )
-from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import LAST_STEPS, seeds_text
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
+from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint
 
 LEVEL = 0.95
+LAST_STEPS = 10
+PUBLISHED = "config/claims.yaml"
+_MARKS = {"control": " (control)", "reference": " (ref.)"}
+# Of the table of the mismatch: heading, format, and how a run's last steps become one number.
+_AT_THE_END = {
+    "k1": ("k1", ".1e", "mean"),
+    "k3": ("k3", ".1e", "mean"),
+    "max_abs_log_ratio": ("max |log ratio|", ".2g", "max"),
+    "ess": ("ESS", ".3f", "mean"),
+    "outside_safe_fraction": ("outside V_S", ".1e", "mean"),
+    "masked_fraction": ("masked", ".3f", "mean"),
+    "tokens_per_second": ("tokens/s", ".0f", "mean"),
+}
 
 
-def statistics(experiment: Experiment, results: Path, main: pd.DataFrame) -> list[Statistic]:
-    """Of every arm: its score, how it ends and how it grew. `main` is `tables.main_table`.
+def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[list[Statistic], dict[str, Table]]:
+    """The statistics that the report lists, and the tables `main_table` and `mismatch_table`."""
+    found = statistics(experiment, loaded)
+    tables = {
+        "main_table": main_table(experiment, loaded, found, published),
+        "mismatch_table": mismatch_table(experiment, loaded),
+    }
+    # That the reference does not differ from itself is no result, and the base model no setting that was tried.
+    trivial = [where_of(None), where_of(reference_point(experiment))]
+    listed = [one for one in found if one.name != "score_change_percent" or one.where not in trivial]
+    return listed, tables
 
-    score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of arms with a safe
-    vocabulary against the same without; final_k3, final_gradient_norm, final_reward (means
-    over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
-    runs). Growth is left out where a run has not twice ten steps.
+
+def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
+    """Of the base model its score; of every grid point its score, how it ends and how it grew.
+
+    score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
+    vocabulary against the same without; final_k3, final_gradient_norm, final_reward (means over the last ten steps);
+    k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of runs). Growth is left out
+    where a run has not twice ten steps.
     """
-    metrics = read_metrics(experiment, results)
-    rows = main.set_index("arm").to_dict("index")
-    return [one for arm in arms(experiment) for one in _of_arm(experiment, results, arm, rows[arm.path], metrics)]
+    score_R = replicates(experiment, loaded)
+    points = grid_points(experiment)
+    return [
+        *_scores(experiment, loaded, score_R, None),
+        *(statistic for point in points for statistic in _scores(experiment, loaded, score_R, point)),
+        *(statistic for point in points for statistic in _training(experiment, loaded, point)),
+    ]
 
 
-def _of_arm(
-    experiment: Experiment, results: Path, arm: GridPoint, scored: dict[str, Any], metrics: pd.DataFrame
+def replicates(experiment: Experiment, loaded: Training) -> dict[str, np.ndarray]:
+    """Of each point, and `base`, the mean score and its bootstrap replicates, (R,); entry r is of the same problems."""
+    settings = experiment.evaluation
+    result = {}
+    for point, own in loaded.samples.groupby("point", sort=False):
+        correct_SP = own.pivot_table(index="seed", columns="problem", values="correct", aggfunc="mean").to_numpy()
+        draws_RU = bootstrap.draws(*correct_SP.shape, settings.bootstrap_resamples, settings.seed, shared=True)
+        result[point] = draws_RU @ correct_SP.ravel() / correct_SP.size
+    return result
+
+
+def _scores(
+    experiment: Experiment, loaded: Training, score_R: dict[str, np.ndarray], point: GridPoint | None
 ) -> Iterator[Statistic]:
-    def statistic(
-        name: str, numbers: tuple[float, float, float], unit: str, how: str, against: GridPoint | None = None
-    ) -> Statistic:
-        if not name.startswith("score"):
-            found = train_sources(experiment, arm)
-        else:
-            found = tuple(file for one in (arm, against) if one for file in score_sources(experiment, results, one))
-        return Statistic(name, where_of(arm), *numbers, unit, how, found)
+    name = point.path if point else BASE
+    k = experiment.evaluation.samples_per_problem[experiment.report.task]
+    reference = reference_point(experiment)
+    without = unpruned_point(experiment, point) if point else None
+    how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds if point else [0])}"
 
-    how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds)}"
-    score = tuple(scored[key] for key in ("score", "score_low", "score_high"))
-    yield statistic("score", score, f"avg@{scored['k']}, fraction", how)
-    if scored["role"] != "reference":
-        change = tuple(scored[key] for key in ("change_percent", "change_low", "change_high"))
-        paired = f"{how}, paired with the reference"
-        yield statistic("score_change_percent", change, "%", paired, reference_arm(experiment))
-    over = tuple(scored[key] for key in ("over_unpruned", "over_unpruned_low", "over_unpruned_high"))
-    without = unpruned_arm(experiment, arm)
+    def statistic(name_: str, value_R: np.ndarray, unit: str, how_: str, *points: str) -> Statistic:
+        files = tuple(file for other in dict.fromkeys(points) for file in score_files(loaded, other))
+        return Statistic(name_, where_of(point), *bootstrap.estimate(value_R), unit, how_, files)
+
+    yield statistic("score", score_R[name], f"avg@{k}, fraction", how, name)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change_R = 100 * (score_R[name] / score_R[reference.path] - 1)
+    # Of a reference without a correct answer no change is defined.
+    change_R[~np.isfinite(change_R)] = math.nan
+    yield statistic("score_change_percent", change_R, "%", f"{how}, paired with the reference", name, reference.path)
     if without is not None:
+        over_R = score_R[name] - score_R[without.path]
         told = f"score minus that of {without.method} on the same engine; {how}, paired"
-        yield statistic("score_over_unpruned", over, "fraction", told, without)
+        yield statistic("score_over_unpruned", over_R, "fraction", told, name, without.path)
 
-    own, steps = metrics[metrics["arm"] == arm.path], experiment.training.steps
+
+def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:
+    own, steps = loaded.metrics[loaded.metrics["point"] == point.path], experiment.training.steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")
     last = own[own["step"] > steps - LAST_STEPS].groupby("seed")
-    pruned = experiment.methods[arm.method].safe_vocabulary is not None
+    sources = train_files(loaded, point.path)
+    pruned = experiment.methods[point.method].safe_vocabulary is not None
     between = "between the pruned policies, without tokens outside V_S" if pruned else "between the full policies"
     for name, values, unit, logarithmic, what in (
         ("final_k3", last["k3"].mean(), "nats per token", True, f"{between}; "),
@@ -78,14 +121,15 @@ def _of_arm(
         if name == "k3_growth" and steps < 2 * LAST_STEPS:
             continue
         how = f"{what}t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
-        yield statistic(name, over_seeds(list(values), logarithmic=logarithmic), unit, how)
+        numbers = over_seeds(list(values), logarithmic=logarithmic)
+        yield Statistic(name, where_of(point), *numbers, unit, how, sources)
 
-    collapses = read_collapses(experiment, results, arm)
-    collapsed = sum(step is not None for step in collapses)
-    interval = stats.binomtest(collapsed, len(collapses)).proportion_ci(LEVEL, method="exact")
-    numbers = (collapsed / len(collapses), interval.low, interval.high)
-    how = f"Clopper-Pearson, {collapsed} of {len(collapses)} seeds"
-    yield statistic("collapsed", numbers, "fraction of runs", how)
+    runs = loaded.runs[loaded.runs["point"] == point.path]
+    collapsed = sum(step is not None for step in runs["collapsed_at"])
+    ends = stats.binomtest(collapsed, len(runs)).proportion_ci(LEVEL, method="exact")
+    how = f"Clopper-Pearson, {collapsed} of {len(runs)} seeds"
+    numbers = (collapsed / len(runs), ends.low, ends.high)
+    yield Statistic("collapsed", where_of(point), *numbers, "fraction of runs", how, sources)
 
 
 def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, float]:
@@ -105,21 +149,225 @@ def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, fl
     return mean, mean - reach, mean + reach
 
 
-def where_of(arm: GridPoint) -> dict[str, str]:
-    """An arm as statistics name it."""
-    return {"method": arm.method, "engine": arm.engine, "rho": arm.rho or "none"}
+def where_of(point: GridPoint | None) -> dict[str, str]:
+    """A point, or the base model, as statistics name it."""
+    if point is None:
+        return {"method": BASE, "engine": "none", "rho": "none"}
+    return {"method": point.method, "engine": point.engine, "rho": point.rho or "none"}
 
 
-def train_sources(experiment: Experiment, arm: GridPoint) -> tuple[str, ...]:
-    """The train.json of an arm's runs, relative to the experiment's folder."""
-    return tuple(f"runs/{arm.run(seed).path}/train.json" for seed in experiment.seeds)
+def train_files(loaded: Training, point: str) -> tuple[str, ...]:
+    """The train.json of a point's runs."""
+    return tuple(loaded.runs.loc[loaded.runs["point"] == point, "source"])
 
 
-def score_sources(experiment: Experiment, results: Path, arm: GridPoint) -> tuple[str, ...]:
-    """The scores.json of an arm's models on report.task, relative to the experiment's folder."""
-    return tuple(
-        (evaluation_folder(results, arm.run(seed), experiment.report.task) / "scores.json")
-        .relative_to(results)
-        .as_posix()
-        for seed in experiment.seeds
+def score_files(loaded: Training, point: str) -> tuple[str, ...]:
+    """The scores.json of a point's models."""
+    return tuple(loaded.scores.loc[loaded.scores["point"] == point, "source"])
+
+
+def role(experiment: Experiment, point: GridPoint | None) -> str:
+    if point is None:
+        return BASE
+    if point == reference_point(experiment):
+        return "reference"
+    return "control" if is_control(experiment, point) else ""
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def main_table(experiment: Experiment, loaded: Training, found: list[Statistic], published: Claim) -> Table:
+    """Scores on report.task: the base model, then a row a grid point, `found` as of `statistics`.
+
+    In the CSV scores are fractions and changes percent; a row's role is `base`, `control`, `reference` or empty, and
+    `collapsed_at` holds the step at which each seed's run collapsed, None where it did not.
+    """
+    known = lookup(found)
+    k = experiment.evaluation.samples_per_problem[experiment.report.task]
+    rows = {}
+    for point in (None, *grid_points(experiment)):
+        name = point.path if point else BASE
+        scores = loaded.scores[loaded.scores["point"] == name]
+        runs = loaded.runs[loaded.runs["point"] == name]
+        files = score_files(loaded, name)
+        rows[name] = _point_cells(experiment, point) | {
+            "k": k,
+            "pass_at_k": Cell(math.fsum(scores["pass"]) / len(scores), files),
+            "maj_at_k": Cell(math.fsum(scores["maj"]) / len(scores), files),
+            "published_percent": Cell(published.value, (PUBLISHED,))
+            if point and point.method == published.method
+            else None,
+            "seed_scores": Cell(list(scores["avg"]), files),
+            "collapsed_at": Cell(list(runs["collapsed_at"]), train_files(loaded, name)),
+            "per_seed": Cell(list(zip(scores["avg"], runs["collapsed_at"], strict=True)), files) if point else None,
+        }
+        for key in ("score", "score_change_percent", "score_over_unpruned"):
+            rows[name][key.replace("score_", "")] = known(key, where_of(point))
+    reference = where_of(reference_point(experiment))
+    change = interval("+.1f")
+    columns = [
+        *_point_columns(rows, _MARKS),
+        Column("k", None),
+        Column("score", f"avg@{k} (%) [95 %]", interval(".1f", 100), INTERVAL),
+        Column("pass_at_k", f"pass@{k} (%)", number(".1f", 100)),
+        Column("maj_at_k", f"maj@{k} (%)", number(".1f", 100)),
+        Column(
+            "change_percent",
+            "change (%) [95 %]",
+            lambda cell: "reference" if cell.where == reference else change(cell),
+            INTERVAL,
+        ),
+        Column("over_unpruned", "DVP adds (points) [95 %]", interval("+.1f", 100), INTERVAL),
+        Column("published_percent", "published (%)", number("+.2f")),
+        Column("seed_scores", None),
+        Column("collapsed_at", None),
+        Column("per_seed", "per seed (%)", _per_seed, shown_only=True),
+    ]
+    title = f"{experiment.name}: scores on {experiment.report.task}"
+    return Table(title, columns, rows, _main_notes(experiment, rows, published))
+
+
+def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
+    """The mismatch between engine and trainer at the end of training, a row a grid point.
+
+    Of each number the mean over a run's last 10 steps (the largest of the log-ratio), as the mean over seeds with the
+    smallest and largest seed (`_min`, `_max`). `policies` says between which policies k1, k3, the log-ratio and ESS
+    are: pruned with a safe vocabulary, else full. skipped_steps counts all steps of all seeds, out of `steps`.
+    """
+    rows = {}
+    for point in grid_points(experiment):
+        own, sources = loaded.metrics[loaded.metrics["point"] == point.path], train_files(loaded, point.path)
+        last = own[own["step"] > experiment.training.steps - LAST_STEPS].groupby("seed")
+        pruned = experiment.methods[point.method].safe_vocabulary is not None
+        skipped = int(own["skipped"].sum())
+        rows[point.path] = _point_cells(experiment, point) | {
+            "policies": "pruned" if pruned else "full",
+            "skipped_steps": Cell(skipped, sources),
+            "steps": Cell(len(own), sources),
+            "skipped": Cell(f"{skipped} / {len(own)}", sources),
+        }
+        for name, (_, _, one_number) in _AT_THE_END.items():
+            if name != "outside_safe_fraction" or pruned:
+                seed_values = last[name].agg(one_number)
+                numbers = (seed_values.mean(), seed_values.min(), seed_values.max())
+                how = "mean of the seeds; smallest and largest seed"
+                rows[point.path][name] = Statistic(name, where_of(point), *map(float, numbers), "", how, sources)
+    several = len(experiment.seeds) > 1
+    measured = [
+        Column(name, heading, (interval if several else number)(spec), ("min", "max"))
+        for name, (heading, spec, _) in _AT_THE_END.items()
+    ]
+    columns = [
+        *_point_columns(rows, {"control": _MARKS["control"]}),
+        Column("policies", "policies"),
+        *measured[:-1],
+        Column("skipped_steps", None),
+        Column("steps", None),
+        Column("skipped", "skipped steps", shown_only=True),
+        measured[-1],
+    ]
+    title = f"{experiment.name}: mismatch between engine and trainer at the end of training"
+    return Table(title, columns, rows, _mismatch_notes(experiment))
+
+
+def _point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
+    return {
+        "point": point.path if point else BASE,
+        "label": experiment.methods[point.method].label if point else "base model",
+        "engine": point.engine if point else None,
+        "rho": point.rho if point else None,
+        "role": role(experiment, point),
+        "seeds": list(experiment.seeds) if point else [],
+    }
+
+
+def _point_columns(rows: dict[str, dict], marks: dict[str, str]) -> list[Column]:
+    for row in rows.values():
+        row["method"] = row["label"] + marks.get(row["role"], "")
+    return [
+        Column("point", None),
+        Column("label", None),
+        Column("method", "method", shown_only=True),
+        Column("engine", "engine"),
+        Column("rho", "ρ", rho_text),
+        Column("role", None),
+        Column("seeds", None),
+    ]
+
+
+def _per_seed(cell: list[tuple[float, int | None]]) -> str:
+    return " ".join(
+        f"{100 * score:.1f}" + ("" if step is None else f" (collapsed at step {step})") for score, step in cell
     )
+
+
+def _main_notes(experiment: Experiment, rows: dict[str, dict], published: Claim) -> list[str]:
+    evaluation, task = experiment.evaluation, experiment.report.task
+    k = evaluation.samples_per_problem[task]
+    reference = reference_point(experiment)
+    if bootstrap.resamples_seeds(experiment.seeds):
+        drawn = f"problems and the {seeds_text(experiment)}"
+    else:
+        drawn = (
+            f"problems but not over the {seeds_text(experiment)}, so it does not cover what another training run would "
+            "change (see the scores per seed)"
+        )
+    notes = [
+        _scale(experiment),
+        *experiment.report.declarations,
+        f"Every model at the end of its training ({experiment.training.steps} steps), sampled {k} times "
+        f"a problem of {task} at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g} "
+        f"with engine {evaluation.engine}; mean over the {seeds_text(experiment)}. "
+        "Column engine: the one used in training.",
+        f"[95 %]: hierarchical bootstrap, {evaluation.bootstrap_resamples} resamples, over {drawn}.",
+        f"Change: relative to {experiment.methods[reference.method].label} on engine {reference.engine} (ref.); its "
+        "interval is paired, with the same resampled problems in all rows.",
+    ]
+    if any(row["over_unpruned"] for row in rows.values()):
+        notes.append(
+            "DVP adds: the score minus that of the method that differs in having no safe vocabulary, "
+            "trained on the same engine; paired."
+        )
+    if any(step is not None for row in rows.values() for step in row["collapsed_at"].value):
+        notes.append(
+            "Collapsed at step N: from there on the run was marked as collapsed (training.collapse; train.json has the "
+            "reason). It went on to its last step, and its score counts like any other."
+        )
+    notes += _control_note(experiment)
+    if any(row["published_percent"] for row in rows.values()):
+        notes.append(
+            f"Published: {published.text}, {published.value:+g} {published.unit} ({published.source}); "
+            f"{published.note}. It is set beside the change of the same method at our scale; the two are not "
+            "the same experiment."
+        )
+    return notes
+
+
+def _mismatch_notes(experiment: Experiment) -> list[str]:
+    last = min(LAST_STEPS, experiment.training.steps)
+    return [
+        _scale(experiment),
+        *experiment.report.declarations,
+        "k1 = mean(log q − log p) and k3 = mean(r − log r − 1), r = p/q, estimate KL(q‖p) in nats per token "
+        "between the policies that sampled (engine, q) and that were trained (p): the pruned ones for "
+        "methods with ρ, the full ones for the others (column policies). These are different quantities.",
+        f"Values: mean over the last {last} steps of a run (max |log ratio|: the largest), then over "
+        f"the {seeds_text(experiment)}; [smallest, largest seed], which is not a confidence interval.",
+        "ESS: effective sample size of the sequences' importance weights, as a fraction of the batch. "
+        "outside V_S: sampled tokens outside the trainer's safe vocabulary; they are left out of k1, k3, |log ratio| "
+        "and ESS. masked: tokens of weight 0, rejected by the importance correction or outside V_S. skipped steps: "
+        "all weights 0, or no group with unequal rewards; of all steps of all seeds.",
+        *_control_note(experiment),
+    ]
+
+
+def _scale(experiment: Experiment) -> str:
+    return f"Scale: {experiment.scale}"
+
+
+def _control_note(experiment: Experiment) -> list[str]:
+    if not any(is_control(experiment, point) for point in grid_points(experiment)):
+        return []
+    engine = experiment.evaluation.engine
+    return [f"(control): trained on the evaluation's engine ({engine}), without the mismatch."]

@@ -84,7 +84,10 @@ def evaluate(
         raise DvpError(
             f"{task}: lm-eval reports avg@{k} = {reported:.6f}, but the graded samples give {correct_PK.mean():.6f}"
         )
-    metrics = summarise(correct_PK, answers.tolist(), resamples=settings.bootstrap_resamples, seed=settings.seed)
+    by_id_P = np.argsort(table["problem_id"][::k])
+    metrics = summarise(
+        correct_PK[by_id_P], answers[by_id_P].tolist(), resamples=settings.bootstrap_resamples, seed=settings.seed
+    )
     with atomic_path(folder / "samples.parquet") as temporary:
         pq.write_table(pa.table(table, schema=SAMPLES), temporary, compression="zstd")
     return {

@@ -6,7 +6,7 @@ import pytest
 from made_up_results import make_experiment
 
 from dvp.analysis.claims import Condition
-from dvp.analysis.verdicts import answer, status, to_html, to_markdown, verdict
+from dvp.analysis.evidence import answer, render, status, verdict
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment
 from dvp.files import write_json, write_text
@@ -90,8 +90,8 @@ def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
     gain = result["claims"][0]
     assert gain["verdict"] == "not tested yet"
     assert {one["status"] for one in gain["conditions"]} == {"not measured"}
-    assert "grid has it of rho 0.5, exp(-13): not measured" in to_markdown(result, folder)
-    assert "grid measures no gain" in to_html(answered(place()))
+    assert "grid has it of rho 0.5, exp(-13): not measured" in render(result, folder)["claims.md"]
+    assert "grid measures no gain" in render(answered(place()), folder)["claims.html"]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_figure_of_an_earlier_run_is_not_shown(place):
     (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     result = answered(folder)
     assert result["claims"][0]["figure"] is None
-    assert "scores.png" not in to_markdown(result, folder)
-    assert "data:image" not in to_html(result)
+    assert "scores.png" not in render(result, folder)["claims.md"]
+    assert "data:image" not in render(result, folder)["claims.html"]
 
 
 def test_a_condition_that_two_statistics_fit_is_refused(place):
@@ -152,7 +152,7 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
 def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
-    page = to_markdown(result, folder / "evidence")
+    page = render(result, folder / "evidence")["claims.md"]
     table = [line for line in page.splitlines() if line.startswith("| [")]
     assert len(table) == 3
     for line in table:
@@ -165,7 +165,7 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
     assert "Scale: " in page
     assert page.count("(../tiny/figures/scores.png)") == 2
-    html = to_html(result)
+    html = render(result, folder)["claims.html"]
     for text in ("8 [5, 11] %: met", "reproduced in part", "tiny/runs/a/train.json", "key1", "no GPU", "no time"):
         assert text in html
 
@@ -176,7 +176,7 @@ def test_the_html_page_escapes_what_it_quotes_and_holds_its_figures(place):
     (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     result = answered(folder)
     result["claims"][0]["text"] = "<script>"
-    html = to_html(result)
+    html = render(result, folder)["claims.html"]
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert "data:image/png;base64,iVBORw==" in html

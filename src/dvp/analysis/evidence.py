@@ -1,0 +1,216 @@
+"""The page of claims: what was published, what was measured here, the verdict, and from which runs.
+
+The rules that make a verdict stand in config/claims.yaml, beside the claims. Both forms of the page are rendered from
+the same data, by templates/claims.md.j2 and templates/claims.html.j2.
+"""
+
+import base64
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims
+from dvp.analysis.load import check_fresh
+from dvp.analysis.parts import parts
+from dvp.errors import DvpError
+from dvp.experiment.loading import read_resolved
+from dvp.files import read_json
+
+REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
+NOT_TESTABLE, NOT_TESTED = "not testable at this scale", "not tested yet"
+VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_TESTABLE, NOT_TESTED)
+MET, FAILED, OPEN, MISSING = "met", "failed", "open", "not measured"
+RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
+
+
+def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
+    """Every claim with its conditions, their statistics and the verdict, as plain data.
+
+    Args:
+        experiments: KEY=FOLDER, the experiment with this folder (results/E) answers what the claims ask of KEY.
+
+    Raises:
+        DvpError: a key that is missing or malformed, a report that is not there, or a condition that several
+            statistics fit.
+    """
+    asked = load_claims(claims)
+    folders: dict[str, Path] = {}
+    for pair in experiments:
+        key, equals, folder = pair.partition("=")
+        if not (key and equals and folder):
+            raise DvpError(f"--experiments {pair}: expected KEY=FOLDER")
+        folders[key] = Path(folder)
+    wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
+    wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}
+    if missing := sorted(wanted - set(folders)):
+        raise DvpError(f"config/config.yaml: evidence: '{missing[0]}', for which {claims} asks, is missing")
+    reports = {key: _read(folder) for key, folder in folders.items()}
+    return {
+        "experiments": {
+            key: {"folder": str(folders[key])} | {name: report[name] for name in ("scale", "reports", "files")}
+            for key, report in reports.items()
+        },
+        "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
+    }
+
+
+def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The page by file name: claims.md, claims.html (one file, with its figures in it), and its table alone.
+
+    folder : where the page will be, for its links.
+    """
+
+    def link(image: str) -> str:
+        return Path(os.path.relpath(image, folder)).as_posix()
+
+    def data_uri(image: str) -> str | None:
+        path = Path(image)
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dvp.analysis"),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"interval": _interval, "runs": _runs, "link": link, "data_uri": data_uri}
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")
+    count = Counter(claim["verdict"] for claim in answered["claims"])
+    page = {
+        "claims": answered["claims"],
+        "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
+        "scales": dict.fromkeys(" ".join(one["scale"].split()) for one in answered["experiments"].values()),
+    }
+    return {
+        name: environment.get_template(f"{name}.j2").render(page) for name in ("claims.md", "claims.html", "table.html")
+    }
+
+
+def verdict(statuses: list[str], *, needs_all: bool = False) -> str:
+    """Of a claim's conditions, as config/claims.yaml says; `not tested yet` where none was measured."""
+    if all(status == MISSING for status in statuses):
+        return NOT_TESTED
+    if all(status == MET for status in statuses):
+        return REPRODUCED
+    if MET not in statuses and FAILED not in statuses:
+        return NOT_TESTABLE
+    return IN_PART if MET in statuses and not needs_all else NOT_REPRODUCED
+
+
+def status(condition: Condition, low: float | None, high: float | None) -> str:
+    """Whether the interval lies where the condition says, elsewhere, or on both sides; open without an interval."""
+    if low is None or high is None:
+        return OPEN
+    if condition.contains is not None:
+        return MET if low <= condition.contains <= high else FAILED
+    if condition.within is not None:
+        first, last = condition.within
+    else:
+        first = -math.inf if condition.above is None else condition.above
+        last = math.inf if condition.below is None else condition.below
+    if first < low and high < last:
+        return MET
+    return FAILED if high <= first or low >= last else OPEN
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
+    experiment = read_resolved(folder / "config.yaml")
+    reports, files, found, figures = {}, {}, [], []
+    for name in parts(experiment):
+        path = folder / "report" / f"{name}.json"
+        part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
+        check_fresh(path, part, experiment.config_hash("report"))
+        reports[name] = part["tracking_key"]
+        files |= part["files"]
+        found += part["statistics"]
+        figures += part["figures"]
+    return {
+        "scale": experiment.scale,
+        "reports": reports,
+        "files": files,
+        "statistics": found,
+        "figures": figures,
+    }
+
+
+def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
+    conditions = [
+        _answer_condition(claim.id, condition, reports[condition.experiment]) for condition in claim.conditions
+    ]
+    value = "in words" if claim.value is None else f"{RELATIONS[claim.relation]}{claim.value:g} {claim.unit}"
+    files: dict[str, Any] = {}
+    for condition, answered in zip(claim.conditions, conditions, strict=True):
+        origins = reports[condition.experiment]["files"]
+        files |= {f"{folders[condition.experiment].name}/{name}": origins[name] for name in answered["sources"]}
+    figure = image = None
+    key, name = (claim.figure or "/").split("/")
+    # A file of that name may be of an earlier run that drew it.
+    if claim.figure and name in reports[key]["figures"]:
+        figure, image = f"{folders[key].name}/{name}", str(folders[key] / "figures" / f"{name}.png")
+    return {
+        "id": claim.id,
+        "text": claim.text,
+        "source": claim.source,
+        "note": claim.note or "no note",
+        "published": value,
+        "verdict": verdict([one["status"] for one in conditions], needs_all=claim.needs_all)
+        if conditions
+        else NOT_TESTABLE
+        if claim.not_testable
+        else NOT_TESTED,
+        "why": claim.not_testable or claim.not_tested or "",
+        "conditions": conditions,
+        "settings": max((one["settings"] for one in conditions), default=0),
+        "figure": figure,
+        "image": image,
+        "files": files,
+    }
+
+
+def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) -> dict[str, Any]:
+    alike = [one for one in report["statistics"] if one["name"] == condition.statistic]
+    fitting = [one for one in alike if condition.where.items() <= one["where"].items()]
+    asked = {"says": condition.says, "statistic": condition.statistic, "where": condition.where, "settings": len(alike)}
+    if not fitting:
+        return asked | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
+    if len(fitting) > 1:
+        raise DvpError(
+            f"claim '{claim}': {condition.statistic}: {len(fitting)} statistics fit {condition.where}; "
+            f"tell them apart by {', '.join(sorted(set(fitting[0]['where']) - set(condition.where)))}"
+        )
+    [one] = fitting
+    measured = {key: one[key] for key in ("value", "low", "high", "unit", "how", "sources")}
+    return asked | measured | {"status": status(condition, one["low"], one["high"])}
+
+
+def _instead(condition: Condition, alike: list[dict[str, Any]]) -> str:
+    """What there is of a statistic that is not there as asked for."""
+    if not alike:
+        return f"{condition.experiment} measures no {condition.statistic}"
+    others = {key: sorted({one["where"].get(key, "none") for one in alike}) for key in condition.where}
+    lacking = [f"{key} {', '.join(others[key])}" for key, value in condition.where.items() if value not in others[key]]
+    return f"{condition.experiment} has it of " + ("; ".join(lacking) or "other combinations")
+
+
+def _number(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:.3g}"
+
+
+def _interval(condition: dict[str, Any]) -> str:
+    if condition["status"] == MISSING:
+        return condition["instead"]
+    numbers = [_number(condition[key]) for key in ("value", "low", "high")]
+    return f"{numbers[0]} [{numbers[1]}, {numbers[2]}] {condition['unit']}"
+
+
+def _runs(one: dict[str, Any]) -> str:
+    if not one["files"]:
+        return "–"
+    commits = dict.fromkeys(origin["git_commit"][:7] for origin in one["files"].values())
+    return f"{len(one['files'])}, commit {', '.join(commits)}"

@@ -1,0 +1,79 @@
+"""Grid points and how they relate: the control, the reference, and the counterpart without a safe vocabulary."""
+
+from collections.abc import Iterable
+
+from dvp.analysis.formats import rho_text
+from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint
+
+BASE = "base"
+
+
+def grid_points(experiment: Experiment) -> list[GridPoint]:
+    """The grid points in the order of the file."""
+    return list(dict.fromkeys(GridPoint(method=run.method, engine=run.engine, rho=run.rho) for run in experiment.runs))
+
+
+def is_control(experiment: Experiment, point: GridPoint) -> bool:
+    """Whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
+    exact = experiment.evaluation.engine
+    return point.engine == exact and any(other.engine != exact for other in grid_points(experiment))
+
+
+def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str | None:
+    """Of `among` the method without safe vocabulary that is like `method` in all else, if that has one."""
+    own = experiment.methods[method]
+    if own.safe_vocabulary is None:
+        return None
+    for name in among:
+        other = experiment.methods[name]
+        same = (other.advantage, other.importance, other.loss) == (own.advantage, own.importance, own.loss)
+        if other.safe_vocabulary is None and same:
+            return name
+    return None
+
+
+def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None:
+    """The point on the same engine that differs in having no safe vocabulary; None if there is none."""
+    here = [other for other in grid_points(experiment) if other.engine == point.engine and other.rho is None]
+    name = unpruned(experiment, point.method, (other.method for other in here))
+    return next((other for other in here if other.method == name), None)
+
+
+def reference_point(experiment: Experiment) -> GridPoint:
+    """The point that the others are compared with.
+
+    It is of the method report.reference. Controls are left out unless there is nothing else; of the rest it is the one
+    whose engine most points of the grid share. Raises DvpError if there is none, or if that does not decide.
+    """
+    method = experiment.report.reference
+    candidates = [point for point in grid_points(experiment) if point.method == method]
+    candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
+    if not candidates:
+        raise DvpError(f"experiment '{experiment.name}': report.reference: method '{method}' is not in the grid")
+    engines = [point.engine for point in grid_points(experiment)]
+    most = max(engines.count(point.engine) for point in candidates)
+    chosen = [point for point in candidates if engines.count(point.engine) == most]
+    if len(chosen) > 1:
+        raise DvpError(
+            f"experiment '{experiment.name}': report.reference: '{method}' is ambiguous, it could be "
+            + " or ".join(point.path for point in chosen)
+        )
+    return chosen[0]
+
+
+def policy_label(experiment: Experiment, policy: str) -> str:
+    """How the policy of a measurement is called, `base` or a grid point's path."""
+    settings = [part for part in (experiment.mismatch, experiment.bias) if part is not None]
+    for point in (point for part in settings for point in part.policies):
+        if point != BASE and point.path == policy:
+            rho = "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
+            return f"after {experiment.methods[point.method].label}, {point.engine}{rho}"
+    return "base model"
+
+
+def seeds_text(experiment: Experiment) -> str:
+    """How many seeds, in words."""
+    count = len(experiment.seeds)
+    return "one training seed" if count == 1 else f"{count} training seeds"

@@ -1,0 +1,248 @@
+"""The figures of training and scores. In all of them colour is by method, line and marker by ρ."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from dvp.analysis.claims import Claim
+from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, set_title
+from dvp.analysis.formats import rho_text
+from dvp.analysis.points import BASE, grid_points, is_control, reference_point
+from dvp.analysis.tables import Table
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint, parse_rho
+
+SMOOTHING = 5
+# An exact engine has a KL of 0 up to rounding, which a logarithmic axis cannot show.
+FLOOR = 1e-12
+_GREYS = ("#707070", "#A0A0A0", "#404040")
+_LINES = ("-", (0, (5, 1.2, 1, 1.2)), (0, (1, 1)), (0, (7, 2)), (0, (3, 1, 1, 1, 1, 1)))
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a grid point is drawn and called."""
+
+    color: str
+    line: str | tuple
+    marker: str
+    label: str
+
+
+def styles(experiment: Experiment) -> dict[GridPoint, Style]:
+    """Colour by method, line and marker by ρ in the order of the grid; controls dashed and grey."""
+    every, colors = grid_points(experiment), method_colors(experiment)
+    methods, rhos = list(dict.fromkeys(point.method for point in every)), [None, *_rhos(every)]
+    several = len({point.engine for point in every if not is_control(experiment, point)}) > 1
+    result = {}
+    for point in every:
+        rho = rhos.index(point.rho)
+        label = experiment.methods[point.method].label
+        label += "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
+        # With and without a single ρ the line is solid: the colour already tells the methods apart.
+        color, line = colors[point.method], _LINES[max(rho - 1, 0) % len(_LINES)]
+        if is_control(experiment, point):
+            label += f"\n(control: engine {point.engine})"
+            color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))
+        elif several:
+            label += f", {point.engine}"
+        result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], label)
+    return result
+
+
+def learning_curves(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
+    """Reward of the sampled responses by step; `metrics` as of `load.Training`."""
+
+    def draw(axes: Axes) -> None:
+        axes.set_ylabel("mean reward (0 to 1)")
+
+    return _curves(experiment, metrics, "reward", draw=draw, title="Reward of the responses sampled in each step")
+
+
+def gradient_norm(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
+    """Norm of the gradient before clipping by step; skipped steps, and those where it is 0, are gaps."""
+    metrics = metrics.assign(gradient_norm=metrics["gradient_norm"].where(metrics["gradient_norm"] > 0))
+
+    def draw(axes: Axes) -> None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel("gradient norm before clipping")
+        clipping = experiment.training.gradient_clipping
+        axes.axhline(clipping, color="black", linewidth=0.8, linestyle=":")
+        _write_at(axes, clipping, f"clipped at {clipping:g}")
+
+    return _curves(experiment, metrics, "gradient_norm", draw=draw, title="Gradient norm")
+
+
+def mismatch_curves(experiment: Experiment, metrics: pd.DataFrame, bound: Claim) -> Figure:
+    """k3 between the sampled policies by step, logarithmic, with a floor; `bound` is the published one.
+
+    Controls lie orders of magnitude below the rest and have an axis of their own.
+    """
+
+    def draw(axes: Axes) -> None:
+        _log_axis(axes)
+        axes.set_ylabel("k3, nats per token")
+        axes.axhline(bound.value, color="black", linewidth=0.8, linestyle=":")
+        _write_at(axes, bound.value, f"published bound for DVP (Fig. 1): {bound.value:g}")
+
+    title = "k3 estimate of KL(engine‖trainer) between the sampled policies: pruned with ρ, full without"
+    if (metrics["k3"] < FLOOR).any():
+        title += f"; below {FLOOR:g} drawn at {FLOOR:g}"
+    metrics = metrics.assign(k3=metrics["k3"].clip(lower=FLOOR))
+    return _curves(experiment, metrics, "k3", draw=draw, title=title, draw_controls=_log_axis)
+
+
+def scores(experiment: Experiment, table: Table) -> Figure:
+    """avg@k of every grid point with its interval and its seeds, `table` as of `training.main_table`."""
+    every, style, rows = grid_points(experiment), styles(experiment), table.rows
+    with mpl.rc_context(STYLE):
+        figure = new_figure(8.6, 1.6 + 0.42 * len(every))
+        axes = figure.subplots()
+        lines = [(rows[BASE], {"color": "black", "linestyle": (0, (1, 1.5))}, "base model")]
+        for point, look in style.items():
+            if is_control(experiment, point):
+                lines.append((rows[point.path], {"color": look.color, "linestyle": look.line}, look.label))
+        handles = [handle(label, linewidth=1.2, **looks) for _, looks, label in lines]
+        for row, looks, _ in lines:
+            axes.axvline(100 * row["score"].value, linewidth=1.2, zorder=1, **looks)
+        for height, point in enumerate(every):
+            row, look = rows[point.path], style[point]
+            score = row["score"]
+            axes.hlines(height, 100 * score.low, 100 * score.high, color=look.color, linewidth=2.2, zorder=2)
+            axes.plot(100 * score.value, height, look.marker, color=look.color, markersize=7, zorder=3)
+            for seed in row["seed_scores"].value:
+                axes.plot(100 * seed, height + 0.27, "o", color=look.color, markersize=3.5, mfc="white", zorder=3)
+        reference = reference_point(experiment)
+        labels = [style[point].label + (" (ref.)" if point == reference else "") for point in every]
+        axes.set_yticks(range(len(every)), labels)
+        axes.set_ylim(len(every) - 0.4, -0.6)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(
+            f"avg@{rows[BASE]['k']} on {experiment.report.task}, % "
+            f"(engine {experiment.evaluation.engine}); bars: 95 % bootstrap interval"
+        )
+        handles += [
+            handle("mean over seeds, interval", color=DARK, marker="o", linewidth=2.2),
+            handle("one seed", color=DARK, marker="o", markersize=3.5, mfc="white"),
+        ]
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
+    return figure
+
+
+def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:
+    """Titles and points of the panels: one for each mismatched engine and ρ.
+
+    Arms without ρ are drawn in all panels of their engine, controls in all panels.
+    """
+    every = grid_points(experiment)
+    controls = [point for point in every if is_control(experiment, point)]
+    result = []
+    for engine in dict.fromkeys(point.engine for point in every if point not in controls):
+        own = [point for point in every if point.engine == engine]
+        for rho in _rhos(own) or [None]:
+            title = f"engine {engine}" + (f", ρ = {rho_text(rho)}" if rho else "")
+            result.append(
+                (title, [point for point in every if point in controls or (point in own and point.rho in (None, rho))])
+            )
+    return result
+
+
+def _curves(
+    experiment: Experiment,
+    metrics: pd.DataFrame,
+    column: str,
+    *,
+    draw: Callable[[Axes], None],
+    title: str,
+    draw_controls: Callable[[Axes], None] | None = None,
+) -> Figure:
+    """Thin lines for seeds, bold ones for their mean, smoothed.
+
+    `draw` sets the y axis. With `draw_controls` the controls are drawn on a low axis of their own below each
+    panel.
+    """
+    style, shown_in = styles(experiment), panels(experiment)
+    controls = {point for point in style if is_control(experiment, point)} if draw_controls else set()
+    bands = 2 if controls else 1
+    columns = min(len(shown_in), 3)
+    rows = math.ceil(len(shown_in) / columns)
+    width = max(3.6 * columns, 5.2)
+    with mpl.rc_context(STYLE):
+        figure = new_figure(width + 2.6, 3.4 * rows + 0.5)
+        heights = [4, 1][:bands] * rows
+        grid = figure.subplots(rows * bands, columns, squeeze=False, sharex=True, height_ratios=heights)
+        for index in range(rows * columns):
+            row, place = divmod(index, columns)
+            stack = grid[row * bands : (row + 1) * bands, place]
+            if index >= len(shown_in):
+                for axes in stack:
+                    axes.remove()
+                continue
+            name, shown = shown_in[index]
+            stack[0].set_title(name)
+            for band, axes in enumerate(stack):
+                if index:
+                    axes.sharey(grid[band, 0])
+                for point in shown:
+                    if (point in controls) == (band == 1):
+                        _draw_point(axes, metrics[metrics["point"] == point.path], column, style[point])
+                (draw_controls if band and draw_controls else draw)(axes)
+                if place:
+                    axes.set_ylabel("")
+                    axes.tick_params(labelleft=False)
+                last = band == bands - 1 and index + columns >= len(shown_in)
+                axes.tick_params(labelbottom=last)
+                axes.set_xlabel("training step" if last else "")
+        for axes in grid[bands - 1 :: bands, 0] if controls else []:
+            axes.set_ylabel("control")
+        set_title(figure, title, width)
+        handles = [handle(look.label, color=look.color, linestyle=look.line, linewidth=2) for look in style.values()]
+        handles += [
+            handle(" ", linewidth=0),
+            handle(f"mean over seeds,\ntrailing mean of {SMOOTHING} steps", color=DARK, linewidth=2),
+            handle("one seed, not smoothed", color=DARK, linewidth=0.6, alpha=0.5),
+        ]
+        figure.legend(handles=handles, loc="outside right upper", handlelength=2.6)
+    return figure
+
+
+def _draw_point(axes: Axes, metrics: pd.DataFrame, column: str, look: Style) -> None:
+    table = metrics.pivot(index="step", columns="seed", values=column)
+    axes.plot(table.index, table, color=look.color, linewidth=0.6, alpha=0.35)
+    smooth = table.mean(axis=1).rolling(SMOOTHING, min_periods=1).mean()
+    # Where every seed has a gap, so has their mean.
+    smooth = smooth.where(table.notna().any(axis=1))
+    axes.plot(table.index, smooth, color=look.color, linestyle=look.line, linewidth=2)
+
+
+def _log_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _write_at(axes: Axes, height: float, text: str) -> None:
+    axes.annotate(
+        text,
+        (0.99, height),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=7.5,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+    )
+
+
+def _rhos(every: list[GridPoint]) -> list[str]:
+    """The values of ρ, the smallest first."""
+    return sorted({point.rho for point in every if point.rho is not None}, key=parse_rho)

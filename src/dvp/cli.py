@@ -60,10 +60,8 @@ def resolve(
     from dvp.experiment.loading import dump_experiment, load_experiment
     from dvp.files import write_text
     from dvp.tracking.store import create_store
-    from dvp.training.method import check_methods
 
     loaded = load_experiment(experiment)
-    check_methods(loaded)
     create_store(folder.parent, loaded.name)
     write_text(folder / "config.yaml", dump_experiment(loaded))
 

@@ -1,7 +1,7 @@
 """What all typed, strict models of the configuration have in common."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,3 +16,7 @@ class Strict(BaseModel):
     """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values for some of the keys, validated as a whole."""
+        return type(self).model_validate(self.model_dump() | changes)

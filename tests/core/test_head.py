@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dvp.core.head import token_statistics
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, safe_mask
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, safe_mask
 from dvp.errors import DvpError
 
 V, H, CHUNK = 37, 5, 3
@@ -160,7 +160,13 @@ def test_all_gradients_together_against_dense_float64(logits, targets, coefficie
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("safe", [MassBudget(0.02), EntropyScaled(RHO, 1.0, 2.0, 1e-3, 0.3)])
+@pytest.mark.parametrize(
+    "safe",
+    [
+        MassBudget(0.02),
+        EntropyScaled(RHO, Entropy(rule="entropy", alpha=1.0, target_entropy=2.0, lowest=1e-3, highest=0.3)),
+    ],
+)
 def test_rules_that_choose_rho_by_state_prune_what_they_say(safe):
     hidden, weight, targets = random_problem(rows=30)
     statistics = token_statistics(hidden, weight, targets, safe=safe, temperature=0.7, chunk_size=CHUNK)

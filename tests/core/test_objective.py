@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from dvp.core.head import token_statistics
 from dvp.core.importance import PRESETS, ImportanceRule, importance_weights
-from dvp.core.objective import LOSSES, LossRule, policy_loss, zero_outside_safe
+from dvp.core.objective import LOSSES, Cispo, Gspo, Loss, Ppo, policy_loss, zero_outside_safe
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
 
@@ -136,7 +137,7 @@ def test_gspo_against_the_published_sequence_ratio(seed, spread):
 
 @settings(deadline=None, max_examples=60)
 @given(SEEDS)
-@pytest.mark.parametrize("rule", [LOSSES["cispo"], LossRule("cispo", 0.1, 0.2)], ids=["published", "two-sided"])
+@pytest.mark.parametrize("rule", [LOSSES["cispo"], Cispo(clip_low=0.1, clip_high=0.2)], ids=["published", "two-sided"])
 def test_cispo_against_its_formula(rule, seed):
     case = Case(seed, spread=2.5)
     low, high = {LOSSES["cispo"]: (1.0, 4.0)}.get(rule, (0.1, 0.2))
@@ -202,9 +203,9 @@ def test_ppo_clips_only_in_the_direction_of_the_advantage():
 
 
 def test_the_named_losses_have_the_published_clips():
-    numbers = {name: (rule.kind, rule.clip_low, rule.clip_high) for name, rule in LOSSES.items()}
+    numbers = {name: tuple(rule.model_dump().values()) for name, rule in LOSSES.items()}
     assert numbers == {
-        "reinforce": ("reinforce", None, None),
+        "reinforce": ("reinforce",),
         "ppo": ("ppo", 0.2, 0.2),
         "clip_higher": ("ppo", 0.2, 0.28),
         "gspo": ("gspo", 3e-4, 4e-4),
@@ -212,8 +213,9 @@ def test_the_named_losses_have_the_published_clips():
     }
 
 
-@pytest.mark.parametrize("rule", [LossRule("ppo", 1.0, math.inf), LossRule("gspo", 1.0, math.inf)], ids=str)
-def test_without_bounds_nothing_is_clipped(rule):
+@pytest.mark.parametrize("kind", [Ppo, Gspo])
+def test_without_bounds_nothing_is_clipped(kind):
+    rule = kind(clip_low=1.0, clip_high=math.exp(21))  # beyond where a ratio is held
     case = Case(1, spread=5.0, one_a_sequence=True)
     _, gradient, clipped = case.run(rule)
     assert not clipped.any()
@@ -241,8 +243,8 @@ def test_losses_of_tokens_do_not_care_how_tokens_are_cut_into_sequences(name, se
 def test_gspo_is_ppo_on_sequences_of_one_token(seed):
     case = Case(seed)
     arguments = one_token_sequences(case)
-    ppo_loss, ppo_gradient, ppo_clipped = case.run(LossRule("ppo", 0.1, 0.2), **arguments)
-    loss, gradient, clipped = case.run(LossRule("gspo", 0.1, 0.2), **arguments)
+    ppo_loss, ppo_gradient, ppo_clipped = case.run(Ppo(clip_low=0.1, clip_high=0.2), **arguments)
+    loss, gradient, clipped = case.run(Gspo(clip_low=0.1, clip_high=0.2), **arguments)
     assert loss == pytest.approx(ppo_loss, abs=1e-12)
     torch.testing.assert_close(gradient, ppo_gradient)
     assert torch.equal(clipped, ppo_clipped)
@@ -282,7 +284,11 @@ def test_rejected_tokens_and_padding_leave_no_trace(name, bad):
 def test_everything_rejected_is_a_loss_of_zero(name, bad):
     leaf = torch.full((2, 3), bad, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    weights = importance_weights(torch.full((2, 3), -30.0), mask, ImportanceRule("sequence", "mask", 0.5, 2.0, 1e-4))
+    weights = importance_weights(
+        torch.full((2, 3), -30.0),
+        mask,
+        ImportanceRule(level="sequence", action="mask", lower=0.5, upper=2.0, veto=1e-4),
+    )
     assert weights.vetoed_B.all()
     advantage = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
     result = policy_loss(LOSSES[name], leaf, leaf.detach(), weights.weight_BT, advantage, mask, weights.denominator)
@@ -396,21 +402,20 @@ def test_shapes_must_match_even_where_they_would_broadcast(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trpo",), r"loss\.kind: expected one of .*'gspo'.*, got 'trpo'"),
-        (("reinforce", 0.2, 0.2), "reinforce has no ratio"),
-        (("reinforce", None, 0.2), "reinforce has no ratio"),
-        (("ppo",), "clip_low"),
-        (("ppo", 0.2), "clip_high"),
-        (("gspo", -0.1, 0.2), "clip_low"),
-        (("cispo", 1.1, 0.2), "clip_low"),
-        (("ppo", math.nan, 0.2), "clip_low"),
-        (("ppo", 0.2, -0.1), "clip_high"),
-        (("ppo", 0.2, math.nan), "clip_high"),
+        ({"kind": "trpo"}, "does not match any of the expected tags: 'reinforce', 'ppo', 'gspo', 'cispo'"),
+        ({"kind": "reinforce", "clip_low": 0.2}, r"clip_low\n.*not permitted"),
+        ({"kind": "reinforce", "clip_high": 0.2}, r"clip_high\n.*not permitted"),
+        ({"kind": "gspo", "clip_low": -0.1}, "clip_low"),
+        ({"kind": "cispo", "clip_low": 1.1}, "clip_low"),
+        ({"kind": "ppo", "clip_low": math.nan}, "clip_low"),
+        ({"kind": "ppo", "clip_high": -0.1}, "clip_high"),
+        ({"kind": "ppo", "clip_high": math.nan}, "clip_high"),
+        ({"kind": "ppo", "clip_high": math.inf}, "clip_high"),
     ],
 )
 def test_impossible_rules(arguments, message):
-    with pytest.raises(DvpError, match=message):
-        LossRule(*arguments)
+    with pytest.raises(ValueError, match=message):
+        TypeAdapter(Loss).validate_python(arguments)
 
 
 def reinforce(log_prob, weight, advantage, mask):
@@ -462,7 +467,7 @@ def test_the_weighted_gradient_is_that_of_the_pruned_objective():
     assert probability_q.sum().item() == pytest.approx(1.0, abs=1e-6)
 
     mask = sampled[:, None].expand(-1, 2)
-    weight = importance_weights(log_p - log_q, mask, ImportanceRule("sequence", "truncate")).weight_BT
+    weight = importance_weights(log_p - log_q, mask, ImportanceRule(level="sequence")).weight_BT
     # The exact expectation: each sequence enters with its probability under q in place of a count.
     loss = reinforce(log_p, weight, (reward * probability_q)[:, None].expand(-1, 2), mask)
     (estimate,) = torch.autograd.grad(loss, train, retain_graph=True)

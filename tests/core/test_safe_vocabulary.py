@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dvp.core.safe_vocabulary
-from dvp.core.safe_vocabulary import EntropyScaled, FeedbackRho, FixedRho, MassBudget, safe_mask, with_margin
+from dvp.core.safe_vocabulary import (
+    Entropy,
+    EntropyScaled,
+    Feedback,
+    FeedbackRho,
+    FixedRho,
+    MassBudget,
+    safe_mask,
+    with_margin,
+)
 from dvp.errors import DvpError
 
 # Quarters are exact in fp32, and so is adding a power of two to them; many are equal.
@@ -24,6 +32,11 @@ ROUGH = st.builds(
 BUDGETS = st.one_of(st.sampled_from([0.0, 1e-9, 1e-6, 1e-3, 0.03, 0.3, 0.97]), st.floats(0.0, 0.999))
 RHO = math.exp(-13)
 DEFAULT = FixedRho(RHO)
+
+
+def entropy_scaled(rho, alpha, target_entropy, lowest, highest):
+    settings = {"rule": "entropy", "alpha": alpha, "target_entropy": target_entropy}
+    return EntropyScaled(rho, Entropy(**settings, lowest=lowest, highest=highest))
 
 
 def softmax(row):
@@ -42,7 +55,7 @@ def test_it_is_the_min_p_rule(logits, rho):
     assert (safe_mask(torch.tensor(logits), FixedRho(rho)).numpy() == expected).all()
 
 
-@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.01), EntropyScaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
+@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.01), entropy_scaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
 @settings(deadline=None, max_examples=50)
 @given(logits=LOGITS, shift=st.sampled_from([-64.0, 32.0, 128.0]))
 def test_no_rule_sees_a_shift(rule, logits, shift):
@@ -69,7 +82,7 @@ def test_the_default_rho_keeps_a_tie_at_13():
     assert safe_mask(torch.tensor([[9.75, -3.25, -3.5]]), DEFAULT).tolist() == [[True, True, False]]
 
 
-@pytest.mark.parametrize("rule", [FixedRho(0.999), MassBudget(0.999), EntropyScaled(0.9, -5.0, 0.0, 0.1, 0.999)])
+@pytest.mark.parametrize("rule", [FixedRho(0.999), MassBudget(0.999), entropy_scaled(0.9, -5.0, 0.0, 0.1, 0.999)])
 def test_equal_logits_are_all_safe(rule):
     assert safe_mask(torch.full((2, 37), -7.5), rule).all()
 
@@ -81,7 +94,7 @@ def test_extreme_logits(scale):
     assert safe_mask(logits, DEFAULT).tolist() == [expected]
 
 
-@pytest.mark.parametrize("rule", [FixedRho(0.6), MassBudget(0.3), EntropyScaled(0.6, 0.1, 0.6, 0.1, 0.7)])
+@pytest.mark.parametrize("rule", [FixedRho(0.6), MassBudget(0.3), entropy_scaled(0.6, 0.1, 0.6, 0.1, 0.7)])
 def test_the_comparison_is_in_fp32_and_outside_the_graph(rule):
     # Half a nat apart; a threshold at 100 + log(0.6) would round up to 99.5 in bf16, one at 100 + log(0.9) to 100.
     logits = torch.tensor([[100.0, 99.5]], dtype=torch.bfloat16, requires_grad=True)
@@ -93,13 +106,13 @@ def test_the_comparison_is_in_fp32_and_outside_the_graph(rule):
     assert not log_rho.requires_grad
 
 
-@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.1), EntropyScaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
+@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.1), entropy_scaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
 def test_no_states_have_no_rho(rule):
     assert rule.log_rho(torch.zeros(0, 5)).shape == (0,)
     assert safe_mask(torch.zeros(0, 5), rule).shape == (0, 5)
 
 
-@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.0), EntropyScaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
+@pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.0), entropy_scaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
 def test_an_entry_that_cannot_be_sampled_is_not_safe(rule):
     assert safe_mask(torch.tensor([[0.0, -math.inf, -1.0]]), rule).tolist() == [[True, False, True]]
 
@@ -219,7 +232,7 @@ def test_budget_outside_its_range(budget):
 @settings(deadline=None, max_examples=50)
 @given(LOGITS, st.floats(-3, 3), st.floats(0, 4))
 def test_entropy_moves_rho_between_its_limits(logits, alpha, target):
-    rule = EntropyScaled(rho=1e-3, alpha=alpha, target_entropy=target, lowest=1e-5, highest=0.2)
+    rule = entropy_scaled(1e-3, alpha, target, 1e-5, 0.2)
     expected = []
     for p in map(softmax, logits):
         entropy = -sum(x * math.log(x) for x in p if x > 0)
@@ -233,22 +246,22 @@ def test_entropy_moves_rho_between_its_limits(logits, alpha, target):
 
 def test_an_uncertain_state_keeps_a_wider_vocabulary():
     sure, unsure = torch.tensor([[8.0, 0.0, 0.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    rule = EntropyScaled(rho=0.1, alpha=1.0, target_entropy=0.7, lowest=1e-4, highest=0.9)
+    rule = entropy_scaled(0.1, 1.0, 0.7, 1e-4, 0.9)
     assert rule.log_rho(sure) > math.log(0.1) > rule.log_rho(unsure)
 
 
 def test_no_alpha_is_a_fixed_rho():
     logits = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)) * 5
-    rule = EntropyScaled(rho=0.01, alpha=0.0, target_entropy=1.0, lowest=1e-4, highest=0.9)
+    rule = entropy_scaled(0.01, 0.0, 1.0, 1e-4, 0.9)
     assert torch.equal(rule.log_rho(logits), FixedRho(0.01).log_rho(logits))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rho": 0.5}, "lowest ≤ rho ≤ highest"),
-        ({"lowest": 0.0}, "lowest ≤ rho"),
-        ({"highest": 1.0}, "highest < 1"),
+        ({"lowest": 0.0}, "lowest"),
+        ({"highest": 1.0}, "highest"),
+        ({"lowest": 0.3}, "lowest .* must not exceed highest"),
         ({"alpha": math.inf}, "alpha"),
         ({"alpha": math.nan}, "alpha"),
         ({"target_entropy": -0.1}, "target_entropy"),
@@ -256,9 +269,17 @@ def test_no_alpha_is_a_fixed_rho():
     ],
 )
 def test_entropy_settings_outside_their_ranges(change, message):
-    rule = EntropyScaled(rho=1e-3, alpha=1.0, target_entropy=1.0, lowest=1e-5, highest=0.2)
-    with pytest.raises(DvpError, match=message):
-        dataclasses.replace(rule, **change)
+    rule = entropy_scaled(1e-3, 1.0, 1.0, 1e-5, 0.2)
+    with pytest.raises(ValueError, match=message):
+        rule.settings.changed(**change)
+
+
+@pytest.mark.parametrize("rho", [1e-6, 0.5])
+def test_a_rho_outside_the_range_of_the_settings(rho):
+    with pytest.raises(DvpError, match="lowest ≤ rho ≤ highest"):
+        entropy_scaled(rho, 1.0, 1.0, 1e-5, 0.2)
+    with pytest.raises(DvpError, match="lowest ≤ rho ≤ highest"):
+        controller(rho=rho, lowest=1e-5, highest=0.2)
 
 
 # The trainer's margin
@@ -299,18 +320,9 @@ def test_epsilon_outside_its_range(epsilon):
 # Feedback
 
 
-def controller(**changes):
-    settings = {
-        "rho": 1e-3,
-        "signal": "k3",
-        "low": 0.1,
-        "high": 0.4,
-        "factor": 2.0,
-        "lowest": 1e-5,
-        "highest": 0.1,
-        "patience": 3,
-    }
-    return FeedbackRho(**(settings | changes))
+def controller(rho=1e-3, **changes):
+    settings = {"signal": "k3", "low": 0.1, "high": 0.4, "factor": 2.0, "lowest": 1e-5, "highest": 0.1, "patience": 3}
+    return FeedbackRho(rho, Feedback(**{"rule": "feedback"} | settings | changes))
 
 
 def fed(feedback, values):
@@ -392,8 +404,8 @@ def test_a_row_without_the_signal_is_named():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rho": 0.5}, "lowest ≤ rho ≤ highest"),
         ({"lowest": 0.0}, "lowest"),
+        ({"lowest": 0.3}, "lowest .* must not exceed highest"),
         ({"signal": "reward"}, "signal"),
         ({"low": 0.4}, "low < high"),
         ({"low": -0.1}, "low"),
@@ -404,5 +416,5 @@ def test_a_row_without_the_signal_is_named():
     ],
 )
 def test_feedback_settings_outside_their_ranges(change, message):
-    with pytest.raises(DvpError, match=message):
+    with pytest.raises(ValueError, match=message):
         controller(**change)

@@ -5,7 +5,6 @@ engine q are softmax tables with a row a prefix. Every expectation is a sum over
 statistical. The references know neither the code's weights nor its losses: they are METHOD.md's formulas, in loops.
 """
 
-import dataclasses
 import itertools
 import math
 
@@ -28,17 +27,17 @@ MASK = torch.tensor([[t < len(y) for t in range(LONGEST)] for y in SEQUENCES])
 STATES = torch.tensor([[PREFIXES.index(y[:t]) if t < len(y) else 0 for t in range(LONGEST)] for y in SEQUENCES])
 TOKENS = torch.tensor([[*y, *[0] * (LONGEST - len(y))] for y in SEQUENCES])
 
-SEQUENCE_IS = ImportanceRule("sequence", "truncate")
+SEQUENCE_IS = ImportanceRule(level="sequence")
 RULES = {
     "naive": ImportanceRule(),
     **PRESETS,
     # Bounds and thresholds that this coarse process meets; its ratios are never as small as 1e-4.
-    "geo_rs": dataclasses.replace(PRESETS["geo_rs"], lower=0.8, upper=1.25),
-    "geo_tis": ImportanceRule("geometric", "truncate", upper=1.2),
+    "geo_rs": PRESETS["geo_rs"].changed(lower=0.8, upper=1.25),
+    "geo_tis": ImportanceRule(level="geometric", upper=1.2),
     "k3": ImportanceRule(k3_max=0.1),
     "veto": ImportanceRule(veto=0.6),
-    "mis_veto": dataclasses.replace(PRESETS["mis"], veto=0.6),
-    "tis_k3": dataclasses.replace(PRESETS["tis"], k3_max=0.4),
+    "mis_veto": PRESETS["mis"].changed(veto=0.6),
+    "tis_k3": PRESETS["tis"].changed(k3_max=0.4),
 }
 
 
@@ -136,7 +135,7 @@ def test_the_process_is_complete_and_meets_every_bound_and_threshold():
     for name, rule in RULES.items():
 
         def weights(rule, **without):
-            rule = dataclasses.replace(rule, **without)
+            rule = rule.changed(**without)
             return [weights_by_the_book(rule, PROCESS.ratios(y)) for y in SEQUENCES]
 
         assert any(any(row) for row in weights(rule)), name
@@ -202,7 +201,7 @@ def test_sequence_tis_loses_exactly_what_it_cuts_off():
 
 def test_token_importance_sampling_is_biased_without_any_bound():
     """Even untruncated, r_t is not ∏r: token level is exact for sequences of one token only."""
-    token_is = ImportanceRule("token", "truncate")
+    token_is = ImportanceRule(level="token")
     bias = PROCESS.expected_gradient(token_is) - PROCESS.exact_gradient()
     predicted = PROCESS.weighted_gradient(
         PROCESS.probabilities(PROCESS.log_q), lambda ratios: [r - math.prod(ratios) for r in ratios]
@@ -212,13 +211,11 @@ def test_token_importance_sampling_is_biased_without_any_bound():
 
 
 BATCH_RULES = {
-    "mean over the kept": dataclasses.replace(PRESETS["mis"], denominator="kept"),
-    "self-normalised sequences": dataclasses.replace(SEQUENCE_IS, self_normalise=True),
-    "self-normalised, masked": dataclasses.replace(PRESETS["mis"], self_normalise=True),
-    "self-normalised, masked, over the kept": dataclasses.replace(
-        PRESETS["mis"], self_normalise=True, denominator="kept"
-    ),
-    "self-normalised tokens": dataclasses.replace(PRESETS["tis"], self_normalise=True),
+    "mean over the kept": PRESETS["mis"].changed(denominator="kept"),
+    "self-normalised sequences": SEQUENCE_IS.changed(self_normalise=True),
+    "self-normalised, masked": PRESETS["mis"].changed(self_normalise=True),
+    "self-normalised, masked, over the kept": PRESETS["mis"].changed(self_normalise=True, denominator="kept"),
+    "self-normalised tokens": PRESETS["tis"].changed(self_normalise=True),
 }
 
 

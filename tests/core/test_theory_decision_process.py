@@ -197,7 +197,7 @@ def test_theorem_5_3_through_the_projects_own_head_weights_and_loss(seed):
     assert q_Y.sum().item() == pytest.approx(1.0, abs=1e-5)
 
     assert (q_Y * (process.mask_YT & ~p_in_safe_YT).any(dim=1)).sum() > 1e-2
-    weights = importance_weights(log_p_YT - log_q_YT, mask_YT, ImportanceRule("sequence"))
+    weights = importance_weights(log_p_YT - log_q_YT, mask_YT, ImportanceRule(level="sequence"))
     weight_YT = zero_outside_safe(weights.weight_BT, p_in_safe_YT)
     # The exact expectation: each response enters with its probability under q^mp in place of a count.
     advantage_YT = (instance.reward_Y * q_Y).float()[:, None].expand(-1, 3)

@@ -244,7 +244,7 @@ def test_zero_outside_safe_sequence_importance_sampling_mis_and_the_veto_each_re
     # Gradient descent lowers all safe logits of the state for a positive advantage, and raises them for a negative one.
     assert (push_NV[0, :2] * advantage > 0.1).all()
     assert push_NV[0, 2] == 0
-    rules = {"seq_is": ImportanceRule("sequence")} | {name: PRESETS[name] for name in ("seq_tis", "mis", "veto")}
+    rules = {"seq_is": ImportanceRule(level="sequence")} | {name: PRESETS[name] for name in ("seq_tis", "mis", "veto")}
     remedies = {name: importance_weights(log_p_BT - log_q_BT, mask_BT, rule).weight_BT for name, rule in rules.items()}
     remedies["zero_outside_safe"] = zero_outside_safe(uncorrected_BT, in_safe_BT)
     for name, weight_BT in remedies.items():

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dvp.core.importance import PRESETS
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run, parse_rho, rho_in_path
@@ -118,7 +119,7 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
     )
     write_text(tmp_path / "config.yaml", dump_experiment(experiment))
     assert read_resolved(tmp_path / "config.yaml") == experiment
-    assert experiment.methods["clipped"].importance.preset == "seq_tis"
+    assert experiment.methods["clipped"].importance == PRESETS["seq_tis"]
     assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
 
 
@@ -273,10 +274,10 @@ def test_impossible_rho(refused, rho, listed):
         ),
         (
             {"methods.odd": PLAIN | {"loss": {"kind": "reinforce", "clip_low": 0.2}}},
-            "methods.odd.loss: reinforce takes no clip_low",
+            "methods.odd.loss.clip_low: unknown key",
         ),
-        ({"methods.odd": PLAIN | {"loss": "ppo2"}}, "methods.odd.loss.kind: "),
-        ({"methods.odd": PLAIN | {"importance": "mis2"}}, "methods.odd.importance.preset: "),
+        ({"methods.odd": PLAIN | {"loss": "ppo2"}}, "methods.odd.loss: no loss is called 'ppo2'; known are cispo, clip_higher"),
+        ({"methods.odd": PLAIN | {"importance": "mis2"}}, "methods.odd.importance: no correction is called 'mis2'; known are geo_rs, icepop, k3"),
         ({"methods.odd": PLAIN | {"safe_vocabulary": "best"}}, "methods.odd.safe_vocabulary: "),
         ({"methods.odd": PLAIN | {"safe_vocabulary": "mass_budget"}}, "methods.odd.safe_vocabulary.delta: "),
         (

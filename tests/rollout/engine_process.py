@@ -10,12 +10,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
 from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
 SEEDS = [11, 22, 33]
-RULES = [FixedRho(0.02), MassBudget(0.02), EntropyScaled(0.05, 1.5, 3.0, 1e-4, 0.5)]
+ENTROPY = Entropy(rule="entropy", alpha=1.5, target_entropy=3.0, lowest=1e-4, highest=0.5)
+RULES = [FixedRho(0.02), MassBudget(0.02), EntropyScaled(0.05, ENTROPY)]
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, safe_mask
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, safe_mask
 from dvp.errors import DvpError
 
 pytestmark = pytest.mark.slow  # imports vllm
 
 BUDGET = MassBudget(0.01)
-ENTROPY = EntropyScaled(rho=1e-2, alpha=0.5, target_entropy=1.0, lowest=1e-4, highest=0.3)
+SETTINGS = Entropy(rule="entropy", alpha=0.5, target_entropy=1.0, lowest=1e-4, highest=0.3)
+ENTROPY = EntropyScaled(1e-2, SETTINGS)
 
 
 @pytest.mark.parametrize("rule", [BUDGET, ENTROPY, MassBudget(0)])
@@ -22,7 +23,7 @@ def test_a_rule_survives_being_made_plain(rule):
 
     plain = to_args(rule)
     assert from_args(json.loads(json.dumps(plain))) == rule
-    assert plain["rule"] in {"mass_budget", "entropy_scaled"}
+    assert plain["rule"] in {"MassBudget", "EntropyScaled"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,20 @@ def test_only_known_rules_are_sent():
         ("mass_budget", "'rule' to be one of"),
         ([], "'rule' to be one of"),
         ({}, "'rule' to be one of"),
-        ({"rule": "fixed_rho", "rho": 0.1}, "'rule' to be one of"),
-        ({"rule": ["mass_budget"], "budget": 0.1}, "'rule' to be one of"),
-        ({"rule": "mass_budget"}, "expected exactly budget, rule"),
-        ({"rule": "mass_budget", "budget": 0.1, "rho": 0.1}, "expected exactly budget, rule"),
-        ({"rule": "mass_budget", "budget": "0.1"}, "budget: expected a number, got '0.1'"),
-        ({"rule": "mass_budget", "budget": True}, "budget: expected a number, got True"),
-        ({"rule": "mass_budget", "budget": 1.0}, r"budget: expected a probability in \[0, 1\)"),
-        ({"rule": "mass_budget", "budget": math.nan}, "budget"),
-        ({"rule": "entropy_scaled", **dataclasses.asdict(ENTROPY), "alpha": math.inf}, "alpha"),
+        ({"rule": "FixedRho", "rho": 0.1}, "'rule' to be one of"),
+        ({"rule": ["MassBudget"], "budget": 0.1}, "'rule' to be one of"),
+        ({"rule": "MassBudget"}, "expected exactly budget, rule"),
+        ({"rule": "MassBudget", "budget": 0.1, "rho": 0.1}, "expected exactly budget, rule"),
+        ({"rule": "MassBudget", "budget": "0.1"}, "budget: expected a number, got '0.1'"),
+        ({"rule": "MassBudget", "budget": True}, "budget: expected a number, got True"),
+        ({"rule": "MassBudget", "budget": 1.0}, r"budget: expected a probability in \[0, 1\)"),
+        ({"rule": "MassBudget", "budget": math.nan}, "budget"),
+        (
+            {"rule": "EntropyScaled", "rho": 0.01, "settings": SETTINGS.model_dump() | {"alpha": math.inf}},
+            "settings.alpha",
+        ),
+        ({"rule": "EntropyScaled", "rho": 0.01, "settings": SETTINGS.model_dump() | {"beta": 1.0}}, "settings.beta"),
+        ({"rule": "EntropyScaled", "rho": 0.5, "settings": SETTINGS.model_dump()}, "lowest ≤ rho ≤ highest"),
     ],
 )
 def test_anything_else_is_refused(args, message):

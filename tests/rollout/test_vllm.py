@@ -1,7 +1,6 @@
 """The real vLLM, its CPU build: what it reports is what it sampled from, and a reloaded engine is a fresh one."""
 
 import copy
-import dataclasses
 import json
 import math
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
 SEEDS = [11, 22, 33]
 # Prunes differently where the tiny model is sure than where it is not, without reaching its limits everywhere.
-ENTROPY = EntropyScaled(rho=0.05, alpha=1.5, target_entropy=3.0, lowest=1e-4, highest=0.5)
+ENTROPY = EntropyScaled(0.05, Entropy(rule="entropy", alpha=1.5, target_entropy=3.0, lowest=1e-4, highest=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +271,8 @@ class BeforeTemperature(Ignoring):
     def log_probs(self, prompt, rule):
         if rule is None:
             return VllmEngine.log_probs(self, prompt, None)
-        return VllmEngine.log_probs(self, prompt, dataclasses.replace(rule, target_entropy=rule.target_entropy + 0.3))
+        other = rule.settings.changed(target_entropy=rule.settings.target_entropy + 0.3)
+        return VllmEngine.log_probs(self, prompt, EntropyScaled(rule.rho, other))
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,40 @@
 Every advantage is a function of `Responses` and gives one value a token, so that the loss need not know which one it
 got. All but the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
 
+A new advantage is a function here under `@by_response` or `@by_token`; experiments ask for it by its name.
+
 Shape suffixes: B responses, T token positions, P prompts, G responses to one prompt, K model tokens (the k-th token
 that the model itself wrote, whatever its position).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
+
+ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {}
+"""Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
+BY_TOKEN: set[str] = set()
+"""The names of those whose values differ between the tokens of a response."""
 
 # Both as published: in the divisor of GRPO's standard deviation and of OTB's Σ W.
 STD_EPSILON = 1e-6
 ENERGY_EPSILON = 1e-8
+
+
+def by_response(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
+    """Let experiments name an advantage that has one value a response."""
+    ADVANTAGES[advantage.__name__] = advantage
+    return advantage
+
+
+def by_token(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
+    """Let experiments name an advantage that has one value a token."""
+    BY_TOKEN.add(advantage.__name__)
+    return by_response(advantage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +76,7 @@ class Responses:
                 raise DvpError(f"{name}: expected floats of shape {tuple(self.mask_BT.shape)}, got {_described(value)}")
 
 
-@torch.no_grad()
+@no_grad
 def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tensor) -> torch.Tensor:
     """OTB's proxy w_t = 1 − 2p_t(y_t) + Σ_v p_t(v)² of the squared norm of a token's gradient.
 
@@ -76,6 +96,7 @@ def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tenso
     return rest_BT.square() + torch.minimum(others_BT, rest_BT.square())
 
 
+@by_response
 def rloo(responses: Responses) -> torch.Tensor:
     """Leave-one-out: A_i = R_i − mean_{j≠i} R_j = G/(G−1) · (R_i − R̄); for G = 1, A = R. Unbiased."""
     if responses.group_size == 1:
@@ -83,16 +104,19 @@ def rloo(responses: Responses) -> torch.Tensor:
     return _constant(responses, responses.group_size / (responses.group_size - 1) * _centred(responses))
 
 
+@by_response
 def grpo(responses: Responses) -> torch.Tensor:
     """A_i = (R_i − R̄) / (std + 1e-6), std of the group with divisor G − 1; for G = 1, A = 0."""
     return _constant(responses, _over_std(_centred(responses), dim=1))
 
 
+@by_response
 def dr_grpo(responses: Responses) -> torch.Tensor:
     """A_i = R_i − R̄, which is (G−1)/G times RLOO's; for G = 1, A = 0."""
     return _constant(responses, _centred(responses))
 
 
+@by_response
 def opo(responses: Responses) -> torch.Tensor:
     """A_i = R_i − Σ_j len_j R_j / Σ_j len_j, len in model tokens; for G = 1, A = 0."""
     relative_PG = _relative(responses)
@@ -102,6 +126,7 @@ def opo(responses: Responses) -> torch.Tensor:
     return _constant(responses, relative_PG - baseline_P1)
 
 
+@by_response
 def reinforce_pp(responses: Responses) -> torch.Tensor:
     """REINFORCE++ with group baseline: R_i − R̄, whitened over the batch.
 
@@ -112,6 +137,7 @@ def reinforce_pp(responses: Responses) -> torch.Tensor:
     return _constant(responses, _over_std(_centred(responses), dim=(0, 1)))
 
 
+@by_token
 def otb(responses: Responses) -> torch.Tensor:
     """Optimal token baseline as published: A_{i,t} = R_i − B_t, t counting model tokens only.
 
@@ -130,6 +156,7 @@ def otb(responses: Responses) -> torch.Tensor:
     return _at_tokens(responses, rewards_PG1 - torch.where(compared_P1K, baseline_P1K, 0.0), alive_PGK)
 
 
+@by_token
 def otb_leave_one_out(responses: Responses) -> torch.Tensor:
     """OTB without self-inclusion: B_{i,t} = Σ_{j≠i} R_j W_{j,t} / Σ_{j≠i} W_{j,t} over the others alive at t.
 
@@ -143,18 +170,6 @@ def otb_leave_one_out(responses: Responses) -> torch.Tensor:
     total_PGK = others_GG @ energy_PGK
     baseline_PGK = others_GG @ (rewards_PG1 * energy_PGK) / torch.where(total_PGK > 0, total_PGK, 1.0)
     return _at_tokens(responses, rewards_PG1 - baseline_PGK, alive_PGK)
-
-
-ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {
-    "rloo": rloo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "opo": opo,
-    "reinforce_pp": reinforce_pp,
-    "otb": otb,
-    "otb_leave_one_out": otb_leave_one_out,
-}
-"""Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
 
 
 def otb_variance_readouts(

@@ -3,20 +3,27 @@
 log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughout, with p and q both pruned or
 both full. Every named method of the field is a setting of one rule: see `PRESETS`.
 
+A new correction that is a setting of `ImportanceRule` is a line in PRESETS. One that is not is a strict model here with
+a `kind` of its own, `by_token` and `weights`, which joins `Correction`: Annotated[ImportanceRule | Other,
+Field(discriminator="kind")]. Experiments ask for it by its name in PRESETS, or by its kind.
+
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+from pydantic import Field, model_serializer, model_validator
 
+from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
+from dvp.strict import PositiveFloat, Strict
 
-Level = Literal["none", "token", "sequence", "geometric"]
-Action = Literal["truncate", "mask"]
-Denominator = Literal["all", "kept"]
+if TYPE_CHECKING:
+    from dvp.core.batch import Rollout
 
 # e^±20 is far outside any useful bound, and keeps a weight finite in fp32 and in bf16.
 LOG_RATIO_CLAMP = 20.0
@@ -24,64 +31,78 @@ LOG_RATIO_CLAMP = 20.0
 MAX_EXPONENT = 700.0
 
 
-@dataclass(frozen=True)
-class ImportanceRule:
+class ImportanceRule(Strict):
     """How a ratio becomes a weight, and which responses are dropped. `ImportanceRule()` corrects nothing.
 
-    Raises:
-        DvpError: an unknown name, a number out of range, or a setting that could have no effect.
+    Refused are a number out of range and a setting that could have no effect.
     """
 
-    level: Level = "none"
+    kind: Literal["ratio"] = "ratio"
+    level: Literal["none", "token", "sequence", "geometric"] = "none"
     """The ratio: each token's, the product over the sequence, its geometric mean over the sequence's tokens, or none
     (weight 1). It is both what is bounded and the weight."""
-    action: Action = "truncate"
+    action: Literal["truncate", "mask"] = "truncate"
     """Outside the bounds: cut the ratio to `upper` (truncate), or reject it with weight 0 (mask)."""
-    lower: float = 0.0
-    """Smallest ratio that `mask` keeps, ≥ 0; `truncate` has no lower bound."""
-    upper: float = math.inf
-    """Largest ratio, > 0 and ≥ lower; infinity means unbounded."""
-    veto: float | None = None
-    """Drop a sequence with any token ratio below this, in (0, 1); None never does. One-sided, and at every level."""
-    k3_max: float | None = None
-    """Drop a sequence whose mean of r − log r − 1 over its tokens exceeds this, > 0; None never does. Every level."""
-    denominator: Denominator = "all"
+    lower: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest ratio that `mask` keeps; `truncate` has no lower bound."""
+    upper: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
+    """Largest ratio, ≥ lower; infinity means unbounded."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Drop a sequence with any token ratio below this; None never does. One-sided, and at every level."""
+    k3_max: PositiveFloat | None = None
+    """Drop a sequence whose mean of r − log r − 1 over its tokens exceeds this; None never does. Every level."""
+    denominator: Literal["all", "kept"] = "all"
     """The loss is a mean over all responses, or over those that keep a token."""
     self_normalise: bool = False
     """Divide the weights by their mean, so that they average to 1. The mean is over tokens at token level, else over
     sequences that have a token; of all responses (rejected ones count as 0) or of the kept ones, as `denominator`
     says. Past token level, and with no response empty, the loss is then Σ w ℓ / Σ w with either denominator."""
 
-    def __post_init__(self) -> None:
-        for name, choices in (("level", Level), ("action", Action), ("denominator", Denominator)):
-            if getattr(self, name) not in get_args(choices):
-                raise DvpError(f"importance.{name}: expected one of {get_args(choices)}, got {getattr(self, name)!r}")
-        if not (0.0 <= self.lower <= self.upper and self.lower < math.inf and self.upper > 0.0):
-            raise DvpError(
-                f"importance bounds: expected 0 ≤ lower ≤ upper, 0 < upper, got [{self.lower}, {self.upper}]"
-            )
+    @model_validator(mode="after")
+    def _has_effect(self) -> ImportanceRule:
+        if self.lower > self.upper:
+            raise ValueError(f"lower ({self.lower}) must not exceed upper ({self.upper})")
         if self.action == "truncate" and self.lower != 0.0:
-            raise DvpError(f"importance.lower: truncate has no lower bound, got {self.lower}; mask has one")
+            raise ValueError(f"lower: truncate has no lower bound, found {self.lower}; mask has one")
         if self.level == "none" and (self.action != "truncate" or self.upper != math.inf):
-            raise DvpError("importance.level: none has no ratio for an action and its bounds; choose another level")
+            raise ValueError("level: none has no ratio for an action and its bounds; choose another level")
         if self.level == "none" and self.self_normalise:
-            raise DvpError("importance.self_normalise: level none has no weights; denominator: kept does what is meant")
-        if self.veto is not None and not 0.0 < self.veto < 1.0:
-            raise DvpError(f"importance.veto: expected a ratio strictly between 0 and 1, got {self.veto}")
-        if self.k3_max is not None and not 0.0 < self.k3_max < math.inf:
-            raise DvpError(f"importance.k3_max: expected a finite number above 0, got {self.k3_max}")
+            raise ValueError("self_normalise: level none has no weights; denominator: kept does what is meant")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {name: value for name, value in handler(self).items() if name == "kind" or value != fields[name].default}
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the tokens of a response may have different weights, but for those that are 0."""
+        return self.level == "token"
+
+    def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
+        """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).
+
+        Raises:
+            DvpError: as `importance_weights`.
+        """
+        log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
+        return importance_weights(log_ratio_BT, rollout.batch.response_BT, self)
 
 
-PRESETS: dict[str, ImportanceRule] = {
-    "tis": ImportanceRule("token", "truncate", upper=2.0),
-    "seq_tis": ImportanceRule("sequence", "truncate", upper=2.0),
-    "mis": ImportanceRule("sequence", "mask", 0.5, 2.0),
-    "icepop": ImportanceRule("token", "mask", 0.5, 5.0),
-    "geo_rs": ImportanceRule("geometric", "mask", 0.999, 1.001),
+Correction = ImportanceRule
+"""Every kind of correction that an experiment can ask for."""
+
+PRESETS: dict[str, Correction] = {
+    "tis": ImportanceRule(level="token", upper=2.0),
+    "seq_tis": ImportanceRule(level="sequence", upper=2.0),
+    "mis": ImportanceRule(level="sequence", action="mask", lower=0.5, upper=2.0),
+    "icepop": ImportanceRule(level="token", action="mask", lower=0.5, upper=5.0),
+    "geo_rs": ImportanceRule(level="geometric", action="mask", lower=0.999, upper=1.001),
     "k3": ImportanceRule(k3_max=0.01),
     "veto": ImportanceRule(veto=1e-4),
 }
-"""The named corrections with METHOD.md's default bounds; `dataclasses.replace` combines or changes them."""
+"""The named corrections with METHOD.md's default bounds; an experiment can change them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +121,7 @@ class ImportanceWeights:
     """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
 
 
-@torch.no_grad()
+@no_grad
 def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: ImportanceRule) -> ImportanceWeights:
     """Turn log-ratios into stop-gradient weights.
 

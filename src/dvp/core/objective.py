@@ -7,59 +7,132 @@ optimiser step on a batch the latter is 1.
 Rejected tokens are cut out of the graph and not merely multiplied by zero: 0 · NaN is NaN, in the value and in
 the gradient.
 
+A new loss is a strict model here with a `kind` of its own and `terms`, which joins `Loss`. Experiments ask for it by
+its kind, or by its name in LOSSES.
+
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from dvp.core.importance import LOG_RATIO_CLAMP
+from dvp.core.lazy import torch
 from dvp.errors import DvpError
+from dvp.strict import Fraction, Strict
 
-Kind = Literal["reinforce", "ppo", "gspo", "cispo"]
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What a loss is made from, (B, T); of tokens that are not active the weight and the advantage may be anything."""
+
+    log_prob_BT: torch.Tensor
+    """log π_θ (nats), with gradient; 0 where not active."""
+    log_ratio_BT: torch.Tensor
+    """log π_θ − log π_old, with gradient; 0 where not active."""
+    weight_BT: torch.Tensor
+    advantage_BT: torch.Tensor
+    coefficient_BT: torch.Tensor
+    """w · A, a constant; 0 where not active."""
+    active_BT: torch.Tensor
+    """bool: a token of the response that is not rejected."""
 
 
-@dataclass(frozen=True)
-class LossRule:
-    """Which loss, and how far π_θ/π_old may go from 1.
+class LossRule(Strict):
+    """Which loss, and how far π_θ/π_old may go from 1."""
 
-    Raises:
-        DvpError: an unknown kind, clips out of range, or a clip where there is none.
+    has_ratio: ClassVar[bool] = True
+    """Whether it has the ratio to the policy that the rollout was made with."""
+    by_token: ClassVar[bool] = True
+    """Whether the tokens of a response may have different weights and advantages."""
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is summed and maximised, with gradient; and where the ratio was cut: bool, broadcast over the tokens."""
+        raise NotImplementedError
+
+
+class Reinforce(LossRule):
+    """Of each token A log π_θ."""
+
+    has_ratio = False
+    kind: Literal["reinforce"] = "reinforce"
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LossRule."""
+        return tokens.coefficient_BT * tokens.log_prob_BT, torch.zeros_like(tokens.active_BT)
+
+
+class _Clipped(LossRule):
+    kind: str
+    clip_low: Fraction
+    """The ratio's lower bound is 1 − clip_low; 1 sets none."""
+    clip_high: Annotated[float, Field(ge=0)]
+    """The ratio's upper bound is 1 + clip_high."""
+
+
+class Ppo(_Clipped):
+    """Of each token the clipped ratio, arXiv 1707.06347."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LossRule."""
+        return _clipped_term(self, tokens.log_ratio_BT, tokens.coefficient_BT)
+
+
+class Gspo(_Clipped):
+    """Of each sequence the clipped geometric mean of its tokens' ratios, arXiv 2507.18071."""
+
+    by_token = False
+    kind: Literal["gspo"] = "gspo"
+    clip_low: Fraction = 3e-4
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LossRule. Raises DvpError for weights or advantages that differ between the tokens of a sequence."""
+        active_BT = tokens.active_BT
+        coefficient_B1 = _of_sequence("weight", tokens.weight_BT, active_BT) * _of_sequence(
+            "advantage", tokens.advantage_BT, active_BT
+        )
+        log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / active_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        return _clipped_term(self, log_ratio_B1, coefficient_B1)
+
+
+class Cispo(_Clipped):
+    """Of each token log π_θ times the truncated ratio as a constant.
+
+    arXiv 2506.13585 sets no lower bound and prints no upper one; ScaleRL (arXiv 2510.13786) caps the ratio at 5.
     """
 
-    kind: Kind = "reinforce"
-    """Of each token: log π_θ (reinforce), the clipped ratio (ppo), log π_θ times the truncated ratio as a constant
-    (cispo); of each sequence: the clipped geometric mean of the ratios (gspo)."""
-    clip_low: float | None = None
-    """The ratio's lower bound is 1 − clip_low, in [0, 1]; 1 sets none. None for reinforce only."""
-    clip_high: float | None = None
-    """The ratio's upper bound is 1 + clip_high, ≥ 0; infinity sets none. None for reinforce only."""
+    kind: Literal["cispo"] = "cispo"
+    clip_low: Fraction = 1.0
+    clip_high: Annotated[float, Field(ge=0)] = 4.0
 
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise DvpError(f"loss.kind: expected one of {get_args(Kind)}, got {self.kind!r}")
-        if self.kind == "reinforce":
-            if self.clip_low is not None or self.clip_high is not None:
-                raise DvpError("loss.kind: reinforce has no ratio to clip; leave clip_low and clip_high out")
-            return
-        if self.clip_low is None or not 0.0 <= self.clip_low <= 1.0:
-            raise DvpError(f"loss.clip_low: {self.kind} expects a number in [0, 1], got {self.clip_low}")
-        if self.clip_high is None or not 0.0 <= self.clip_high <= math.inf:
-            raise DvpError(f"loss.clip_high: {self.kind} expects a number of at least 0, got {self.clip_high}")
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LossRule."""
+        ratio_BT = tokens.log_ratio_BT.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+        truncated_BT = ratio_BT.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        clipped_BT = (truncated_BT != ratio_BT) | (tokens.log_ratio_BT.abs() > LOG_RATIO_CLAMP)
+        return tokens.coefficient_BT * truncated_BT * tokens.log_prob_BT, clipped_BT
 
+
+Loss = Annotated[Reinforce | Ppo | Gspo | Cispo, Field(discriminator="kind")]
+"""Every kind of loss that an experiment can ask for."""
 
 LOSSES: dict[str, LossRule] = {
-    "reinforce": LossRule(),
-    "ppo": LossRule("ppo", 0.2, 0.2),  # arXiv 1707.06347
-    "clip_higher": LossRule("ppo", 0.2, 0.28),  # DAPO, arXiv 2503.14476
-    "gspo": LossRule("gspo", 3e-4, 4e-4),  # arXiv 2507.18071
-    # arXiv 2506.13585 sets no lower bound and prints no upper one; ScaleRL (arXiv 2510.13786) caps the ratio at 5.
-    "cispo": LossRule("cispo", 1.0, 4.0),
+    "reinforce": Reinforce(),
+    "ppo": Ppo(),
+    "clip_higher": Ppo(clip_high=0.28),  # DAPO, arXiv 2503.14476
+    "gspo": Gspo(),
+    "cispo": Cispo(),
 }
-"""The named losses with their published clips."""
+"""The named losses with their published clips; an experiment can change them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,28 +198,15 @@ def policy_loss(
     active_BT = mask_BT & (weight_BT != 0)
     log_prob_BT = torch.where(active_BT, log_prob_BT, 0.0)
     coefficient_BT = torch.where(active_BT, weight_BT * advantage_BT, 0.0).detach()
-    if rule.kind == "reinforce" or not active_BT.any():
-        return PolicyLoss(-(coefficient_BT * log_prob_BT).sum() / denominator, torch.zeros_like(active_BT))
-
+    if not active_BT.any():
+        return PolicyLoss(-(coefficient_BT * log_prob_BT).sum() / denominator, active_BT)
     log_ratio_BT = log_prob_BT - torch.where(active_BT, old_log_prob_BT, 0.0).detach()
-    if rule.kind == "gspo":
-        coefficient_B1 = _of_sequence("weight", weight_BT, active_BT) * _of_sequence(
-            "advantage", advantage_BT, active_BT
-        )
-        log_ratio_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / active_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        term, clipped = _clipped_term(rule, log_ratio_B1, coefficient_B1)
-    elif rule.kind == "ppo":
-        term, clipped = _clipped_term(rule, log_ratio_BT, coefficient_BT)
-    else:
-        ratio_BT = log_ratio_BT.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-        truncated_BT = ratio_BT.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
-        term = coefficient_BT * truncated_BT * log_prob_BT
-        clipped = (truncated_BT != ratio_BT) | (log_ratio_BT.abs() > LOG_RATIO_CLAMP)
+    term, clipped = rule.terms(Tokens(log_prob_BT, log_ratio_BT, weight_BT, advantage_BT, coefficient_BT, active_BT))
     return PolicyLoss(-term.sum() / denominator, clipped & active_BT)
 
 
 def _clipped_term(
-    rule: LossRule, log_ratio: torch.Tensor, coefficient: torch.Tensor
+    rule: _Clipped, log_ratio: torch.Tensor, coefficient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """min(r c, clip(r) c) with its gradient in r, and where that is cut off; c is a constant, w · A."""
     ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()

@@ -7,25 +7,33 @@ The gap z_a − max z is rounded to fp32 once and compared as it is. Entries of 
 together, a threshold that was read off a gap gives back exactly the set it was read off from, and the set is the same
 for `logits` as for `logits − max`.
 
+A new rule for ρ is two classes here: a subclass of `SafeVocabulary` (what ρ is in each state, which trainer and engine
+then both apply) and a subclass of `RhoRule` (its settings, with a `rule` of its own), which joins `Rule`. Experiments
+ask for it by its `rule`.
+
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
-import torch
+from pydantic import Field, model_validator
 
+from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
+from dvp.strict import Positive, PositiveFloat, Strict
 
-Signal = Literal["k3", "vetoed_fraction", "tail_mismatch"]
+Rho = Annotated[float, Field(gt=0, lt=1)]
 
 # Elements sorted at once: 28 bytes each while `MassBudget` works on them.
 SORTED_AT_ONCE = 2**24
 
 
-class SafeVocabulary(Protocol):
-    """A rule for ρ(s)."""
+class SafeVocabulary:
+    """A rule for ρ(s): a frozen dataclass whose fields are numbers or strict models, as it is sent to the engine."""
 
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """log ρ(s) of each state, (N,) float32, ≤ 0, constant under the gradient.
@@ -33,9 +41,18 @@ class SafeVocabulary(Protocol):
         `logits_NV` are after temperature (nats), any float type; only their differences matter. −inf is legal for an
         entry that cannot be sampled.
         """
+        raise NotImplementedError
+
+    def control(self, rho: float) -> SafeVocabulary:
+        """A rule of the same kind that prunes at about `rho`: what an engine is proved with, beside the rule itself."""
+        return replace(self, rho=rho)
+
+    def moved(self, nats: float) -> list[SafeVocabulary]:
+        """Rules between whose ρ(s) the rule's own lies if logits are off by that much; itself if ρ is constant."""
+        return [self]
 
 
-@torch.no_grad()
+@no_grad
 def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
     """Say which vocabulary entries are safe in each state.
 
@@ -53,7 +70,7 @@ def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class FixedRho:
+class FixedRho(SafeVocabulary):
     """The same ρ in every state: min-p, the paper's rule.
 
     Raises:
@@ -72,7 +89,7 @@ class FixedRho:
 
 
 @dataclass(frozen=True)
-class MassBudget:
+class MassBudget(SafeVocabulary):
     """The largest ρ(s) that prunes at most `budget` of the probability: 1 − Z(s) ≤ budget.
 
     With budget = δ/T the bias of J over T tokens is at most R_max · δ (METHOD.md item 5).
@@ -90,7 +107,7 @@ class MassBudget:
         if not 0.0 <= self.budget < 1.0:
             raise DvpError(f"budget: expected a probability in [0, 1), got {self.budget}")
 
-    @torch.no_grad()
+    @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """See SafeVocabulary.log_rho. ρ is that of the least likely entry which is kept."""
         rows = max(1, SORTED_AT_ONCE // logits_NV.shape[1])
@@ -106,39 +123,46 @@ class MassBudget:
         pruned_N1 = (mass_NV <= self.budget * mass_NV[:, -1:]).sum(dim=-1, keepdim=True)
         return gap_NV.gather(1, pruned_N1).squeeze(1)
 
+    def control(self, rho: float) -> MassBudget:
+        """See SafeVocabulary.control."""
+        return MassBudget(rho)
+
+    def moved(self, nats: float) -> list[SafeVocabulary]:
+        """See SafeVocabulary.moved. The ratio of any two masses changes by up to e^(2 · nats)."""
+        return [MassBudget(min(self.budget * math.exp(move), 1 - 1e-9)) for move in (-2 * nats, 2 * nats)]
+
 
 @dataclass(frozen=True)
-class EntropyScaled:
+class EntropyScaled(SafeVocabulary):
     """log ρ(s) = log ρ₀ + α(H̄ − H(s)), clipped: with α > 0, an uncertain state keeps a wider vocabulary.
 
     Raises:
-        DvpError: not 0 < lowest ≤ ρ₀ ≤ highest < 1, α not finite, or H̄ not a finite number ≥ 0.
+        DvpError: ρ₀ outside the settings' range.
     """
 
     rho: float
     """ρ₀, what a state of entropy H̄ gets."""
-    alpha: float
-    """α, change of log ρ for each nat of entropy."""
-    target_entropy: float
-    """H̄, nats."""
-    lowest: float
-    """Smallest ρ(s)."""
-    highest: float
-    """Largest ρ(s)."""
+    settings: Entropy
 
     def __post_init__(self) -> None:
-        _check_range(self.rho, self.lowest, self.highest)
-        if not math.isfinite(self.alpha):
-            raise DvpError(f"alpha: expected a finite number, got {self.alpha}")
-        if not 0.0 <= self.target_entropy < math.inf:
-            raise DvpError(f"target_entropy: expected a finite number of nats, at least 0, got {self.target_entropy}")
+        self.settings.check(self.rho)
 
-    @torch.no_grad()
+    @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """See SafeVocabulary.log_rho. H is that of the full distribution."""
         entropy_N = torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1)
-        log_rho_N = math.log(self.rho) + self.alpha * (self.target_entropy - entropy_N)
-        return log_rho_N.clamp_(math.log(self.lowest), math.log(self.highest))
+        log_rho_N = math.log(self.rho) + self.settings.alpha * (self.settings.target_entropy - entropy_N)
+        return log_rho_N.clamp_(math.log(self.settings.lowest), math.log(self.settings.highest))
+
+    def control(self, rho: float) -> EntropyScaled:
+        """See SafeVocabulary.control. Still a function of the entropy, but never far below `rho`."""
+        highest = max(self.settings.highest, rho)
+        return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=highest))
+
+    def moved(self, nats: float) -> list[SafeVocabulary]:
+        """See SafeVocabulary.moved."""
+        targets = [max(self.settings.target_entropy + move, 0.0) for move in (-nats, nats)]
+        return [EntropyScaled(self.rho, self.settings.changed(target_entropy=target)) for target in targets]
 
 
 def with_margin(rho: float, epsilon: float) -> FixedRho:
@@ -165,48 +189,16 @@ class FeedbackRho:
 
     It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands
     where it stood.
+
+    Raises:
+        DvpError: ρ outside the settings' range.
     """
 
-    def __init__(
-        self,
-        rho: float,
-        *,
-        signal: Signal,
-        low: float,
-        high: float,
-        factor: float,
-        lowest: float,
-        highest: float,
-        patience: int,
-    ):
-        """Start at `rho`.
-
-        Args:
-            rho: ρ of the first step.
-            signal: the metric that is watched.
-            low, high: ρ falls when the signal was below `low`, rises when it was above `high`, and stays in between.
-            factor: what ρ is multiplied with or divided by, > 1.
-            lowest, highest: the range that ρ never leaves.
-            patience: this many steps in a row on the same side make one change; then counting starts anew.
-
-        Raises:
-            DvpError: a value out of its range.
-        """
-        _check_range(rho, lowest, highest)
-        if signal not in get_args(Signal):
-            raise DvpError(f"feedback.signal: expected one of {get_args(Signal)}, got {signal!r}")
-        if not 0.0 <= low < high < math.inf:
-            raise DvpError(f"feedback: expected 0 ≤ low < high, got low {low} and high {high}")
-        if not 1.0 < factor < math.inf:
-            raise DvpError(f"feedback.factor: expected a finite number above 1, got {factor}")
-        if patience < 1:
-            raise DvpError(f"feedback.patience: expected at least 1 step, got {patience}")
+    def __init__(self, rho: float, settings: Feedback):
+        """Start at `rho`."""
+        settings.check(rho)
         self.rho = rho
-        self._signal = signal
-        self._low, self._high = low, high
-        self._factor = factor
-        self._lowest, self._highest = lowest, highest
-        self._patience = patience
+        self._settings = settings
         self._side = 0
         self._steps = 0
 
@@ -216,23 +208,157 @@ class FeedbackRho:
         Raises:
             DvpError: the row lacks the signal.
         """
-        if self._signal not in metrics:
-            raise DvpError(f"feedback.signal: the step's metrics have no '{self._signal}'")
-        value = metrics[self._signal]
-        side = 0 if value is None else (value > self._high) - (value < self._low)
+        settings = self._settings
+        if settings.signal not in metrics:
+            raise DvpError(f"feedback.signal: the step's metrics have no '{settings.signal}'")
+        value = metrics[settings.signal]
+        side = 0 if value is None else (value > settings.high) - (value < settings.low)
         self._steps = self._steps + 1 if side == self._side else 1
         self._side = side
-        if side != 0 and self._steps >= self._patience:
-            self.rho = min(max(self.rho * self._factor**side, self._lowest), self._highest)
+        if side != 0 and self._steps >= settings.patience:
+            self.rho = min(max(self.rho * settings.factor**side, settings.lowest), settings.highest)
             self._steps = 0
+
+
+class SafeVocabularies:
+    """The safe vocabularies of a run's two sides, as they are at the present step; None restricts nothing.
+
+    With `feedback` they change from step to step. It sees nothing but the metrics of finished steps, so a run that goes
+    on from a checkpoint hands them in again.
+    """
+
+    def __init__(
+        self, trainer: SafeVocabulary | None, engine: SafeVocabulary | None, feedback: FeedbackRho | None = None
+    ):
+        self.trainer = trainer
+        self.engine = engine
+        self._feedback = feedback
+
+    @property
+    def rho(self) -> float | None:
+        """The engine's ρ, None if it has none or one for each state."""
+        return self.engine.rho if isinstance(self.engine, FixedRho) else None
+
+    def observe(self, metrics: dict) -> None:
+        """Take in the metrics of a finished step."""
+        if self._feedback is not None:
+            self._feedback.observe(metrics)
+            self.trainer = self.engine = FixedRho(self._feedback.rho)
+
+
+class RhoRule(Strict):
+    """Settings of a rule for ρ, and the safe vocabularies that they make."""
+
+    takes_rho: ClassVar[bool] = True
+    """Whether ρ comes from the grid."""
+    needs_training: ClassVar[bool] = False
+    """Whether it says nothing at a fixed policy."""
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """Those of both sides; `rho` is the grid's, None if the rule takes none. Raises DvpError."""
+        raise NotImplementedError
+
+
+class Fixed(RhoRule):
+    """The paper's rule: min-p with the grid's ρ on both sides."""
+
+    rule: Literal["fixed"]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(FixedRho(rho), FixedRho(rho))
+
+
+class Margin(RhoRule):
+    """One side prunes at ρ, the other at ρ·e^(−2ε̂): it has all that the first has if no logit is off by more than ε̂."""
+
+    rule: Literal["margin"]
+    epsilon: Annotated[float, Field(ge=0)]
+    """ε̂, nats."""
+    side: Literal["trainer", "engine"] = "trainer"
+    """Which side has the margin: the trainer's leaves no sampled token outside V_S, the engine's no bias."""
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        wide, narrow = with_margin(rho, self.epsilon), FixedRho(rho)
+        return SafeVocabularies(wide, narrow) if self.side == "trainer" else SafeVocabularies(narrow, wide)
+
+
+class Mass(RhoRule):
+    """Each state loses at most δ/T of its probability, T being training.max_response_tokens. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["mass_budget"]
+    delta: PositiveFloat
+    """δ, probability a response may lose; the bias of J is at most R_max times it."""
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        budget = MassBudget(self.delta / max_response_tokens)
+        return SafeVocabularies(budget, budget)
+
+
+class _Ranged(RhoRule):
+    lowest: Rho
+    highest: Rho
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _Ranged:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest ({self.lowest}) must not exceed highest ({self.highest})")
+        return self
+
+    def check(self, rho: float) -> None:
+        """Raises DvpError unless lowest ≤ rho ≤ highest."""
+        if not self.lowest <= rho <= self.highest:
+            raise DvpError(f"rho: expected lowest ≤ rho ≤ highest, got {self.lowest}, {rho} and {self.highest}")
+
+
+class Entropy(_Ranged):
+    """log ρ(s) = log ρ + alpha · (target_entropy − H(s)), held within [lowest, highest]."""
+
+    rule: Literal["entropy"]
+    alpha: float
+    """α, change of log ρ for each nat of entropy."""
+    target_entropy: Annotated[float, Field(ge=0)]
+    """H̄, nats."""
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        scaled = EntropyScaled(rho, self)
+        return SafeVocabularies(scaled, scaled)
+
+
+class Feedback(_Ranged):
+    """Starts at ρ; `patience` steps with the signal above `high` multiply it by `factor`, below `low` divide it."""
+
+    needs_training = True
+    rule: Literal["feedback"]
+    signal: Literal["k3", "vetoed_fraction", "tail_mismatch"]
+    """The metric that is watched."""
+    low: Annotated[float, Field(ge=0)]
+    high: PositiveFloat
+    factor: Annotated[float, Field(gt=1)]
+    patience: Positive
+    """This many steps in a row on the same side make one change; then counting starts anew."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Feedback:
+        if not self.low < self.high:
+            raise ValueError(f"expected low < high, found low {self.low} and high {self.high}")
+        return self
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        feedback = FeedbackRho(rho, self)
+        return SafeVocabularies(FixedRho(rho), FixedRho(rho), feedback)
+
+
+Rule = Annotated[Fixed | Margin | Mass | Entropy | Feedback, Field(discriminator="rule")]
+"""Every rule for ρ that an experiment can ask for."""
 
 
 def _gaps(logits_NV: torch.Tensor) -> torch.Tensor:
     """z − max z, fp32."""
     logits_NV = logits_NV.float()
     return logits_NV - logits_NV.amax(dim=-1, keepdim=True)
-
-
-def _check_range(rho: float, lowest: float, highest: float) -> None:
-    if not 0.0 < lowest <= rho <= highest < 1.0:
-        raise DvpError(f"rho: expected 0 < lowest ≤ rho ≤ highest < 1, got lowest {lowest}, {rho}, highest {highest}")

@@ -13,7 +13,7 @@ import torch
 
 from dvp.core.advantages import Responses, optimal_token_proxy
 from dvp.core.batch import Rollout
-from dvp.core.importance import ImportanceRule, ImportanceWeights, importance_weights
+from dvp.core.importance import Correction, ImportanceWeights
 from dvp.core.objective import zero_outside_safe
 
 
@@ -38,7 +38,7 @@ def make_update(
     rollout: Rollout,
     statistics: dict[str, torch.Tensor],
     *,
-    importance: ImportanceRule,
+    importance: Correction,
     advantage: Callable[[Responses], torch.Tensor],
     group_size: int,
 ) -> Update:
@@ -55,7 +55,7 @@ def make_update(
         DvpError: a log-ratio that is not finite.
     """
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
-    weights = importance_weights(log_prob_BT - rollout.infer_log_prob_BT, mask_BT, importance)
+    weights = importance.weights(rollout, statistics)
     weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
     proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
     responses = Responses(rollout.rewards_B, mask_BT, group_size, proxy_BT, weight_BT)

@@ -16,8 +16,8 @@ from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_stage
 from dvp.experiment.data import DataConfig, GeneratedSource, HubSource, Source
 from dvp.experiment.evaluation import EvaluationConfig, ReportConfig
-from dvp.experiment.grid import BiasConfig, GridEntry, Measurement, MismatchConfig, Run
-from dvp.experiment.methods import FeedbackSafe, Method
+from dvp.experiment.grid import BiasConfig, GridEntry, Measurement, MismatchConfig, Run, parse_rho
+from dvp.experiment.methods import Method
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
 from dvp.strict import Name, Strict
@@ -146,8 +146,7 @@ class Experiment(Strict):
         for index, entry in enumerate(self.bias.estimators if self.bias else []):
             for name in entry.method:
                 self._check_method(f"bias.estimators[{index}]", name, entry.rho)
-                method = self.methods[name]
-                if method.loss.kind != "reinforce" or isinstance(method.safe_vocabulary, FeedbackSafe):
+                if not self.methods[name].at_fixed_policy:
                     raise ValueError(
                         f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
                         "needs no training; the others cannot be compared at a fixed policy"
@@ -160,6 +159,11 @@ class Experiment(Strict):
         if self.methods[name].takes_rho != (rho is not None):
             expected = "needs" if self.methods[name].takes_rho else "takes no"
             raise ValueError(f"{where}: method '{name}' {expected} rho")
+        for value in rho or [None]:
+            try:
+                self.methods[name].sides(value and parse_rho(value), self.training.max_response_tokens)
+            except DvpError as error:
+                raise ValueError(f"{where}: method '{name}': {error}") from None
 
     @property
     def trainer_dtype(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from dvp.core.advantages import ADVANTAGES
+from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.batch import Batch, Rollout
 from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
@@ -18,9 +18,7 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
-from dvp.experiment.methods import TOKEN_LEVEL_ADVANTAGES
 from dvp.training.backend import Policy
-from dvp.training.method import SafeVocabularies, importance_rule
 from dvp.training.rollouts import derived_seed
 
 BUCKETS = 2**20
@@ -33,13 +31,11 @@ class Estimator:
     def __init__(self, experiment: Experiment, method: str, rho: str | None):
         settings = experiment.methods[method]
         self.method, self.rho, self.label = method, rho, settings.label
-        self.importance = importance_rule(settings.importance)
-        self.safe = SafeVocabularies(
-            settings, None if rho is None else parse_rho(rho), experiment.training.max_response_tokens
-        )
+        self.importance = settings.importance
+        self.safe = settings.sides(None if rho is None else parse_rho(rho), experiment.training.max_response_tokens)
         self._advantage = ADVANTAGES[settings.advantage]
         self._group_size = experiment.training.group_size
-        self.by_token = self.importance.level == "token" or settings.advantage in TOKEN_LEVEL_ADVANTAGES
+        self.by_token = self.importance.by_token or settings.advantage in BY_TOKEN
         """Whether the tokens of a response may have different coefficients."""
 
     def update(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:

@@ -1,23 +1,24 @@
 """vLLM's side of a safe vocabulary whose ρ depends on the state: a logits processor that applies the core's rule.
 
 A fixed ρ needs none of this: it is vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule
-travels as {"rule": NAME, its fields}. Import this only after dvp.rollout.vllm.configure_environment.
+travels as {"rule": CLASS, its fields}. Import this only after dvp.rollout.vllm.configure_environment.
 """
 
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary, safe_mask
+from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask
 from dvp.errors import DvpError
+from dvp.strict import Strict
 
 ARGUMENT = "safe_vocabulary"  # the key in SamplingParams.extra_args
-RULES = {"mass_budget": MassBudget, "entropy_scaled": EntropyScaled}
 
 
 def sampling_arguments(rule: SafeVocabulary | None) -> dict[str, Any]:
@@ -33,31 +34,49 @@ def to_args(rule: SafeVocabulary) -> dict[str, Any]:
     """A state-dependent rule as plain data.
 
     Raises:
-        DvpError: a rule that vLLM's processor does not know.
+        DvpError: not a rule of dvp.core.safe_vocabulary.
     """
-    for name, kind in RULES.items():
-        if type(rule) is kind:
-            return {"rule": name, **asdict(rule)}
-    raise DvpError(f"safe_vocabulary: vLLM has no processor for {rule}; it knows {', '.join(RULES)}")
+    if type(rule) not in _rules().values():
+        raise DvpError(f"safe_vocabulary: vLLM has no processor for {rule}; it knows {', '.join(_rules())}")
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    plain = {name: value.model_dump() if isinstance(value, Strict) else value for name, value in values.items()}
+    return {"rule": type(rule).__name__, **plain}
 
 
 def from_args(args: Any) -> SafeVocabulary:
     """The rule that `to_args` made plain.
 
     Raises:
-        DvpError: anything but exactly a known rule and all of its fields, each a number in its range.
+        DvpError: anything but exactly a known rule and all of its fields, each in its range.
     """
-    if not isinstance(args, dict) or not isinstance(args.get("rule"), str) or args["rule"] not in RULES:
-        raise DvpError(f"safe_vocabulary: expected 'rule' to be one of {', '.join(RULES)}, got {args!r}")
-    kind = RULES[args["rule"]]
+    if not isinstance(args, dict) or not isinstance(args.get("rule"), str) or args["rule"] not in _rules():
+        raise DvpError(f"safe_vocabulary: expected 'rule' to be one of {', '.join(_rules())}, got {args!r}")
+    kind = _rules()[args["rule"]]
     expected = {"rule"} | {field.name for field in fields(kind)}
     if args.keys() != expected:
         raise DvpError(f"safe_vocabulary: expected exactly {', '.join(sorted(expected))}, got {args!r}")
-    values = {name: value for name, value in args.items() if name != "rule"}
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DvpError(f"safe_vocabulary: {name}: expected a number, got {value!r}")
+    types = get_type_hints(kind)
+    values = {name: _value(name, types[name], value) for name, value in args.items() if name != "rule"}
     return kind(**values)
+
+
+def _value(name: str, kind: type, value: Any) -> Any:
+    """A field of a rule: a number or settings."""
+    if issubclass(kind, Strict):
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, (name, *problem["loc"])))
+            raise DvpError(f"safe_vocabulary: {where}: {problem['msg']}, got {problem['input']!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DvpError(f"safe_vocabulary: {name}: expected a number, got {value!r}")
+    return value
+
+
+def _rules() -> dict[str, type[SafeVocabulary]]:
+    """Those whose ρ depends on the state, by the name of their class."""
+    return {kind.__name__: kind for kind in SafeVocabulary.__subclasses__() if kind is not FixedRho}
 
 
 class SafeVocabularyProcessor(LogitsProcessor):
@@ -88,7 +107,7 @@ class SafeVocabularyProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the rows (one a request) of the requests that have a rule, in place."""
         for rule in set(self._rules.values()):
-            rows = torch.tensor([row for row, one in self._rules.items() if one == rule], device=logits.device)
+            rows = torch.tensor([row for row, own in self._rules.items() if own == rule], device=logits.device)
             logits_NV = logits[rows]
             logits[rows] = logits_NV.masked_fill(~safe_mask(logits_NV, rule), -torch.inf)
         return logits

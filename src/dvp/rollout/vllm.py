@@ -11,14 +11,13 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from dvp.core.safe_vocabulary import EntropyScaled, FixedRho, MassBudget, SafeVocabulary
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
@@ -232,10 +231,10 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
     if abs(full_V.logsumexp(0).item()) > TOLERANCE:
         raise DvpError("the engine's full log-probabilities do not sum to 1; refusing to train on them")
     gap_V = full_V - full_V.max()
-    control = _control(rule)
+    control = rule.control(CONTROL)
     for one in (control, rule):
         reported_V = engine.log_probs(prompt, one)
-        thresholds = [moved.log_rho(full_V[None]).item() for moved in _moved(one)]
+        thresholds = [moved.log_rho(full_V[None]).item() for moved in one.moved(TOLERANCE)]
         # The most likely entry is inside even where the threshold is its own gap, 0.
         inside_V = gap_V >= min(max(thresholds) + TOLERANCE, 0.0)
         outside_V = gap_V < min(thresholds) - TOLERANCE
@@ -251,30 +250,6 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
     return bool(outside_V.any())
-
-
-def _control(rule: SafeVocabulary) -> SafeVocabulary:
-    """A rule of the same kind that prunes nearly everywhere."""
-    match rule:
-        case FixedRho():
-            return FixedRho(CONTROL)
-        case MassBudget():
-            return MassBudget(CONTROL)
-        case EntropyScaled():
-            # Still a function of the entropy, but never below 0.1.
-            return replace(rule, rho=CONTROL, lowest=CONTROL / 3, highest=max(rule.highest, CONTROL))
-    raise DvpError(f"no way to prove that an engine applies {rule}")
-
-
-def _moved(rule: SafeVocabulary) -> list[SafeVocabulary]:
-    """The rule as it is and, if what it reads off rounded logits may move its ρ, as far as TOLERANCE moves it."""
-    match rule:
-        case MassBudget(budget):
-            # Logits that move by TOLERANCE change the ratio of any two masses by e^(2 · TOLERANCE).
-            return [MassBudget(min(budget * math.exp(move), 1 - 1e-9)) for move in (-2 * TOLERANCE, 2 * TOLERANCE)]
-        case EntropyScaled(target_entropy=target):
-            return [replace(rule, target_entropy=max(target + move, 0.0)) for move in (-TOLERANCE, TOLERANCE)]
-    return [rule]
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

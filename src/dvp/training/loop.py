@@ -34,7 +34,6 @@ from dvp.files import append_line, write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Trainer
-from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, derived_seed, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
@@ -119,10 +118,10 @@ class Loop:
         self.config = experiment.training
         self.run = run
         method = experiment.methods[run.method]
-        self.safe = SafeVocabularies(method, run.rho_value, self.config.max_response_tokens)
-        self.importance = importance_rule(method.importance)
+        self.safe = method.sides(run.rho_value, self.config.max_response_tokens)
+        self.importance = method.importance
         self.advantage = ADVANTAGES[method.advantage]
-        self.loss = loss_rule(method.loss)
+        self.loss = method.loss
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine
@@ -244,8 +243,8 @@ class Loop:
         taken = []
         for index, rows_b in enumerate(responses.split(len(responses) // self.config.minibatches)):
             part = rollout.rows(rows_b)
-            # REINFORCE knows no ratio to the policy of the rollout, so its weights must be those of the policy now.
-            if index > 0 and self.loss.kind == "reinforce":
+            # Without a ratio to the policy of the rollout in the loss, the weights must be those of the policy now.
+            if index > 0 and not self.loss.has_ratio:
                 old = self._score(part)
             else:
                 old = {name: values_BT[rows_b] for name, values_BT in statistics.items()}

@@ -1,0 +1,36 @@
+"""torch, imported when it is first used.
+
+A method's settings stand beside the mathematics that they set, and reading an experiment, which Snakemake does again
+and again, must not take the seconds that importing torch takes. Modules that use this also put off the evaluation of
+their annotations.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import torch
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
+
+
+def no_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """As torch.no_grad() decorates, without importing torch where the function is defined."""
+
+    @wraps(function)
+    def without_gradients(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return without_gradients

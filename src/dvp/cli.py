@@ -302,11 +302,37 @@ def evidence(
 
 
 @app.command(rich_help_panel=RESULTS)
-def show(config: Config) -> None:
-    """Print the main table and where everything is.
+def show(
+    config: Config,
+    responses: Annotated[
+        bool, typer.Option("--responses", help="show a sampled response of training, token by token")
+    ] = False,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="of which run", show_default="where the mismatch is largest")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="of which step", show_default="where the mismatch is largest")
+    ] = None,
+    response: Annotated[
+        int | None, typer.Option(metavar="N", help="which one", show_default="where the mismatch is largest")
+    ] = None,
+    colour: Annotated[
+        Literal["log_ratio", "p", "safe", "weight", "advantage"],
+        typer.Option(help="what the tokens' colours say"),
+    ] = "log_ratio",
+) -> None:
+    """Print the main table and where everything is, or a response.
 
-    Reads what `dvp report` wrote.
+    Reads what `dvp report` wrote; with --responses, runs/RUN/responses.parquet, which `dvp train` writes as it goes.
     """
+    if responses:
+        from dvp.analysis.responses_text import show_responses
+        from dvp.experiment.folder import ExperimentDir
+
+        show_responses(ExperimentDir(config), run, step, response, colour)
+        return
+    if (run, step, response) != (None, None, None):
+        raise typer.BadParameter("--run, --step and --response go with --responses.")
     from dvp.analysis import stage
 
     stage.show(config)

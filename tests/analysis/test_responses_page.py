@@ -16,8 +16,11 @@ from made_up_results import make_experiment
 from rich.console import Console
 
 from dvp.analysis.responses import Recorded, page, page_data, recorded, visible, worst_tokens, write_page
-from dvp.analysis.responses_text import Colour, choose, print_response
+from dvp.analysis.responses_text import Colour, choose, print_response, show_responses
 from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.loading import dump_experiment
+from dvp.files import checksums, write_json, write_text
 from dvp.training.responses import SCHEMA
 
 HOSTILE = [
@@ -61,7 +64,7 @@ def row(step: int, index: int, rng: np.random.Generator, length: int = 12, **cha
 
 
 def write_run(folder: Path, rows: list[dict], collapsed_at: int | None = None) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "responses.parquet")
     metrics = [
         {"step": step, "reward": 0.5, "k3": 0.01, "gradient_norm": None, "entropy": 2.0}
@@ -69,6 +72,7 @@ def write_run(folder: Path, rows: list[dict], collapsed_at: int | None = None) -
         for step in range(1, 21)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in metrics))
+    write_json(folder / "train.json", {"files": checksums(folder)})
 
 
 @pytest.fixture
@@ -189,7 +193,7 @@ def test_the_experiments_own_text_is_escaped(make_run, rows):
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in html
 
 
-def test_a_page_that_would_be_too_large_leaves_out_evenly_and_says_so(experiment, make_run, rows, tmp_path):
+def test_a_page_that_would_be_too_large_leaves_out_evenly_and_says_so(experiment, make_run, rows):
     runs = [make_run(rows, number, collapsed_at=15 if number else None) for number in (0, 1)]
     one = len(json.dumps(page_data(runs, 10**6)["runs"][0]["responses"][0], ensure_ascii=False).encode())
     data = page_data(runs, 6 * one)
@@ -203,8 +207,16 @@ def test_a_page_that_would_be_too_large_leaves_out_evenly_and_says_so(experiment
     shown = sum(map(len, steps))
     assert f"{shown} of 48 recorded responses are on this page, chosen evenly over runs" in part
     assert len(part) < len(whole)
-    write_page(experiment, runs, tmp_path / "report" / "responses.html")
-    assert (tmp_path / "report" / "responses.html").read_text(encoding="utf-8") == whole
+
+
+def test_the_page_of_an_experiment_holds_all_its_runs_unaltered(experiment, make_run, rows, tmp_path):
+    runs = [make_run(rows[:4], number) for number in range(len(experiment.runs))]
+    write_page(experiment, tmp_path, tmp_path / "responses.html")
+    assert (tmp_path / "responses.html").read_text(encoding="utf-8") == page(experiment, runs)
+    path = tmp_path / "runs" / experiment.runs[1].path / "responses.parquet"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(DvpError, match=r"responses\.parquet: altered since it was written"):
+        write_page(experiment, tmp_path, tmp_path / "responses.html")
 
 
 def test_of_a_long_response_the_ends_and_the_worst_tokens_are_shown(make_run):
@@ -249,7 +261,7 @@ def printed(shown: Recorded, one: dict, colour: Colour = Colour.LOG_RATIO, **opt
 
 def test_the_terminal_shows_first_where_engine_and_trainer_differ_most(make_run, rows):
     runs = [make_run(rows, 0, collapsed_at=16), make_run(rows[:4], 1)]
-    shown, one = choose(runs, None, None, None)
+    shown, one = choose(runs, None, None)
     assert (shown.run.path, one["step"], one["index"]) == (runs[0].run.path, 15, 1)
     text = printed(shown, one)
     assert "\x1b" not in text
@@ -264,17 +276,17 @@ def test_the_terminal_shows_first_where_engine_and_trainer_differ_most(make_run,
 
 def test_what_is_asked_for_is_shown(make_run, rows):
     runs = [make_run(rows, 0), make_run(rows[:8], 1)]
-    shown, one = choose(runs, runs[1].run.path, 10, 7)
+    shown, one = choose(runs[1:], 10, 7)
     assert (shown.run, one["step"], one["index"]) == (runs[1].run, 10, 7)
-    with pytest.raises(DvpError, match=r"--step 15: no response of .* was recorded at it; recorded are 1, 10$"):
-        choose(runs, runs[1].run.path, 15, None)
+    with pytest.raises(DvpError, match=r"--step 15: no response of it was recorded; recorded are steps 1, 10$"):
+        choose(runs[1:], 15, None)
     with pytest.raises(DvpError, match=r"--response 3: not recorded at step 10 of .*; 0, 1, 5, 7 are"):
-        choose(runs, None, 10, 3)
+        choose(runs, 10, 3)
 
 
 @pytest.mark.parametrize("colour", Colour)
 def test_a_terminal_gets_colours_and_a_legend(make_run, rows, colour):
-    shown, one = choose([make_run(rows)], None, None, None)
+    shown, one = choose([make_run(rows)], None, None)
     text = printed(shown, one, colour, force_terminal=True, color_system="truecolor")
     meaning = {
         "log_ratio": "log p − log q, nats",
@@ -294,6 +306,20 @@ def test_hostile_text_does_not_reach_the_terminal(make_run):
     assert "⟨U+001B⟩[2J" in text
 
 
+def test_show_finds_the_runs_that_have_begun(make_run, rows, tmp_path, experiment, capsys):
+    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
+    directory = ExperimentDir(tmp_path / "config.yaml")
+    with pytest.raises(DvpError, match="no run has recorded responses yet"):
+        show_responses(directory, None, None, None, Colour.P)
+    make_run(rows, 1)
+    show_responses(directory, None, None, None, Colour.P)
+    assert f"--run {experiment.runs[1].path}\n" in capsys.readouterr().out
+    with pytest.raises(DvpError, match=r"responses\.parquet: no such file"):
+        show_responses(directory, experiment.runs[0].path, None, None, Colour.P)
+    with pytest.raises(DvpError, match="run 'x' is not in the grid"):
+        show_responses(directory, "x", None, None, Colour.P)
+
+
 # --- a real browser ---
 
 
@@ -301,7 +327,7 @@ def test_hostile_text_does_not_reach_the_terminal(make_run):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
 def test_a_browser_shows_the_tokens_and_runs_nothing_else(experiment, make_run, tmp_path):
     file = tmp_path / "page.html"
-    write_page(experiment, [hostile_run(make_run)], file)
+    file.write_text(page(experiment, [hostile_run(make_run)]), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run(
         ["chromium", *options, "--virtual-time-budget=5000", "--dump-dom", file.as_uri()],

@@ -49,6 +49,12 @@ rule report_training:
             category="{experiment}",
             labels={"show": "Gradient norm"},
         ),
+        report(
+            f"{RESULTS}/report/responses.html",
+            caption="../report/responses.rst",
+            category="{experiment}",
+            labels={"show": "Responses, token by token"},
+        ),
     log:
         f"{LOGS}/report-training.log",
     benchmark:

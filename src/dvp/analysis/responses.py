@@ -25,7 +25,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
-from dvp.files import write_text
+from dvp.files import read_json, verify_checksums, write_text
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
 
@@ -35,6 +35,7 @@ PAGE_BYTES = 5_000_000
 END_TOKENS = 500
 WORST_SHOWN = 5
 AROUND = 50
+SMALLEST_RANGE = 1e-7  # nats; below is rounding
 STEP_METRICS = ("reward", "k3", "gradient_norm", "entropy")
 
 
@@ -59,14 +60,26 @@ class Recorded:
         return self.table["step"].to_numpy()
 
     @cached_property
-    def largest(self) -> np.ndarray:
-        """The largest |log p − log q| of each response's tokens in the safe vocabulary, nats; 0 without any."""
-        ends = np.cumsum(pc.list_value_length(self.table["token_id"]).to_numpy())
+    def sizes(self) -> np.ndarray:
+        """|log p − log q| of all tokens one after the other, nats; 0 outside the safe vocabulary."""
         trained, sampled, safe = (
             self.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             for name in ("pruned_log_prob", "infer_log_prob", "in_safe")
         )
-        return np.maximum.reduceat(np.where(safe, np.abs(trained - sampled), 0.0), [0, *ends[:-1]])
+        return np.where(safe, np.abs(trained - sampled), 0.0)
+
+    @cached_property
+    def largest(self) -> np.ndarray:
+        """The largest |log p − log q| of each response's tokens in the safe vocabulary, nats; 0 without any."""
+        ends = np.cumsum(pc.list_value_length(self.table["token_id"]).to_numpy())
+        return np.maximum.reduceat(self.sizes, [0, *ends[:-1]])
+
+    @property
+    def range(self) -> float:
+        """Where the colours of log p − log q end, nats: 1, 2 or 5 times a power of ten, with 99 % of tokens below."""
+        high = max(float(np.quantile(self.sizes, 0.99)), SMALLEST_RANGE)
+        power = 10.0 ** math.floor(math.log10(high))
+        return next(step * power for step in (1, 2, 5, 10) if high <= step * power)
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         return self.table.take(pa.array(indices, pa.int64())).to_pylist()
@@ -113,9 +126,13 @@ def _visible(character: str) -> str:
     return f"⟨U+{ord(character):04X}⟩" if unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
 
 
-def write_page(experiment: Experiment, runs: list[Recorded], path: Path) -> None:
-    """Write the page of responses atomically."""
-    write_text(path, page(experiment, runs))
+def write_page(experiment: Experiment, folder: Path, path: Path) -> None:
+    """Write the page of responses of all runs, which have finished. Raises DvpError if a file was altered since."""
+    for run in experiment.runs:
+        place = folder / "runs" / run.path
+        listed = read_json(place / "train.json", "files")["files"]
+        verify_checksums(place, {name: listed.get(name, "") for name in (RESPONSES, "metrics.jsonl")})
+    write_text(path, page(experiment, [recorded(experiment, folder, run) for run in experiment.runs]))
 
 
 def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) -> str:
@@ -161,6 +178,7 @@ def page_data(runs: list[Recorded], limit: int) -> dict[str, Any]:
                 "path": run.run.path,
                 "label": run.label,
                 "collapsed_at": run.collapsed_at,
+                "range": run.range,
                 "metrics": {
                     step: {name: run.metrics[step].get(name) for name in STEP_METRICS}
                     for step in sorted({response["step"] for response in responses})

@@ -11,8 +11,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from dvp.analysis.responses import Recorded, log_ratios, visible, worst_tokens
+from dvp.analysis.responses import Recorded, log_ratios, recorded, visible, worst_tokens
 from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
+from dvp.training.responses import RESPONSES
 
 # As on the page: blue and orange about white, one purple from white on.
 POSITIVE, NEGATIVE, RARE = (230, 97, 1), (33, 102, 172), (118, 42, 131)
@@ -31,12 +33,8 @@ class Colour(StrEnum):
     ADVANTAGE = "advantage"
 
 
-def choose(
-    runs: list[Recorded], run: str | None, step: int | None, response: int | None
-) -> tuple[Recorded, dict[str, Any]]:
+def choose(runs: list[Recorded], step: int | None, response: int | None) -> tuple[Recorded, dict[str, Any]]:
     """The response to show: what is not asked for is where engine and trainer differ most. Raises DvpError."""
-    if run is not None:
-        runs = [one for one in runs if one.run.path == run]
     places = [
         (float(one.largest[index]), one, index)
         for one in runs
@@ -45,8 +43,7 @@ def choose(
     ]
     if not places:
         known = sorted({value for one in runs for value in one.steps.tolist()})
-        where = f" of {run}" if run else ""
-        raise DvpError(f"--step {step}: no response{where} was recorded at it; recorded are {_list(known)}")
+        raise DvpError(f"--step {step}: no response of it was recorded; recorded are steps {_list(known)}")
     _, shown, index = max(places, key=lambda place: place[0])
     if response is None:
         return shown, shown.rows([index])[0]
@@ -57,17 +54,17 @@ def choose(
     return shown, shown.rows([indices[response]])[0]
 
 
-def print_response(recorded: Recorded, row: dict[str, Any], colour: Colour, console: Console) -> None:
+def print_response(of: Recorded, row: dict[str, Any], colour: Colour, console: Console) -> None:
     """Print a response, its tokens coloured, a legend, and its worst tokens in numbers."""
-    styles, legend = _styles(row, colour)
+    styles, legend = _styles(of, row, colour)
     same_step = [
         index
-        for index, step in zip(recorded.table["index"].to_pylist(), recorded.steps.tolist(), strict=True)
+        for index, step in zip(of.table["index"].to_pylist(), of.steps.tolist(), strict=True)
         if step == row["step"]
     ]
     facts = [
-        ("run", f"{recorded.label}   --run {recorded.run.path}"),
-        ("step", f"{row['step']} of {_list(sorted(set(recorded.steps.tolist())))}{_collapse(recorded)}"),
+        ("run", f"{of.label}   --run {of.run.path}"),
+        ("step", f"{row['step']} of {_list(sorted(set(of.steps.tolist())))}{_collapse(of)}"),
         ("response", f"{row['index']} of {_list(same_step)}"),
         ("problem", row["problem"]),
         ("answer", f"{row['answer']}   reward {row['reward']:g}"),
@@ -103,14 +100,14 @@ def print_response(recorded: Recorded, row: dict[str, Any], colour: Colour, cons
         console.print(f"\noutside the safe vocabulary: {_list(pruned)}", soft_wrap=True, highlight=False)
 
 
-def _styles(row: dict[str, Any], colour: Colour) -> tuple[list[Style], Text]:
+def _styles(of: Recorded, row: dict[str, Any], colour: Colour) -> tuple[list[Style], Text]:
     """A style for each token, and the legend."""
     safe, weight, advantage = (np.array(row[name]) for name in ("in_safe", "weight", "advantage"))
     scale: Callable[[float], Style] = _diverging
     levels = {-1.0: "−", -0.5: "−", 0.0: "", 0.5: "+", 1.0: "+"}
     if colour == Colour.LOG_RATIO:
         ratio = np.where(safe, log_ratios(row), 0.0)
-        end = 10.0 ** math.ceil(math.log10(max(float(np.quantile(np.abs(ratio), 0.99)), 1e-7)))
+        end = of.range
         values = ratio / end
         levels = {level: f"{sign}{abs(level) * end:g}" for level, sign in levels.items()}
         meaning = "log p − log q, nats"
@@ -165,11 +162,24 @@ def _shade(full: tuple[int, int, int], size: float) -> Style:
     return Style(color="#ffffff" if dark else "#000000", bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
 
 
-def _collapse(recorded: Recorded) -> str:
-    if recorded.collapsed_at is None:
+def _collapse(of: Recorded) -> str:
+    if of.collapsed_at is None:
         return ""
-    return f"   the run collapsed at step {recorded.collapsed_at}"
+    return f"   the run collapsed at step {of.collapsed_at}"
 
 
 def _list(values: Any) -> str:
     return ", ".join(map(str, values))
+
+
+def show_responses(
+    directory: ExperimentDir, run: str | None, step: int | None, response: int | None, colour: Colour
+) -> None:
+    """Print a recorded response of a run that has begun; see `choose`. Raises DvpError."""
+    experiment, folder = directory.experiment, directory.folder
+    asked = experiment.runs if run is None else [experiment.run(run)]
+    runs = [one for one in asked if run or (folder / "runs" / one.path / RESPONSES).exists()]
+    if not runs:
+        raise DvpError(f"{folder}/runs: no run has recorded responses yet; the first ones come with a checkpoint")
+    shown, row = choose([recorded(experiment, folder, one) for one in runs], step, response)
+    print_response(shown, row, colour, Console(highlight=False))

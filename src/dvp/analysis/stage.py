@@ -25,9 +25,13 @@ def report(config: Path, part: str) -> None:
     with run_stage(f"report_{part}", directory, result, config_hash, _inputs(directory, part), verify=False) as stage:
         if part == "training":
             from dvp.analysis.report import report as report_training
+            from dvp.analysis.responses import write_page
 
             measured = report_training(experiment, directory.folder, directory.folder)
             stage.tracked.log_file(directory.folder / "provenance.json")
+            pages = directory.folder / "report" / "responses.html"
+            write_page(experiment, directory.folder, pages)
+            stage.tracked.log_file(pages)
         else:
             measured = import_module(f"dvp.analysis.{part}").measured(experiment, directory.folder)
             write(measured, directory.folder)
@@ -86,6 +90,7 @@ def show(config: Path) -> None:
     print(f"{directory.experiment.description}\n")
     print(print_table(directory.folder))
     print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
+    print(f"responses         {directory.folder}/report/responses.html   (--responses shows them here)")
     if (directory.folder / "report.html").is_file():
         print(f"report            {directory.folder}/report.html")
     print(f"from which runs   {directory.folder}/provenance.json")

@@ -209,8 +209,8 @@ def read_responses(path: Path) -> pa.Table:
             raise DvpError(f"{path}: column '{field.name}': a value is missing")
     table = table.select(SCHEMA.names)
     lengths = [pc.list_value_length(table[name]) for name in PER_TOKEN]
-    if any(other != lengths[0] for other in lengths) or pc.any(pc.equal(lengths[0], 0)).as_py():
-        raise DvpError(f"{path}: expected in each row as many {', '.join(PER_TOKEN)} as tokens, at least one")
+    if not len(table) or any(other != lengths[0] for other in lengths) or pc.any(pc.equal(lengths[0], 0)).as_py():
+        raise DvpError(f"{path}: expected rows with as many {', '.join(PER_TOKEN)} as tokens, at least one")
     return table
 
 

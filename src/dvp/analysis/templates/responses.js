@@ -30,10 +30,6 @@ for (const run of data.runs) {
     response.largest = response.worst.length ? response.worst[0][0] : 0;
   }
   run.steps = [...new Set(run.responses.map((response) => response.step))];
-  const sizes = run.responses.flatMap((response) => response.log_ratio.filter((_, place) => !isOutside(response, place)).map(Math.abs)).sort((a, b) => a - b);
-  const high = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 0;
-  // The colours' ends: the power of ten that holds 99 % of the run's tokens.
-  run.range = 10 ** Math.ceil(Math.log10(Math.max(high, 1e-7)));
   let most = 0;
   for (const response of run.responses) for (const value of [response.advantage].flat()) most = Math.max(most, Math.abs(value ?? 0));
   run.advantageRange = most || 1;

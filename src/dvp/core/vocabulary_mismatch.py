@@ -41,7 +41,9 @@ def normalised(logits_NV: torch.Tensor) -> torch.Tensor:
         DvpError: a value that is not finite: a model whose numbers are broken, or a vocabulary that was pruned.
     """
     if not logits_NV.isfinite().all():
-        raise DvpError("expected finite log-probabilities of every token; is the model whole, is its precision enough?")
+        raise DvpError(
+            "expected finite log-probabilities of every token; is the model complete, and its precision high enough?"
+        )
     return logits_NV.double().log_softmax(dim=-1)
 
 

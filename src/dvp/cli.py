@@ -80,7 +80,7 @@ def plan(
     gpu: Annotated[
         Literal["a100", "h100", "h200", "cpu"] | None,
         typer.Option(
-            help="what to reckon with", show_default="h200, or cpu for a base model that the pipeline trains itself"
+            help="the device to plan for", show_default="h200, or cpu for a base model that the pipeline trains itself"
         ),
     ] = None,
     gpus: Annotated[

@@ -42,7 +42,7 @@ def replaced(responses, **changes):
 
 
 def reference(name, responses):
-    """METHOD.md's table, one number at a time."""
+    """docs/method.md's table, one number at a time."""
     rewards, mask = responses.rewards_B.tolist(), responses.mask_BT.numpy()
     step = (responses.proxy_BT * responses.ratio_BT**2).numpy()
     size = responses.group_size

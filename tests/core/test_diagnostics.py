@@ -195,7 +195,7 @@ def perturbed(logits, epsilon):
     st.floats(1e-4, 4.0),
 )
 def test_bounds_on_the_log_ratio(logits, direction, scale):
-    """METHOD.md, Theory 2: the sharp pair always, the literal bound on the side q > p."""
+    """docs/method.md, Theory 2: the sharp pair always, the literal bound on the side q > p."""
     epsilon_max = scale * np.abs(direction).max()
     log_p, log_q = perturbed(logits, scale * direction)
     log_ratio, p = log_p - log_q, torch.tensor(np.exp(log_p))

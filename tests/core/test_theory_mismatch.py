@@ -1,4 +1,4 @@
-"""Theorems on the log-ratio between trainer and engine (METHOD.md, "Theory", items 2 and 3), in float64.
+"""Theorems on the log-ratio between trainer and engine (docs/method.md, "Theory", items 2 and 3), in float64.
 
 Item 2 is exact. Item 3 is exact for the most likely noise; for the distribution of d it is a simulation with fixed
 seeds, held against second-order predictions.
@@ -131,7 +131,7 @@ def squared_distance(p_V, token):
 def test_proposition_4_3_under_the_most_likely_noise_the_engine_overrates_what_it_sampled(logits, sigma, token):
     """Exact. Given that a was sampled from q, the density of the noise is ∝ exp(−‖ε‖²/2σ²) q_a(ε), log-concave; its
     mode solves ε = σ² (e_a − q(ε)), a contraction for σ² < 2. There d ≥ ‖ε‖²/2σ² > 0 (compare with ε = 0), and
-    d = σ² (1 − 2 p_a + Σ p²) + O(σ⁴): METHOD.md's d*."""
+    d = σ² (1 − 2 p_a + Σ p²) + O(σ⁴): docs/method.md's d*."""
     p_V = np.exp(logits - logits.max())
     p_V /= p_V.sum()
     noise_V = np.zeros(30)

@@ -64,7 +64,7 @@ def test_the_means_over_all_bins_are_the_two_divergences():
 
 
 def test_the_engine_overrates_what_it_samples_from_the_tail_and_only_that():
-    """METHOD.md, Theory 3: which side a sampled token is on, and the control that isolates the selection effect.
+    """docs/method.md, Theory 3: which side a sampled token is on, and the control that isolates the selection effect.
 
     With ε ~ N(0, σ²) the mean of d is σ²(1/2 − 2p + 3/2 Σp²) for a token sampled from q and −σ²/2 (1 − Σp²) for one
     from p, both to second order in σ.
@@ -147,7 +147,7 @@ def test_the_bounds_are_held_against_every_pair():
 
 
 def test_only_pairs_that_the_engine_finds_less_likely_break_the_literal_bound():
-    """METHOD.md, Theory 2: where q > p the literal bound holds; `above` is that side, in units of 2 ε_max."""
+    """docs/method.md, Theory 2: where q > p the literal bound holds; `above` is that side, in units of 2 ε_max."""
     log_p, log_q = pair(1.5, spread=3.0, shape=(100, 6))
     found = mismatch.bounds(log_p, log_q)
     upper = torch.tensor(mismatch.REST_EDGES[1:])

@@ -259,7 +259,7 @@ def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop
     before = checksums(folder)
     with pytest.raises(
         DvpError,
-        match=r"checkpoints: no checkpoint is whole, nothing was deleted.*step-000004.*altered.*step-000002.*altered",
+        match=r"checkpoints: no checkpoint is intact, nothing was deleted.*step-000004.*altered.*step-000002.*altered",
     ):
         train(make_loop(), folder)
     assert checksums(folder) == before

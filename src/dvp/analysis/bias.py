@@ -212,6 +212,6 @@ def _reading(how: str) -> list[str]:
         "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
         "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum. All but the cosine are "
         "relative to |g|².",
-        f"[95 %]: from {how}. A cosine, or its interval, is not defined where E ĝ is not told from 0.",
+        f"[95 %]: from {how}. A cosine, or its interval, is not defined where E ĝ cannot be distinguished from 0.",
         "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
     ]

@@ -1,4 +1,4 @@
-"""When did a run collapse? (METHOD.md, "Diagnostics", the last item)."""
+"""When did a run collapse? (docs/method.md, "Diagnostics", the last item)."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""Read-outs of the train/inference mismatch (METHOD.md, "Diagnostics").
+"""Read-outs of the train/inference mismatch (docs/method.md, "Diagnostics").
 
 Every statistic is of the unclamped, untruncated ratios r = exp(log_ratio), in float64, where log_ratio is
 log p − log q of tokens sampled from q, and d = −log_ratio: what the corrections cut off is the very thing to be
@@ -134,8 +134,8 @@ def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT
 def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
     """What pruning takes away: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
 
-    (METHOD.md item 5.) The expectation is over the trainer's responses, full or pruned. The mean over the engine's,
-    which is what is measured, estimates it as well as the two agree; a bound it is not.
+    (docs/method.md, Theory 5.) The expectation is over the trainer's responses, full or pruned. What is measured is the
+    mean over the engine's responses. It is an estimate, as good as the two agree, and not a bound.
 
     Args:
         pruned_mass_BT: 1 − Z; any value where mask_BT is False.
@@ -191,7 +191,7 @@ def overlap(safe_train_NV: torch.Tensor, safe_infer_NV: torch.Tensor) -> dict[st
 
 
 def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of log_ratio that logits no further apart than ε_max allow (METHOD.md, Theory 2, the sharp pair).
+    """The range of log_ratio that logits no further apart than ε_max allow (docs/method.md, Theory 2, the sharp pair).
 
     log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained.
 
@@ -212,5 +212,5 @@ def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.T
 
 
 def literal_bound(probability: torch.Tensor, epsilon_max: float) -> torch.Tensor:
-    """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see METHOD.md, Theory 2."""
+    """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see docs/method.md, Theory 2."""
     return 2.0 * epsilon_max * (1.0 - probability.double())

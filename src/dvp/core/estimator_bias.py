@@ -1,4 +1,4 @@
-"""How far an estimator of the policy gradient is from the exact one, and how noisy it is (METHOD.md, "Theory", item 1).
+"""How far an estimator of the policy gradient is from the exact one, and how noisy it is (docs/method.md, Theory 1).
 
 Two samples are given: n batch estimates x_i = ĝ of an estimator, and m batch estimates y_k of the exact gradient
 g = E y. All that is wanted follows from inner products, so a gradient of any length is three small matrices here.

@@ -1,6 +1,6 @@
 """Per-token statistics of the language-model head, full and pruned vocabulary in one pass.
 
-Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{V_S}(z) (METHOD.md, "Dynamic vocabulary
+Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{V_S}(z) (docs/method.md, "Dynamic vocabulary
 pruning") with the read-outs that OTB and the diagnostics need. The logits of N tokens over V ≈ 150,000 entries do not
 fit in memory at once, so rows go through one buffer in chunks: a matrix product, then the sums of dvp.core.rows. The
 backward pass makes the logits again and turns them into their gradient in place.

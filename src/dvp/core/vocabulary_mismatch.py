@@ -1,4 +1,4 @@
-"""Sufficient statistics of the mismatch over the whole vocabulary (METHOD.md, Theory 2 and 3, "Diagnostics").
+"""Sufficient statistics of the mismatch over the whole vocabulary (docs/method.md, Theory 2 and 3, "Diagnostics").
 
 Only a few tail tokens are ever sampled, so nothing here is sampled but the positions: every (position, token) pair
 counts, as it is or weighted by π_infer ("infer", as if the engine sampled it) or by π_train ("train", the control for
@@ -41,7 +41,9 @@ def normalised(logits_NV: torch.Tensor) -> torch.Tensor:
         DvpError: a value that is not finite: a model whose numbers are broken, or a vocabulary that was pruned.
     """
     if not logits_NV.isfinite().all():
-        raise DvpError("expected finite log-probabilities of every token; is the model whole, is its precision enough?")
+        raise DvpError(
+            "expected finite log-probabilities of every token; is the model complete, and its precision high enough?"
+        )
     return logits_NV.double().log_softmax(dim=-1)
 
 
@@ -96,7 +98,7 @@ def epsilon(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> tuple[torch.Tenso
 
 @torch.no_grad()
 def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The literal and the sharp bound of Prop. 4.2 (METHOD.md, Theory 2) held against every pair, in bins of 1 − p.
+    """The literal and the sharp bound of Prop. 4.2 (docs/method.md, Theory 2) against every pair, in bins of 1 − p.
 
     Returns:
         Each (bins,): `pairs`; `scaled` = Σ |d| / (2 ε_max); `literal_violations` and `sharp_violations`, pairs that

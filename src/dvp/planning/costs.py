@@ -24,7 +24,7 @@ PARALLEL_SAMPLES = 256
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one core of a CPU. Peaks are the vendor's, dense; utilisation is what of them we reckon with."""
+    """One GPU, or one core of a CPU. Peaks are the vendor's, dense; utilisation is the share assumed of them."""
 
     name: str
     peak_flops: dict[str, float]

@@ -101,8 +101,8 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
             write_json(temporary / MANIFEST, {"files": checksums(temporary)})
     except (OSError, RuntimeError) as error:
         raise DvpError(
-            f"{path}: the checkpoint cannot be written ({_reason(error, folder)}); older ones are whole: mend this "
-            "and run again to continue from there"
+            f"{path}: the checkpoint cannot be written ({_reason(error, folder)}); older ones are intact; solve "
+            "this and run again to continue from there"
         ) from error
     for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
         shutil.rmtree(old)
@@ -146,7 +146,7 @@ def _newest(folder: Path) -> tuple[Path, str] | None:
         return path, metrics
     if damaged:
         raise DvpError(
-            f"{folder}: no checkpoint is whole, nothing was deleted; to train from the start, move the folder away "
+            f"{folder}: no checkpoint is intact, nothing was deleted; to train from the start, move the folder away "
             f"({'; '.join(map(str, problems))})"
         )
     return None

@@ -169,7 +169,9 @@ def _raise(reports: list[dict], others: list[str]) -> None:
     ended = [(rank, signal.Signals(-int(code))) for rank, code in ENDED.findall(text) if code.startswith("-")]
     for rank, number in ended:
         if not consequences or number in NOT_FROM_OTHERS:
-            raise DvpError(f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was memory short?")
+            raise DvpError(
+                f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was there too little memory?"
+            )
     if consequences:
         first = min(consequences, key=lambda one: one["time"])
         if first["signal"] is not None:

@@ -50,7 +50,9 @@ class Problems:
             [value for completion in completions for value in completion.log_probs]
         )
         if not infer_log_prob_BT.isfinite().all():
-            raise DvpError("the engine's log-probs are not finite; is the model whole, is its precision enough?")
+            raise DvpError(
+                "the engine's log-probs are not finite; is the model complete, and its precision high enough?"
+            )
         responses = list(zip(problems, completions, strict=True))
         rewards = [self.reward(row, completion) for row, completion in ranks.share(responses)]
         return Rollout(

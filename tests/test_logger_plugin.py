@@ -24,7 +24,10 @@ RUN = "method~dvp_mis/engine~coarse/rho~exp-13/seed~0"
             "training method~rloo/engine~fp32/rho~none/seed~1: step 3/32",
             "training rloo · fp32 · seed 1: step 3/32",
         ),
-        ("evaluating method~dvp/engine~coarse/rho~0.01/seed~0 on aime25", "evaluating dvp · coarse · ρ 0.01 · seed 0 on aime25"),
+        (
+            "evaluating method~dvp/engine~coarse/rho~0.01/seed~0 on aime25",
+            "evaluating dvp · coarse · ρ 0.01 · seed 0 on aime25",
+        ),
         ("comparing base/by~coarser/seed~2", "comparing base · by coarser · seed 2"),
         ("preparing problems", "preparing problems"),
     ],
@@ -75,7 +78,9 @@ def test_a_workflow_from_its_first_job_to_its_last(screen):
     stats = {"all": 1, "base": 1, "train": 3, "total": 5}
     assert screen.say(LogEvent.RUN_INFO, stats=stats, message="Job stats: …") == ["[0/4] 4 jobs: 1 base, 3 train"]
     # Nothing is known of any job yet.
-    assert screen.start(0, "base", "making the base model", 0.0, threads=2) == ["[0/4] making the base model    1 running"]
+    assert screen.start(0, "base", "making the base model", 0.0, threads=2) == [
+        "[0/4] making the base model    1 running"
+    ]
     # base took 80 s with both cores: a training is taken to last 90 s; three with one core each.
     assert screen.say(LogEvent.JOB_FINISHED, 80.0, job_id=0) == [
         "[1/4] done in 1 min 20 s: making the base model    0 running, about 2 min left"

@@ -41,7 +41,7 @@ class Progress:
     """Prints `name: step 12/40  details  34 s left` at most every few seconds, and at the last step."""
 
     def __init__(self, name: str, steps: int, every_seconds: float = 10.0):
-        self._name, self._steps, self._every = name, steps, every_seconds
+        self._name, self._steps, self._every = readable(name), steps, every_seconds
         self._shown = time.monotonic()
         self._first: tuple[int, float] | None = None
 

@@ -65,7 +65,10 @@ class LogHandler(LogHandlerBase):
         counts = Counter({rule: count for rule, count in stats.items() if rule not in ("total", *TARGETS)})
         self._total, self._done = counts.total(), 0
         self._estimate.planned(counts)
-        self._say(f"{self._total} jobs: " + ", ".join(f"{count} {rule}" for rule, count in counts.items()))
+        self._say(
+            f"{self._total} job{'s' * (self._total != 1)}: "
+            + ", ".join(f"{count} {rule}" for rule, count in counts.items())
+        )
 
     def _begun(self, record: logging.LogRecord) -> None:
         if record.rule_name in TARGETS:

@@ -1,14 +1,47 @@
 """Progress of long work as lines, which read the same on a terminal, in a log file, and from a cluster's job."""
 
+import re
 import sys
 import time
+from collections.abc import Mapping
+
+_SUPERSCRIPT = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
+_POINT = re.compile(r"method~(?P<method>[^/\s]+)/engine~(?P<engine>[^/\s]+)/rho~(?P<rho>[^/\s]+)")
+
+
+def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
+    """A text with the paths of runs and measurements in it as a person would write them.
+
+    `training method~dvp_mis/engine~coarse/rho~exp-13/seed~0` becomes `training DVP + MIS · coarse · ρ e⁻¹³ · seed 0`.
+    labels : what methods are called; those that it lacks keep their names.
+    """
+
+    def point(match: re.Match) -> str:
+        parts = [(labels or {}).get(match["method"], match["method"]), match["engine"]]
+        if match["rho"] != "none":
+            exponent = re.fullmatch(r"(?:exp|e)(-[0-9.]+)", match["rho"])
+            parts.append("ρ " + (f"e{exponent[1].translate(_SUPERSCRIPT)}" if exponent else match["rho"]))
+        return " · ".join(parts)
+
+    return re.sub(r"/(by|seed)~", r" · \1 ", _POINT.sub(point, text))
+
+
+def duration(seconds: float, *, rough: bool = False) -> str:
+    """`50 s`, `2 min 10 s`, `3 h 05 min`; a rough one as `7 min`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{max(total, 1)} s"
+    if total < 3600:
+        return f"{max(1, round(total / 60))} min" if rough else f"{total // 60} min {total % 60:02} s"
+    minutes = round(total / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class Progress:
     """Prints `name: step 12/40  details  34 s left` at most every few seconds, and at the last step."""
 
     def __init__(self, name: str, steps: int, every_seconds: float = 10.0):
-        self._name, self._steps, self._every = name, steps, every_seconds
+        self._name, self._steps, self._every = readable(name), steps, every_seconds
         self._shown = time.monotonic()
         self._first: tuple[int, float] | None = None
 

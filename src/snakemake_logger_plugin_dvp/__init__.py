@@ -1,0 +1,147 @@
+"""Snakemake's messages as lines that a person can read: what runs, how much is done, about how long it will take.
+
+`snakemake --logger dvp` (profiles/default asks for it) prints
+
+    [12/46] training DVP + MIS · coarse · ρ e⁻¹³ · seed 0    2 running, about 7 min left
+
+when a job starts and a line when it ends. Errors, warnings and dry runs look as Snakemake's own; the log that Snakemake
+keeps in .snakemake/log is whole. Snakemake finds this package by its name.
+"""
+
+import logging
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from snakemake.logging import ColorizingTextHandler, DefaultFormatter
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from dvp.progress import duration, readable
+from snakemake_logger_plugin_dvp.estimate import Estimate, recorded_seconds
+
+TARGETS = ("all",)  # rules that only collect
+BENCHMARKS = "benchmarks"  # the folder of an experiment's results in which each rule has one
+# Of no use to somebody who waits for results. All else that is said without an event is passed on.
+CHATTER = ("Building DAG of jobs", "Select jobs to execute", "Assuming unrestricted shared filesystem", "Using shell")
+SILENT = (LogEvent.JOB_STARTED, LogEvent.PROGRESS, LogEvent.SHELLCMD, LogEvent.RULEGRAPH, LogEvent.WORKFLOW_STARTED)
+
+
+class LogHandler(LogHandlerBase):
+    """Writes to standard error. Receives records one by one, from a thread of its own."""
+
+    def __post_init__(self) -> None:
+        self._own = ColorizingTextHandler(
+            nocolor=self.common_settings.nocolor,
+            stream=sys.stdout if self.common_settings.stdout else sys.stderr,
+            formatter=DefaultFormatter(self.common_settings.quiet, self.common_settings.show_failed_logs),
+        )
+        # Who asks for details gets Snakemake's.
+        self._details = self.common_settings.dryrun or self.common_settings.verbose
+        self._estimate = Estimate()
+        self._started: dict[int, tuple[str, float]] = {}
+        self._total = self._done = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print what the record means, if anything."""
+        event = getattr(record, "event", None)
+        if self._details:
+            self._own.emit(record)
+        elif event == LogEvent.RUN_INFO:
+            self._planned(record.stats)
+        elif event == LogEvent.RESOURCES_INFO:
+            self._estimate.cores = getattr(record, "cores", None) or self._estimate.cores
+        elif event == LogEvent.JOB_INFO:
+            self._begun(record)
+        elif event == LogEvent.JOB_FINISHED:
+            self._ended(record)
+        elif event == LogEvent.JOB_ERROR:
+            self._failed(record)
+        elif event not in SILENT and not str(record.msg).startswith(CHATTER):
+            self._own.emit(record)
+
+    def _planned(self, stats: dict[str, int]) -> None:
+        counts = Counter({rule: count for rule, count in stats.items() if rule not in ("total", *TARGETS)})
+        self._total, self._done = counts.total(), 0
+        self._estimate.planned(counts)
+        self._say(
+            f"{self._total} job{'s' * (self._total != 1)}: "
+            + ", ".join(f"{count} {rule}" for rule, count in counts.items())
+        )
+
+    def _begun(self, record: logging.LogRecord) -> None:
+        if record.rule_name in TARGETS:
+            return
+        if record.benchmark and BENCHMARKS in Path(record.benchmark).parts:
+            self._estimate.remember(recorded_seconds(_benchmarks(Path(record.benchmark))))
+        name = readable(record.rule_msg or record.rule_name, _labels(record.wildcards.get("experiment")))
+        self._started[record.jobid] = name, record.created
+        self._estimate.begun(record.jobid, record.rule_name, record.threads, record.created)
+        self._say(f"{name}    {self._outlook(record.created)}")
+
+    def _ended(self, record: logging.LogRecord) -> None:
+        name, started = self._started.pop(record.job_id, (None, 0.0))
+        if name is None:
+            return
+        self._done += 1
+        self._estimate.ended(record.job_id, record.created)
+        after = f"done in {duration(record.created - started)}: {name}"
+        if self._done == self._total:
+            self._say(after)
+        else:
+            self._say(f"{after}    {self._outlook(record.created)}")
+
+    def _failed(self, record: logging.LogRecord) -> None:
+        name, _ = self._started.pop(record.jobid, (None, 0.0))
+        if name is not None:
+            self._estimate.failed(record.jobid)
+            self._say(f"failed: {name}")
+        self._own.emit(record)
+
+    def _outlook(self, now: float) -> str:
+        running = f"{len(self._started)} running"
+        seconds = self._estimate.left(now)
+        return running if seconds is None else f"{running}, about {duration(seconds, rough=True)} left"
+
+    def _say(self, line: str) -> None:
+        self._own.stream.write(f"[{self._done}/{self._total}] {line}\n")
+        self._own.flush()
+
+    @property
+    def writes_to_stream(self) -> bool:
+        return True
+
+    @property
+    def writes_to_file(self) -> bool:
+        return False
+
+    @property
+    def has_filter(self) -> bool:
+        """No: Snakemake's own obeys --quiet."""
+        return False
+
+    @property
+    def has_formatter(self) -> bool:
+        return True
+
+    @property
+    def needs_rulegraph(self) -> bool:
+        return False
+
+
+def _benchmarks(file: Path) -> Path:
+    """The folder of all benchmarks that a benchmark file lies in."""
+    return next(parent for parent in file.parents if parent.name == BENCHMARKS)
+
+
+@cache
+def _labels(experiment: str | None) -> dict[str, str]:
+    """What an experiment's methods are called."""
+    from dvp.errors import DvpError
+    from dvp.experiment.loading import load_experiment
+
+    try:
+        return {name: method.label for name, method in load_experiment(experiment).methods.items()}
+    except (DvpError, TypeError):
+        return {}

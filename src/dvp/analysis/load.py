@@ -389,7 +389,7 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
         return schema.validate(frame)
     except SchemaError as error:
         if error.reason_code == SchemaErrorReason.COLUMN_NOT_IN_DATAFRAME:
-            raise DvpError(f"{path}: column '{error.failure_cases['failure_case'].iloc[0]}' is missing") from None
+            raise DvpError(f"{path}: column '{error.failure_cases}' is missing") from None
         column = getattr(error.schema, "name", None)
         cases, wanted = error.failure_cases, getattr(error.check, "error", None) or getattr(error.schema, "dtype", "")
         where = ""

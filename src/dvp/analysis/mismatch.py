@@ -14,6 +14,7 @@ import pandas as pd
 
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Mismatch
+from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
@@ -373,6 +374,13 @@ def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -
     def measured(columns: dict) -> list[Column]:
         return [Column(key, heading, interval(spec), INTERVAL) for key, (heading, _, _, spec) in columns.items()]
 
+    about = {
+        "experiment": experiment,
+        "settings": experiment.mismatch,
+        "seeds": experiment.seeds,
+        "resamples_seeds": bootstrap.resamples_seeds(experiment.seeds),
+        "tail": TAIL,
+    }
     wheres = [group.where for group in every]
     by_rho = [where | {"rho": rho} for where in wheres for rho in experiment.mismatch.rhos]
     return {
@@ -380,49 +388,12 @@ def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -
             f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
             [*first, *measured(engines)],
             {"/".join(where.values()): row(where, engines) for where in wheres},
-            [*_notes(experiment), *_ENGINE_NOTES],
+            notes("engines_table", **about),
         ),
         "safe_sets_table": Table(
             f"{experiment.name}: the safe vocabularies of trainer and engine",
             [*first, Column("rho", "ρ", rho_text), *measured(safe_sets)],
             {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
-            [*_notes(experiment), *_SAFE_SET_NOTES],
+            notes("safe_sets_table", **about),
         ),
     }
-
-
-def _notes(experiment: Experiment) -> list[str]:
-    settings, seeds = experiment.mismatch, len(experiment.seeds)
-    several = bootstrap.resamples_seeds(experiment.seeds)
-    return [
-        f"Scale: {experiment.scale}",
-        f"{settings.problems} training problems × {settings.responses} responses × {seeds} seed{'s' * (seeds > 1)} for "
-        "each policy and engine, sampled by the engine from its full vocabulary at temperature 1; all (position, "
-        "token) pairs at the visited positions. d = log q − log p, q the engine, p the fp32 trainer.",
-        f"[ ]: 95 % bootstrap interval over problems{' and seeds' if several else ', not over seeds'}.",
-    ]
-
-
-_ENGINE_NOTES = [
-    "σ(ε): of the difference of the logits over the vocabulary. KL(q‖p), nats per token; self-noise: the same with "
-    "the trainer itself in the engine's place, under bf16 autocast, or one response at a time. What the engine "
-    "adds is what exceeds it.",
-    "tail over head: mean |d| where p < 1e-2 over that where p > 0.5, all pairs alike; any noise of the logits "
-    "moves unlikely tokens more, so it is to be held against the same of the trainer's own noise.",
-    f"tail: p in ({TAIL[0]:g}, {TAIL[1]:g}], weighted by the engine's probabilities, or (by p) by the trainer's. "
-    "P(d > 0): of the sampled tokens.",
-    "Bounds: fractions of the pairs that exceed 2 ε_max (1 − p) (literal, Prop. 4.2), and the sharp pair, by more "
-    "than rounding; ε_max is half the range of d over the vocabulary at the position. At most by: the largest |d| "
-    "over the literal bound that it breaks.",
-]
-
-
-_SAFE_SET_NOTES = [
-    "V_S, V'_S: safe vocabularies of trainer and engine. 1 − Z: probability that the trainer prunes, mean over the "
-    "positions; Σ_t (1 − Z_t): per response.",
-    "J_mp − J: change of the expected reward (0 to 1) by pruning, by importance weights; its bound, Prop. 5.5 with "
-    "the measured Σ_t (1 − Z_t). What pruning loses is known from responses with a token outside V_S alone; where "
-    "ρ is small hardly any is sampled, so that hardly any change is seen, and the interval does not cover that.",
-    "outside V_S: share of the tokens of an engine that prunes which the trainer's V_S lacks, exact; with ε̂: where "
-    "the trainer prunes at ρ·e^(−2ε̂).",
-]

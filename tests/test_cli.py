@@ -231,6 +231,15 @@ def test_plan_takes_numbers_above_zero_and_known_gpus(wrong, capsys):
     assert line.startswith(f"dvp plan: Invalid value for '{wrong[0]}': ")
 
 
+# --- dvp evidence ---
+
+
+def test_evidence_takes_several_experiments_after_one_option(refused, place):
+    line = refused("evidence", "--experiments", "grid=results/a", "training", "--output", "results/evidence")
+    assert line == "--experiments training: expected KEY=FOLDER"
+    assert not (place / "results" / "evidence").exists()
+
+
 # --- dvp prepare ---
 
 GOOD = json.dumps({"question": "What is 1 + 1?", "meta": {"truth": "2"}})

@@ -41,7 +41,7 @@ def trained(tiny_model, root, folder, stage, **options):
     batch = Batch.collate([[20, 30], [40]], [[50, 60], [70, 80, 90]], pad=1)
     trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
     (folder / "metrics.jsonl").write_text("{}\n")
-    path = checkpoint.save(folder / "checkpoints", 1, trainer, folder / "metrics.jsonl", keep=1)
+    path = checkpoint.save(folder / "checkpoints", 1, trainer, [folder / "metrics.jsonl"], keep=1)
     write_probe(folder / "probe.safetensors", trainer, PROMPTS)
     return trainer, path
 

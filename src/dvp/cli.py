@@ -37,6 +37,8 @@ def _above_zero(value: float | None) -> float | None:
 
 Config = Annotated[Path, typer.Option(metavar="FILE", help="results/E/config.yaml")]
 RunPath = Annotated[str, typer.Option(metavar="RUN", help="method~…/engine~…/rho~…/seed~…")]
+# Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
+More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
 Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads")]
 
 EXPERIMENT = "Experiment"
@@ -76,7 +78,7 @@ def plan(
             show_default="config/config.yaml",
         ),
     ] = None,
-    more: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)] = None,  # `--config A=1 B=2`
+    more: More = None,
     gpu: Annotated[
         Literal["a100", "h100", "h200", "cpu"] | None,
         typer.Option(
@@ -283,13 +285,14 @@ def report(
 def evidence(
     experiments: Annotated[
         list[str],
-        typer.Argument(
+        typer.Option(
             metavar="KEY=FOLDER…",
             help="the experiment in FOLDER, results/E, answers what the claims ask of KEY "
             "(config/config.yaml: evidence)",
         ),
     ],
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="where the page goes")],
+    more: More = None,
 ) -> None:
     """Hold what was measured against what was published.
 
@@ -297,7 +300,7 @@ def evidence(
     """
     from dvp.analysis import stage
 
-    stage.evidence(experiments, output)
+    stage.evidence([*experiments, *(more or [])], output)
 
 
 @app.command(rich_help_panel=RESULTS)

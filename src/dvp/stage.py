@@ -105,7 +105,7 @@ def run_stage(
         experiment,
         name,
         config_hash=config_hash,
-        inputs=inputs_hash(records),
+        inputs=sha256_json([record["files"] for of_stage in records.values() for record in of_stage])[:12],
         upstream={stage: [record[KEY] for record in of_stage] for stage, of_stage in records.items()},
         run=run,
         task=task,
@@ -125,11 +125,6 @@ def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]
                 verify_checksums(path.parent, record["files"])
             records[stage].append(record)
     return records
-
-
-def inputs_hash(records: dict[str, list[dict]]) -> str:
-    """Hash (12 hex digits) of the contents of all files that the inputs list."""
-    return sha256_json([record["files"] for of_stage in records.values() for record in of_stage])[:12]
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -27,6 +27,7 @@ def test_published_values():
         ("{id: a, text: t, source: P, not_tested: n, figure: f}", "claims.0.figure: String should match"),
         (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),
         (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
+        (CONDITION % "where: {rho: e-13}, above: 0", r"claims.0.conditions.0.where: ρ: write exp\(-13\), or 1e-13 if"),
         (CONDITION % "where: {rho: [1]}, above: 0", "claims.0.conditions.0.where.rho: "),
         ("{id: a, text: t, source: Q, not_tested: n}", r"source 'Q' is not defined"),
         ("{id: a, text: t, source: P, not_tested: n, value: 1.0}", r"claims.0: value, unit and relation go together"),

@@ -178,7 +178,7 @@ def test_hostile_text_is_data_and_nothing_else(experiment, make_run):
     # Control characters are made visible; all else is there to the letter.
     assert [text for _, text in data["tokens"]] == [*map(visible, HOSTILE), " t"]
     assert visible(HOSTILE[0]) == HOSTILE[0]
-    assert visible(HOSTILE[5]) == "␛[2J␛]0;hacked␇"
+    assert visible(HOSTILE[5]) == "⟨U+001B⟩[2J⟨U+001B⟩]0;hacked⟨U+0007⟩"
     assert visible(HOSTILE[6]) == "⟨U+202E⟩gnissim"
     assert visible("a\tb\nc é 日本") == "a\tb\nc é 日本"
 
@@ -291,7 +291,7 @@ def test_hostile_text_does_not_reach_the_terminal(make_run):
     shown = hostile_run(make_run)
     text = printed(shown, shown.rows([0])[0])
     assert not set(text) & set("\x1b\x07\u202e")
-    assert "␛[2J" in text
+    assert "⟨U+001B⟩[2J" in text
 
 
 # --- a real browser ---

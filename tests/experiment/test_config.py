@@ -349,7 +349,7 @@ def test_impossible_rho(refused, rho, listed):
         ({"a\nb": 1}, "a b: unknown key"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line_that_names_the_key(refused, changes, message):
+def test_what_is_impossible_is_refused_in_one_line_that_names_the_key(refused, changes, message):
     assert refused(changes).startswith(message)
 
 
@@ -551,10 +551,10 @@ OF_RUN = {"train", "convert", "evaluate"}
 ALL = BEFORE | OF_RUN
 
 
-def identities(experiment: Experiment, run: Run) -> dict[str, str]:
-    found = {stage: experiment.config_hash(stage, run, "held_out") for stage in OF_RUN}
-    found |= {stage: experiment.config_hash(stage) for stage in ("prepare", "base")}
-    return found | {"evaluate base": experiment.config_hash("evaluate", None, "held_out")}
+def config_hashes(experiment: Experiment, run: Run) -> dict[str, str]:
+    hashes = {stage: experiment.config_hash(stage, run, "held_out") for stage in OF_RUN}
+    hashes |= {stage: experiment.config_hash(stage) for stage in ("prepare", "base")}
+    return hashes | {"evaluate base": experiment.config_hash("evaluate", None, "held_out")}
 
 
 @pytest.mark.parametrize(
@@ -599,12 +599,12 @@ def identities(experiment: Experiment, run: Run) -> dict[str, str]:
 )
 def test_a_stage_depends_on_its_own_parts_and_no_other(changes, changed):
     resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
-    before = identities(parse_experiment(resolved, Path("x")), RUN)
-    after = identities(parse_experiment(put(resolved, changes), Path("x")), RUN)
+    before = config_hashes(parse_experiment(resolved, Path("x")), RUN)
+    after = config_hashes(parse_experiment(put(resolved, changes), Path("x")), RUN)
     assert {stage for stage in before if before[stage] != after[stage]} == changed
 
 
-def test_what_only_a_plan_reckons_with_concerns_no_stage():
+def test_what_only_a_plan_uses_concerns_no_stage():
     resolved = yaml.safe_load(dump_experiment(load_experiment("paper_8b", ROOT / "config")))
     before = parse_experiment(resolved, Path("x"))
     changes = {"base.architecture": None, "sources.aime25.problems": 31, "sources.dapo_math_17k.problems": None}
@@ -617,8 +617,8 @@ def test_what_only_a_plan_reckons_with_concerns_no_stage():
 def test_the_base_models_source_counts_even_where_nothing_is_trained_on_it():
     resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
     resolved["base"]["source"] = "stories"
-    before = identities(parse_experiment(resolved, Path("x")), RUN)
-    after = identities(parse_experiment(put(resolved, {"sources.stories.seed": 7}), Path("x")), RUN)
+    before = config_hashes(parse_experiment(resolved, Path("x")), RUN)
+    after = config_hashes(parse_experiment(put(resolved, {"sources.stories.seed": 7}), Path("x")), RUN)
     assert {stage for stage in before if before[stage] != after[stage]} == ALL - {"prepare"}
 
 
@@ -627,12 +627,12 @@ def test_k_of_another_task_does_not_concern_this_one():
     resolved = put(resolved, {"data.evaluation": ["aime25"], "evaluation.samples_per_problem.aime25": 4})
     before = parse_experiment(resolved, Path("x"))
     after = parse_experiment(put(resolved, {"evaluation.samples_per_problem.aime25": 8}), Path("x"))
-    assert identities(before, RUN) == identities(after, RUN)
+    assert config_hashes(before, RUN) == config_hashes(after, RUN)
     assert before.config_hash("evaluate", RUN, "aime25") != after.config_hash("evaluate", RUN, "aime25")
     assert before.config_hash("evaluate", RUN, "aime25") != before.config_hash("evaluate", RUN, "held_out")
 
 
-def test_runs_that_differ_have_different_identities():
+def test_runs_that_differ_have_different_config_hashes():
     experiment = load_experiment("tiny", ROOT / "config")
     for stage in OF_RUN:
         assert len({experiment.config_hash(stage, run, "held_out") for run in experiment.runs}) == 14
@@ -648,7 +648,7 @@ def test_any_change_concerns_the_report():
         assert parse_experiment(put(resolved, changes), Path("x")).config_hash("report") != config_hash
 
 
-DIAGNOSE = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
+MISMATCH = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
 BIAS = {
     "policies": ["base"],
     "engines": ["coarse"],
@@ -662,16 +662,16 @@ BIAS = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mismatch": DIAGNOSE | {"engines": ["nope"]}}, "mismatch.engines: 'nope' is not defined; known are "),
-        ({"mismatch": DIAGNOSE | {"engines": ["fp32", "fp32"]}}, "mismatch: base/by~fp32/seed~0 is listed twice"),
-        ({"mismatch": DIAGNOSE | {"rhos": [2.0]}}, "mismatch.rhos: ρ must lie in (0, 1)"),
-        ({"mismatch": DIAGNOSE | {"margins": [0.0]}}, "mismatch.margins.0: "),
+        ({"mismatch": MISMATCH | {"engines": ["nope"]}}, "mismatch.engines: 'nope' is not defined; known are "),
+        ({"mismatch": MISMATCH | {"engines": ["fp32", "fp32"]}}, "mismatch: base/by~fp32/seed~0 is listed twice"),
+        ({"mismatch": MISMATCH | {"rhos": [2.0]}}, "mismatch.rhos: ρ must lie in (0, 1)"),
+        ({"mismatch": MISMATCH | {"margins": [0.0]}}, "mismatch.margins.0: "),
         (
-            {"mismatch": DIAGNOSE, "training.temperature": 0.7},
+            {"mismatch": MISMATCH, "training.temperature": 0.7},
             "training.temperature: `mismatch` measures at temperature 1, found 0.7",
         ),
         (
-            {"mismatch": DIAGNOSE | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
+            {"mismatch": MISMATCH | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
             "mismatch.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
         ),
         ({"bias": BIAS | {"batches": 3}}, "bias.batches: "),
@@ -687,7 +687,7 @@ def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message)
 
 def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_other(edit):
     trained = {"method": "rloo", "engine": "fp32"}
-    sections = {"mismatch": DIAGNOSE | {"policies": ["base", trained]}, "bias": BIAS}
+    sections = {"mismatch": MISMATCH | {"policies": ["base", trained]}, "bias": BIAS}
     first = edit(copy.deepcopy(sections))
 
     def changed(changes):

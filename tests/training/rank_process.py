@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from safetensors.torch import save_file
 from test_loop import ScriptedEngine
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import quiet
 from dvp.experiment.grid import Run
@@ -26,6 +26,7 @@ from dvp.training import ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.probe import write_probe
+from dvp.training.responses import RESPONSES, ResponseRecorder
 
 ROOT = Path(__file__).parents[2]
 # Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.
@@ -73,6 +74,7 @@ def make_loop(model: Path, stage: int) -> Loop:
         1,
         Trainer(model, training, options),
         PartlyWrongEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
+        ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(model)),
     )
 
 
@@ -96,6 +98,9 @@ def train(model: Path, folder: Path, stages: tuple[int, ...]) -> None:
         run_loop(resumed, place / "continued", place / "continued/checkpoints", lambda row: None)
         for name, value in resumed.trainer.weights():
             assert torch.equal(value, weights[name]), name
+        if ranks.is_main():
+            recorded = [(place / part / RESPONSES).read_bytes() for part in (".", "continued")]
+            assert recorded[0] == recorded[1]
 
 
 if __name__ == "__main__":

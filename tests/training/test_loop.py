@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
@@ -20,6 +20,7 @@ from dvp.rollout.engine import Completion, Sampling
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
+from dvp.training.responses import RESPONSES, ResponseRecorder, read_responses
 from dvp.training.rollouts import derived_seed, prompt_rows
 
 pytestmark = pytest.mark.slow
@@ -110,7 +111,9 @@ def make_loop(tiny_model, root, monkeypatch):
         options = json.loads((root / "config/deepspeed" / f"{training.deepspeed}.json").read_text())
         trainer = Trainer(tiny_model, training, options)
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        return Loop(experiment, run, problems, prompts, 1, trainer, ScriptedEngine(model, distance=distance))
+        engine = ScriptedEngine(model, distance=distance)
+        recorder = ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(tiny_model))
+        return Loop(experiment, run, problems, prompts, 1, trainer, engine, recorder)
 
     return make
 
@@ -248,6 +251,56 @@ def test_a_collapse_is_marked_and_the_run_goes_on(make_loop, tmp_path):
     assert (loop.collapse.collapsed_at, loop.collapse.reason) == (2, "reward was below 0.6 for 2 steps")
 
 
+def test_the_steps_before_a_collapse_are_recorded(make_loop, tmp_path):
+    settings = {"collapse": {"reward_below": 0.6, "patience": 3}, "keep_responses": {"before_collapse": 1}}
+    loop = make_loop(steps=5, checkpoint_every=5, **settings)
+    run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert loop.collapse.collapsed_at == 3
+    assert sorted({row["step"] for row in read_responses(tmp_path / RESPONSES).to_pylist()}) == [1, 2, 3, 5]
+
+
+def test_what_is_recorded_is_what_the_step_was_made_of(make_loop, tiny_model):
+    """Response by response, from the engine's answers and dense logits of the weights before the step."""
+    loop = make_loop(method="dvp_mis", rho="0.5", distance=0.3, keep_responses={"per_step": 8})
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    chosen = prompt_rows(6, 2, 1, 3)
+    prompts = [loop.problems.prompts[row] for row in chosen]
+    groups = loop.engine.generate(prompts, Sampling(max_tokens=12, n=4), [derived_seed(3, 1, row) for row in chosen])
+    loop.step(1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert len(loop.recorder.rows) == 8
+    for index, recorded in enumerate(loop.recorder.rows):
+        prompt, completion = prompts[index // 4], groups[index // 4][index % 4]
+        log_prob = dense_log_probs(reference, prompt, completion.token_ids)
+        pruned = dense_log_probs(reference, prompt, completion.token_ids, rho=0.5)
+        safe = pruned.isfinite()
+        assert (recorded["step"], recorded["index"]) == (1, index)
+        assert (recorded["problem"], recorded["answer"]) == (str(chosen[index // 4]), "7")
+        assert recorded["prompt"] == tokenizer.decode(prompt)
+        assert recorded["token_id"] == completion.token_ids
+        assert recorded["infer_log_prob"] == pytest.approx(completion.log_probs)
+        assert recorded["log_prob"] == pytest.approx(log_prob.tolist(), abs=1e-4)
+        assert recorded["in_safe"] == safe.tolist()
+        assert torch.tensor(recorded["pruned_log_prob"])[safe].tolist() == pytest.approx(
+            pruned[safe].tolist(), abs=1e-4
+        )
+        assert recorded["reward"] == (1.0 if completion.text == "Answer: 7\n" else 0.0)
+        # Two of the four are right: the others' mean is 1/3 for a right one and 2/3 for a wrong one.
+        assert recorded["advantage"] == pytest.approx([2 / 3 if recorded["reward"] else -2 / 3] * len(safe))
+        assert recorded["weight"] == [0.0] * len(safe)
+        assert recorded["rejected"] in ("veto", "bounds")
+
+
+def test_recording_changes_no_number(make_loop):
+    few, many = make_loop(keep_responses={"per_step": 1}), make_loop(keep_responses={"per_step": 8, "every": 1})
+    for step in (1, 2):
+        rows = [loop.step(step) for loop in (few, many)]
+        for name, value in rows[0].items():
+            assert "second" in name or rows[1][name] == value, name
+    for (name, value), (_, other) in zip(few.trainer.weights(), many.trainer.weights(), strict=True):
+        assert torch.equal(value, other), name
+
+
 def test_a_batch_that_is_rejected_whole_skips_the_step_and_is_counted(make_loop):
     """The engine claims log-probs one nat a token too high: every sequence ratio falls below MIS's lower bound."""
     loop = make_loop(method="rloo_mis", distance=1.0)
@@ -276,7 +329,7 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
     with pytest.raises(
         DvpError, match=r"data/train.parquet: row 1 \(id b\): its prompt has 60 tokens.*of 64 leaves 52"
     ):
-        Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine)
+        Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine, loop.recorder)
 
 
 FEEDBACK = {"rule": "feedback", "signal": "k3", "low": 1e-9, "high": 1e-6, "factor": 2.0, "patience": 1}
@@ -318,6 +371,7 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings)
     run_loop(resumed, folder, folder / "checkpoints", lambda row: seen.append(row["step"]))
     assert seen == [1, 2, 3, 4]
     assert rows(folder) == rows(tmp_path / "whole")
+    assert (folder / RESPONSES).read_bytes() == (tmp_path / "whole" / RESPONSES).read_bytes()
     if "rho" in settings:
         assert len({row["rho"] for row in rows(folder)}) > 1
         assert [row["collapsed"] for row in rows(folder)] == [False, False, True, True]

@@ -27,6 +27,6 @@ rule evidence:
     message:
         "answering the claims"
     shell:
-        "dvp evidence {params.experiments:q} --output "
+        "dvp evidence --experiments {params.experiments:q} --output "
         f"{EVIDENCE}"
         " 2>&1 | tee {log:q}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dvp.errors import DvpError
+from dvp.experiment.grid import rho_as_written
 from dvp.experiment.loading import read_yaml
 from dvp.strict import NAME, Name, Strict
 
@@ -30,11 +31,13 @@ class Condition(Strict):
 
     @field_validator("where", mode="before")
     @classmethod
-    def _as_in_paths(cls, value: Any) -> Any:
-        """ρ as runs' paths have it: YAML's 1e-2 is 0.01."""
+    def _as_written(cls, value: Any) -> Any:
+        """Numbers as texts; a ρ as experiments write it, `none` for a method without."""
         if not isinstance(value, dict):
             return value
-        return {key: repr(item) if isinstance(item, float) else item for key, item in value.items()}
+        texts = {key: repr(item) if isinstance(item, float) else item for key, item in value.items()}
+        rho = texts.get("rho", "none")
+        return texts if rho == "none" or not isinstance(rho, str) else texts | {"rho": rho_as_written(rho)}
 
     @model_validator(mode="after")
     def _one_test(self) -> "Condition":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
@@ -109,8 +109,6 @@ def visible(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    if ord(character) < 0x20:
-        return chr(0x2400 + ord(character))
     # Control, format, surrogate: also what joins emoji, which then fall apart.
     return f"⟨U+{ord(character):04X}⟩" if unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
 
@@ -125,11 +123,9 @@ def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) 
     data = page_data(runs, limit)
     templates = files("dvp.analysis") / "templates"
     style, script = ((templates / f"responses.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    environment = Environment(
-        loader=PackageLoader("dvp.analysis"), undefined=StrictUndefined, autoescape=select_autoescape()
-    )
+    environment = Environment(loader=PackageLoader("dvp.analysis"), undefined=StrictUndefined, autoescape=True)
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    return environment.get_template("responses.html").render(
+    return environment.get_template("responses.html.j2").render(
         title=f"Responses of {experiment.name}",
         description=experiment.description,
         data=data,

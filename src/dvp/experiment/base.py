@@ -12,7 +12,9 @@ class TokenizerConfig(Strict):
     """A byte-level BPE trained on generated documents; digits stand alone."""
 
     vocabulary_size: Annotated[int, Field(ge=300)]
+    """Tokens."""
     documents: Positive
+    """Generated documents that it is trained on."""
 
 
 class _Transformer(Strict):
@@ -41,9 +43,10 @@ class Architecture(_Transformer):
 
 
 class PretrainedArchitecture(_Transformer):
-    """What a pretrained model is like: `dvp plan` reckons with it, `dvp base` refuses a model of another shape."""
+    """The sizes of a pretrained model: `dvp plan` uses them, `dvp base` refuses a model of other sizes."""
 
     vocabulary_size: Positive
+    """As its config.json has it."""
     max_position_embeddings: Positive | None = None
     """The longest prompt and response together, where it is known."""
 
@@ -52,7 +55,9 @@ class WarmStart(Strict):
     """Supervised steps on worked solutions, some of them careless on purpose (declared wherever results are shown)."""
 
     steps: Positive
+    """Optimiser steps."""
     batch_size: Positive
+    """Documents a step."""
     learning_rate: Annotated[float, Field(gt=0)]
     careless_fraction: Fraction
     """Share of the solutions that are careless."""
@@ -65,11 +70,13 @@ class TrainedBase(Strict):
 
     kind: Literal["trained"]
     seed: int
+    """Of the weights, the documents and their order."""
     source: Name
     """The generated source whose generator supplies the documents."""
     tokenizer: TokenizerConfig
     architecture: Architecture
     warm_start: WarmStart
+    """Supervised training before RL."""
 
 
 class HubBase(Strict):
@@ -77,8 +84,11 @@ class HubBase(Strict):
 
     kind: Literal["hub"]
     path: str
+    """The model's name on the hub."""
     revision: Revision
+    """The commit of the model's repository."""
     architecture: PretrainedArchitecture | None = None
+    """Its sizes, without which there is no plan."""
 
 
 class LocalBase(Strict):
@@ -86,7 +96,9 @@ class LocalBase(Strict):
 
     kind: Literal["local"]
     path: str
+    """The folder."""
     architecture: PretrainedArchitecture | None = None
+    """Its sizes, without which there is no plan."""
 
 
 Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]

@@ -27,21 +27,35 @@ class Experiment(Strict):
     """A whole, self-contained experiment."""
 
     name: Name
+    """The file's name without .yaml."""
     description: str
+    """What it compares, in a sentence; it stands over the report."""
     scale: str
     """One sentence on what differs from the paper's scale; it stands beside every published value."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """Of training runs and measurements: each grid point is trained once for each."""
     data: DataConfig
+    """Problems and prompts."""
     base: Base
+    """The model before RL."""
     training: TrainingConfig
+    """The RL loop."""
     evaluation: EvaluationConfig
+    """How models are scored."""
     report: ReportConfig
+    """The main table."""
     grid: Annotated[list[GridEntry], Field(min_length=1)]
+    """What is trained."""
     mismatch: MismatchConfig | None = None
+    """Measurements of the mismatch at fixed policies."""
     bias: BiasConfig | None = None
+    """Measurements of gradient estimators at fixed policies."""
     sources: dict[Name, Source]
+    """Added to the catalogue's, or in place of one."""
     engines: dict[Name, EngineConfig]
+    """Added to the catalogue's, or in place of one."""
     methods: dict[Name, Method]
+    """Added to the catalogue's, or in place of one."""
     deepspeed: dict[str, Any] = {}
     """What the file named by training.deepspeed holds; filled in when the experiment is resolved."""
 
@@ -136,7 +150,7 @@ class Experiment(Strict):
                 if method.loss.kind != "reinforce" or isinstance(method.safe_vocabulary, FeedbackSafe):
                     raise ValueError(
                         f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
-                        "needs no training; at a fixed policy the others have nothing to say"
+                        "needs no training; the others cannot be compared at a fixed policy"
                     )
         _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
         return self

@@ -26,7 +26,7 @@ def settings_of_stage(
     if measurement is not None:
         run = measurement.run
     data, base, training = experiment.data, experiment.base, experiment.training
-    # What only `dvp plan` reckons with changes no result.
+    # What only `dvp plan` uses changes no result.
     sources = {
         name: experiment.sources[name].model_dump(mode="json", exclude={"problems"})
         for name in [data.train, *data.evaluation]

@@ -12,12 +12,16 @@ Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
 class Columns(Strict):
-    """Where a row keeps what we need; dots reach into nested values (`reward_model.ground_truth`)."""
+    """Which column of a row is what; dots reach into nested values (`reward_model.ground_truth`)."""
 
     problem: str
+    """The problem's text."""
     answer: str
+    """Its final answer."""
     solution: str | None = None
+    """A worked solution."""
     id: str | None = None
+    """The data set's own name of the row."""
 
 
 class GeneratedSource(Strict):
@@ -25,7 +29,9 @@ class GeneratedSource(Strict):
 
     kind: Literal["generated"]
     generator: Literal["stories"]
+    """stories: sums told as short stories."""
     count: Positive
+    """Problems."""
     seed: int
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
     """Fewest and most steps of a problem."""
@@ -39,6 +45,7 @@ class GeneratedSource(Strict):
 
 class _Table(Strict):
     columns: Columns
+    """Which column is what."""
     answer_format: Literal["plain", "gsm8k", "number"] = "plain"
     """plain: as it stands; gsm8k: what follows ####; number: a float that means an integer (27.0)."""
     strip: list[str] = []
@@ -50,12 +57,15 @@ class HubSource(_Table):
 
     kind: Literal["hub"]
     path: str
+    """The data set's name on the hub."""
     name: str | None = None
+    """Its configuration, where it has several."""
     split: str
+    """Such as train or test."""
     revision: Revision | None = None
     """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
     problems: Positive | None = None
-    """How many problems it has: what `dvp plan` reckons with until `dvp prepare` has counted them."""
+    """How many problems it has; `dvp plan` uses it until `dvp prepare` has counted them."""
 
 
 class FileSource(_Table):
@@ -63,6 +73,7 @@ class FileSource(_Table):
 
     kind: Literal["file"]
     path: Annotated[Path, Field(strict=False)]
+    """Relative to the repository's root, or absolute."""
 
 
 Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind")]
@@ -72,6 +83,7 @@ class Decontamination(Strict):
     """Training problems that share a word n-gram with an evaluation problem are dropped."""
 
     ngram: Positive = 13
+    """Words."""
 
 
 class DataConfig(Strict):
@@ -84,8 +96,9 @@ class DataConfig(Strict):
     evaluation: list[Name] = []
     """Sources, each a task of the same name."""
     limit: Positive | None = None
-    """Training problems kept at most."""
+    """The largest number of training problems."""
     prompt_template: str = "{problem}"
+    """{problem} is where the problem's text goes."""
     chat: bool = False
     """Whether the tokenizer's chat template is applied to the prompt."""
     decontamination: Decontamination = Decontamination()

@@ -11,13 +11,19 @@ class EvaluationConfig(Strict):
     """How a model is scored."""
 
     engine: Name
+    """An engine, the same for all models."""
     samples_per_problem: dict[Name, Positive]
     """k, by task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Of sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of sampling."""
     max_response_tokens: Positive
+    """Longest response."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
+    """Of the intervals in scores.json."""
     seed: int = 0
+    """Of sampling and of the bootstrap."""
 
 
 class ReportConfig(Strict):

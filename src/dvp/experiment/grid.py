@@ -34,17 +34,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _as_written(value: Any) -> str:
+def rho_as_written(value: Any) -> str:
+    """ρ as an experiment keeps it: a text as it is, YAML's 1e-2 as 0.01. Raises ValueError as `parse_rho` does."""
     parse_rho(value)
     return value if isinstance(value, str) else repr(value)
 
 
 def _all_as_written(value: Any) -> list[str]:
-    return [_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    return [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
 
 
 Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_as_list)]
-Rho = Annotated[str, BeforeValidator(_as_written)]
+Rho = Annotated[str, BeforeValidator(rho_as_written)]
 Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
 
 
@@ -52,15 +53,20 @@ class GridEntry(Strict):
     """Every combination of its lists, for every seed."""
 
     method: Listed
+    """A method or a list of methods."""
     engine: Listed
+    """An engine or a list of engines."""
     rho: Rhos | None = None
+    """One ρ or a list, for methods that take one: 0.01, 1e-2 or exp(-13)."""
 
 
 class Estimators(Strict):
     """Every combination of its lists: methods whose gradient estimates are compared, at each ρ if they take one."""
 
     method: Listed
+    """A method or a list of methods."""
     rho: Rhos | None = None
+    """One ρ or a list, for methods that take one."""
 
 
 class Run(Strict):
@@ -86,8 +92,11 @@ class GridPoint(Strict):
     """A grid point without its seed."""
 
     method: Name
+    """A method."""
     engine: Name
+    """The engine that it was trained with."""
     rho: Rho | None = None
+    """Its ρ, for a method that takes one."""
 
     @property
     def path(self) -> str:
@@ -124,6 +133,7 @@ class _MeasurementConfig(Strict):
     policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
     """The base model, or a grid point at the end of its training."""
     engines: Listed
+    """An engine or a list of engines."""
     problems: Positive
     """Training problems whose prompts are used, the same for all."""
 
@@ -147,3 +157,4 @@ class BiasConfig(_MeasurementConfig):
     reference_batches: Annotated[int, Field(ge=4)]
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
     estimators: Annotated[list[Estimators], Field(min_length=1)]
+    """What is compared."""

@@ -14,25 +14,32 @@ class EngineConfig(Strict):
     """The inference engine and its precision. The trainer is fp32; what differs here is the mismatch under study."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
+    """Of weights and activations."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Of keys and values; auto is `dtype`."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a GPU's memory that the engine may take; unused on a CPU."""
     tensor_parallel: Positive = 1
+    """GPUs that one engine is spread over."""
 
 
 class Collapse(Strict):
-    """When a run counts as collapsed (dvp.core.collapse). It goes on all the same: a collapse is a result."""
+    """When a run counts as collapsed. It goes on: a collapse is a result."""
 
     window: Positive = 128
+    """Steps that a spike is measured against."""
     sigmas: PositiveFloat = 6.0
     """A spike: k3 or the gradient's norm above mean + this many σ of its last `window` values."""
     warmup: Annotated[int, Field(ge=2)] = 32
     """Values that a metric needs before it can spike."""
     kl_above: PositiveFloat | None = None
+    """k3 in nats a token above which the run counts as collapsed."""
     entropy_below: PositiveFloat | None = None
+    """Nats."""
     reward_below: PositiveFloat | None = None
+    """Mean reward of a step."""
     patience: Positive = 8
     """Steps in a row that entropy or reward must be low."""
 
@@ -47,46 +54,60 @@ class KeepResponses(Strict):
     """Which responses of a run are kept token by token (dvp.training.responses)."""
 
     every: Positive = 10
-    """Those of every so many steps, and of the first and the last one."""
+    """Steps between two that are kept; the first and the last step are kept as well."""
     per_step: Positive = 4
-    """Of each step: half of them its first ones, half those with the largest mismatch."""
+    """Responses kept of each step: half of them the first, half those with the largest mismatch."""
     before_collapse: Annotated[int, Field(ge=0)] = 5
-    """All steps from so many before a collapse up to it."""
+    """Steps before a collapse that are kept, up to the step of the collapse."""
 
 
 class TrainingConfig(Strict):
     """The RL loop."""
 
     steps: Positive
+    """Rollout batches."""
     prompts_per_step: Positive
+    """Prompts of a rollout batch."""
     group_size: Positive
     """Responses per prompt."""
     micro_batch_size: Positive
     """Responses per forward pass of one GPU."""
     learning_rate: Annotated[float, Field(gt=0)]
+    """AdamW's."""
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
+    """AdamW's β₁ and β₂."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of a gradient."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling; trainer and engine both divide logits by it."""
     max_response_tokens: Positive
+    """Longest response."""
     minibatches: Positive = 1
     """Optimiser steps per rollout batch, each on as many of its prompts."""
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
     collapse: Collapse = Collapse()
+    """When a run is marked as collapsed."""
     keep_responses: KeepResponses = KeepResponses()
+    """Which responses are kept token by token."""
     max_prompt_tokens: Positive | None = None
     """Problems with longer prompts are not trained on. Evaluation leaves none out."""
     gpus: Positive = 1
     """GPUs of each node; without a GPU, processes."""
     nodes: Positive = 1
+    """Machines."""
     gradient_checkpointing: bool = False
-    """Recompute the layers' activations in the backward pass: a fourth more arithmetic, a layer's memory."""
+    """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
     checkpoint_every: Positive
+    """Steps."""
     keep_checkpoints: Positive = 2
+    """The last so many are kept."""
 
     @property
     def ranks(self) -> int:
@@ -109,6 +130,6 @@ class TrainingConfig(Strict):
         if self.checkpoint_every % self.synchronise_every:
             raise ValueError(
                 f"checkpoint_every ({self.checkpoint_every}) must be a multiple of synchronise_every "
-                f"({self.synchronise_every}): a run goes on with the engine's weights equal to the trainer's"
+                f"({self.synchronise_every}): a continued run starts with the engine's weights equal to the trainer's"
             )
         return self

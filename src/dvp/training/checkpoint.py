@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent, and are verified before a byte of them is unpickled.
 
-A checkpoint is a folder `step-000020` with DeepSpeed's files, the metrics so far, state.json, and a manifest of their
-SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous one
-intact.
+A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
+of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
+one intact.
 
 It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
 and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
@@ -71,8 +71,10 @@ def _difference(folder: Path, belongs_to: dict) -> str:
     return f"it differs in {', '.join(name for name in belongs_to if there[name] != belongs_to[name])}"
 
 
-def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) -> Path:
-    """Write the checkpoint of `step` below `folder`, with a copy of the `metrics` up to it. Returns its path.
+def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: int) -> Path:
+    """Write the checkpoint of `step` below `folder`, with copies of the files that grow, metrics.jsonl among them.
+
+    Returns its path.
 
     All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
     run's lock. All ranks call this; it returns when the checkpoint is whole. Raises DvpError if it cannot be written,
@@ -92,7 +94,8 @@ def save(folder: Path, step: int, trainer: Trainer, metrics: Path, keep: int) ->
             # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
             for script in temporary.glob("*.py"):
                 script.unlink()
-            shutil.copyfile(metrics, temporary / METRICS)
+            for file in growing:
+                shutil.copyfile(file, temporary / file.name)
             state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
             write_json(temporary / "state.json", state)
             write_json(temporary / MANIFEST, {"files": checksums(temporary)})

@@ -35,6 +35,7 @@ from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Trainer
 from dvp.training.method import SafeVocabularies, importance_rule, loss_rule
+from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, derived_seed, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
 
@@ -47,14 +48,14 @@ def run_loop(
 ) -> tuple[Path, list[dict]]:
     """Train to the last step, from the newest checkpoint below `checkpoints` if there is one.
 
-    folder : the run's folder, where metrics.jsonl grows.
+    folder : the run's folder, where metrics.jsonl and responses.parquet grow.
     on_step : called with each row, restored ones included.
     Returns the final checkpoint and all rows. Told to stop by a signal, the loop gives up a rollout or finishes an
     update, saves what is done and raises Stopped.
     Raises DvpError, naming the step, for what goes wrong in one; if all checkpoints are damaged; if the disk is full.
     """
     config, stop = loop.config, loop.stop
-    metrics_file = folder / "metrics.jsonl"
+    metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
     for row in rows:
         loop.observe(row)
@@ -70,7 +71,10 @@ def run_loop(
             raise DvpError(
                 f"step {len(rows)}: its update left weights that are not finite; lower training.learning_rate"
             )
-        checkpoint.save(checkpoints, len(rows), loop.trainer, metrics_file, config.keep_checkpoints)
+        if ranks.is_main():
+            loop.recorder.write(responses_file)
+        growing = [metrics_file, responses_file]
+        checkpoint.save(checkpoints, len(rows), loop.trainer, growing, config.keep_checkpoints)
         saved = len(rows)
 
     with stop:
@@ -106,6 +110,7 @@ class Loop:
         pad: int,
         trainer: Trainer,
         engine: Engine,
+        recorder: ResponseRecorder,
     ):
         """`problems` are the rows (id, answer) of data/train.parquet that are trained on, `prompts` their token ids.
 
@@ -121,8 +126,10 @@ class Loop:
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine
+        self.recorder = recorder
         self.stop = StopRequest()
-        places = [f"data/train.parquet: row {row} (id {name})" for row, name in enumerate(problems["id"])]
+        self.ids = list(problems["id"])
+        places = [f"data/train.parquet: row {row} (id {name})" for row, name in enumerate(self.ids)]
         self.problems = Problems(places, list(problems["answer"]), prompts, pad)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
 
@@ -141,6 +148,9 @@ class Loop:
         metrics = rollout_metrics(rollout, statistics, update)
         if step == 1:
             metrics |= self._noise(rollout, statistics)
+        if ranks.is_main():
+            asked = [(self.ids[row], self.problems.answers[row]) for row in rows for _ in range(self.config.group_size)]
+            self.recorder.record(step, asked, rollout, statistics, update)
         metrics |= self._update(rollout, statistics)
         times.append(time.perf_counter())
 
@@ -164,6 +174,7 @@ class Loop:
         # Times differ between ranks; what is decided from a row must not.
         row = ranks.gather(row)[0]
         self.observe(row)
+        self.recorder.settle(step, self.collapse.collapsed_at)
         return row | {"collapsed": self.collapse.collapsed_at is not None}
 
     def observe(self, row: dict) -> None:
@@ -325,5 +336,6 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
     if ranks.is_main():
         write_text(metrics_file, metrics)
+        loop.recorder.restore(path / RESPONSES)
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

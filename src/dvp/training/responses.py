@@ -20,7 +20,8 @@ from dvp.files import atomic_path
 if TYPE_CHECKING:  # whoever reads the file needs no torch
     import torch
 
-    from dvp.training.loop import Rollout, Update
+    from dvp.core.batch import Rollout
+    from dvp.core.update import Update
 
 RESPONSES = "responses.parquet"
 # Of each token; all lists of a row have the same length.
@@ -133,7 +134,7 @@ class ResponseRecorder:
             step: 1-based, above all that were recorded.
             problems: id and reference answer for each of the B responses.
             rollout: the responses.
-            statistics: the trainer's, by the names of TokenStatistics, each (B, T).
+            statistics: the trainer's (fields of dvp.core.head.TokenStatistics), each (B, T).
             update: weights and advantages of the whole rollout.
         """
         mask_BT = rollout.batch.response_BT

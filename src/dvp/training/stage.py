@@ -3,6 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -13,6 +14,9 @@ from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
 from dvp.tracking.record import COLLAPSED
 from dvp.training import launch
+
+if TYPE_CHECKING:
+    from dvp.training.loop import Loop
 
 
 def base(config: Path, threads: int) -> None:
@@ -52,21 +56,18 @@ def train(config: Path, path: str, threads: int) -> None:
 
 def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
     """`train` in one process: all of it, or one of its ranks. Rank 0 alone has the lock and writes files."""
-    from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocabulary
+    from dvp.rollout.vllm import configure_environment
 
-    configure_environment(threads)
+    configure_environment(threads)  # before anything imports vllm or transformers
     import torch
-    from transformers import AutoTokenizer
 
-    from dvp.data.prompts import encode_prompts, padding_token, short_enough
     from dvp.training import checkpoint
-    from dvp.training.backend import Trainer
-    from dvp.training.loop import Loop, run_loop
+    from dvp.training.loop import run_loop
     from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
+    from dvp.training.responses import RESPONSES
 
     torch.set_num_threads(threads)
     experiment, settings = directory.experiment, directory.experiment.training
-    engine_settings = experiment.engines[run.engine]
     result = directory.result("train", run.path)
     folder = result.parent
     inputs = {"prepare": directory.result("prepare"), "base": directory.result("base")}
@@ -80,7 +81,11 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             stack.enter_context(only_writer(folder, "training this run"))
             stage = stack.enter_context(
                 run_stage(
-                    *("train", directory, result, config_hash, inputs),
+                    "train",
+                    directory,
+                    result,
+                    config_hash,
+                    inputs,
                     verify=False,  # every rank has done it
                     run=run.path,
                     metrics=folder / "metrics.jsonl",
@@ -92,31 +97,12 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 {
                     "run": run.model_dump(mode="json"),
                     "training": settings.model_dump(mode="json"),
-                    "engine": engine_settings.model_dump(mode="json"),
+                    "engine": experiment.engines[run.engine].model_dump(mode="json"),
                     "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
                 }
             )
 
-        # The trainer, the prompts that are short enough, the engine.
-        torch.manual_seed(run.seed)
-        trainer = Trainer(directory.base, settings, experiment.deepspeed)
-        tokenizer = AutoTokenizer.from_pretrained(directory.base)
-        problems = pd.read_parquet(directory.data / "train.parquet")
-        prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
-        kept = short_enough(prompts, settings.max_prompt_tokens)
-        too_long = len(prompts) - len(kept)
-        problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
-        longest = max(map(len, prompts)) + settings.max_response_tokens
-        engine = VllmEngine(
-            directory.base,
-            engine_settings,
-            max_model_len=min(longest, trainer.context),
-            max_num_seqs=settings.prompts_per_step * settings.group_size,
-            seed=run.seed,
-        )
-        loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine)
-        if loop.safe.engine is not None:
-            prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
+        loop, too_long = _set_up(directory, run)
 
         # Every step's row goes to MLflow and, now and then, to the terminal.
         progress = Progress(run.path, settings.steps)
@@ -131,7 +117,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
 
         checkpoints = checkpoint.folder_of(folder / "checkpoints", config_hash, data_files, base_files)
         final, rows = run_loop(loop, folder, checkpoints, on_step)
-        write_probe(folder / PROBE, trainer, prompts[:PROBE_PROMPTS])
+        write_probe(folder / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
         if stage is None:
             return
         if loop.collapse.collapsed_at is not None:
@@ -148,6 +134,45 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 "collapse_reason": loop.collapse.reason,
                 "seconds_training": sum(row["seconds"] for row in rows),
                 "checkpoint": str(final.relative_to(folder)),
-                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", PROBE)},
+                "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )
+
+
+def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
+    """Trainer, prompts and engine of a run; and how many prompts are too long for it, and left out."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+    from dvp.training.backend import Trainer
+    from dvp.training.loop import Loop
+    from dvp.training.probe import PROBE_PROMPTS
+    from dvp.training.responses import ResponseRecorder
+
+    experiment, settings = directory.experiment, directory.experiment.training
+    torch.manual_seed(run.seed)
+    trainer = Trainer(directory.base, settings, experiment.deepspeed)
+
+    tokenizer = AutoTokenizer.from_pretrained(directory.base)
+    problems = pd.read_parquet(directory.data / "train.parquet")
+    prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
+    kept = short_enough(prompts, settings.max_prompt_tokens)
+    too_long = len(prompts) - len(kept)
+    problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
+
+    longest = max(map(len, prompts)) + settings.max_response_tokens
+    engine = VllmEngine(
+        directory.base,
+        experiment.engines[run.engine],
+        max_model_len=min(longest, trainer.context),
+        max_num_seqs=settings.prompts_per_step * settings.group_size,
+        seed=run.seed,
+    )
+
+    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
+    loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder)
+    if loop.safe.engine is not None:
+        prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
+    return loop, too_long

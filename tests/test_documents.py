@@ -1,0 +1,131 @@
+"""What the documents say is there, is there: files, verbs, links, configuration keys, experiments that they show."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.reference import HEADING, reference
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "config/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Top-level names of the repository, so that a word with a slash is taken for a path only if it begins with one of them.
+TOP = ("src/", "tests/", "config/", "docs/", "envs/", "workflow/", "profiles/", "slurm/", "results/reference/")
+TO_BE_WRITTEN = ("config/experiments/mine.yaml",)
+PATTERN = re.compile(r"\b(?!README|LICENSE)[A-Z]{3,}\b|[{*<…]")
+"""Paths that stand for many: results/EXPERIMENT, catalogue/{sources,engines}.yaml."""
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """The links to a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@documents
+def test_every_link_leads_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), f"{document}: {link}"
+        assert not anchor or anchor in anchors(target), f"{document}: {link}"
+
+
+@documents
+def test_every_path_that_is_named_exists(document):
+    for quoted in re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8")):
+        for word in quoted.split():
+            path = word.rstrip(".,:;)")
+            if path.startswith(TOP) and path not in TO_BE_WRITTEN and not PATTERN.search(path):
+                assert (ROOT / path).exists(), f"{document}: {path}"
+
+
+def test_the_readmes_tree_is_that_of_the_repository():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.partition("## Where things are\n\n```\n")[2].partition("```")[0]
+    assert tree
+    for line in tree.splitlines():
+        names = re.match(r" *((?:[\w./]+(?:, )?)+)", line)[1]
+        inside = ROOT / "src/dvp" if line.startswith("  ") else ROOT
+        for name in names.split(", "):
+            if not PATTERN.search(name):
+                assert (inside / name).exists(), line
+
+
+@documents
+def test_every_verb_and_target_that_is_named_exists(document):
+    text = document.read_text(encoding="utf-8")
+    verbs = set(re.findall(r"\bdvp ([a-z]+)\b", " ".join(re.findall(r"`[^`]+`|^dvp .*$", text, flags=re.M))))
+    targets = set(re.findall(r"(?:`|^)make ([a-z]+)", text, flags=re.M))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets <= set(re.findall(r"^([a-z]+):", makefile, flags=re.M))
+    for verb in verbs:
+        assert re.search(rf"^\W+{verb}\b", cli_help(), flags=re.M), f"{document}: dvp {verb}"
+
+
+@cache
+def cli_help() -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "dvp.cli", "--help"], check=True, capture_output=True, text=True
+    ).stdout
+
+
+@documents
+def test_every_experiment_that_is_run_exists(document):
+    known = {file.stem for file in (ROOT / "config/experiments").glob("*.yaml")} | {"mine", "NAME"}
+    assert set(re.findall(r"experiment=([\w.-]+)", document.read_text(encoding="utf-8"))) <= known
+
+
+@documents
+def test_shell_blocks_can_be_parsed(document):
+    for block in blocks(document.read_text(encoding="utf-8"), "sh"):
+        shlex.split(block, comments=True)
+
+
+@documents
+def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_path):
+    config = shutil.copytree(ROOT / "config", tmp_path / "config")
+    for block in blocks(document.read_text(encoding="utf-8"), "yaml"):
+        text = block
+        if not text.startswith("name:"):  # entries of the catalogue's methods
+            text = "name: mine\nextends: smoke\nmethods:\n" + textwrap.indent(text, "  ")
+        (config / "experiments" / "mine.yaml").write_text(text, encoding="utf-8")
+        assert load_experiment("mine", config).name == "mine"
+
+
+def test_all_keys_are_in_the_configurations_manual():
+    """After a change of the models: python -m dvp.experiment.reference"""
+    written = (ROOT / "config/README.md").read_text(encoding="utf-8").partition(HEADING)[2]
+    assert written == reference(), "run python -m dvp.experiment.reference"
+
+
+def test_the_citation_is_complete():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= set(citation)
+    assert [paper["identifiers"][0]["value"] for paper in citation["references"]] == [
+        "arXiv:2512.23087",
+        "arXiv:2602.07078",
+    ]
+
+
+def test_code_that_cites_the_method_names_a_heading_of_it():
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs/method.md").read_text(encoding="utf-8"), flags=re.M)
+    for file in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        text = " ".join(file.read_text(encoding="utf-8").split())
+        for heading in re.findall(r'docs/method\.md, "([^"]+)"', text):
+            assert heading in headings, f"{file}: {heading}"

@@ -1,0 +1,100 @@
+"""What all stages share: inputs verified first, an MLflow run linked to theirs, the JSON file last or not at all."""
+
+import pytest
+from made_up_stages import contents
+
+from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
+from dvp.files import checksums, read_json, write_json
+from dvp.stage import run_stage
+from dvp.tracking.record import read_record
+
+
+@pytest.fixture
+def directory(folder) -> ExperimentDir:
+    return ExperimentDir(folder / "config.yaml")
+
+
+def prepared(directory: ExperimentDir, text: str = "problems") -> dict:
+    """The stage `prepare`, made up: one file and the JSON file, which is returned."""
+    with run_stage("prepare", directory, directory.result("prepare"), "0" * 12, {}) as stage:
+        directory.data.mkdir(exist_ok=True)
+        (directory.data / "train.parquet").write_text(text)
+        stage.finish({"files": checksums(directory.data)})
+    return read_json(directory.result("prepare"))
+
+
+def base(directory: ExperimentDir, **options):
+    return run_stage(
+        "base", directory, directory.result("base"), "1" * 12, {"prepare": directory.result("prepare")}, **options
+    )
+
+
+def test_the_json_file_comes_last_and_says_what_it_is_from(directory):
+    upstream = prepared(directory)
+    with base(directory) as stage:
+        assert not stage.result.exists()
+        stage.finish({"parameters": 3, "files": {}})
+    record = read_json(directory.result("base"))
+    assert set(record) == {"parameters", "files", "config_hash", "git_commit", "tracking_key", "seconds_stage"}
+    assert record["config_hash"] == "1" * 12
+    stored = contents(directory.folder)
+    tags = stored[record["tracking_key"]]["tags"]
+    assert tags["upstream.prepare"] == upstream["tracking_key"]
+    assert tags["stage"] == "base"
+    assert read_record(directory.folder / "tracking/base.json").files == {"base/manifest.json": ""}
+
+
+def test_other_contents_of_an_input_are_other_work(directory):
+    keys = []
+    for text in ("problems", "other problems"):
+        prepared(directory, text)
+        with base(directory) as stage:
+            keys.append(stage.tracked.key)
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: (data / "train.parquet").write_text("problemS"), "train.parquet: altered since it was written"),
+        (lambda data: (data / "train.parquet").unlink(), "train.parquet: missing, although its manifest lists it"),
+        (lambda data: (data / "manifest.json").unlink(), "manifest.json: no such file; the stage that writes it"),
+        (
+            lambda data: write_json(data / "manifest.json", {"files": {}}),
+            "manifest.json: key 'tracking_key' is missing",
+        ),
+    ],
+)
+def test_an_input_that_is_not_as_it_was_written_is_refused_before_anything_is_written(directory, damage, message):
+    prepared(directory)
+    damage(directory.data)
+    with pytest.raises(DvpError, match=message), base(directory):
+        raise AssertionError("the stage has begun")
+    assert not (directory.folder / "tracking/base.json").exists()
+
+
+def test_a_stage_that_verifies_its_input_itself_is_not_held_up(directory):
+    prepared(directory)
+    (directory.data / "train.parquet").write_text("altered")
+    with base(directory, verify=False) as stage:
+        stage.finish({"files": {}})
+    assert directory.result("base").is_file()
+
+
+def test_a_stage_that_fails_has_no_json_file_and_its_run_says_why(directory):
+    prepared(directory)
+    with pytest.raises(DvpError), base(directory):
+        raise DvpError("no room")
+    assert not directory.result("base").exists()
+    record = read_record(directory.folder / "tracking/base.json")
+    assert (record.status, record.tags["failure"]) == ("FAILED", "DvpError: no room")
+
+
+def test_a_stage_that_reads_several_experiments_has_a_folder_of_its_own(directory):
+    prepared(directory)
+    folder = directory.folder.parent / "evidence"
+    with run_stage("evidence", folder, folder / "claims.json", "2" * 12, {"a": [directory.result("prepare")]}) as stage:
+        stage.finish({"claims": []})
+    assert read_record(folder / "tracking/evidence.json").experiment == "evidence"
+    assert read_json(folder / "claims.json")["config_hash"] == "2" * 12

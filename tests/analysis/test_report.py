@@ -117,7 +117,7 @@ def test_stale_base_evaluation_is_refused(experiment, results):
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"gradient_norm": None}), *lines[1:]],
-            r"row 1: gradient_norm: expected a finite number",
+            r"gradient_norm: expected a finite number in row 1",
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],

@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.load import evaluation_path
+from dvp.analysis import training
+from dvp.analysis.claims import load_claims
+from dvp.analysis.load import evaluation_path, load_training
 from dvp.analysis.points import BASE
-from dvp.analysis.report import make
+from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import Table
+from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -31,9 +34,13 @@ def make_experiment(**changes) -> Experiment:
     return parse_experiment(value, Path("test.yaml"))
 
 
+def training_part(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Table]]:
+    """Statistics and tables of training and scores, of what is in the folder."""
+    return training.part(experiment, load_training(experiment, folder), load_claims(CLAIMS)["dvp_mis_gain"])
+
+
 def main_table(experiment: Experiment, folder: Path) -> Table:
-    """The main table of what is in the folder."""
-    return make(experiment, folder, "training", CLAIMS).tables["main_table"]
+    return training_part(experiment, folder)[1]["main_table"]
 
 
 class Results:
@@ -113,13 +120,16 @@ class Results:
         pd.DataFrame(rows).sample(frac=1, random_state=0).to_parquet(folder / "samples.parquet")
         average, majority = float(correct_PK.mean()), float((correct_PK.mean(axis=1) > 0.5).mean())
         values = {"pass@1": average, f"pass@{k}": float(correct_PK.any(axis=1).mean()), f"maj@{k}": majority}
-        values[f"avg@{k}"] = average
+        settings = self.experiment.evaluation
+        answers = np.where(correct_PK, "1", "2").tolist()
+        measured = summarise(correct_PK, answers, resamples=settings.bootstrap_resamples, seed=settings.seed)
+        metrics = {name: {"value": value, "low": value, "high": value} for name, value in values.items()}
         record = {
             "task": "held_out",
             "problems": problems,
             "samples_per_problem": k,
             "samples": problems * k,
-            "metrics": {name: {"value": value, "low": value, "high": value} for name, value in values.items()},
+            "metrics": metrics | {f"avg@{k}": measured[f"avg@{k}"]},
             "config_hash": self.experiment.config_hash("evaluate", run, "held_out"),
             "git_commit": "c" * 40,
             "tracking_key": f"evaluate {run.path if run else BASE}",

@@ -145,7 +145,7 @@ def test_the_figure_has_a_panel_a_policy_and_engine_and_says_that_its_axis_is_li
 def test_every_rule_for_the_safe_vocabulary_has_a_marker_and_a_name(tmp_path):
     estimators = [
         {"method": ["rloo"]},
-        {"method": ["dvp"], "rho": [1e-2, "e-13"]},
+        {"method": ["dvp"], "rho": [1e-2, "exp(-13)"]},
         {"method": ["dvp_mass"]},
     ]
     experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)

@@ -117,7 +117,7 @@ def test_stale_base_evaluation_is_refused(experiment, results):
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"gradient_norm": None}), *lines[1:]],
-            r"row 1: gradient_norm: expected a finite number",
+            r"gradient_norm: expected a finite number in row 1",
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],
@@ -184,7 +184,26 @@ def test_captions_render(name):
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     template = environment.from_string((CAPTIONS / f"{name}.rst").read_text())
     text = template.render(
-        snakemake=SimpleNamespace(config={"experiment": "tiny"}, wildcards=SimpleNamespace(experiment="tiny"))
+        snakemake=SimpleNamespace(
+            config={"experiment": "tiny", "results": "results", "evidence": {"training_grid": "training_grid"}},
+            wildcards=SimpleNamespace(experiment="tiny"),
+        ),
+        files=[],
     )
     html = publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
     assert ("tiny" in html) == (name not in ("workflow", "claims"))  # those are about several experiments
+
+
+def test_the_first_page_shows_the_main_table_and_the_main_figure(written, tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "tiny").symlink_to(written[1])
+    monkeypatch.chdir(tmp_path)
+    template = jinja2.Environment().from_string((CAPTIONS / "workflow.rst").read_text())
+    config = {"experiment": "tiny", "results": "results", "evidence": {"training_grid": "training_grid"}}
+    text = template.render(
+        snakemake=SimpleNamespace(config=config),
+        files=[SimpleNamespace(path=Path("results/tiny/tables/main_table.html"))],
+    )
+    html = publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
+    assert "DVP + MIS" in html
+    assert html.count("<table>") == html.count("<svg") == 1

@@ -1,14 +1,16 @@
 import csv
 import io
+import json
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_results import CLAIMS, Results, main_table, make_experiment
+from made_up_results import Results, main_table, make_experiment, training_part
 
-from dvp.analysis.points import reference_point
-from dvp.analysis.report import make
+from dvp.analysis.load import evaluation_path
+from dvp.analysis.points import grid_points, reference_point
+from dvp.analysis.training import where_of
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
@@ -176,7 +178,7 @@ def test_mismatch_by_hand(experiment, results):
     for row in rows:
         row |= {"k1": 0.5, "max_abs_log_ratio": 2.0}
     results.write_training(other, rows)
-    table = make(experiment, results.folder, "training", CLAIMS).tables["mismatch_table"].frame().set_index("point")
+    table = training_part(experiment, results.folder)[1]["mismatch_table"].frame().set_index("point")
     row = table.loc["method~rloo_mis/engine~coarse/rho~none"]
     assert row[["k1", "k1_min", "k1_max"]].tolist() == [4.0, 0.5, 7.5]
     assert row[["max_abs_log_ratio", "max_abs_log_ratio_min", "max_abs_log_ratio_max"]].tolist() == [7, 2, 12]
@@ -184,6 +186,25 @@ def test_mismatch_by_hand(experiment, results):
     assert math.isnan(row["outside_safe_fraction"])
     assert table["policies"].tolist() == ["full"] * 3 + ["pruned"] * 4
     assert table["outside_safe_fraction"].iloc[-1] == pytest.approx(2e-4)
+
+
+def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
+    """In scores.json, in the table and its text, and in the report's statistics."""
+    experiment = make_experiment(seeds=[0], evaluation__bootstrap_resamples=200)
+    results = Results(experiment, tmp_path)
+    statistics, tables = training_part(experiment, results.folder)
+    frame = tables["main_table"].frame().set_index("point")
+    texts = dict(zip(frame.index, (row[3] for row in tables["main_table"].formatted().rows), strict=True))
+    for point in (None, *grid_points(experiment)):
+        name, run = (point.path, point.run(0)) if point else ("base", None)
+        scores = json.loads((results.folder / evaluation_path(run, "held_out") / "scores.json").read_text())
+        quoted = [scores["metrics"]["avg@8"][key] for key in ("value", "low", "high")]
+        assert quoted[1] < quoted[0] < quoted[2]
+        assert frame.loc[name, ["score", "score_low", "score_high"]].tolist() == pytest.approx(quoted, abs=1e-12)
+        [listed] = [one for one in statistics if one.name == "score" and one.where == where_of(point)]
+        assert [listed.value, listed.low, listed.high] == pytest.approx(quoted, abs=1e-12)
+        value, low, high = (f"{100 * number:.1f}" for number in quoted)
+        assert texts[name] == f"{value} [{low}, {high}]"
 
 
 def test_reference():

@@ -11,7 +11,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp import cli
-from dvp.analysis.bias import measured, read_cell
+from dvp.analysis.bias import statistics
+from dvp.analysis.load import load_bias
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
@@ -299,9 +300,10 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
             pd.read_parquet(results / "bias" / measurement.path / name), pd.read_parquet(by_hand[0] / name)
         )
     assert list((results / "tracking").rglob("bias-by~fp32-seed~3.json"))
-    assert read_cell(experiment, results, measurement).record["tracking_key"]
     only = experiment.model_copy(update={"bias": experiment.bias.model_copy(update={"engines": ["fp32"]})})
-    assert measured(only, results).statistics
+    loaded = load_bias(only, results)
+    assert all(origin["tracking_key"] for origin in loaded.files.values())
+    assert statistics(only, loaded)
 
     (results / "base" / "config.json").write_text("{}")
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)

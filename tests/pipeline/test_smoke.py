@@ -69,7 +69,7 @@ def test_the_table_has_a_row_per_method_with_seeds_and_intervals(copy):
     assert (table["score"] <= table["score_high"]).all()
     assert (table["seeds"].iloc[1:].astype(str) != "").all()
     for name in ("main_table", "mismatch_table"):
-        for suffix in ("csv", "md", "tex"):
+        for suffix in ("csv", "md", "tex", "html"):
             assert (copy.smoke / f"tables/{name}.{suffix}").stat().st_size > 100
     for name in ("scores", "learning_curves", "mismatch_curves", "gradient_norm"):
         assert (copy.smoke / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -7,6 +7,7 @@ rule evidence:
     output:
         f"{EVIDENCE}/claims.json",
         f"{EVIDENCE}/claims.md",
+        f"{EVIDENCE}/table.html",
         report(
             f"{EVIDENCE}/claims.html",
             caption="../report/claims.rst",

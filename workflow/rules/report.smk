@@ -6,21 +6,21 @@ rule report_training:
     output:
         f"{RESULTS}/report/training.json",
         f"{RESULTS}/provenance.json",
-        multiext(f"{RESULTS}/tables/main_table", ".csv", ".tex"),
-        multiext(f"{RESULTS}/tables/mismatch_table", ".csv", ".tex"),
+        multiext(f"{RESULTS}/tables/main_table", ".csv", ".md", ".tex"),
+        multiext(f"{RESULTS}/tables/mismatch_table", ".csv", ".md", ".tex"),
         expand(
             f"{RESULTS}/figures/{{figure}}.png",
             figure=["scores", "learning_curves", "mismatch_curves", "gradient_norm"],
             allow_missing=True,
         ),
         report(
-            f"{RESULTS}/tables/main_table.md",
+            f"{RESULTS}/tables/main_table.html",
             caption="../report/main_table.rst",
             category="{experiment}",
             labels={"show": "Scores by method"},
         ),
         report(
-            f"{RESULTS}/tables/mismatch_table.md",
+            f"{RESULTS}/tables/mismatch_table.html",
             caption="../report/mismatch_table.rst",
             category="{experiment}",
             labels={"show": "Mismatch by method"},
@@ -74,8 +74,8 @@ rule report_mismatch:
         measurements=of_all_measurements(rules.mismatch),
     output:
         f"{RESULTS}/report/mismatch.json",
-        multiext(f"{RESULTS}/tables/engines_table", ".csv", ".tex"),
-        multiext(f"{RESULTS}/tables/safe_sets_table", ".csv", ".tex"),
+        multiext(f"{RESULTS}/tables/engines_table", ".csv", ".md", ".tex"),
+        multiext(f"{RESULTS}/tables/safe_sets_table", ".csv", ".md", ".tex"),
         expand(
             f"{RESULTS}/figures/{{figure}}.png",
             figure=[
@@ -87,13 +87,13 @@ rule report_mismatch:
             allow_missing=True,
         ),
         report(
-            f"{RESULTS}/tables/engines_table.md",
+            f"{RESULTS}/tables/engines_table.html",
             caption="../report/engines_table.rst",
             category="{experiment}",
             labels={"show": "Engines"},
         ),
         report(
-            f"{RESULTS}/tables/safe_sets_table.md",
+            f"{RESULTS}/tables/safe_sets_table.html",
             caption="../report/safe_sets_table.rst",
             category="{experiment}",
             labels={"show": "Safe vocabularies"},
@@ -141,14 +141,14 @@ rule report_bias:
         measurements=of_all_measurements(rules.bias),
     output:
         f"{RESULTS}/report/bias.json",
-        multiext(f"{RESULTS}/tables/bias_table", ".csv", ".tex"),
+        multiext(f"{RESULTS}/tables/bias_table", ".csv", ".md", ".tex"),
         expand(
             f"{RESULTS}/figures/{{figure}}.png",
             figure=["bias_variance"],
             allow_missing=True,
         ),
         report(
-            f"{RESULTS}/tables/bias_table.md",
+            f"{RESULTS}/tables/bias_table.html",
             caption="../report/bias_table.rst",
             category="{experiment}",
             labels={"show": "Estimators"},

@@ -9,6 +9,7 @@ import pandas as pd
 
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
 from dvp.analysis.load import CHANGES, ESTIMATED, KEPT, Bias
+from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label, unpruned
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
@@ -144,12 +145,12 @@ def bias_table(experiment: Experiment, loaded: Bias, found: list[Statistic]) -> 
         Column("empty", "empty batches", shown_only=True),
     ]
     title = f"{experiment.name}: bias and variance of the policy gradient's estimators"
-    return Table(title, columns, rows, _notes(experiment))
+    below = notes("bias_table", experiment, settings=experiment.bias, count=len(experiment.seeds))
+    return Table(title, columns, rows, below)
 
 
 def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatted:
     """The table of a single measurement, with what one must know to read it."""
-    reference = summary["reference"]
 
     def cell(row: dict, name: str) -> str:
         numbers = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
@@ -166,19 +167,8 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
         ]
         for row in table.to_dict("records")
     ]
-    notes = [
-        *_reading("the delete-one jackknife over the batches of both"),
-        f"{summary['batches']} batches of {summary['responses_a_batch']} responses to {len(summary['problems'])} "
-        f"problems an estimator; {reference['batches']} such batches from the trainer's own policy (fp32) for g, with "
-        f"|g|² = {reference['squared_norm']:.3g} ± {reference['squared_norm_se']:.1g} (s.e.) and mean reward "
-        f"{reference['reward']:.2f}. {len(table)} estimators were compared.",
-    ]
-    if summary["sketched"]:
-        notes.append(
-            f"The gradient of {summary['parameters']:,} parameters was count-sketched to {summary['coordinates']:,} "
-            "numbers: inner products are unbiased, with an error of about 0.1 % of the product of the norms."
-        )
-    return Formatted(title, ["estimator", "ρ", *list(_HEADINGS.values())[:3], "mse", "kept (%)", "empty"], rows, notes)
+    below = notes("one_measurement", summary=summary, estimators=len(table))
+    return Formatted(title, ["estimator", "ρ", *list(_HEADINGS.values())[:3], "mse", "kept (%)", "empty"], rows, below)
 
 
 _HEADINGS = {
@@ -187,31 +177,3 @@ _HEADINGS = {
     "variance": "variance [95 %]",
     "mse": "mse [95 %]",
 }
-
-
-def _notes(experiment: Experiment) -> list[str]:
-    settings, count = experiment.bias, len(experiment.seeds)
-    how = "the jackknife over batches and the spread between seeds, whichever is larger"
-    if count > 1:
-        how += f": of the mean over these {count} sets of problems, as so few do not tell how others would differ"
-    return [
-        f"Scale: {experiment.scale}",
-        *experiment.report.declarations,
-        *_reading(how),
-        f"{settings.batches} batches of {settings.problems * experiment.training.group_size} responses to "
-        f"{settings.problems} problems an estimator, {settings.reference_batches} for g; "
-        + ("one seed." if count == 1 else f"mean over {count} seeds, each with problems of its own.")
-        + f" {len(experiment.estimators)} estimators were compared at each policy and engine; none was left out.",
-        "Changes: against the same correction without safe vocabulary, from the same seeds of the sampler (paired).",
-    ]
-
-
-def _reading(how: str) -> list[str]:
-    return [
-        "g: the exact on-policy gradient, of the unpruned policy in fp32. bias² = |E ĝ − g|², estimated without bias "
-        "of its own (products of different batches), so that one that is 0 comes out negative half of the time. "
-        "cosine: between E ĝ and g. variance: E|ĝ − E ĝ|² of one batch. mse: their sum. All but the cosine are "
-        "relative to |g|².",
-        f"[95 %]: from {how}. A cosine, or its interval, is not defined where E ĝ cannot be distinguished from 0.",
-        "kept: responses with a token that was not rejected. empty: batches without any; their gradient counts as 0.",
-    ]

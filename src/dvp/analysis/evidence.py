@@ -11,10 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims
 from dvp.analysis.load import check_fresh
+from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_resolved
@@ -71,15 +70,14 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
         path = Path(image)
         return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dvp.analysis"),
-        autoescape=jinja2.select_autoescape(["html.j2"]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"interval": _interval, "runs": _runs, "link": link, "data_uri": data_uri}
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")
+    environment = TEMPLATES.overlay()
+    environment.filters = TEMPLATES.filters | {
+        "interval": _interval,
+        "runs": _runs,
+        "link": link,
+        "data_uri": data_uri,
+        "cell": lambda text: str(text).replace("|", "\\|"),
+    }
     count = Counter(claim["verdict"] for claim in answered["claims"])
     page = {
         "claims": answered["claims"],

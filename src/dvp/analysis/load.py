@@ -8,7 +8,6 @@ Columns that all frames share: `point`, the path of a grid point, or `base`; `se
 stage's JSON file, relative to the experiment's folder `results` (results/E).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,7 @@ from dvp.tracking.record import read_rows
 ORIGIN = ("config_hash", "git_commit", "tracking_key")
 # What tables and figures use of a metrics row; the file holds more.
 MEASURED = (
-    "reward",
-    "k1",
-    "k3",
-    "ess",
-    "max_abs_log_ratio",
-    "outside_safe_fraction",
-    "masked_fraction",
-    "gradient_norm",
+    *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
     "tokens_per_second",
 )
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
@@ -46,88 +38,66 @@ KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
 CHANGES = ("squared_bias", "variance")
 
 
-def _column(kind: type, *checks: pa.Check, nullable: bool = False) -> pa.Column:
-    return pa.Column(kind, list(checks), nullable=nullable, coerce=kind is not bool)
+def _columns(kind: type, names: str, *checks: pa.Check, nullable: bool = False) -> dict[str, pa.Column]:
+    # Whole numbers may be stored as floats; what is not true or false is not taken for either.
+    return {name: pa.Column(kind, list(checks), nullable=nullable, coerce=kind is not bool) for name in names.split()}
 
 
-def _schema(**columns: pa.Column) -> pa.DataFrameSchema:
+def _schema(*columns: dict[str, pa.Column]) -> pa.DataFrameSchema:
     """Of all the columns that a file has, those that are used."""
-    return pa.DataFrameSchema(columns, strict="filter")
-
-
-def _sums(*names: str) -> dict[str, pa.Column]:
-    return {name: _column(float) for name in names}
+    return pa.DataFrameSchema({name: column for part in columns for name, column in part.items()}, strict="filter")
 
 
 _finite = pa.Check(lambda values: np.isfinite(values.astype(float)), error="a finite number")
-_numbers = {name: _column(float, _finite) for name in MEASURED}
-_metrics = _schema(
-    step=_column(int),
-    skipped=_column(bool),
-    **_numbers | {"gradient_norm": _column(float, _finite, nullable=True)},
+_METRICS = _schema(
+    _columns(int, "step"),
+    _columns(bool, "skipped"),
+    _columns(float, " ".join(MEASURED), _finite),
+    _columns(float, "gradient_norm", _finite, nullable=True),  # of a skipped step
 )
-_samples = _schema(
-    problem_id=_column(str),
-    sample=_column(int),
-    correct=pa.Column(checks=pa.Check.isin([0, 1], error="true or false"), coerce=False),
+_SAMPLES = _schema(
+    _columns(str, "problem_id"),
+    _columns(int, "sample"),
+    {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
 )
-_estimators = _schema(
-    method=_column(str),
-    rho=_column(str),
-    label=_column(str),
-    **{
-        # A cosine may be undefined.
-        name + end: _column(float, *([] if name == "cosine" else [_finite]), nullable=name == "cosine")
-        for name in ESTIMATED
-        for end in ("", "_se")
-    },
-    batches=_column(int),
-    empty_batches=_column(int),
-    **{name: _column(float, nullable=True) for name in KEPT},
+_ESTIMATORS = _schema(
+    _columns(str, "method rho label"),
+    _columns(float, "squared_bias squared_bias_se variance variance_se mse mse_se", _finite),
+    _columns(float, "cosine cosine_se", nullable=True),  # may be undefined
+    _columns(int, "batches empty_batches"),
+    _columns(float, " ".join(KEPT), nullable=True),
 )
-_jackknife = _schema(
-    method=_column(str),
-    rho=_column(str),
-    sample=_column(str),
-    batch=_column(int),
-    **{name: _column(float, nullable=True) for name in CHANGES},
+_JACKKNIFE = _schema(
+    _columns(str, "method rho sample"), _columns(int, "batch"), _columns(float, " ".join(CHANGES), nullable=True)
 )
-# What each table of a mismatch measurement holds: sums over pairs or positions, by problem.
+# Of a mismatch measurement: sums over pairs or positions, by problem.
+_BY_SOURCE = _columns(str, "problem source")
 _MISMATCH = {
     "histogram": _schema(
-        problem=_column(str),
-        source=_column(str),
-        **_sums("p_low", "p_high", "d_low", "d_high", "pairs", "abs_d"),
-        **_sums(*(f"{weight}{end}" for weight in ("infer", "train") for end in ("", "_squared", "_d", "_abs_d"))),
+        _BY_SOURCE,
+        _columns(float, "p_low p_high d_low d_high pairs abs_d"),
+        *(_columns(float, f"{w} {w}_squared {w}_d {w}_abs_d") for w in ("infer", "train")),
     ),
-    "gaps": _schema(
-        problem=_column(str),
-        source=_column(str),
-        **_sums("gap_low", "gap_high", "pairs", "abs_d", "infer", "infer_abs_d"),
-    ),
+    "gaps": _schema(_BY_SOURCE, _columns(float, "gap_low gap_high pairs abs_d infer infer_abs_d")),
     "bounds": _schema(
-        problem=_column(str),
-        source=_column(str),
-        **_sums("rest_low", "rest_high", "pairs", "scaled", "max_scaled_above", "max_scaled_below"),
-        **_sums("literal_violations", "sharp_violations", "max_over_literal"),
+        _BY_SOURCE,
+        _columns(float, "rest_low rest_high pairs scaled max_scaled_above max_scaled_below"),
+        _columns(float, "literal_violations sharp_violations max_over_literal"),
     ),
     "safe_sets": _schema(
-        problem=_column(str),
-        response=_column(int),
-        reward=_column(float),
-        rho=_column(str),
-        side=_column(str),
-        **_sums("margin", "tokens", "safe_size_train", "safe_size_infer", "pruned_mass", "pruned_mass_sum"),
-        **_sums("jaccard", "infer_in_train", "train_in_infer", "outside_train"),
-        **_sums("tokens_outside_train", "tokens_inside_infer", "log_ratio", "pruned_log_ratio"),
+        _columns(str, "problem rho side"),
+        _columns(int, "response"),
+        _columns(float, "reward margin tokens safe_size_train safe_size_infer pruned_mass pruned_mass_sum jaccard"),
+        _columns(float, "infer_in_train train_in_infer outside_train tokens_outside_train tokens_inside_infer"),
+        _columns(float, "log_ratio pruned_log_ratio"),
     ),
     "noise": _schema(
-        problem=_column(str),
-        source=_column(str),
-        **_sums("tokens", "kl", "k3", "ratio_outside", "d_positive", "epsilon_variance"),
-        **_sums("max_epsilon", "max_abs_log_ratio"),
+        _BY_SOURCE,
+        _columns(float, "tokens kl k3 ratio_outside d_positive epsilon_variance max_epsilon max_abs_log_ratio"),
     ),
 }
+Origins = dict[str, dict[str, Any]]
+"""Origin of every stage's JSON file, with the checksums of the files that it vouches for, by path."""
 
 
 @dataclass
@@ -142,8 +112,7 @@ class Training:
     """A row a model, the base model first: point, seed, avg, pass, maj (fractions, of k samples), source."""
     samples: pd.DataFrame
     """A row a response: point, seed, problem, sample, correct; the same problems in the same order of each model."""
-    files: dict[str, dict[str, Any]]
-    """Origin of every stage's JSON file, with the checksums of what it vouches for, by path."""
+    files: Origins
 
 
 @dataclass
@@ -151,7 +120,7 @@ class Mismatch:
     """The tables of the stage `mismatch`, with policy, engine, seed and `unit`, the number of a problem of a seed."""
 
     tables: dict[str, pd.DataFrame]
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: Origins
 
 
 @dataclass
@@ -161,80 +130,62 @@ class Bias:
     estimators: pd.DataFrame
     jackknife: pd.DataFrame
     """Values without a batch: of `sample` (engine or reference) and `batch`, CHANGES."""
-    files: dict[str, dict[str, Any]]
+    files: Origins
 
 
 def load_training(experiment: Experiment, results: Path) -> Training:
     """train.json, metrics.jsonl, scores.json and samples.parquet of every run. Raises DvpError."""
-    files: dict[str, dict[str, Any]] = {}
+    reader = _Reader(experiment, results)
     runs, metrics, scores, samples = [], [], [], []
     trained = [(point.path, point.run(seed)) for point in grid_points(experiment) for seed in experiment.seeds]
     for point, run in trained:
         key = {"point": point, "seed": run.seed}
-        row, frame = _training(experiment, results, run, files)
+        row, frame = reader.training(run)
         runs.append(key | row)
         metrics.append(frame.assign(**key))
     for point, run in [(BASE, None), *trained]:
         key = {"point": point, "seed": run.seed if run else -1}
-        row, frame = _evaluation(experiment, results, run, files)
+        row, frame = reader.evaluation(run)
         if samples and list(frame["problem"]) != list(samples[0]["problem"]):
-            where = results / evaluation_path(run, experiment.report.task)
-            raise DvpError(f"{where}/samples.parquet: problem_id: not the problems of the base model's evaluation")
+            path = (results / row["source"]).with_name("samples.parquet")
+            raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
         scores.append(key | row)
         samples.append(frame.assign(**key))
-    return Training(
-        pd.DataFrame(runs, dtype=object),
-        pd.concat(metrics, ignore_index=True),
-        pd.DataFrame(scores),
-        pd.concat(samples, ignore_index=True),
-        files,
-    )
+    frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
+    return Training(*frames, reader.files)
 
 
 def load_mismatch(experiment: Experiment, results: Path) -> Mismatch:
     """Every measurement of the stage `mismatch`. Raises DvpError."""
-    files: dict[str, dict[str, Any]] = {}
+    reader = _Reader(experiment, results)
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
+    problems = experiment.mismatch.problems
     for measurement in experiment.measurements("mismatch"):
-        path = f"mismatch/{measurement.path}/mismatch.json"
-        key = _measured(
-            experiment, results, "mismatch", measurement, path, files, [f"{name}.parquet" for name in TABLES]
-        )
-        folder = (results / path).parent
-        read = {name: _parquet(folder / f"{name}.parquet", _MISMATCH[name]) for name in TABLES}
+        key, path, read = reader.measurement("mismatch", measurement, _MISMATCH)
         names = list(dict.fromkeys(read["noise"]["problem"]))
-        if len(names) != experiment.mismatch.problems:
-            raise DvpError(
-                f"{folder}/noise.parquet: problem: expected {experiment.mismatch.problems} different ones, "
-                f"found {len(names)}"
-            )
-        first = experiment.seeds.index(measurement.seed) * len(names)
-        unit = {name: first + index for index, name in enumerate(names)}
+        if len(names) != problems:
+            where = path.with_name("noise.parquet")
+            raise DvpError(f"{where}: problem: expected {problems} different ones, found {len(names)}")
+        unit = {name: experiment.seeds.index(measurement.seed) * problems + i for i, name in enumerate(names)}
         for name, table in read.items():
             frames[name].append(table.assign(unit=table["problem"].map(unit), **key))
-    return Mismatch({name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}, files)
+    return Mismatch({name: _joined(parts) for name, parts in frames.items()}, reader.files)
 
 
 def load_bias(experiment: Experiment, results: Path) -> Bias:
     """Every measurement of the stage `bias`. Raises DvpError."""
-    files: dict[str, dict[str, Any]] = {}
-    estimators, jackknife = [], []
+    reader = _Reader(experiment, results)
+    frames: dict[str, list[pd.DataFrame]] = {"estimators": [], "jackknife": []}
     expected = [(method, rho or "none") for method, rho in experiment.estimators]
     for measurement in experiment.measurements("bias"):
-        path = f"bias/{measurement.path}/bias.json"
-        names = ["estimators.parquet", "jackknife.parquet"]
-        key = _measured(experiment, results, "bias", measurement, path, files, names)
-        of, without = (
-            _parquet((results / path).with_name(name), schema, rho="none")
-            for name, schema in zip(names, (_estimators, _jackknife), strict=True)
-        )
-        for name, frame in zip(names, (of, without), strict=True):
+        schemas = {"estimators": _ESTIMATORS, "jackknife": _JACKKNIFE}
+        key, path, read = reader.measurement("bias", measurement, schemas)
+        for name, frame in read.items():
             if list(dict.fromkeys(zip(frame["method"], frame["rho"], strict=True))) != expected:
-                where = (results / path).with_name(name)
+                where = path.with_name(f"{name}.parquet")
                 raise DvpError(f"{where}: method, rho: not the experiment's estimators in their order")
-        estimators.append(of.assign(source=path, **key))
-        jackknife.append(without.assign(**key))
-    return Bias(pd.concat(estimators, ignore_index=True), pd.concat(jackknife, ignore_index=True), files)
+            frames[name].append(frame.assign(source=path.relative_to(results).as_posix(), **key))
+    return Bias(_joined(frames["estimators"]), _joined(frames["jackknife"]), reader.files)
 
 
 def evaluation_path(run: Run | None, task: str) -> str:
@@ -251,136 +202,116 @@ def check_fresh(path: Path, record: dict[str, Any], expected: str) -> None:
         )
 
 
-def _training(
-    experiment: Experiment, results: Path, run: Run, files: dict[str, dict[str, Any]]
-) -> tuple[dict[str, Any], pd.DataFrame]:
-    source, steps = f"runs/{run.path}/train.json", experiment.training.steps
-    path = results / source
-    record = _record(
-        results,
-        source,
-        {"stage": "train", "run": run.path, "seed": run.seed},
-        experiment.config_hash("train", run),
-        {"run": run.path, "steps": steps},
-        ["metrics.jsonl"],
-        files,
-        "skipped_steps",
-        "collapsed_at",
-    )
-    collapsed_at = record["collapsed_at"]
-    if collapsed_at is not None and not (type(collapsed_at) is int and 1 <= collapsed_at <= steps):
-        raise DvpError(f"{path}: collapsed_at: expected a step or null, found {collapsed_at!r}")
-    metrics_path = path.with_name("metrics.jsonl")
-    metrics = _validated(_metrics, pd.DataFrame(read_rows(metrics_path)), metrics_path)
-    if list(metrics["step"]) != list(range(1, steps + 1)):
-        raise DvpError(f"{metrics_path}: step: expected 1 to {steps}, each once and in order")
-    unmeasured = metrics["gradient_norm"].isna() & ~metrics["skipped"]
-    if unmeasured.any():
-        raise DvpError(f"{metrics_path}: row {unmeasured.idxmax() + 1}: gradient_norm: expected a finite number")
-    if record["skipped_steps"] != metrics["skipped"].sum():
-        raise DvpError(
-            f"{path}: skipped_steps: {record['skipped_steps']}, but {metrics_path.name} has {metrics['skipped'].sum()}"
+@dataclass
+class _Reader:
+    """Reads single results, and keeps where they come from."""
+
+    experiment: Experiment
+    results: Path
+    files: Origins = field(default_factory=dict)
+
+    def training(self, run: Run) -> tuple[dict[str, Any], pd.DataFrame]:
+        source, steps = f"runs/{run.path}/train.json", self.experiment.training.steps
+        path = self.results / source
+        expected = {"config_hash": self.experiment.config_hash("train", run), "run": run.path, "steps": steps}
+        record = self.record(
+            "train", source, run.path, run.seed, expected, ["metrics.jsonl"], ("skipped_steps", "collapsed_at")
         )
-    row = {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}
-    return row, metrics
+        collapsed_at = record["collapsed_at"]
+        if collapsed_at is not None and not (type(collapsed_at) is int and 1 <= collapsed_at <= steps):
+            raise DvpError(f"{path}: collapsed_at: expected a step or null, found {collapsed_at!r}")
+        where = path.with_name("metrics.jsonl")
+        metrics = _validated(_METRICS, pd.DataFrame(read_rows(where)), where)
+        if list(metrics["step"]) != list(range(1, steps + 1)):
+            raise DvpError(f"{where}: step: expected 1 to {steps}, each once and in order")
+        unmeasured = metrics["gradient_norm"].isna() & ~metrics["skipped"]
+        if unmeasured.any():
+            raise DvpError(f"{where}: gradient_norm: expected a finite number in row {unmeasured.idxmax() + 1}")
+        if record["skipped_steps"] != metrics["skipped"].sum():
+            counts = f"{record['skipped_steps']}, but {where.name} has {metrics['skipped'].sum()}"
+            raise DvpError(f"{path}: skipped_steps: {counts}")
+        return {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}, metrics
+
+    def evaluation(self, run: Run | None) -> tuple[dict[str, Any], pd.DataFrame]:
+        task = self.experiment.report.task
+        k, source = self.experiment.evaluation.samples_per_problem[task], f"{evaluation_path(run, task)}/scores.json"
+        path = self.results / source
+        expected = {"config_hash": self.experiment.config_hash("evaluate", run, task), "task": task}
+        expected |= {"samples_per_problem": k}
+        name, seed = (run.path, run.seed) if run else (BASE, None)
+        record = self.record("evaluate", source, name, seed, expected, ["samples.parquet"], ("metrics",))
+        row: dict[str, Any] = {"source": source}
+        for key, name in (("avg", f"avg@{k}"), ("pass", f"pass@{k}"), ("maj", f"maj@{k}")):
+            entry = record["metrics"].get(name)
+            value = entry.get("value") if isinstance(entry, dict) else None
+            if not (isinstance(value, float | int) and 0 <= value <= 1):
+                raise DvpError(f"{path}: metrics.{name}.value: expected a fraction in [0, 1], found {value!r}")
+            row[key] = float(value)
+        where = path.with_name("samples.parquet")
+        samples = _parquet(where, _SAMPLES).astype({"correct": bool}).rename(columns={"problem_id": "problem"})
+        # The order in which the bootstrap draws problems.
+        samples = samples.sort_values(["problem", "sample"], ignore_index=True)
+        sizes = samples.groupby("problem").size()
+        if samples.empty or samples.duplicated(["problem", "sample"]).any() or (sizes != k).any():
+            raise DvpError(f"{where}: sample: expected {k} different samples of every problem")
+        mean = samples["correct"].mean()
+        if abs(mean - row["avg"]) > 1e-9:
+            means = f"{row['avg']}, but the samples in {where.name} have the mean {mean}"
+            raise DvpError(f"{path}: metrics.avg@{k}.value: {means}")
+        return row, samples
+
+    def measurement(
+        self, stage: str, measurement: Measurement, schemas: dict[str, pa.DataFrameSchema]
+    ) -> tuple[dict[str, Any], Path, dict[str, pd.DataFrame]]:
+        """Which policy, engine and seed it is of, its JSON file, and its tables."""
+        source = f"{stage}/{measurement.path}/{stage}.json"
+        path = self.results / source
+        config_hash = self.experiment.config_hash(stage, measurement=measurement)
+        expected = {"config_hash": config_hash, "measurement": measurement.path}
+        names = [f"{name}.parquet" for name in schemas]
+        self.record(stage, source, measurement.path, measurement.seed, expected, names)
+        policy = measurement.policy if measurement.policy == BASE else measurement.policy.path
+        key = {"policy": policy, "engine": measurement.engine, "seed": measurement.seed}
+        return key, path, {name: _parquet(path.with_name(f"{name}.parquet"), schemas[name]) for name in schemas}
+
+    def record(
+        self,
+        stage: str,
+        source: str,
+        run: str,
+        seed: int | None,
+        expected: dict[str, Any],
+        names: list[str],
+        keys: tuple[str, ...] = (),
+    ) -> dict[str, Any]:
+        """A stage's JSON file with these keys, as `expected`, fresh, and with unaltered files `names`."""
+        path = self.results / source
+        record = read_json(path, *ORIGIN, *expected, *keys, "files")
+        check_fresh(path, record, expected["config_hash"])
+        for key, value in expected.items():
+            if record[key] != value:
+                raise DvpError(f"{path}: {key}: expected {value!r}, found {record[key]!r}")
+        for name in names:
+            if name not in record["files"]:
+                raise DvpError(f"{path}: files: '{name}' is missing")
+        used = {name: record["files"][name] for name in names}
+        verify_checksums(path.parent, used)
+        origin = {"stage": stage, "run": run, "seed": seed} | {key: record[key] for key in ORIGIN}
+        self.files[source] = origin | {"sha256": sha256_file(path), "files": used}
+        return record
 
 
-def _evaluation(
-    experiment: Experiment, results: Path, run: Run | None, files: dict[str, dict[str, Any]]
-) -> tuple[dict[str, Any], pd.DataFrame]:
-    task = experiment.report.task
-    k = experiment.evaluation.samples_per_problem[task]
-    source = f"{evaluation_path(run, task)}/scores.json"
-    path = results / source
-    record = _record(
-        results,
-        source,
-        {"stage": "evaluate", "run": run.path if run else BASE, "seed": run.seed if run else None},
-        experiment.config_hash("evaluate", run, task),
-        {"task": task, "samples_per_problem": k},
-        ["samples.parquet"],
-        files,
-        "metrics",
-    )
-    row: dict[str, Any] = {"source": source}
-    for key, name in (("avg", f"avg@{k}"), ("pass", f"pass@{k}"), ("maj", f"maj@{k}")):
-        entry = record["metrics"].get(name)
-        if not (isinstance(entry, dict) and isinstance(value := entry.get("value"), float | int) and 0 <= value <= 1):
-            raise DvpError(f"{path}: metrics.{name}.value: expected a fraction in [0, 1]")
-        row[key] = float(value)
-    samples_path = path.with_name("samples.parquet")
-    samples = _parquet(samples_path, _samples).astype({"correct": bool}).rename(columns={"problem_id": "problem"})
-    # The order in which the bootstrap draws problems.
-    samples = samples.sort_values(["problem", "sample"], ignore_index=True)
-    sizes = samples.groupby("problem").size()
-    if samples.empty or samples.duplicated(["problem", "sample"]).any() or (sizes != k).any():
-        raise DvpError(f"{samples_path}: sample: expected {k} different samples of every problem")
-    if abs(samples["correct"].mean() - row["avg"]) > 1e-9:
-        raise DvpError(
-            f"{path}: metrics.avg@{k}.value: {row['avg']}, but the samples in {samples_path.name} have the mean "
-            f"{samples['correct'].mean()}"
-        )
-    return row, samples
+def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat(frames, ignore_index=True)
 
 
-def _measured(
-    experiment: Experiment,
-    results: Path,
-    stage: str,
-    measurement: Measurement,
-    source: str,
-    files: dict[str, dict[str, Any]],
-    names: Sequence[str],
-) -> dict[str, Any]:
-    """Check a measurement's JSON file; which policy, engine and seed it is of."""
-    _record(
-        results,
-        source,
-        {"stage": stage, "run": measurement.path, "seed": measurement.seed},
-        experiment.config_hash(stage, measurement=measurement),
-        {"measurement": measurement.path},
-        names,
-        files,
-    )
-    policy = measurement.policy if measurement.policy == BASE else measurement.policy.path
-    return {"policy": policy, "engine": measurement.engine, "seed": measurement.seed}
-
-
-def _record(
-    results: Path,
-    source: str,
-    origin: dict[str, Any],
-    config_hash: str,
-    expected: dict[str, Any],
-    names: Sequence[str],
-    files: dict[str, dict[str, Any]],
-    *keys: str,
-) -> dict[str, Any]:
-    """A stage's JSON file, fresh, as `expected` and with unaltered files `names`; its origin goes into `files`."""
-    path = results / source
-    record = read_json(path, *ORIGIN, *expected, *keys, "files")
-    check_fresh(path, record, config_hash)
-    for key, value in expected.items():
-        if record[key] != value:
-            raise DvpError(f"{path}: {key}: expected {value!r}, found {record[key]!r}")
-    for name in names:
-        if name not in record["files"]:
-            raise DvpError(f"{path}: files: '{name}' is missing")
-    used = {name: record["files"][name] for name in names}
-    verify_checksums(path.parent, used)
-    files[source] = origin | {key: record[key] for key in ORIGIN} | {"sha256": sha256_file(path), "files": used}
-    return record
-
-
-def _parquet(path: Path, schema: pa.DataFrameSchema, **fill: str) -> pd.DataFrame:
-    """The columns of the schema; `fill` says what stands for a null in a column."""
+def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DvpError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
-    for name, value in fill.items():
-        if name in frame:
-            frame[name] = frame[name].astype(object).where(frame[name].notna(), value)
+    if "rho" in frame:  # null of a method that takes none
+        frame["rho"] = frame["rho"].astype(object).where(frame["rho"].notna(), "none")
     return _validated(schema, frame, path)
 
 
@@ -388,12 +319,12 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
     try:
         return schema.validate(frame)
     except SchemaError as error:
+        cases = error.failure_cases
         if error.reason_code == SchemaErrorReason.COLUMN_NOT_IN_DATAFRAME:
-            raise DvpError(f"{path}: column '{error.failure_cases['failure_case'].iloc[0]}' is missing") from None
-        column = getattr(error.schema, "name", None)
-        cases, wanted = error.failure_cases, getattr(error.check, "error", None) or getattr(error.schema, "dtype", "")
-        where = ""
+            raise DvpError(f"{path}: column '{cases}' is missing") from None
+        wanted = getattr(error.check, "error", None) or getattr(error.schema, "dtype", "")
+        found = ""
         if isinstance(cases, pd.DataFrame) and len(cases):
             row, value = cases[["index", "failure_case"]].iloc[0]
-            where = f", found {value!r}" if row is None or pd.isna(row) else f", found {value!r} in row {row + 1}"
-        raise DvpError(f"{path}: {column}: expected {wanted}{where}") from None
+            found = f", found {value!r}" + ("" if pd.isna(row) else f" in row {row + 1}")
+        raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{found}") from None

@@ -14,6 +14,7 @@ import pandas as pd
 
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Mismatch
+from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
@@ -142,101 +143,72 @@ def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
         without = f"{how}; a maximum has no bootstrap interval"
         yield Statistic(name, group.where, float(value), math.nan, math.nan, unit, without, group.sources)
 
-    noise = group.tables["noise"]
-    for source in SOURCES:
-        own = noise[noise["source"] == source]
-        where = {} if source == ENGINE else {"control": source}
-        prefix = "" if source == ENGINE else "self_noise_"
-        of = "the engine" if source == ENGINE else f"the trainer itself ({source})"
-        yield from statistic(
-            f"{prefix}kl",
-            group.ratio(own, "kl", "tokens"),
-            "nats per token",
-            f"KL(q‖p), exact, q of {of}",
-            **where,
-        )
-        yield from statistic(
-            f"{prefix}epsilon_sd",
-            np.sqrt(group.ratio(own, "epsilon_variance", "tokens")),
-            "nats",
-            f"root mean square over positions of ε's standard deviation over the vocabulary, z of {of}",
-            **where,
-        )
-        yield from statistic(
-            f"{prefix}ratio_outside",
-            group.ratio(own, "ratio_outside", "tokens"),
-            "fraction of tokens",
-            f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}",
-            **where,
-        )
-    own = noise[noise["source"] == ENGINE]
-    yield from statistic("k3", group.ratio(own, "k3", "tokens"), "nats per token", "mean k3 of sampled tokens")
-    yield from statistic(
-        "d_positive", group.ratio(own, "d_positive", "tokens"), "fraction of tokens", "sampled tokens with d > 0"
-    )
-    yield from largest("max_abs_log_ratio", own["max_abs_log_ratio"].max(), "nats", "largest of the sampled tokens")
-    yield from largest("epsilon_max", own["max_epsilon"].max(), "nats", "largest ε_max of all positions")
-
+    yield from _noise(group, statistic, largest)
     yield from _by_probability(group, statistic)
     pairs = group.tables["bounds"]
     for kind in ("literal", "sharp"):
-        values_R = group.ratio(pairs, f"{kind}_violations", "pairs")
-        count = pairs[f"{kind}_violations"].sum()
-        yield from statistic(
-            f"{kind}_bound_violations",
-            values_R,
-            "fraction of pairs",
-            f"{f'{count:,.0f}' if count else 'none'} of {pairs['pairs'].sum():,.0f} (position, token) pairs, "
-            f"by more than rounding",
-        )
-    yield from largest(
-        "max_over_literal_bound",
-        pairs["max_over_literal"].max(),
-        "ratio",
-        "largest |d| over the literal bound that it violates; 0 without a violation",
-    )
+        violations_R = group.ratio(pairs, f"{kind}_violations", "pairs")
+        count, of = pairs[f"{kind}_violations"].sum(), f"{pairs['pairs'].sum():,.0f} (position, token) pairs"
+        how = f"{f'{count:,.0f}' if count else 'none'} of {of}, by more than rounding"
+        yield from statistic(f"{kind}_bound_violations", violations_R, "fraction of pairs", how)
+    how = "largest |d| over the literal bound that it violates; 0 without a violation"
+    yield from largest("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
     yield from _safe_sets(group, statistic)
+
+
+def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> Iterator[Statistic]:
+    """Of the engine, and of the trainer's own noise as control."""
+    for source in SOURCES:
+        rows = group.tables["noise"].query("source == @source")
+        prefix, where = ("", {}) if source == ENGINE else ("self_noise_", {"control": source})
+        of = "the engine" if source == ENGINE else f"the trainer itself ({source})"
+
+        def mean(column: str, rows: pd.DataFrame = rows) -> np.ndarray:
+            return group.ratio(rows, column, "tokens")
+
+        yield from statistic(f"{prefix}kl", mean("kl"), "nats per token", f"KL(q‖p), exact, q of {of}", **where)
+        how = f"root mean square over positions of ε's standard deviation over the vocabulary, z of {of}"
+        yield from statistic(f"{prefix}epsilon_sd", np.sqrt(mean("epsilon_variance")), "nats", how, **where)
+        how = f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}"
+        yield from statistic(f"{prefix}ratio_outside", mean("ratio_outside"), "fraction of tokens", how, **where)
+        if source == ENGINE:
+            yield from statistic("k3", mean("k3"), "nats per token", "mean k3 of sampled tokens")
+            yield from statistic("d_positive", mean("d_positive"), "fraction of tokens", "sampled tokens with d > 0")
+            largest_ratio = rows["max_abs_log_ratio"].max()
+            yield from largest("max_abs_log_ratio", largest_ratio, "nats", "largest of the sampled tokens")
+            yield from largest("epsilon_max", rows["max_epsilon"].max(), "nats", "largest ε_max of all positions")
 
 
 def _by_probability(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
     every = group.tables["histogram"]
     how = "mean |d| where p < 1e-2 over that where p > 0.5"
-    for source in SOURCES:
-        head, tail = _head_and_tail(every[every["source"] == source])
+
+    def tail_over_head(rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
+        head, tail = rows[rows["p_low"] >= 0.5], rows[rows["p_high"] <= 1e-2]
         with np.errstate(divide="ignore", invalid="ignore"):
-            values_R = group.ratio(tail, "abs_d", "pairs") / group.ratio(head, "abs_d", "pairs")
+            return group.ratio(tail, above, below) / group.ratio(head, above, below)
+
+    for source in SOURCES:
+        over_R = tail_over_head(every[every["source"] == source], "abs_d", "pairs")
         if source == ENGINE:
-            yield from statistic("tail_over_head", values_R, "ratio", f"{how}, all pairs alike")
+            yield from statistic("tail_over_head", over_R, "ratio", f"{how}, all pairs alike")
         else:
             of = f"{how}, of the trainer itself ({source})"
-            yield from statistic("self_noise_tail_over_head", values_R, "ratio", of, control=source)
+            yield from statistic("self_noise_tail_over_head", over_R, "ratio", of, control=source)
     table = every[every["source"] == ENGINE]
-    head, tail = _head_and_tail(table)
     for name in WEIGHTINGS:
-        how_weighted = f"weighted by π_{name}"
-        where = {"weighting": name}
-        values_R = group.ratio(tail, f"{name}_abs_d", name) / group.ratio(head, f"{name}_abs_d", name)
-        yield from statistic("tail_over_head_weighted", values_R, "ratio", f"{how}, {how_weighted}", **where)
+        weighted, where = f"weighted by π_{name}", {"weighting": name}
+        over_R = tail_over_head(table, f"{name}_abs_d", name)
+        yield from statistic("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", **where)
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
-            own = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
-            of = f"d of tokens with p in ({low:g}, {high:g}], {how_weighted}"
-            density = Density(group, own, name)
-            yield from statistic(
-                f"{part}_mode",
-                density.modes(),
-                "nats",
-                f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies",
-                density.resolution,
-                **where,
-            )
-            yield from statistic(f"{part}_mean", group.ratio(own, f"{name}_d", name), "nats", f"mean {of}", **where)
-            positive = own[[name, "unit"]].assign(positive=own[name].where(own["d_low"] >= 0, 0.0))
-            values_R = group.ratio(positive, "positive", name)
-            yield from statistic(f"{part}_positive", values_R, "fraction", f"P(d > 0) for {of}", **where)
-
-
-def _head_and_tail(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return rows[rows["p_low"] >= 0.5], rows[rows["p_high"] <= 1e-2]
+            rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+            of, density = f"d of tokens with p in ({low:g}, {high:g}], {weighted}", Density(group, rows, name)
+            of_mode = f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies"
+            yield from statistic(f"{part}_mode", density.modes(), "nats", of_mode, density.resolution, **where)
+            yield from statistic(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", **where)
+            positive = rows[[name, "unit"]].assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
+            positive_R = group.ratio(positive, "positive", name)
+            yield from statistic(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", **where)
 
 
 class Density:
@@ -315,38 +287,35 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         plain = side == "none"
         where = {"rho": rho} if plain else {"rho": rho, "margin": f"{margin:g}", "side": side}
         suffix = "" if plain else "_margin"
-        how_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
+        with_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
         for name, (_, unit, what) in MEANS.items():
-            values_R = group.ratio(rows, name, "tokens")
-            yield from statistic(
-                f"{name}{suffix}", values_R, unit, f"mean over positions of {what}{how_margin}", **where
-            )
-        values_R = group.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
-        what = f"of the sampled tokens in V'_S, those outside V_S{how_margin}"
-        yield from statistic(f"outside_safe_sampled{suffix}", values_R, "fraction of tokens", what, **where)
+            how = f"mean over positions of {what}{with_margin}"
+            yield from statistic(f"{name}{suffix}", group.ratio(rows, name, "tokens"), unit, how, **where)
+        outside_R = group.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
+        how = f"of the sampled tokens in V'_S, those outside V_S{with_margin}"
+        yield from statistic(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, **where)
         if not plain:
             continue
-        values_R = group.ratio(rows, "pruned_mass_sum", "responses")
-        what = "Σ_t (1 − Z_t), mean over the engine's responses"
-        yield from statistic("pruned_mass_per_response", values_R, "probability", what, **where)
+        mass_R = group.ratio(rows, "pruned_mass_sum", "responses")
+        how = "Σ_t (1 − Z_t), mean over the engine's responses"
+        yield from statistic("pruned_mass_per_response", mass_R, "probability", how, **where)
         # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
         change_R = group.ratio(rows, "pruned_weighted_reward", "pruned_weight")
         change_R = change_R - group.ratio(rows, "weighted_reward", "weight")
         bound_R = group.ratio(rows, "bound", "weight")
-        outside = np.isneginf(rows["pruned_log_ratio"]).sum()
-        weights = (
-            "importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; "
-            f"{outside} of {len(rows)} responses have a token outside V_S, and only they tell what pruning loses"
-        )
-        yield from statistic("objective_change", change_R, "reward", f"J_mp − J, {weights}", **where)
-        yield from statistic(
-            "objective_bound", bound_R, "reward", f"E_p[Σ_t (1 − Z_t)] · R_max (1), {weights}", **where
-        )
         with np.errstate(divide="ignore", invalid="ignore"):
             over_R = np.abs(change_R) / bound_R
-        yield from statistic(
-            "objective_change_over_bound", over_R, "ratio", f"|J_mp − J| / E_p[Σ_t (1 − Z_t)], {weights}", **where
+        lost = np.isneginf(rows["pruned_log_ratio"]).sum()
+        weights = (
+            f"importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; {lost} of {len(rows)} responses have "
+            "a token outside V_S, and only they tell what pruning loses"
         )
+        for name, value_R, unit, what in (
+            ("objective_change", change_R, "reward", "J_mp − J"),
+            ("objective_bound", bound_R, "reward", "E_p[Σ_t (1 − Z_t)] · R_max (1)"),
+            ("objective_change_over_bound", over_R, "ratio", "|J_mp − J| / E_p[Σ_t (1 − Z_t)]"),
+        ):
+            yield from statistic(name, value_R, unit, f"{what}, {weights}", **where)
 
 
 def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -> dict[str, Table]:
@@ -373,6 +342,13 @@ def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -
     def measured(columns: dict) -> list[Column]:
         return [Column(key, heading, interval(spec), INTERVAL) for key, (heading, _, _, spec) in columns.items()]
 
+    about = {
+        "experiment": experiment,
+        "settings": experiment.mismatch,
+        "seeds": experiment.seeds,
+        "resamples_seeds": bootstrap.resamples_seeds(experiment.seeds),
+        "tail": TAIL,
+    }
     wheres = [group.where for group in every]
     by_rho = [where | {"rho": rho} for where in wheres for rho in experiment.mismatch.rhos]
     return {
@@ -380,49 +356,12 @@ def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -
             f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
             [*first, *measured(engines)],
             {"/".join(where.values()): row(where, engines) for where in wheres},
-            [*_notes(experiment), *_ENGINE_NOTES],
+            notes("engines_table", **about),
         ),
         "safe_sets_table": Table(
             f"{experiment.name}: the safe vocabularies of trainer and engine",
             [*first, Column("rho", "ρ", rho_text), *measured(safe_sets)],
             {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
-            [*_notes(experiment), *_SAFE_SET_NOTES],
+            notes("safe_sets_table", **about),
         ),
     }
-
-
-def _notes(experiment: Experiment) -> list[str]:
-    settings, seeds = experiment.mismatch, len(experiment.seeds)
-    several = bootstrap.resamples_seeds(experiment.seeds)
-    return [
-        f"Scale: {experiment.scale}",
-        f"{settings.problems} training problems × {settings.responses} responses × {seeds} seed{'s' * (seeds > 1)} for "
-        "each policy and engine, sampled by the engine from its full vocabulary at temperature 1; all (position, "
-        "token) pairs at the visited positions. d = log q − log p, q the engine, p the fp32 trainer.",
-        f"[ ]: 95 % bootstrap interval over problems{' and seeds' if several else ', not over seeds'}.",
-    ]
-
-
-_ENGINE_NOTES = [
-    "σ(ε): of the difference of the logits over the vocabulary. KL(q‖p), nats per token; self-noise: the same with "
-    "the trainer itself in the engine's place, under bf16 autocast, or one response at a time. What the engine "
-    "adds is what exceeds it.",
-    "tail over head: mean |d| where p < 1e-2 over that where p > 0.5, all pairs alike; any noise of the logits "
-    "moves unlikely tokens more, so it is to be held against the same of the trainer's own noise.",
-    f"tail: p in ({TAIL[0]:g}, {TAIL[1]:g}], weighted by the engine's probabilities, or (by p) by the trainer's. "
-    "P(d > 0): of the sampled tokens.",
-    "Bounds: fractions of the pairs that exceed 2 ε_max (1 − p) (literal, Prop. 4.2), and the sharp pair, by more "
-    "than rounding; ε_max is half the range of d over the vocabulary at the position. At most by: the largest |d| "
-    "over the literal bound that it breaks.",
-]
-
-
-_SAFE_SET_NOTES = [
-    "V_S, V'_S: safe vocabularies of trainer and engine. 1 − Z: probability that the trainer prunes, mean over the "
-    "positions; Σ_t (1 − Z_t): per response.",
-    "J_mp − J: change of the expected reward (0 to 1) by pruning, by importance weights; its bound, Prop. 5.5 with "
-    "the measured Σ_t (1 − Z_t). What pruning loses is known from responses with a token outside V_S alone; where "
-    "ρ is small hardly any is sampled, so that hardly any change is seen, and the interval does not cover that.",
-    "outside V_S: share of the tokens of an engine that prunes which the trainer's V_S lacks, exact; with ε̂: where "
-    "the trainer prunes at ρ·e^(−2ε̂).",
-]

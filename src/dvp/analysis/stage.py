@@ -1,20 +1,20 @@
 """The stages `report` and `evidence`, and what `dvp show` and `dvp bias --model` print."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dvp.analysis.parts import parts
 from dvp.errors import DvpError
 from dvp.experiment.folder import BASE, ExperimentDir
-from dvp.files import sha256_file, sha256_json, write_text
+from dvp.files import sha256_file, sha256_json, write_json, write_text
 from dvp.stage import Inputs, run_stage
 from dvp.tracking.store import store_name
 
 
 def report(config: Path, part: str) -> None:
     """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
-    from dvp.analysis.output import record, write
+    from dvp.analysis.report import make, provenance, record, write
+    from dvp.analysis.responses import write_page
 
     directory = ExperimentDir(config)
     experiment = directory.experiment
@@ -23,23 +23,19 @@ def report(config: Path, part: str) -> None:
     result, config_hash = directory.result("report", part), experiment.config_hash("report")
     # What is read, the analysis verifies itself.
     with run_stage(f"report_{part}", directory, result, config_hash, _inputs(directory, part), verify=False) as stage:
+        made = make(experiment, directory.folder, part)
+        write(made, directory.folder)
         if part == "training":
-            from dvp.analysis.report import report as report_training
-            from dvp.analysis.responses import write_page
-
-            measured = report_training(experiment, directory.folder, directory.folder)
+            write_json(directory.folder / "provenance.json", provenance(experiment, made))
             stage.tracked.log_file(directory.folder / "provenance.json")
-            pages = directory.folder / "report" / "responses.html"
-            write_page(experiment, directory.folder, pages)
-            stage.tracked.log_file(pages)
-        else:
-            measured = import_module(f"dvp.analysis.{part}").measured(experiment, directory.folder)
-            write(measured, directory.folder)
-        for folder, names in (("tables", measured.tables), ("figures", measured.figures)):
+            page = directory.folder / "report" / "responses.html"
+            write_page(experiment, directory.folder, page)
+            stage.tracked.log_file(page)
+        for folder, names in (("tables", made.tables), ("figures", made.figures)):
             for file in sorted((directory.folder / folder).glob("*")):
                 if file.stem in names:
                     stage.tracked.log_file(file, folder)
-        stage.finish({"experiment": experiment.name, "part": part, **record(measured, directory.folder)})
+        stage.finish({"experiment": experiment.name, "part": part, **record(made)})
 
 
 def _inputs(directory: ExperimentDir, part: str) -> Inputs:
@@ -60,7 +56,7 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
 def evidence(experiments: list[str], output: Path) -> None:
     """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json."""
     from dvp.analysis.claims import CLAIMS
-    from dvp.analysis.verdicts import answer, to_html, to_markdown
+    from dvp.analysis.evidence import answer, render
 
     answered = answer(experiments)
     inputs = {
@@ -70,11 +66,12 @@ def evidence(experiments: list[str], output: Path) -> None:
     config_hash = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
     output = output.resolve()
     with run_stage("evidence", output, output / "claims.json", config_hash, inputs, verify=False) as stage:
-        write_text(output / "claims.md", to_markdown(answered, output))
-        write_text(output / "claims.html", to_html(answered))
+        pages = render(answered, output)
+        for name, text in pages.items():
+            write_text(output / name, text)
         for claim in answered["claims"]:
             stage.tracked.tag(f"claim.{claim['id']}", claim["verdict"])
-        for name in ("claims.md", "claims.html"):
+        for name in pages:
             stage.tracked.log_file(output / name)
         stage.finish(answered)
     for claim in answered["claims"]:

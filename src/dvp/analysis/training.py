@@ -9,6 +9,7 @@ from scipy import stats
 from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Training
+from dvp.analysis.pages import notes
 from dvp.analysis.points import (
     BASE,
     grid_points,
@@ -268,7 +269,15 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         measured[-1],
     ]
     title = f"{experiment.name}: mismatch between engine and trainer at the end of training"
-    return Table(title, columns, rows, _mismatch_notes(experiment))
+    below = notes(
+        "mismatch_table",
+        experiment,
+        evaluation=experiment.evaluation,
+        last=min(LAST_STEPS, experiment.training.steps),
+        seeds=seeds_text(experiment),
+        control=any(row["role"] == "control" for row in rows.values()),
+    )
+    return Table(title, columns, rows, below)
 
 
 def _point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
@@ -303,71 +312,17 @@ def _per_seed(cell: list[tuple[float, int | None]]) -> str:
 
 
 def _main_notes(experiment: Experiment, rows: dict[str, dict], published: Claim) -> list[str]:
-    evaluation, task = experiment.evaluation, experiment.report.task
-    k = evaluation.samples_per_problem[task]
-    reference = reference_point(experiment)
-    if bootstrap.resamples_seeds(experiment.seeds):
-        drawn = f"problems and the {seeds_text(experiment)}"
-    else:
-        drawn = (
-            f"problems but not over the {seeds_text(experiment)}, so it does not cover what another training run would "
-            "change (see the scores per seed)"
-        )
-    notes = [
-        _scale(experiment),
-        *experiment.report.declarations,
-        f"Every model at the end of its training ({experiment.training.steps} steps), sampled {k} times "
-        f"a problem of {task} at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g} "
-        f"with engine {evaluation.engine}; mean over the {seeds_text(experiment)}. "
-        "Column engine: the one used in training.",
-        f"[95 %]: hierarchical bootstrap, {evaluation.bootstrap_resamples} resamples, over {drawn}.",
-        f"Change: relative to {experiment.methods[reference.method].label} on engine {reference.engine} (ref.); its "
-        "interval is paired, with the same resampled problems in all rows.",
-    ]
-    if any(row["over_unpruned"] for row in rows.values()):
-        notes.append(
-            "DVP adds: the score minus that of the method that differs in having no safe vocabulary, "
-            "trained on the same engine; paired."
-        )
-    if any(step is not None for row in rows.values() for step in row["collapsed_at"].value):
-        notes.append(
-            "Collapsed at step N: from there on the run was marked as collapsed (training.collapse; train.json has the "
-            "reason). It went on to its last step, and its score counts like any other."
-        )
-    notes += _control_note(experiment)
-    if any(row["published_percent"] for row in rows.values()):
-        notes.append(
-            f"Published: {published.text}, {published.value:+g} {published.unit} ({published.source}); "
-            f"{published.note}. It is set beside the change of the same method at our scale; the two are not "
-            "the same experiment."
-        )
-    return notes
-
-
-def _mismatch_notes(experiment: Experiment) -> list[str]:
-    last = min(LAST_STEPS, experiment.training.steps)
-    return [
-        _scale(experiment),
-        *experiment.report.declarations,
-        "k1 = mean(log q − log p) and k3 = mean(r − log r − 1), r = p/q, estimate KL(q‖p) in nats per token "
-        "between the policies that sampled (engine, q) and that were trained (p): the pruned ones for "
-        "methods with ρ, the full ones for the others (column policies). These are different quantities.",
-        f"Values: mean over the last {last} steps of a run (max |log ratio|: the largest), then over "
-        f"the {seeds_text(experiment)}; [smallest, largest seed], which is not a confidence interval.",
-        "ESS: effective sample size of the sequences' importance weights, as a fraction of the batch. "
-        "outside V_S: sampled tokens outside the trainer's safe vocabulary; they are left out of k1, k3, |log ratio| "
-        "and ESS. masked: tokens of weight 0, rejected by the importance correction or outside V_S. skipped steps: "
-        "all weights 0, or no group with unequal rewards; of all steps of all seeds.",
-        *_control_note(experiment),
-    ]
-
-
-def _scale(experiment: Experiment) -> str:
-    return f"Scale: {experiment.scale}"
-
-
-def _control_note(experiment: Experiment) -> list[str]:
-    if not any(is_control(experiment, point) for point in grid_points(experiment)):
-        return []
-    engine = experiment.evaluation.engine
-    return [f"(control): trained on the evaluation's engine ({engine}), without the mismatch."]
+    return notes(
+        "main_table",
+        experiment,
+        evaluation=experiment.evaluation,
+        k=rows[BASE]["k"],
+        seeds=seeds_text(experiment),
+        resamples_seeds=bootstrap.resamples_seeds(experiment.seeds),
+        reference=reference_point(experiment),
+        pruned=any(row["over_unpruned"] for row in rows.values()),
+        collapsed=any(step is not None for row in rows.values() for step in row["collapsed_at"].value),
+        control=any(row["role"] == "control" for row in rows.values()),
+        quoted=any(row["published_percent"] for row in rows.values()),
+        published=published,
+    )

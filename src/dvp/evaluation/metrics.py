@@ -1,7 +1,7 @@
 """avg@k, pass@k and maj@k with bootstrap intervals.
 
 Shapes: P problems, K samples of each. `correct_PK` is boolean; `votes_PK` holds, for each sample, which of its
-problem's distinct answers it states (from `votes`), −1 for none. The metrics are means over problems of the values here.
+problem's distinct answers it states (from `votes`), −1 for none. The metrics are means over problems of what is here.
 """
 
 import re
@@ -41,7 +41,7 @@ def powers_of_two(K: int) -> list[int]:
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> np.ndarray:
-    """Of each problem the probability that at least one of k samples is correct, without bias, from K ≥ k samples, (P,).
+    """Of each problem the probability that one of k samples at least is correct, without bias, from K ≥ k, (P,).
 
     1 − C(K−c, k) / C(K, k) for c correct ones, as a product of ratios, which does not overflow
     (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1 and figure 3).

@@ -11,6 +11,7 @@ container: "envs/dvp.sif"
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/resolve.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/base.smk"
 include: "workflow/rules/train.smk"
@@ -31,5 +32,5 @@ onstart:
 rule all:
     default_target: True
     input:
-        reports(config["experiment"]),
+        everything(config["experiment"]),
     localrule: True

@@ -58,13 +58,12 @@ def resolve(
     Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs read, and
     creates the MLflow store. Run it in the repository's root.
     """
-    from dvp.experiment.loading import dump_experiment, load_experiment
-    from dvp.files import write_text
+    from dvp.experiment.loading import load_experiment, write_resolved
     from dvp.tracking.store import create_store
 
     loaded = load_experiment(experiment)
     create_store(folder.parent, loaded.name)
-    write_text(folder / "config.yaml", dump_experiment(loaded))
+    write_resolved(loaded, folder)
 
 
 @app.command(rich_help_panel=EXPERIMENT)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from dvp.experiment.loading import (
     read_resolved,
     read_settings,
     read_yaml,
+    write_resolved,
 )
 from dvp.files import write_text
 
@@ -99,6 +101,28 @@ def test_every_experiment_survives_being_resolved(name, tmp_path):
         for stage in STAGES:
             task = experiment.data.tasks[0]
             assert again.config_hash(stage, run, task) == experiment.config_hash(stage, run, task)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_is_written_has_what_the_experiment_uses_and_nothing_else(name, tmp_path):
+    experiment = load_experiment(name, ROOT / "config")
+    write_resolved(experiment, tmp_path)
+    written = read_resolved(tmp_path / "config.yaml")
+    assert written == experiment.used == written.used
+    assert (written.runs, written.estimators) == (experiment.runs, experiment.estimators)
+    assert written.config_hash("report") == experiment.config_hash("report")
+    assert 0 < len(written.methods) < len(experiment.methods)
+    assert 0 < len(written.sources) < len(experiment.sources)
+
+
+def test_what_is_written_keeps_its_age_until_it_changes(tmp_path):
+    experiment, file = load_experiment("smoke", ROOT / "config"), tmp_path / "config.yaml"
+    write_resolved(experiment, tmp_path)
+    os.utime(file, (1, 1))
+    write_resolved(experiment, tmp_path)
+    assert file.stat().st_mtime == 1
+    write_resolved(experiment.model_copy(update={"scale": "another"}), tmp_path)
+    assert file.stat().st_mtime > 1
 
 
 def test_resolving_keeps_every_kind_of_value(edit, tmp_path):

@@ -86,7 +86,7 @@ def test_a_second_run_has_nothing_to_do_and_a_changed_line_measures_what_depends
     assert "Nothing to be done" in copy.snakemake("evidence").stdout
     path = copy.folder / f"config/experiments/{NAME}.yaml"
     original = path.read_text()
-    reports = {"report_training", "report_mismatch", "report_bias", "report_sweep", "evidence"}
+    reports = {"resolve", "report_training", "report_mismatch", "report_bias", "report_sweep", "evidence"}
     for change, expected in [
         (lambda value: value["bias"].update(engines=["coarse", "bf16"]), {"bias"}),
         (lambda value: value["mismatch"].update(rhos=[0.5, 0.2]), {"mismatch"}),

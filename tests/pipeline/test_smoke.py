@@ -160,10 +160,10 @@ def test_the_conversion_is_proved(copy):
 
 def test_a_change_runs_again_what_depends_on_it_and_nothing_else(copy):
     original = (copy.folder / "config/experiments/smoke.yaml").read_text()
-    everything = {"prepare", "base", "train", "convert", "evaluate", "report_training"}
+    everything = {"prepare", "base", "train", "convert", "evaluate", "report_training", "resolve"}
     for change, expected in [
-        (lambda value: value["report"].update(declarations=["Said otherwise."]), {"report_training"}),
-        (lambda value: value["evaluation"].update(temperature=0.5), {"evaluate", "report_training"}),
+        (lambda value: value["report"].update(declarations=["Said otherwise."]), {"resolve", "report_training"}),
+        (lambda value: value["evaluation"].update(temperature=0.5), {"resolve", "evaluate", "report_training"}),
         (lambda value: value["training"].update(learning_rate=0.5), everything - {"prepare", "base"}),
         (lambda value: value["data"].update(held_out=20), everything),
     ]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from test_loop import ScriptedEngine, make_loop  # noqa: F401
 
+from dvp import provenance
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
 from dvp.training import checkpoint, rollouts
@@ -266,6 +267,34 @@ def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop
 
 
 # --- checkpoints of other work ---
+
+
+def test_a_run_whose_outputs_snakemake_has_deleted_goes_on(make_loop, tmp_path, whole, monkeypatch):
+    """As it does before it starts a job again; meanwhile somebody has edited the code."""
+    folder = tmp_path / "run"
+
+    def checkpoints() -> Path:
+        return checkpoint.folder_of(folder / "checkpoints", **WORK)
+
+    def delete_and_go_on() -> tuple[list[int], dict]:
+        for name in ("metrics.jsonl", "responses.parquet"):
+            (folder / name).unlink()
+        resumed, stepped = make_loop(), []
+        monkeypatch.setattr(resumed, "step", lambda step, run=resumed.step: stepped.append(step) or run(step))
+        run_loop(resumed, folder, checkpoints(), lambda row: None)
+        return stepped, weights(resumed)
+
+    loop = make_loop()
+    on_call(monkeypatch, loop.engine, "generate", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="after step 3"):
+        run_loop(loop, folder, checkpoints(), lambda row: None)
+    monkeypatch.setattr(provenance, "code_hash", lambda: "0" * 12)
+    for expected in ([4], []):  # stopped before the last step, and after it
+        stepped, weights_now = delete_and_go_on()
+        assert stepped == expected
+        assert rows(folder) == rows(whole[0])
+        assert same(weights_now, whole[1])
+        assert (folder / "responses.parquet").read_bytes() == (whole[0] / "responses.parquet").read_bytes()
 
 
 WORK = {"settings": "aaa", "data": {"train.parquet": "d"}, "base": {"model.safetensors": "b"}}

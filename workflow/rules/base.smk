@@ -1,8 +1,9 @@
 rule base:
     input:
         data=rules.prepare.output,
+        kind=only_if_trained,
     output:
-        f"{RESULTS}/base/manifest.json",
+        multiext(f"{RESULTS}/base/", "manifest.json", *HUGGING_FACE),
     log:
         f"{LOGS}/base.log",
     benchmark:
@@ -16,3 +17,14 @@ rule base:
         "making the base model"
     shell:
         "dvp base --config {params.config:q} --threads {threads} 2>&1 | tee {log:q}"
+
+
+# A model that exists already is linked, in however many files its weights are; every stage verifies them by name.
+use rule base as base_linked with:
+    input:
+        data=rules.prepare.output,
+    output:
+        multiext(f"{RESULTS}/base/", "manifest.json", "config.json"),
+
+
+ruleorder: base > base_linked

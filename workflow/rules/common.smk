@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from dvp.analysis.parts import parts
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.loading import load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer
 from dvp.versions import STAGE_VERSIONS
@@ -27,10 +27,18 @@ RESULTS = f"{config['results']}/{{experiment}}"
 LOGS = f"{RESULTS}/logs"
 # What each job took, in files named after its rule; `dvp plan` reads them.
 BENCHMARKS = f"{RESULTS}/benchmarks"
-# The resolved experiment, written when a run starts. It is no input of any rule: a stage depends on those parts of it
-# that its `config_hash` hashes, not on the file's age (and `ancient` would hide such changes while the file is remade).
+# The resolved experiment: the output of `resolve`, an input of the reports alone. Any other stage depends on those parts
+# of it that its `config_hash` hashes: as an input, every change of it would run everything again, and while an
+# `ancient` input is made again, Snakemake sees no other reason to run what reads it. So `begin` brings it up to date.
 RESOLVED = f"{RESULTS}/config.yaml"
 EVIDENCE = f"{config['results']}/evidence"
+# The files of a Hugging Face directory that we write, however large.
+HUGGING_FACE = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 @cache
@@ -46,10 +54,11 @@ experiment(config["experiment"])
 
 
 def begin():
-    """Lock and resolve the experiments of which something is to be done.
+    """Lock the experiments of which something is to be done, and have their jobs read the settings of now.
 
     Until this process ends, no other Snakemake writes to their results, from whichever checkout. (Snakemake's own lock
-    sees its working directory only, and outlives a Snakemake that was killed.)
+    sees its working directory only, and outlives a Snakemake that was killed.) What jobs read stays as it is until
+    then, though somebody edits the experiment.
     """
     todo = [job.wildcards_dict.get("experiment") for job in workflow.dag.needrun_jobs()]
     for name in dict.fromkeys(filter(None, todo)):
@@ -58,7 +67,7 @@ def begin():
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))
         except DvpError as error:
             raise WorkflowError(str(error)) from None
-        shell(f"dvp resolve --experiment {quote(name)} --folder {quote(folder)}")
+        write_resolved(experiment(name), Path(folder))
 
 
 HELD = ExitStack()
@@ -134,6 +143,21 @@ def threads_of(gpus_of_job):
     return lambda wildcards: gpus_of_job(experiment(wildcards.experiment), wildcards)
 
 
+def trains_base(name):
+    return experiment(name).base.kind == "trained"
+
+
+def only_if_trained(wildcards):
+    """Nothing if the pipeline trains the base model; else a file that never is, so that `base_linked` takes over."""
+    return [] if trains_base(wildcards.experiment) else "no such file: base_linked"
+
+
+def base_files(wildcards):
+    """The base model."""
+    stage = rules.base if trains_base(wildcards.experiment) else rules.base_linked
+    return expand(stage.output, experiment=wildcards.experiment)
+
+
 def local_files(wildcards):
     """Problems that come from files of this machine: when one changes, everything runs again."""
     asked = experiment(wildcards.experiment)
@@ -145,42 +169,34 @@ def local_files(wildcards):
     ]
 
 
-def of_all_runs(stage, *more):
-    """The output of the rule `stage` for every run, `more` paths of runs (such as base), and every task."""
-
-    def files(wildcards):
-        asked = experiment(wildcards.experiment)
-        runs = [*more, *(run.path for run in asked.runs)]
-        every = expand(
-            stage.output[0], experiment=asked.name, run=runs, task=asked.data.tasks
-        )
-        return list(dict.fromkeys(every))  # not every stage has tasks
-
-    return files
-
-
-def of_all_measurements(stage):
-    """The output of the rule `stage` (mismatch or bias) for every measurement of the experiment."""
-
-    def files(wildcards):
-        asked = experiment(wildcards.experiment)
-        measurements = [
-            measurement.path for measurement in asked.measurements(stage.rule.name)
-        ]
-        return expand(stage.output[0], experiment=asked.name, measurement=measurements)
-
-    return files
+def outputs(stage, name):
+    """All that a rule makes for an experiment, for every run, task and measurement of it."""
+    asked = experiment(name)
+    runs, stage_name = [run.path for run in asked.runs], stage.rule.name
+    if stage_name in ("mismatch", "bias"):
+        of = {"measurement": [each.path for each in asked.measurements(stage_name)]}
+    elif stage_name == "evaluate":
+        of = {"run": ["base", *runs], "task": asked.data.tasks}
+    else:
+        of = {"run": runs}
+    # A rule without wildcards of its own would give its files as often as there are runs.
+    return list(dict.fromkeys(expand(stage.output, experiment=name, **of)))
 
 
-def model_proof(wildcards):
-    """What says that the model to evaluate or to measure is complete."""
+def all_of(stage):
+    """The input function for all that a rule makes for the experiment."""
+    return lambda wildcards: outputs(stage, wildcards.experiment)
+
+
+def model_files(wildcards):
+    """The model to evaluate or to measure."""
     run = wildcards.get("run")
     if run is None:
         measured = measurement_of(wildcards).run
         run = "base" if measured is None else measured.path
     if run == "base":
-        return rules.base.output
-    return rules.convert.output[0].format(experiment=wildcards.experiment, run=run)
+        return base_files(wildcards)
+    return expand(rules.convert.output, experiment=wildcards.experiment, run=run)
 
 
 def reports(name):
@@ -188,3 +204,15 @@ def reports(name):
     return expand(
         f"{RESULTS}/report/{{part}}.json", experiment=name, part=parts(experiment(name))
     )
+
+
+def everything(name):
+    """All files of an experiment that a rule or a person reads, so that a missing one is made again."""
+    base = "base" if trains_base(name) else "base_linked"
+    stages = ["resolve", "prepare", base, "train", "convert", "evaluate"]
+    stages += [
+        "mismatch",
+        "bias",
+        *[f"report_{part}" for part in parts(experiment(name))],
+    ]
+    return [file for stage in stages for file in outputs(getattr(rules, stage), name)]

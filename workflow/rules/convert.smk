@@ -1,9 +1,9 @@
 rule convert:
     input:
-        base=rules.base.output,
+        base=base_files,
         trained=rules.train.output,
     output:
-        f"{RESULTS}/models/{{run}}/conversion.json",
+        multiext(f"{RESULTS}/models/{{run}}/", "conversion.json", *HUGGING_FACE),
     log:
         f"{LOGS}/runs/{{run}}/convert.log",
     benchmark:

@@ -2,7 +2,7 @@ rule prepare:
     input:
         files=local_files,
     output:
-        f"{RESULTS}/data/manifest.json",
+        multiext(f"{RESULTS}/data/", "manifest.json", "train.parquet", "eval.parquet"),
     log:
         f"{LOGS}/prepare.log",
     benchmark:

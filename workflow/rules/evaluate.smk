@@ -1,9 +1,9 @@
 rule evaluate:
     input:
         data=rules.prepare.output,
-        model=model_proof,
+        model=model_files,
     output:
-        f"{RESULTS}/evals/{{run}}/{{task}}/scores.json",
+        multiext(f"{RESULTS}/evals/{{run}}/{{task}}/", "scores.json", "samples.parquet"),
     log:
         f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
     benchmark:

@@ -1,9 +1,17 @@
 rule mismatch:
     input:
         data=rules.prepare.output,
-        model=model_proof,
+        model=model_files,
     output:
-        f"{RESULTS}/mismatch/{{measurement}}/mismatch.json",
+        multiext(
+            f"{RESULTS}/mismatch/{{measurement}}/",
+            "mismatch.json",
+            "histogram.parquet",
+            "gaps.parquet",
+            "bounds.parquet",
+            "safe_sets.parquet",
+            "noise.parquet",
+        ),
     log:
         f"{LOGS}/mismatch/{{measurement}}.log",
     benchmark:
@@ -24,9 +32,14 @@ rule mismatch:
 rule bias:
     input:
         data=rules.prepare.output,
-        model=model_proof,
+        model=model_files,
     output:
-        f"{RESULTS}/bias/{{measurement}}/bias.json",
+        multiext(
+            f"{RESULTS}/bias/{{measurement}}/",
+            "bias.json",
+            "estimators.parquet",
+            "jackknife.parquet",
+        ),
     log:
         f"{LOGS}/bias/{{measurement}}.log",
     benchmark:

@@ -1,8 +1,9 @@
 rule report_training:
     input:
+        config=rules.resolve.output,
         claims="config/claims.yaml",
-        runs=of_all_runs(rules.train),
-        scores=of_all_runs(rules.evaluate, "base"),
+        runs=all_of(rules.train),
+        scores=all_of(rules.evaluate),
     output:
         f"{RESULTS}/report/training.json",
         f"{RESULTS}/provenance.json",
@@ -60,18 +61,18 @@ rule report_training:
     benchmark:
         f"{BENCHMARKS}/report_training.tsv"
     params:
-        config=RESOLVED,
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report_training"],
     message:
         "drawing training and scores of {wildcards.experiment}"
     shell:
-        "dvp report --config {params.config:q} --part training 2>&1 | tee {log:q}"
+        "dvp report --config {input.config:q} --part training 2>&1 | tee {log:q}"
 
 
 rule report_mismatch:
     input:
-        measurements=of_all_measurements(rules.mismatch),
+        config=rules.resolve.output,
+        measurements=all_of(rules.mismatch),
     output:
         f"{RESULTS}/report/mismatch.json",
         multiext(f"{RESULTS}/tables/engines_table", ".csv", ".md", ".tex"),
@@ -127,18 +128,18 @@ rule report_mismatch:
     benchmark:
         f"{BENCHMARKS}/report_mismatch.tsv"
     params:
-        config=RESOLVED,
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report_mismatch"],
     message:
         "drawing the mismatch of {wildcards.experiment}"
     shell:
-        "dvp report --config {params.config:q} --part mismatch 2>&1 | tee {log:q}"
+        "dvp report --config {input.config:q} --part mismatch 2>&1 | tee {log:q}"
 
 
 rule report_bias:
     input:
-        measurements=of_all_measurements(rules.bias),
+        config=rules.resolve.output,
+        measurements=all_of(rules.bias),
     output:
         f"{RESULTS}/report/bias.json",
         multiext(f"{RESULTS}/tables/bias_table", ".csv", ".md", ".tex"),
@@ -164,21 +165,21 @@ rule report_bias:
     benchmark:
         f"{BENCHMARKS}/report_bias.tsv"
     params:
-        config=RESOLVED,
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report_bias"],
     message:
         "drawing the estimators' bias of {wildcards.experiment}"
     shell:
-        "dvp report --config {params.config:q} --part bias 2>&1 | tee {log:q}"
+        "dvp report --config {input.config:q} --part bias 2>&1 | tee {log:q}"
 
 
 rule report_sweep:
     input:
+        config=rules.resolve.output,
         claims="config/claims.yaml",
-        runs=of_all_runs(rules.train),
-        scores=of_all_runs(rules.evaluate, "base"),
-        measurements=of_all_measurements(rules.bias),
+        runs=all_of(rules.train),
+        scores=all_of(rules.evaluate),
+        measurements=all_of(rules.bias),
     output:
         f"{RESULTS}/report/sweep.json",
         expand(
@@ -197,10 +198,9 @@ rule report_sweep:
     benchmark:
         f"{BENCHMARKS}/report_sweep.tsv"
     params:
-        config=RESOLVED,
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report_sweep"],
     message:
         "drawing the sweep of {wildcards.experiment}"
     shell:
-        "dvp report --config {params.config:q} --part sweep 2>&1 | tee {log:q}"
+        "dvp report --config {input.config:q} --part sweep 2>&1 | tee {log:q}"

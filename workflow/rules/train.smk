@@ -1,10 +1,17 @@
-# Checkpoints are not declared as outputs: Snakemake deletes the outputs of a failed job, and training goes on from them.
+# Checkpoints are not declared: Snakemake deletes a job's outputs before it starts it again, and training goes on from
+# them. Each has copies of metrics.jsonl and responses.parquet, which training puts back.
 rule train:
     input:
         data=rules.prepare.output,
-        base=rules.base.output,
+        base=base_files,
     output:
-        f"{RESULTS}/runs/{{run}}/train.json",
+        multiext(
+            f"{RESULTS}/runs/{{run}}/",
+            "train.json",
+            "metrics.jsonl",
+            "responses.parquet",
+            "probe.safetensors",
+        ),
     log:
         f"{LOGS}/runs/{{run}}/train.log",
     benchmark:

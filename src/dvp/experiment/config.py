@@ -212,6 +212,24 @@ class Experiment(Strict):
             for pair in product(entry.method, entry.rho or [None])
         ]
 
+    @property
+    def used(self) -> "Experiment":
+        """The same experiment without the sources, engines and methods of the catalogue that it does not name."""
+        sources = {self.data.train, *self.data.evaluation}
+        if isinstance(self.base, TrainedBase):
+            sources.add(self.base.source)
+        engines = {self.evaluation.engine, *(run.engine for run in self.runs)}
+        for settings in filter(None, (self.mismatch, self.bias)):
+            engines.update(settings.engines)
+        methods = {run.method for run in self.runs} | {method for method, _ in self.estimators}
+        tables = {"sources": sources, "engines": engines, "methods": methods}
+        return self.model_copy(
+            update={
+                table: {name: entry for name, entry in getattr(self, table).items() if name in names}
+                for table, names in tables.items()
+            }
+        )
+
     def config_hash(
         self, stage: str, run: Run | None = None, task: str | None = None, measurement: Measurement | None = None
     ) -> str:

@@ -22,7 +22,7 @@ def settings_of_stage(
     stages `mismatch` and `bias`.
     """
     if stage == "report":
-        return experiment.model_dump(mode="json")
+        return experiment.used.model_dump(mode="json")
     if measurement is not None:
         run = measurement.run
     data, base, training = experiment.data, experiment.base, experiment.training

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.training import BF16_AUTOCAST
+from dvp.files import write_text
 from dvp.strict import NAME
 
 # DeepSpeed's keys that follow from `training`.
@@ -186,6 +187,16 @@ def read_resolved(path: Path) -> Experiment:
 def dump_experiment(experiment: Experiment) -> str:
     """An experiment as YAML that `read_resolved` reads back unchanged."""
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def write_resolved(experiment: Experiment, folder: Path) -> None:
+    """Write an experiment's config.yaml, with those entries of the catalogue that it uses.
+
+    One that is there and says the same is left as it is, its age included.
+    """
+    path, text = folder / "config.yaml", dump_experiment(experiment.used)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
 
 
 def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:

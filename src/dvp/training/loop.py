@@ -325,7 +325,7 @@ def _append(metrics_file: Path, row: dict) -> None:
 
 
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
-    """Load the newest whole checkpoint, if any, and put its copy of metrics.jsonl in place; the rows of it."""
+    """Load the newest whole checkpoint, if any, and put its metrics.jsonl and responses in place; the rows of it."""
     restored = checkpoint.restore(checkpoints, loop.trainer)
     if restored is None:
         if ranks.is_main():
@@ -336,5 +336,6 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     if ranks.is_main():
         write_text(metrics_file, metrics)
         loop.recorder.restore(path / RESPONSES)
+        loop.recorder.write(metrics_file.with_name(RESPONSES))
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

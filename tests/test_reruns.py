@@ -1,0 +1,156 @@
+"""What Snakemake makes again, and what it leaves alone: dry runs over made-up results of the smoke experiment."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+EXPERIMENT = Path("config/experiments/smoke.yaml")
+RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
+REPORTS = {"resolve": 1, "report_training": 1}
+SCORES = {"evaluate": 4, "report_training": 1}
+MODELS = {"train": 3, "convert": 3, "evaluate": 3}  # the base model is evaluated as well
+
+
+class Results:
+    """A working copy, the package among it, in which every job of the smoke experiment seems to be done."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        for name in ("workflow", "config", "envs", "profiles", "src"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copy(ROOT / "Snakefile", folder)
+        summary = self._snakemake("--summary").splitlines()
+        outputs = [line.split("\t")[0] for line in summary if line.startswith("results/")]
+        assert len(outputs) > 50
+        for name in outputs:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("made up")
+        self._snakemake("--touch", "--forceall")
+
+    def _snakemake(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", *arguments, "--config", "experiment=smoke"],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(self.folder / "src")},
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def jobs(self, *arguments: str) -> dict[str, int]:
+        """How many jobs of each rule a dry run lists, `all` left out."""
+        stats = self._snakemake(*arguments, "--dry-run", "--quiet", "rules").partition("Job stats:")[2]
+        counted = re.findall(r"^(\w+) +(\d+)$", stats.partition("total")[0], flags=re.MULTILINE)
+        return {rule: int(count) for rule, count in counted if rule != "all"}
+
+    def edit(self, name: Path | str, old: str, new: str) -> None:
+        """Replace what is once in a file."""
+        text = (self.folder / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1, (name, old)
+        (self.folder / name).write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Results:
+    return Results(tmp_path_factory.mktemp("reruns"))
+
+
+@pytest.fixture
+def results(done) -> Iterator[Results]:
+    """The same for every test: what one edits or deletes is put back, its age included."""
+    kept = done.folder.with_name("kept")
+    shutil.copytree(done.folder, kept)
+    yield done
+    shutil.rmtree(done.folder)
+    kept.rename(done.folder)
+
+
+def test_a_comment_in_the_code_runs_nothing_again(results):
+    assert results.jobs() == {}
+    for name in ("errors.py", "training/loop.py", "core/advantages.py", "analysis/report.py"):
+        with open(results.folder / "src/dvp" / name, "a", encoding="utf-8") as file:
+            file.write("\n# A comment.\n")
+    assert results.jobs() == {}
+
+
+def test_the_readmes_recipe_for_a_new_advantage_runs_nothing_but_what_uses_it(results):
+    results.edit(
+        "src/dvp/core/advantages.py", '    "dr_grpo": dr_grpo,\n', '    "dr_grpo": dr_grpo,\n    "new": dr_grpo,\n'
+    )
+    results.edit("src/dvp/experiment/methods.py", '"dr_grpo", "opo"', '"dr_grpo", "new", "opo"')
+    with open(results.folder / "config/catalogue/methods.yaml", "a", encoding="utf-8") as file:
+        file.write("\nnew: {label: A new advantage, advantage: new}\n")
+    assert results.jobs() == {}
+    results.edit(EXPERIMENT, "\ngrid:\n", "\ngrid:\n  - {method: new, engine: fp32}\n")
+    assert results.jobs() == REPORTS | {"train": 1, "convert": 1, "evaluate": 1}
+
+
+def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):
+    results.edit("src/dvp/versions.py", '    "train": 1,', '    "train": 2,')
+    assert results.jobs() == MODELS | {"report_training": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs"),
+    [
+        ("data/train.parquet", {"prepare": 1, "base": 1, "train": 3, "convert": 3, **SCORES}),
+        ("base/model.safetensors", {"base": 1, "train": 3, "convert": 3, **SCORES}),
+        (f"runs/{RUN}/metrics.jsonl", {"train": 1, "convert": 1, "evaluate": 1, "report_training": 1}),
+        (f"models/{RUN}/model.safetensors", {"convert": 1, "evaluate": 1, "report_training": 1}),
+        (f"evals/{RUN}/held_out/samples.parquet", {"evaluate": 1, "report_training": 1}),
+        ("tables/main_table.csv", {"report_training": 1}),
+        ("config.yaml", REPORTS),
+    ],
+)
+def test_a_missing_file_is_made_again(results, name, jobs):
+    (results.folder / "results/smoke" / name).unlink()
+    assert results.jobs() == jobs
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "jobs"),
+    [
+        ("A smoke test, not an experiment.", "Other words.", REPORTS),
+        ("learning_rate: 1.5e-4", "learning_rate: 3e-4", REPORTS | MODELS),
+        ("samples_per_problem: {held_out: 2}", "samples_per_problem: {held_out: 4}", REPORTS | SCORES),
+    ],
+)
+def test_a_change_runs_again_what_depends_on_it_and_nothing_else(results, old, new, jobs):
+    results.edit(EXPERIMENT, old, new)
+    assert results.jobs() == jobs
+
+
+def test_a_change_of_settings_hides_no_other_reason_to_run(results):
+    """As it would if the stages had the resolved experiment as an `ancient` input (Snakemake 9.27)."""
+    results.edit(EXPERIMENT, "A smoke test, not an experiment.", "Other words.")
+    (results.folder / "results/smoke/base/config.json").write_text("from a run that was stopped")
+    assert results.jobs() == REPORTS | {"train": 3, "convert": 3, "evaluate": 4}
+
+
+def test_the_resolved_experiment_can_be_asked_for(results):
+    goal = results.folder / "results/smoke/config.yaml"
+    goal.unlink()
+    assert results.jobs("results/smoke/config.yaml") == {"resolve": 1}
+
+
+def test_a_stage_that_is_asked_for_alone_reads_the_settings_of_now(results):
+    """Also where the rule that writes them is not asked for; `false` stands for the stage."""
+    results.edit(EXPERIMENT, "learning_rate: 1.5e-4", "learning_rate: 3e-4")
+    rule = "workflow/rules/train.smk"
+    text = (results.folder / rule).read_text()
+    start = text.index('"dvp train')
+    (results.folder / rule).write_text(text[:start] + '"grep -q 0.0003 {params.config}; touch {output}"\n')
+    goal = f"results/smoke/runs/{RUN}/train.json"
+    assert "1 of 1 steps" in results._snakemake(goal, "--cores", "1")

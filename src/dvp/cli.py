@@ -266,24 +266,21 @@ def evidence(
     stage.evidence([*experiments, *(more or [])], output)
 
 
+FARTHEST = "where the mismatch is largest"
+
+
 @app.command(rich_help_panel=RESULTS)
 def show(
     config: Config,
     responses: Annotated[
-        bool, typer.Option("--responses", help="show a sampled response of training, token by token")
+        bool, typer.Option("--responses", help="a sampled response of training, token by token")
     ] = False,
-    run: Annotated[
-        str | None, typer.Option(metavar="RUN", help="of which run", show_default="where the mismatch is largest")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="of which step", show_default="where the mismatch is largest")
-    ] = None,
-    response: Annotated[
-        int | None, typer.Option(metavar="N", help="which one", show_default="where the mismatch is largest")
-    ] = None,
+    run: Annotated[str | None, _option("RUN", "of which run", show_default=FARTHEST)] = None,
+    step: Annotated[int | None, _option("N", "of which step", show_default=FARTHEST)] = None,
+    response: Annotated[int | None, _option("N", "which one", show_default=FARTHEST)] = None,
     colour: Annotated[
         Literal["log_ratio", "p", "safe", "weight", "advantage"],
-        typer.Option(help="what the tokens' colours say"),
+        _option("WHAT", "what the tokens' colours say: log_ratio, p, safe, weight, advantage"),
     ] = "log_ratio",
 ) -> None:
     """Print the main table and where everything is, or a response.

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,11 +36,17 @@ def _above_zero(value: float | None) -> float | None:
     return value
 
 
-Config = Annotated[Path, typer.Option(metavar="FILE", help="results/E/config.yaml")]
-RunPath = Annotated[str, typer.Option(metavar="RUN", help="method~…/engine~…/rho~…/seed~…")]
+def _option(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=help, **more)
+
+
+CONFIG = _option("FILE", "results/E/config.yaml")
+Config = Annotated[Path, CONFIG]
+RunPath = Annotated[str, _option("RUN", "method~…/engine~…/rho~…/seed~…")]
+MEASURED = _option("MEASUREMENT", "POLICY/by~ENGINE/seed~N; POLICY is base, or RUN without its seed")
+Threads = Annotated[int, _option("N", "CPU threads", min=1)]
 # Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
 More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
-Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads")]
 
 EXPERIMENT = "Experiment"
 MODELS = "Data and models"
@@ -50,8 +56,8 @@ RESULTS = "Results"
 
 @app.command(rich_help_panel=EXPERIMENT)
 def resolve(
-    experiment: Annotated[str, typer.Option(metavar="NAME", help="name of a file in config/experiments")],
-    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="where results go, such as results/tiny")],
+    experiment: Annotated[str, _option("NAME", "name of a file in config/experiments")],
+    folder: Annotated[Path, _option("FOLDER", "where results go, such as results/tiny")],
 ) -> None:
     """Validate an experiment and write it resolved.
 
@@ -66,37 +72,22 @@ def resolve(
     write_resolved(loaded, folder)
 
 
+SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")
+GPU = _option("GPU", "a100, h100, h200 or cpu", show_default="h200; cpu if the pipeline trains the base model")
+GPUS = _option("N", "used at once", min=1, show_default="what the largest job takes")
+LENGTH = _option(
+    "N", "mean length of a response", callback=_above_zero, show_default="as recorded, else half of the longest"
+)
+
+
 @app.command(rich_help_panel=EXPERIMENT)
 def plan(
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE…",
-            help="as Snakemake's: experiment=NAME results=FOLDER",
-            show_default="config/config.yaml",
-        ),
-    ] = None,
+    config: Annotated[list[str] | None, SETTINGS] = None,
     more: More = None,
-    gpu: Annotated[
-        Literal["a100", "h100", "h200", "cpu"] | None,
-        typer.Option(
-            help="the device to plan for", show_default="h200, or cpu for a base model that the pipeline trains itself"
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="used at once", show_default="what the largest job takes"),
-    ] = None,
-    price: Annotated[float | None, typer.Option(metavar="X", callback=_above_zero, help="of a GPU-hour")] = None,
-    response_tokens: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            callback=_above_zero,
-            help="mean length of a response",
-            show_default="as recorded, else half of the longest",
-        ),
-    ] = None,
+    gpu: Annotated[Literal["a100", "h100", "h200", "cpu"] | None, GPU] = None,
+    gpus: Annotated[int | None, GPUS] = None,
+    price: Annotated[float | None, _option("X", "of a GPU-hour", callback=_above_zero)] = None,
+    response_tokens: Annotated[float | None, LENGTH] = None,
     json: Annotated[bool, typer.Option("--json", help="print numbers: hours, bytes")] = False,
 ) -> None:
     """Say what an experiment will take before anything is submitted.
@@ -112,16 +103,10 @@ def plan(
     from dvp.planning.text import render
 
     settings = read_settings([*(config or []), *(more or [])])
-    experiment = load_experiment(settings["experiment"])
-    made = make_plan(
-        experiment,
-        read_jobs(settings),
-        Path(settings["results"]) / experiment.name,
-        gpu=gpu,
-        gpus=gpus,
-        price=price,
-        response_tokens=response_tokens,
-    )
+    loaded = load_experiment(settings["experiment"])
+    folder = Path(settings["results"]) / loaded.name
+    options = {"gpu": gpu, "gpus": gpus, "price": price, "response_tokens": response_tokens}
+    made = make_plan(loaded, read_jobs(settings), folder, **options)
     print(dump_json(made) if json else render(made))
 
 
@@ -176,7 +161,7 @@ def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
 def evaluate(
     config: Config,
     run: RunPath,
-    task: Annotated[str, typer.Option(metavar="TASK", help="`held_out` or an evaluation source of the experiment")],
+    task: Annotated[str, _option("TASK", "held_out, or an evaluation source of the experiment")],
     threads: Threads = 1,
 ) -> None:
     """Sample a model on a task and score it.
@@ -190,16 +175,7 @@ def evaluate(
 
 
 @app.command(rich_help_panel=MEASUREMENT)
-def mismatch(
-    config: Config,
-    measurement: Annotated[
-        str,
-        typer.Option(
-            metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, POLICY being base or method~…/engine~…/rho~…"
-        ),
-    ],
-    threads: Threads = 1,
-) -> None:
+def mismatch(config: Config, measurement: Annotated[str, MEASURED], threads: Threads = 1) -> None:
     """Measure the mismatch between engine and trainer at a fixed policy.
 
     Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes
@@ -210,29 +186,21 @@ def mismatch(
     stage.mismatch(config, measurement, threads)
 
 
+PROBLEMS = _option(
+    "FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on"
+)
+
+
 @app.command(rich_help_panel=MEASUREMENT)
 def bias(
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="results/E/config.yaml")] = None,
-    measurement: Annotated[
-        str | None, typer.Option(metavar="MEASUREMENT", help="POLICY/by~ENGINE/seed~N, as of `dvp mismatch`")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a Hugging Face directory")] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="an engine of the experiment or of config/catalogue")
-    ] = None,
-    experiment: Annotated[
-        str, typer.Option(metavar="NAME", help="whose estimators, batches and sampling are used")
-    ] = "estimator_bias",
-    problems: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=".parquet, .jsonl or .json with columns problem and answer",
-            show_default="what the experiment trains on",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="draws problems and responses")] = 0,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="where to write")] = Path("bias"),
+    config: Annotated[Path | None, CONFIG] = None,
+    measurement: Annotated[str | None, MEASURED] = None,
+    model: Annotated[Path | None, _option("FOLDER", "a Hugging Face directory")] = None,
+    engine: Annotated[str | None, _option("NAME", "an engine of the experiment or of config/catalogue")] = None,
+    experiment: Annotated[str, _option("NAME", "whose estimators, batches and sampling are used")] = "estimator_bias",
+    problems: Annotated[Path | None, PROBLEMS] = None,
+    seed: Annotated[int, _option("N", "draws problems and responses", min=0)] = 0,
+    output: Annotated[Path, _option("FOLDER", "where to write")] = Path("bias"),
     threads: Threads = 1,
 ) -> None:
     """Measure bias and variance of every estimator of the policy gradient.
@@ -259,16 +227,13 @@ def bias(
     print(f"\nfull precision, and what the intervals are made from: {output}")
 
 
+PARTS = "training: scores and curves of the grid; mismatch, bias: measurements at fixed policies; sweep: over ρ"
+
+
 @app.command(rich_help_panel=RESULTS)
 def report(
     config: Config,
-    part: Annotated[
-        Literal["training", "mismatch", "bias", "sweep"],
-        typer.Option(
-            help="training: scores and curves of the grid; mismatch, bias: the measurements at fixed policies; "
-            "sweep: over ρ",
-        ),
-    ] = "training",
+    part: Annotated[Literal["training", "mismatch", "bias", "sweep"], _option("PART", PARTS)] = "training",
 ) -> None:
     """Make tables and figures.
 
@@ -279,17 +244,16 @@ def report(
     stage.report(config, part)
 
 
+ANSWERING = _option(
+    "KEY=FOLDER…",
+    "the experiment in FOLDER, results/E, answers what the claims ask of KEY (config/config.yaml: evidence)",
+)
+
+
 @app.command(rich_help_panel=RESULTS)
 def evidence(
-    experiments: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=FOLDER…",
-            help="the experiment in FOLDER, results/E, answers what the claims ask of KEY "
-            "(config/config.yaml: evidence)",
-        ),
-    ],
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="where the page goes")],
+    experiments: Annotated[list[str], ANSWERING],
+    output: Annotated[Path, _option("FOLDER", "where the page goes")],
     more: More = None,
 ) -> None:
     """Hold what was measured against what was published.
@@ -301,24 +265,21 @@ def evidence(
     stage.evidence([*experiments, *(more or [])], output)
 
 
+FARTHEST = "where the mismatch is largest"
+
+
 @app.command(rich_help_panel=RESULTS)
 def show(
     config: Config,
     responses: Annotated[
-        bool, typer.Option("--responses", help="show a sampled response of training, token by token")
+        bool, typer.Option("--responses", help="a sampled response of training, token by token")
     ] = False,
-    run: Annotated[
-        str | None, typer.Option(metavar="RUN", help="of which run", show_default="where the mismatch is largest")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="of which step", show_default="where the mismatch is largest")
-    ] = None,
-    response: Annotated[
-        int | None, typer.Option(metavar="N", help="which one", show_default="where the mismatch is largest")
-    ] = None,
+    run: Annotated[str | None, _option("RUN", "of which run", show_default=FARTHEST)] = None,
+    step: Annotated[int | None, _option("N", "of which step", show_default=FARTHEST)] = None,
+    response: Annotated[int | None, _option("N", "which one", show_default=FARTHEST)] = None,
     colour: Annotated[
         Literal["log_ratio", "p", "safe", "weight", "advantage"],
-        typer.Option(help="what the tokens' colours say"),
+        _option("WHAT", "what the tokens' colours say: log_ratio, p, safe, weight, advantage"),
     ] = "log_ratio",
 ) -> None:
     """Print the main table and where everything is, or a response.

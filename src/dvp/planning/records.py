@@ -7,12 +7,12 @@ from statistics import fmean
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
+from dvp.experiment.folder import BASE
 from dvp.experiment.grid import Run
 from dvp.files import read_json
 from dvp.planning.dag import Job
 from dvp.tracking.record import read_rows
 
-BASE = "base"  # in the place of a run: the model before RL
 RECORDS = {"manifest.json", "train.json", "conversion.json", "scores.json", "mismatch.json", "bias.json"}
 """With which the stages before the report end."""
 

@@ -12,8 +12,9 @@ class NoisyEngine:
     max_model_len = 512
     ranks = 1
 
-    def __init__(self, model, tokenizer, sigma: float):
-        self._model, self._tokenizer, self._sigma = model, tokenizer, sigma
+    def __init__(self, model, tokenizer, sigma: float, answers: bool = False):
+        """With `answers` every other response, by its tokens' sum, says 7, and the others 8."""
+        self._model, self._tokenizer, self._sigma, self._answers = model, tokenizer, sigma, answers
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
@@ -37,11 +38,12 @@ class NoisyEngine:
                 noisy = noisy.masked_fill(~safe_mask(noisy[None], sampling.safe_vocabulary)[0], -torch.inf)
             rows.append(noisy.log_softmax(0).float())
             tokens.append(int(torch.multinomial(rows[-1].double().exp(), 1, generator=generator)))
-        ended = tokens[-1] == self._tokenizer.eos_token_id
+        ended = tokens[-1] == self._tokenizer.eos_token_id or self._answers
+        text = f"Answer: {7 + sum(tokens) % 2 * self._answers}" if ended else ""
         return Completion(
             token_ids=tokens,
             log_probs=[row[token].item() for row, token in zip(rows, tokens, strict=True)],
-            text="Answer: 7" if ended else "",
+            text=text,
             finish_reason="stop" if ended else "length",
             vocabulary_log_probs_TV=torch.stack(rows) if sampling.whole_vocabulary else None,
         )

@@ -221,9 +221,10 @@ def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
 def _without_kinds(location: tuple, value: Any) -> tuple:
     """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
     kept = []
-    for part in location:
-        kinds = (value.get("kind"), value.get("rule")) if isinstance(value, dict) and part not in value else (value,)
-        if isinstance(part, str) and part in kinds:
+    for index, part in enumerate(location):
+        # Only the last key may be one that the file lacks.
+        kind = part not in value and index < len(location) - 1 if isinstance(value, dict) else part == value
+        if isinstance(part, str) and kind:
             continue
         kept.append(part)
         try:

@@ -1,0 +1,198 @@
+"""Methods: what their settings become, what is refused, and the recipes for a new advantage and a new rule for ρ."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from dvp.core.advantages import ADVANTAGES
+from dvp.core.importance import PRESETS, ImportanceRule
+from dvp.core.objective import LOSSES, Ppo
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, Rule
+from dvp.errors import DvpError
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.methods import Method
+
+ROOT = Path(__file__).parents[2]
+
+
+def method(**settings) -> Method:
+    return Method(**{"label": "x", "advantage": "rloo"} | settings)
+
+
+def sides(rule, rho=0.01):
+    return method(safe_vocabulary=rule).sides(rho, max_response_tokens=50)
+
+
+def test_a_preset_and_what_changes_it():
+    assert method().importance == ImportanceRule()
+    for name, preset in PRESETS.items():
+        assert method(importance=name).importance == preset
+    changed = method(importance={"preset": "mis", "veto": 1e-4, "denominator": "kept"}).importance
+    assert changed == PRESETS["mis"].changed(veto=1e-4, denominator="kept")
+    assert method(importance={"level": "token", "upper": 3.0}).importance == ImportanceRule(level="token", upper=3.0)
+    for name, loss in LOSSES.items():
+        assert method(loss=name).loss == loss
+    assert method(loss={"kind": "ppo", "clip_high": 0.5}).loss == Ppo(clip_high=0.5)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("importance", [*PRESETS, {"level": "sequence", "upper": math.inf}])
+def test_a_method_reads_back_as_it_was_written(advantage, importance):
+    written = method(advantage=advantage, importance=importance, loss="clip_higher", safe_vocabulary="fixed")
+    plain = json.loads(json.dumps(written.model_dump(mode="json"), allow_nan=False))
+    assert Method.model_validate(plain) == written
+
+
+def test_the_rules_of_both_sides():
+    nothing = method().sides(None, max_response_tokens=50)
+    assert (nothing.trainer, nothing.engine, nothing.rho) == (None, None, None)
+    assert sides("fixed").trainer == sides("fixed").engine == FixedRho(0.01)
+    margin = sides({"rule": "margin", "epsilon": 0.5})
+    assert (margin.engine, margin.rho) == (FixedRho(0.01), 0.01)
+    assert margin.trainer.rho == pytest.approx(0.01 * math.exp(-1))
+    other = sides({"rule": "margin", "epsilon": 0.5, "side": "engine"})
+    assert (other.trainer, other.engine) == (margin.engine, margin.trainer)
+    mass = sides({"rule": "mass_budget", "delta": 0.1}, None)
+    assert mass.trainer == mass.engine == MassBudget(0.1 / 50)
+    entropy = {"rule": "entropy", "alpha": 1.0, "target_entropy": 2.0, "lowest": 1e-6, "highest": 0.1}
+    assert sides(entropy).engine == EntropyScaled(0.01, Entropy(**entropy))
+
+
+def test_feedback_moves_both_sides_and_replays():
+    settings = {"signal": "k3", "low": 0.1, "high": 1.0, "factor": 2.0, "lowest": 1e-4, "highest": 0.1, "patience": 2}
+    safe, again = sides({"rule": "feedback"} | settings), sides({"rule": "feedback"} | settings)
+    seen = []
+    for k3 in (5.0, 5.0, 0.5, 5.0, 5.0, 0.0, 0.0):
+        safe.observe({"k3": k3})
+        again.observe({"k3": k3})
+        assert safe.engine == safe.trainer == again.engine
+        seen.append(safe.rho)
+    assert seen == [0.01, 0.02, 0.02, 0.02, 0.04, 0.04, 0.02]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "best"}, "no advantage is called 'best'; known are dr_grpo, grpo"),
+        ({"importance": "best"}, "no correction is called 'best'; known are geo_rs"),
+        ({"importance": {"kind": "best"}}, "Input should be 'ratio'"),
+        ({"importance": {"level": "none", "upper": 2.0}}, "none has no ratio"),
+        ({"loss": "best"}, "no loss is called 'best'; known are cispo"),
+        ({"safe_vocabulary": "best"}, "does not match any of the expected tags"),
+    ],
+)
+def test_an_unknown_name_is_an_error_and_never_a_default(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        method(**settings)
+
+
+def test_a_rho_that_a_rule_cannot_take_is_refused_when_the_experiment_is_read(tmp_path):
+    config = shutil.copytree(ROOT / "config", tmp_path / "config")
+    entropy = "{rule: entropy, alpha: 1.0, target_entropy: 1.0, lowest: 1.0e-4, highest: 1.0e-3}"
+    (config / "experiments" / "own.yaml").write_text(
+        "name: own\nextends: smoke\nmethods:\n"
+        f"  adaptive: {{label: x, advantage: rloo, safe_vocabulary: {entropy}}}\n"
+        "grid:\n  - {method: rloo, engine: fp32}\n  - {method: adaptive, engine: coarse, rho: [1e-3, 1e-2]}\n"
+    )
+    with pytest.raises(DvpError, match=r"own.yaml: grid\[1\]: method 'adaptive': rho: expected lowest ≤ rho ≤ highest"):
+        load_experiment("own", config)
+
+
+def test_every_advantage_correction_loss_and_rule_is_in_the_catalogue_and_every_method_in_a_smoke_form():
+    experiment = load_experiment("smoke_methods", ROOT / "config")
+    methods = [used for name, used in experiment.methods.items() if name != "otb_mass"]  # smoke's own
+    assert {used.advantage for used in methods} == set(ADVANTAGES)
+    assert all(loss in [used.loss for used in methods] for loss in LOSSES.values())
+    corrections = [used.importance.changed(veto=None) for used in methods]
+    assert all(preset.changed(veto=None) in corrections for preset in PRESETS.values())
+    rules = {used.safe_vocabulary.rule for used in methods if used.safe_vocabulary}
+    assert rules == {get_args(kind.model_fields["rule"].annotation)[0] for kind in get_args(get_args(Rule)[0])}
+    assert {run.method for run in experiment.runs} == set(experiment.methods) - {"otb_mass"}
+
+
+# --- the recipes ---
+
+ADVANTAGE = '''
+
+@by_response
+def half(responses: Responses) -> torch.Tensor:
+    """A_i = (R_i − R̄) / 2."""
+    return _constant(responses, _centred(responses) / 2)
+'''
+RULE = '''
+
+@dataclass(frozen=True)
+class Confident(SafeVocabulary):
+    """ρ(s) = ρ · p_max(s): a state that is sure of its token keeps fewer others."""
+
+    rho: float
+
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """See SafeVocabulary.log_rho."""
+        return math.log(self.rho) + logits_NV.float().log_softmax(dim=-1).amax(dim=-1)
+
+
+class ConfidentRule(RhoRule):
+    """ρ(s) = ρ · p_max(s) on both sides."""
+
+    rule: Literal["confident"]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(Confident(rho), Confident(rho))
+
+
+'''
+EXPERIMENT = """
+name: own
+extends: smoke
+methods:
+  own: {label: own, advantage: half, safe_vocabulary: confident}
+grid:
+  - {method: rloo, engine: fp32}
+  - {method: own, engine: coarse, rho: 0.1}
+bias:
+  policies: [base]
+  engines: [coarse]
+  problems: 4
+  batches: 6
+  reference_batches: 24
+  estimators:
+    - {method: rloo}
+    - {method: own, rho: 0.1}
+"""
+
+
+def test_the_recipes_for_an_advantage_and_a_rule_for_rho_are_one_file_each(tmp_path, tiny_model):
+    """Followed in a copy of the package: the experiment is read (without torch), and two steps are trained with it."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    core = tmp_path / "src" / "dvp" / "core"
+    with (core / "advantages.py").open("a") as file:
+        file.write(ADVANTAGE)
+    rules = (core / "safe_vocabulary.py").read_text()
+    union = "Rule = Annotated[Fixed | "
+    assert union in rules
+    rules = rules.replace(union, f"{RULE}Rule = Annotated[ConfidentRule | Fixed | ")
+    (core / "safe_vocabulary.py").write_text(rules)
+    (tmp_path / "config" / "experiments" / "own.yaml").write_text(EXPERIMENT)
+    program = Path(__file__).with_name("recipe_process.py")
+    done = subprocess.run(
+        [sys.executable, program, tiny_model],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 steps"

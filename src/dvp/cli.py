@@ -61,9 +61,10 @@ def resolve(
     from dvp.experiment.loading import dump_experiment, load_experiment
     from dvp.files import write_text
     from dvp.tracking.store import create_store
+    from dvp.tracking.views import view_tags
 
     loaded = load_experiment(experiment)
-    create_store(folder.parent, loaded.name)
+    create_store(folder.parent, loaded.name, view_tags(loaded))
     write_text(folder / "config.yaml", dump_experiment(loaded))
 
 

@@ -1,6 +1,5 @@
 """What runs, parameters and metrics are called in the tracking store: short names, metrics in groups."""
 
-import json
 import re
 
 import numpy as np
@@ -21,8 +20,6 @@ GROUPS = (
 )
 FINAL = ("reward", "k3", "ess", "entropy", "gradient_norm", "kept_fraction")
 POLICY = ("method", "label", "engine", "rho", "rho_text", "seed")  # the parameters that say which policy it is
-# Of MLflow's page of an experiment; without the last part it shows what it has for language models' traces instead.
-PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}{mode}&workflowType=machine_learning"
 SCORES = "eval/"  # of an evaluation; shown with the run that trained the model, too
 
 
@@ -50,14 +47,18 @@ def final_metrics(rows: list[dict]) -> dict[str, float]:
     return final | {"final/collapsed": float(any(row.get("collapsed", False) for row in rows))}
 
 
-def run_title(experiment: Experiment, run: Run) -> str:
-    """A run in a few words: DVP + MIS · coarse · ρ e⁻¹³ · seed 0."""
+def policy_title(experiment: Experiment, run: Run | None) -> str:
+    """A policy in a few words: DVP + MIS · coarse · ρ e⁻¹³ · seed 0. Without a run it is the base model."""
+    if run is None:
+        return "base model"
     rho = "" if run.rho is None else f"ρ {rho_as_read(run.rho)}"
     return " · ".join(filter(None, [experiment.methods[run.method].label, run.engine, rho, f"seed {run.seed}"]))
 
 
-def run_params(experiment: Experiment, run: Run) -> dict[str, str | int | None]:
+def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | int | None]:
     """What runs are sorted, filtered and charted by. ρ is a decimal fraction, as the store sorts parameters as text."""
+    if run is None:
+        return {"method": "base", "label": "base model"}
     rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False)
     values = (run.method, experiment.methods[run.method].label, run.engine, rho, run.rho or "none", run.seed)
     return dict(zip(POLICY, values, strict=True))
@@ -67,27 +68,3 @@ def stage_name(stage: str, task: str, title: str) -> str:
     """A stage's run: what it makes if that is a policy, else what it does to which policy."""
     done = " ".join(filter(None, [stage.replace("_", " "), task.replace("~", " ")]))
     return title if title and stage in ("base", "train") else " · ".join(filter(None, [done, title]))
-
-
-def links(experiment: str) -> str:
-    """Markdown links to the views of `experiment_tags`; experiment is MLflow's id."""
-    table = PAGE.format(experiment=experiment, view="runs", mode="")
-    curves = PAGE.format(experiment=experiment, view="curves", mode="&compareRunsMode=CHART")
-    return f"[Table of runs]({table}) · [Curves]({curves})"
-
-
-def experiment_tags(experiment: Experiment) -> dict[str, str]:
-    """What MLflow's page of an experiment shows at first: views as its "Share" saves them.
-
-    There is no documented call for it: a view is a tag of the experiment, in JSON, and a page's address names it.
-    """
-    task = experiment.report.task
-    score = f"metrics.`{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}`"
-    columns = [f"params.`{name}`" for name in POLICY if name not in ("label", "rho")]
-    columns += [score, *(f"metrics.`final/{name}`" for name in (*FINAL, "collapsed"))]
-    order = {"orderByKey": score, "orderByAsc": False, "lifecycleFilter": "Active", "datasetsFilter": []}
-    views = {
-        "runs": order | {"searchFilter": "", "selectedColumns": columns},
-        "curves": order | {"searchFilter": "tags.stage = 'train'", "selectedColumns": columns},
-    }
-    return {f"mlflow.sharedViewState.{name}": json.dumps(view) for name, view in views.items()}

@@ -14,6 +14,7 @@ from dvp.tracking.names import metric_name
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
 STAGE = "stage"  # tag
+POLICY_TAG = "policy"  # of what trains one: which
 FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without
 UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
 

@@ -17,6 +17,7 @@ from dvp.tracking.record import (
     FAILURE,
     FOLDER,
     KEY,
+    POLICY_TAG,
     UPSTREAM,
     Dataset,
     Model,
@@ -178,7 +179,7 @@ def stage_run(
     run : path of the grid point, None for the stages before the grid.
     upstream : for each stage whose output this one reads, the keys of its runs.
     metrics : the metrics.jsonl that has every row given to `log_step`.
-    title, params : the policy that the stage makes or works on, in words (`run_title`) and settings (`run_params`).
+    title, params : the policy that the stage makes or works on, in words and as parameters.
     """
     # Another version of the stage, other settings or other input make another result, and so another run.
     tags = {
@@ -206,6 +207,8 @@ def stage_run(
         experiment=experiment, name=stage_name(stage, task or "", title), title=title, tags=tags, started=_now()
     )
     record.parent = _parent(folder, stage, run, upstream or {})
+    if title and record.parent is None:
+        record.tags[POLICY_TAG] = title
     with contextlib.suppress(DvpError):  # there is none, or it is of no use
         earlier = read_record(path)
         if earlier.key == key:

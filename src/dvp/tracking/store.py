@@ -17,12 +17,14 @@ from filelock import FileLock
 
 from dvp.errors import DvpError
 from dvp.files import sha256_file
-from dvp.tracking.names import POLICY, SCORES, links
+from dvp.tracking.names import POLICY, SCORES
 from dvp.tracking.record import KEY, OUTCOMES, STAGE, UPSTREAM, Record, key_of, points, read_records
+from dvp.tracking.views import links
 
+NOTE_LENGTH = 20_000  # at most, by MLflow
 KIND = "mlflow.experimentKind"
 NOTE = "mlflow.note.content"  # of an experiment
-MODEL_STAGES = ("convert", "base", "train")  # whose model a stage works on, the first of them in its upstream
+MODEL_STAGES = ("convert", "train", "base")  # whose model a stage works on, the first of them in its upstream
 NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
 FILES = "files_hash"  # of the files kept with a run, once all of them are
 METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
@@ -277,6 +279,7 @@ class Feed:
         """The experiment's own page: what its stages say of it, the first of them first."""
         records = sorted(read_records(self._folder), key=lambda record: record.started)
         text = "\n\n".join([links(self._experiment), *(each.description for each in records if each.description)])
+        text = text if len(text) <= NOTE_LENGTH else f"{text[: NOTE_LENGTH - 1]}…"
         if self._client.get_experiment(self._experiment).tags.get(NOTE) != text:
             self._client.set_experiment_tag(self._experiment, NOTE, text)
             self.sent["descriptions"] += 1

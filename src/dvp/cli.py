@@ -66,9 +66,10 @@ def resolve(
     """
     from dvp.experiment.loading import load_experiment, write_resolved
     from dvp.tracking.store import create_store
+    from dvp.tracking.views import view_tags
 
     loaded = load_experiment(experiment)
-    create_store(folder.parent, loaded.name)
+    create_store(folder.parent, loaded.name, view_tags(loaded))
     write_resolved(loaded, folder)
 
 

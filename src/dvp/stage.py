@@ -16,11 +16,21 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import atomic_path, read_json, sha256_json, verify_checksums, write_json
 from dvp.provenance import git_commit
+from dvp.tracking.names import policy_params, policy_title
 from dvp.tracking.record import KEY
 from dvp.tracking.stage import StageRun, stage_run
 
 Inputs = Mapping[str, Path | list[Path]]
 """By stage, the JSON files of the stages that a stage reads the output of."""
+
+
+# The file of problems that a stage reads, and what for.
+PROBLEMS = {
+    "train": ("train.parquet", "training"),
+    "evaluate": ("eval.parquet", "evaluation"),
+    "mismatch": ("train.parquet", "measurement"),
+    "bias": ("train.parquet", "measurement"),
+}
 
 
 @dataclass(frozen=True)
@@ -110,8 +120,20 @@ def run_stage(
         run=run,
         task=task,
         metrics=metrics,
+        **_policy(where, name, run, inputs),
     ) as tracked:
+        if name in PROBLEMS:
+            file, context = PROBLEMS[name]
+            tracked.log_dataset(folder / "data" / file, records["prepare"][0]["files"][file], context)
         yield Stage(folder, result, tracked, config_hash, started)
+
+
+def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: Inputs) -> dict:
+    """The policy that a stage makes or works on, as its MLflow run shows it."""
+    if isinstance(where, Path) or (run is None and stage != "base" and "base" not in inputs):
+        return {}
+    policy = None if run is None else where.experiment.run(run)
+    return {"title": policy_title(where.experiment, policy), "params": policy_params(where.experiment, policy)}
 
 
 def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]:

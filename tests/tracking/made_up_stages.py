@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from mlflow.tracking import MlflowClient
 
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import write_json, write_text
+from dvp.tracking.names import SCORES, metric_name
 from dvp.tracking.stage import StageRun, stage_run
 from dvp.tracking.store import store_uri
 
@@ -51,8 +53,10 @@ def train(
     """A stage that logs `steps` steps as training does and calls `during` after each; flushes every step."""
     more = {"config_hash": "abc", "run": RUN} | more
     file = folder / "runs" / more["run"] / "metrics.jsonl"
-    with stage_run(folder, EXPERIMENT, "train", upstream=upstream, metrics=file, **more) as tracked:
-        tracked.log_params({"training": {"steps": steps}, "seed": 0})
+    policy = {"title": title(more["run"]), "params": {"method": "dvp", "seed": 0, "rho": None}}
+    with stage_run(folder, EXPERIMENT, "train", upstream=upstream, metrics=file, **policy, **more) as tracked:
+        tracked.log_params({"training": {"steps": steps}})
+        tracked.log_dataset(folder / "data" / "train.parquet", "d" * 64, "training")
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as metrics:
             for step in range(1, steps + 1):
@@ -63,17 +67,41 @@ def train(
                 tracked.flush()
                 during(step)
         tracked.log_file(file)
-        tracked.log_result({"final": {"reward": 0.5}, "avg@4": 0.25})
+        tracked.log_final()
+        tracked.log_model(file.parent / "checkpoints" / f"step-{steps}", "checkpoint")
         write_json(file.parent / "train.json", {"steps": steps})
         tracked.log_file(file.parent / "train.json", "results")
+    return tracked
+
+
+def title(run: str) -> str:
+    """A policy in words."""
+    return "DVP · coarse · ρ e⁻¹³ · " + run.rpartition("/")[2].replace("~", " ")
+
+
+def convert(folder: Path, trained: str) -> StageRun:
+    """A stage that makes a model of a training run's."""
+    upstream = {"train": [trained]}
+    with stage_run(
+        folder, EXPERIMENT, "convert", config_hash="abc", run=RUN, upstream=upstream, title=title(RUN)
+    ) as tracked:
+        tracked.log_result({"max_abs_delta_log_prob": 0.0})
+        tracked.log_model(folder / "models" / RUN, "converted")
     return tracked
 
 
 def evaluate(folder: Path, upstream: dict[str, list[str]], value: float = 0.5) -> StageRun:
     """A stage that logs a result and a file."""
     with stage_run(
-        folder, EXPERIMENT, "evaluate", config_hash="def", run=RUN, task="aime25", upstream=upstream
+        *(folder, EXPERIMENT, "evaluate"),
+        config_hash="def",
+        run=RUN,
+        task="aime25",
+        upstream=upstream,
+        title=title(RUN),
+        params={"method": "dvp"},
     ) as tracked:
+        tracked.log_dataset(folder / "data" / "eval.parquet", "e" * 64, "evaluation")
         tracked.log_result({"avg@8": value})
         write_json(folder / "evals" / RUN / "aime25" / "scores.json", {"value": value})
         tracked.log_file(folder / "evals" / RUN / "aime25" / "scores.json")
@@ -105,6 +133,10 @@ def contents(folder: Path) -> dict[str, dict]:
             "tags": run.data.tags | {"mlflow.parentRunId": keys.get(run.data.tags.get("mlflow.parentRunId"))},
             "params": run.data.params,
             "files": sorted(_files(client, run.info.run_id)),
+            "datasets": [
+                (item.dataset.name, item.dataset.digest, item.dataset.source, item.tags[0].value)
+                for item in run.inputs.dataset_inputs
+            ],
             "metrics": {
                 name: sorted(
                     (point.step, point.value, point.timestamp)
@@ -131,8 +163,16 @@ def check_training(run: dict, steps: int) -> None:
     for step in range(1, steps + 1):
         for name, value in made_up_row(step).items():
             if name != "step" and value is not None:
-                expected.setdefault(name, []).append((step, float(value)))
-    found = {name: [point[:2] for point in points] for name, points in run["metrics"].items()}
-    assert found == expected | {"final.reward": [(0, 0.5)], "avg_at_4": [(0, 0.25)]}
-    assert run["params"] == {"training.steps": str(steps), "seed": "0"}
+                expected.setdefault(metric_name(name), []).append((step, float(value)))
+    logged = {
+        name: [point[:2] for point in points]
+        for name, points in run["metrics"].items()
+        if not name.startswith(("final/", SCORES))
+    }
+    assert logged == expected
+    last = range(1, steps + 1)[-10:]
+    assert run["metrics"]["final/reward"][0][1] == pytest.approx(sum(step / 7 for step in last) / len(last))
+    assert run["metrics"]["final/collapsed"][0][1] == 0
+    assert run["params"] == {"training.steps": str(steps), "seed": "0", "method": "dvp"}
     assert [name for name, _ in run["files"]] == ["metrics.jsonl", "results/train.json"]
+    assert run["datasets"] == [("train", "d" * 16, '{"uri": "data/train.parquet"}', "training")]

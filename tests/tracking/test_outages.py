@@ -181,7 +181,7 @@ def test_a_server_killed_and_started_again_and_killed_again(folder, server, capf
     server.start()
     half = contents(folder)[tracked.key]
     assert half["status"] == "RUNNING"
-    assert [point[0] for point in half["metrics"]["reward"]] == list(range(1, 26))
+    assert [point[0] for point in half["metrics"]["train/reward"]] == list(range(1, 26))
     track_here(folder / "config.yaml")
     whole = contents(folder)
     check_training(whole[tracked.key], STEPS)

@@ -63,7 +63,7 @@ def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder
         assert ours[key] == theirs[key]
     stored = contents(folder)
     assert stored[ours["tracking_key"]]["tags"][COLLAPSED] == "at step 2: reward"
-    points = stored[ours["tracking_key"]]["metrics"]["reward"]
+    points = stored[ours["tracking_key"]]["metrics"]["train/reward"]
     assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
 
 

@@ -5,10 +5,11 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from made_up_stages import EXPERIMENT, ROOT, RUN, check_training, contents, evaluate, train
+from made_up_stages import EXPERIMENT, ROOT, RUN, check_training, contents, convert, evaluate, title, train
 from mlflow.tracking import MlflowClient
 
 from dvp.errors import DvpError
@@ -83,7 +84,7 @@ def test_other_inputs_settings_or_task_make_another_run(folder):
             keys.append(tracked.key)
     assert len(set(keys)) == 5
     assert keys[3] == keys[0]
-    assert set(contents(folder)) > set(keys)
+    assert set(contents(folder)) == set(keys)
 
 
 def test_a_stage_that_runs_again_continues_its_run(folder):
@@ -105,7 +106,7 @@ def test_a_stage_that_runs_again_continues_its_run(folder):
     check_training(again[key], 4)
     assert "failure" not in again[key]["tags"]
     assert again[key]["times"][0] == first["times"][0]
-    assert len(again) == 2  # the run and its grid point
+    assert len(again) == 1
 
 
 def test_a_terminated_stage_is_marked_killed(folder):
@@ -129,7 +130,7 @@ def test_of_a_step_that_is_done_twice_the_first_numbers_stay(folder):
         with stage_run(folder, EXPERIMENT, "train", config_hash="abc", run=RUN) as tracked:
             for row in rows:
                 tracked.log_step(row["step"], row)
-    points = contents(folder)[tracked.key]["metrics"]["seconds"]
+    points = contents(folder)[tracked.key]["metrics"]["time/seconds"]
     assert [point[:2] for point in points] == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5)]
 
 
@@ -138,23 +139,99 @@ def test_a_result_that_changes_is_the_one_shown(folder):
     for value in (0.5, 0.25, 0.5):
         tracked = evaluate(folder, {}, value)
         [run_id] = lineage(folder.parent, tracked.key)["evaluate"]
-        assert client.get_run(run_id).data.metrics == {"avg_at_8": value}
+        assert client.get_run(run_id).data.metrics == {"eval/aime25/avg_at_8": value}
     file = client.download_artifacts(run_id, "scores.json")
     assert json.loads(Path(file).read_text()) == {"value": 0.5}
 
 
-def test_stages_of_a_grid_point_share_a_parent_and_carry_the_tags(folder, monkeypatch):
+def test_what_works_on_a_policy_is_below_the_run_that_trained_it(folder, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     trained = train(folder, 1).key
-    evaluated = evaluate(folder, {"train": [trained]}).key
+    converted = convert(folder, trained).key
+    evaluated = evaluate(folder, {"convert": [converted]}).key
     runs = contents(folder)
-    [parent] = {runs[key]["tags"]["mlflow.parentRunId"] for key in (trained, evaluated)}
-    assert runs[parent]["tags"]["run"] == runs[parent]["name"] == RUN
-    assert runs[parent]["status"] == "FINISHED"
+    assert {runs[key]["tags"]["mlflow.parentRunId"] for key in (converted, evaluated)} == {trained}
+    assert runs[trained]["tags"]["mlflow.parentRunId"] is None
+    assert runs[trained]["name"] == runs[trained]["tags"]["policy"] == title(RUN)
+    assert "policy" not in runs[evaluated]["tags"]
+    assert runs[evaluated]["name"] == f"evaluate aime25 · {title(RUN)}"
     tags = runs[evaluated]["tags"]
     assert (tags["stage"], tags["task"], tags["config_hash"], tags["slurm_job"]) == ("evaluate", "aime25", "def", "17")
-    assert len(tags["git_commit"]) >= 7
-    assert runs[evaluated]["name"] == f"evaluate aime25 {RUN}"
+    assert len(tags["mlflow.source.git.commit"]) >= 7
+    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("dvp evaluate", "LOCAL")
+    assert tags["mlflow.user"]
+
+
+def test_what_works_on_the_base_model_is_below_it(folder):
+    with stage_run(folder, EXPERIMENT, "base", config_hash="abc", title="base model") as base:
+        pass
+    with stage_run(
+        folder, EXPERIMENT, "evaluate", config_hash="abc", upstream={"base": [base.key]}, title="base model"
+    ) as evaluated:
+        evaluated.log_result({"avg@8": 0.5})
+    runs = contents(folder)
+    assert runs[base.key]["name"] == "base model"
+    assert runs[evaluated.key]["name"] == "evaluate · base model"
+    assert runs[evaluated.key]["tags"]["mlflow.parentRunId"] == base.key
+    assert runs[base.key]["metrics"]["eval/avg_at_8"][0][1] == 0.5
+
+
+def test_runs_can_be_filtered_and_sorted_by_settings_and_scores(folder):
+    """What a user types into the field above MLflow's list of runs."""
+    keys = {}
+    for seed, value in ((0, 0.25), (1, 0.75)):
+        run = RUN.replace("seed~0", f"seed~{seed}")
+        keys[seed] = train(folder, 1, run=run).key
+        with stage_run(
+            folder, EXPERIMENT, "evaluate", config_hash="a", run=run, task="aime25", upstream={"train": [keys[seed]]}
+        ) as tracked:
+            tracked.log_result({"avg@8": value})
+    client = MlflowClient(tracking_uri=store_uri(folder.parent))
+    runs = client.search_runs(
+        [client.get_experiment_by_name(EXPERIMENT).experiment_id],
+        "params.method = 'dvp' and tags.policy != '' and metrics.`eval/aime25/avg_at_8` > 0",
+        order_by=["metrics.`eval/aime25/avg_at_8` DESC"],
+    )
+    assert [run.data.tags["tracking_key"] for run in runs] == [keys[1], keys[0]]
+
+
+def test_models_have_their_path_settings_and_scores_and_runs_know_them(folder):
+    trained = train(folder, 3).key
+    converted = convert(folder, trained).key
+    evaluate(folder, {"convert": [converted], "prepare": ["0" * 12]}, 0.25)
+    evaluated = evaluate(folder, {"convert": [converted], "prepare": ["0" * 12]}, 0.5).key
+    client = MlflowClient(tracking_uri=store_uri(folder.parent))
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    models = {model.tags["tracking_key"]: model for model in client.search_logged_models([experiment])}
+    assert set(models) == {trained, converted}
+    assert models[trained].tags["path"] == f"runs/{RUN}/checkpoints/step-3"
+    assert models[trained].params == {"method": "dvp", "seed": "0"}
+    assert models[trained].name == f"{title(RUN)} · checkpoint"
+    assert {model.status for model in models.values()} == {"READY"}
+    assert {metric.key for metric in models[trained].metrics} == {"final/reward", "final/collapsed"}
+    scores = {(metric.value, metric.dataset_name) for metric in models[converted].metrics if metric.key[:4] == "eval"}
+    assert (0.5, "eval") in scores
+
+    def run_of(key: str):
+        [found] = client.search_runs([experiment], f"tags.tracking_key = '{key}'")
+        return client.get_run(found.info.run_id)
+
+    assert [made.model_id for made in run_of(trained).outputs.model_outputs] == [models[trained].model_id]
+    assert [made.step for made in run_of(trained).outputs.model_outputs] == [3]
+    assert [used.model_id for used in run_of(converted).inputs.model_inputs] == [models[trained].model_id]
+    assert [used.model_id for used in run_of(evaluated).inputs.model_inputs] == [models[converted].model_id]
+
+
+def test_the_experiments_page_says_what_its_stages_say_of_it(folder):
+    for stage, text in (("prepare", "What it is."), ("report_training", "| a table |")):
+        with stage_run(folder, EXPERIMENT, stage, config_hash="abc") as tracked:
+            tracked.describe(text)
+        time.sleep(0.01)  # they are in the order of their beginnings, in milliseconds
+    experiment = MlflowClient(tracking_uri=store_uri(folder.parent)).get_experiment_by_name(EXPERIMENT)
+    links, *texts = experiment.tags["mlflow.note.content"].split("\n\n")
+    assert texts == ["What it is.", "| a table |"]
+    assert f"#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=table" in links
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
 def test_lineage_follows_the_links_upstream(folder):
@@ -202,7 +279,7 @@ def test_text_that_filters_might_stumble_over(folder):
         assert again["params"] == {"text": run}
         assert again["tags"]["run"] == run
         assert again["status"] == "FINISHED"
-    assert len(contents(folder)) == 2 * len(texts)
+    assert len(contents(folder)) == len(texts)
 
 
 def one_of_many(folder: Path, number: int) -> None:

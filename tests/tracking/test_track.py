@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from made_up_stages import EXPERIMENT, RUN, check_training, contents, evaluate, track, train
+from made_up_stages import EXPERIMENT, RUN, check_training, contents, convert, evaluate, title, track, train
 
 from dvp.errors import DvpError
 from dvp.tracking.record import read_record, read_rows
@@ -22,6 +22,7 @@ RECORD = f"tracking/runs/{RUN}/train.json"
 def stages(folder):
     """A store after a failed and a finished training run, an evaluation, and a report on them."""
     first = train(folder, 12).key
+    convert(folder, first)
     second = evaluate(folder, {"train": [first]}).key
     other = RUN.replace("seed~0", "seed~1")
 
@@ -39,7 +40,7 @@ def stages(folder):
 
 def test_an_empty_store_becomes_what_the_first_one_was(stages, monkeypatch):
     before = contents(stages)
-    assert sorted(run["status"] for run in before.values()) == ["FAILED", "FAILED", *["FINISHED"] * 4]
+    assert sorted(run["status"] for run in before.values()) == ["FAILED", *["FINISHED"] * 4]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{stages.parent}/another.db")
     track_here(stages / "config.yaml")
     assert contents(stages) == before
@@ -53,8 +54,8 @@ def test_a_second_time_nothing_is_added(stages, capsys):
         assert contents(stages) == before
     assert {path: path.read_bytes() for path in stages.rglob("*") if path.is_file()} == files
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith(": complete") for line in lines] == [True, True, True, True, False] * 2
-    assert lines[-1] == f"stages in sqlite:///{stages.parent}/mlflow.db: 4"
+    assert [line.endswith(": complete") for line in lines] == [True] * 5 + [False] + [True] * 5 + [False]
+    assert lines[-1] == f"stages in sqlite:///{stages.parent}/mlflow.db: 5"
 
 
 def test_a_run_with_holes_is_completed_exactly(stages, monkeypatch, empty_store):
@@ -114,11 +115,11 @@ def test_a_killed_stage_is_fed_as_far_as_it_came_and_continued(folder):
     metrics = folder / "runs" / RUN / "metrics.jsonl"
     with open(metrics, "a", encoding="utf-8") as file:
         file.write('{"step": 6, "reward": 0.')
-    assert track(folder).startswith(f"train {RUN}: runs +2, ")
+    assert track(folder).startswith(f"{title(RUN)}: runs +1, ")
     key = read_record(folder / RECORD).key
     run = contents(folder)[key]
     assert run["status"] == "RUNNING"
-    assert [point[0] for point in run["metrics"]["reward"]] == [1, 2, 3, 4, 5]
+    assert [point[0] for point in run["metrics"]["train/reward"]] == [1, 2, 3, 4, 5]
     train(folder, 9)
     check_training(contents(folder)[key], 9)
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from dvp.experiment.grid import rho_as_read
+
 WIDTH = 110
 EMPTY = "–"
 # Columns that the terminal can do without, the first to go first.
@@ -47,12 +49,8 @@ class Formatted(NamedTuple):
 
 
 def rho_text(rho: str | None) -> str:
-    """ρ as it is read: e⁻¹³ for `exp(-13)`; other values as they are written."""
-    if rho in (None, "none"):
-        return EMPTY
-    if match := re.fullmatch(r"exp\(-([\d.]+)\)", rho):
-        return "e⁻" + match[1].translate(str.maketrans("0123456789.", "⁰¹²³⁴⁵⁶⁷⁸⁹·"))
-    return rho
+    """ρ in a table."""
+    return EMPTY if rho is None or rho == "none" else rho_as_read(rho)
 
 
 def to_markdown(table: Formatted) -> str:

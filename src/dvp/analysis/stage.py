@@ -31,10 +31,15 @@ def report(config: Path, part: str) -> None:
             page = directory.folder / "report" / "responses.html"
             write_page(experiment, directory.folder, page)
             stage.tracked.log_file(page)
+        texts = []
         for folder, names in (("tables", made.tables), ("figures", made.figures)):
             for file in sorted((directory.folder / folder).glob("*")):
                 if file.stem in names:
                     stage.tracked.log_file(file, folder)
+                    if file.suffix == ".md":
+                        texts.append(file.read_text(encoding="utf-8"))
+        texts.append(f"Tables and figures: `{directory.folder}`; the whole report: `{directory.folder}/report.html`")
+        stage.tracked.describe("\n".join(texts))
         stage.finish({"experiment": experiment.name, "part": part, **record(made)})
 
 

@@ -13,6 +13,7 @@ def prepare(config: Path) -> None:
     experiment, result = directory.experiment, directory.result("prepare")
     with run_stage("prepare", directory, result, experiment.config_hash("prepare"), {}) as stage:
         manifest = prepare_data(experiment.data, experiment.sources, directory.data)
-        stage.tracked.log_params(experiment.data.model_dump(mode="json"))
+        stage.tracked.describe(experiment.description)
+        stage.tracked.log_params({"data": experiment.data.model_dump(mode="json")})
         stage.tracked.log_result(manifest["counts"])
         stage.finish(manifest)

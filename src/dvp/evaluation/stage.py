@@ -39,10 +39,8 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     with run_stage("evaluate", directory, result, config_hash, inputs, run=run and path, task=task) as stage:
         if stage.reuse():
             return
-        stage.tracked.log_params(
-            settings.model_dump(mode="json", exclude={"samples_per_problem"})
-            | {"samples_per_problem": settings.samples_per_problem[task]}
-        )
+        shown = settings.model_dump(mode="json") | {"samples_per_problem": settings.samples_per_problem[task]}
+        stage.tracked.log_params({"evaluation": shown})
         model = model_result.parent
         check_vocabulary(model)
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -30,6 +30,13 @@ def rho_in_path(rho: str | None) -> str:
     return "none" if rho is None else rho.replace("(", "").replace(")", "")
 
 
+def rho_as_read(rho: str) -> str:
+    """ρ for a person: e⁻¹³ for `exp(-13)`; other values as they are written."""
+    if match := re.fullmatch(r"exp\(-([\d.]+)\)", rho):
+        return "e⁻" + match[1].translate(str.maketrans("0123456789.", "⁰¹²³⁴⁵⁶⁷⁸⁹·"))
+    return rho
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 

@@ -9,11 +9,39 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dvp.errors import DvpError
 from dvp.files import sha256_json, write_json
+from dvp.tracking.names import metric_name
 
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
+STAGE = "stage"  # tag
+POLICY_TAG = "policy"  # of what trains one: which
 FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without
 UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
+
+
+class Dataset(BaseModel):
+    """A file of problems that a stage reads."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str
+    digest: str
+    """The first 16 hex digits of its SHA-256."""
+    context: Literal["training", "evaluation", "measurement"]
+
+    @property
+    def name(self) -> str:
+        """What it is called in the store."""
+        return Path(self.path).stem
+
+
+class Model(BaseModel):
+    """Weights that a stage writes. The store gets their path; they stay where they are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str
+    kind: Literal["base", "checkpoint", "converted"]
 
 
 class Record(BaseModel):
@@ -26,8 +54,10 @@ class Record(BaseModel):
 
     experiment: str
     name: str
-    run: str | None
-    """Path of the grid point, None for the stages before the grid."""
+    title: str = ""
+    """The policy that the stage makes or works on, in words."""
+    parent: str | None = None
+    """Key of the run below which this one is shown: that of the stage that trained the policy."""
     tags: dict[str, str]
     params: dict[str, str] = {}
     results: dict[str, float] = {}
@@ -35,6 +65,10 @@ class Record(BaseModel):
     """The folder, among the run's artifacts, of each file to keep with it."""
     metrics: str | None = None
     """The metrics.jsonl, as soon as it holds rows of this very run."""
+    datasets: list[Dataset] = []
+    model: Model | None = None
+    description: str | None = None
+    """Markdown for the experiment's own page."""
     status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"] = "RUNNING"
     started: int
     ended: int | None = None
@@ -105,4 +139,4 @@ def points(rows: list[dict], started: int) -> Iterator[tuple[str, int, float, in
         seconds += row.get("seconds", 0.0)
         for name, value in row.items():
             if isinstance(value, int | float) and name != "step":
-                yield name, row["step"], float(value), started + round(1000 * seconds)
+                yield metric_name(name), row["step"], float(value), started + round(1000 * seconds)

@@ -1,6 +1,7 @@
 """A stage while it runs: its record, and a store that may come and go."""
 
 import contextlib
+import getpass
 import os
 import sys
 import time
@@ -10,12 +11,16 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.provenance import code_hash, git_commit
+from dvp.tracking.names import final_metrics, result_name, stage_name
 from dvp.tracking.record import (
     COLLAPSED,
     FAILURE,
     FOLDER,
     KEY,
+    POLICY_TAG,
     UPSTREAM,
+    Dataset,
+    Model,
     Record,
     key_of,
     read_record,
@@ -52,8 +57,8 @@ class StageRun:
         return key_of(experiment, self._work)
 
     def log_params(self, params: dict) -> None:
-        """Parameters, flattened to dotted names. A re-run has the same ones."""
-        self._record.params |= {name: str(value) for name, value in _flatten(params)}
+        """Parameters, flattened to dotted names; what is not set is left out. A re-run has the same ones."""
+        self._record.params |= {name: str(value) for name, value in _flatten(params, ".") if value is not None}
 
     def log_step(self, step: int, metrics: dict) -> None:
         """The numbers among `metrics`, a row that the run's metrics.jsonl has already."""
@@ -62,8 +67,25 @@ class StageRun:
             self._record.metrics = self._relative(self._metrics)
 
     def log_result(self, metrics: dict) -> None:
-        """The stage's own numbers, nested ones under dotted names, at step 0."""
-        self._record.results |= {name.replace("@", "_at_"): float(value) for name, value in _flatten(metrics)}
+        """The stage's own numbers, at step 0, as stage/name, nested ones as stage/name/name."""
+        stage, task = self._work["stage"], self._work["task"]
+        self._record.results |= {result_name(stage, task, name): float(value) for name, value in _flatten(metrics, "/")}
+
+    def log_final(self) -> None:
+        """What the steps given to `log_step` came to."""
+        self._record.results |= final_metrics(self._rows)
+
+    def log_dataset(self, path: Path, sha256: str, context: str) -> None:
+        """Problems that the stage reads, in a file with this checksum: for training, evaluation or measurement."""
+        self._record.datasets.append(Dataset(path=self._relative(path), digest=sha256[:16], context=context))
+
+    def log_model(self, path: Path, kind: str) -> None:
+        """Weights that the stage wrote: the base model, a checkpoint, or a converted model. They are not copied."""
+        self._record.model = Model(path=self._relative(path), kind=kind)
+
+    def describe(self, markdown: str) -> None:
+        """What the experiment's page in the store is to say of this stage's part."""
+        self._record.description = markdown
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a file of the experiment's folder with the run, in `folder` of its artifacts."""
@@ -78,6 +100,7 @@ class StageRun:
         other = read_record(folder / self._relative(self._path))
         self._record.params, self._record.results = dict(other.params), dict(other.results)
         self._record.files, self._record.metrics = dict(other.files), other.metrics
+        self._record.datasets, self._record.model = other.datasets, other.model
         if COLLAPSED in other.tags:
             self.tag(COLLAPSED, other.tags[COLLAPSED])
         if other.metrics:
@@ -146,6 +169,8 @@ def stage_run(
     task: str | None = None,
     upstream: dict[str, list[str]] | None = None,
     metrics: Path | None = None,
+    title: str = "",
+    params: dict | None = None,
 ) -> Iterator[StageRun]:
     """A stage as tracked, begun or continued; marked failed if the block raises. No state of the store ends it.
 
@@ -154,6 +179,7 @@ def stage_run(
     run : path of the grid point, None for the stages before the grid.
     upstream : for each stage whose output this one reads, the keys of its runs.
     metrics : the metrics.jsonl that has every row given to `log_step`.
+    title, params : the policy that the stage makes or works on, in words and as parameters.
     """
     # Another version of the stage, other settings or other input make another result, and so another run.
     tags = {
@@ -165,18 +191,30 @@ def stage_run(
         "task": task or "",
     }
     key = key_of(experiment, tags)
-    tags |= {KEY: key, "git_commit": git_commit(), "code_hash": code_hash()}
+    tags |= {
+        KEY: key,
+        "code_hash": code_hash(),
+        "mlflow.source.name": f"dvp {stage.partition('_')[0]}",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": git_commit(),
+        "mlflow.user": _user(),
+    }
     tags |= {UPSTREAM + source: " ".join(keys) for source, keys in (upstream or {}).items()}
     if "SLURM_JOB_ID" in os.environ:
         tags["slurm_job"] = os.environ["SLURM_JOB_ID"]
     path = folder / FOLDER / (f"runs/{run}" if run else "") / ("-".join(filter(None, [stage, task])) + ".json")
-    name = " ".join(part for part in (stage, task, run) if part)
-    record = Record(experiment=experiment, name=name, run=run, tags=tags, started=_now())
+    record = Record(
+        experiment=experiment, name=stage_name(stage, task or "", title), title=title, tags=tags, started=_now()
+    )
+    record.parent = _parent(folder, stage, run, upstream or {})
+    if title and record.parent is None:
+        record.tags[POLICY_TAG] = title
     with contextlib.suppress(DvpError):  # there is none, or it is of no use
         earlier = read_record(path)
         if earlier.key == key:
             record.started, record.metrics = earlier.started, earlier.metrics
     tracked = StageRun(folder, path, record, metrics)
+    tracked.log_params(params or {})
     try:
         yield tracked
     except BaseException as error:
@@ -187,13 +225,29 @@ def stage_run(
     tracked.end("FINISHED")
 
 
+def _parent(folder: Path, stage: str, run: str | None, upstream: dict[str, list[str]]) -> str | None:
+    """The key of the stage that trained the policy which this one works on; None if it trains one, or has none."""
+    if stage == "train" or (run is None and "base" not in upstream):
+        return None
+    with contextlib.suppress(DvpError):  # a model from elsewhere
+        return read_record(folder / FOLDER / (f"runs/{run}/train.json" if run else "base.json")).key
+    return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
 def _now() -> int:
     return int(time.time() * 1000)
 
 
-def _flatten(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flatten(value: dict, separator: str, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, item in value.items():
         if isinstance(item, dict):
-            yield from _flatten(item, f"{prefix}{key}.")
+            yield from _flatten(item, separator, f"{prefix}{key}{separator}")
         else:
             yield f"{prefix}{key}", item

@@ -1,9 +1,12 @@
 """The MLflow store; the only file that imports it.
 
-One MLflow experiment per experiment file, a parent run per grid point, a child run per stage. A run is found by its
-key, a tag, so that a stage that is run again continues its run, in whichever store.
+One MLflow experiment per experiment file, one run per stage. What works on a policy is nested below the run that
+trained it, which shows the policy's settings, its steps and its scores. A run is found by its key, a tag, so that a
+stage that is run again continues its run, in whichever store.
 """
 
+import contextlib
+import json
 import os
 import re
 from collections import Counter
@@ -14,9 +17,15 @@ from filelock import FileLock
 
 from dvp.errors import DvpError
 from dvp.files import sha256_file
-from dvp.tracking.record import KEY, OUTCOMES, UPSTREAM, Record, key_of, points
+from dvp.tracking.names import POLICY, SCORES
+from dvp.tracking.record import KEY, OUTCOMES, STAGE, UPSTREAM, Record, key_of, points, read_records
+from dvp.tracking.views import links
 
-GRID_POINT = "grid point"
+NOTE_LENGTH = 20_000  # at most, by MLflow
+KIND = "mlflow.experimentKind"
+NOTE = "mlflow.note.content"  # of an experiment
+MODEL_STAGES = ("convert", "train", "base")  # whose model a stage works on, the first of them in its upstream
+NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
 FILES = "files_hash"  # of the files kept with a run, once all of them are
 METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
 LOCK_SECONDS = 30
@@ -44,15 +53,19 @@ def reason_of(error: Exception, results: Path) -> str:
     return text if len(text) <= 200 else f"{text[:70]} … {text[-120:]}"  # the cause comes last
 
 
-def create_store(results: Path, experiment: str) -> None:
-    """Create the store and the experiment in it, if they are not there.
+def create_store(results: Path, experiment: str, tags: dict[str, str] | None = None) -> None:
+    """Create the store and the experiment in it, if they are not there; the experiment gets these tags.
 
     Called once before the stages: a store that cannot be used at all is the user's mistake.
     Raises DvpError if it cannot.
     """
     try:
         with _lock(results):
-            _experiment_id(_client(results), results, experiment)
+            client = _client(results)
+            there = _experiment(client, results, experiment)
+            for name, value in (tags or {}).items():
+                if there.tags.get(name) != value:
+                    client.set_experiment_tag(there.experiment_id, name, value)
     except Exception as error:  # MLflow's own, SQLAlchemy's, requests', a missing driver's
         raise _unusable(error, results) from None
 
@@ -88,7 +101,7 @@ def lineage(results: Path, key: str) -> dict[str, list[str]]:
         run = _find(client, experiments, current)
         if run is None:
             raise DvpError(f"MLflow store {store_name(results)}: no run has the {KEY} {current}; `dvp track` adds it")
-        found.setdefault(run.data.tags["stage"], []).append(run.info.run_id)
+        found.setdefault(run.data.tags[STAGE], []).append(run.info.run_id)
         waiting += [one for name, value in run.data.tags.items() if name.startswith(UPSTREAM) for one in value.split()]
     return found
 
@@ -107,28 +120,27 @@ class Feed:
         self._folder = folder
         self._client = _client(folder.parent)
         with _lock(folder.parent):  # what two processes look for at once is created once
-            experiment_id = _experiment_id(self._client, folder.parent, record.experiment)
-            self._parent = None
-            tags = dict(record.tags)
-            if record.run is not None:
-                parent_key = key_of(record.experiment, GRID_POINT, record.run)
-                parent_tags = {KEY: parent_key, "stage": GRID_POINT, "run": record.run}
-                self._parent = self._find_or_create(experiment_id, record.run, parent_tags, record.started)
-                tags["mlflow.parentRunId"] = self._parent.info.run_id
-            run = self._find_or_create(experiment_id, record.name, tags, record.started)
+            self._experiment = _experiment(self._client, folder.parent, record.experiment).experiment_id
+            self._parent = self._parent_run(record.parent) if record.parent else None
+            run = self._find_or_create(record)
         self._id = run.info.run_id
         self._ended = (run.info.status, run.info.end_time)
         self._tags, self._params, self._latest = run.data.tags, run.data.params, run.data.metrics
         self._known = {
             (name, point.step) for name in self._latest for point in self._client.get_metric_history(self._id, name)
         }
+        self._datasets = {item.dataset.digest for item in run.inputs.dataset_inputs}
+        # Whose results these are: the model's that the stage works on, until it has made one.
+        self._model = self._source_model(record, {item.model_id for item in run.inputs.model_inputs})
+        self._made = False
         self._rows = 0  # of those given to `update`, how many the store has
 
     def update(self, record: Record, rows: list[dict]) -> None:
         """Send what the store lacks of `record` and `rows`. A later call has the same rows, and more."""
         from mlflow.entities import Metric, Param, RunTag
 
-        tags = {name: value for name, value in record.tags.items() if self._tags.get(name) != value}
+        parent = {} if self._parent is None else {"mlflow.parentRunId": self._parent.info.run_id}
+        tags = {name: value for name, value in (record.tags | parent).items() if self._tags.get(name) != value}
         if tags:
             self._client.log_batch(self._id, tags=[RunTag(name, value) for name, value in tags.items()])
             self._tags |= tags
@@ -144,29 +156,104 @@ class Feed:
             self.sent["params"] += len(batch)
         self._params |= params
         if len(rows) > self._rows:
-            new = [one for one in points(rows, record.started) if one[:2] not in self._known]
+            new = [point for point in points(rows, record.started) if point[:2] not in self._known]
             for batch in _batches(new, METRICS):
-                self._log_metrics([Metric(name, value, when, step) for name, step, value, when in batch])
-                self._known |= {one[:2] for one in batch}
+                self._log_metrics(self._id, [Metric(name, value, when, step) for name, step, value, when in batch])
+                self._known |= {point[:2] for point in batch}
             self._rows = len(rows)
-        results = {name: value for name, value in record.results.items() if self._latest.get(name) != value}
-        when = record.ended or record.started
-        for batch in _batches(list(results.items()), METRICS):
-            self._log_metrics([Metric(name, value, when, 0) for name, value in batch])
-        self._latest |= results
+        self._link(record)
+        self._log_results(record)
         self._keep_files(record.files)
+        if record.description is not None:
+            self._describe()
         ended = (record.status, record.ended)
         if record.status != self._ended[0] or (record.ended is not None and record.ended != self._ended[1]):
-            for run_id in filter(None, [self._id, self._parent and self._parent.info.run_id]):
-                if record.ended is None:
-                    self._client.update_run(run_id, status=record.status)
-                else:
-                    self._client.set_terminated(run_id, record.status, record.ended)
+            if record.ended is None:
+                self._client.update_run(self._id, status=record.status)
+            else:
+                self._client.set_terminated(self._id, record.status, record.ended)
             self._ended = ended
 
-    def _log_metrics(self, metrics: list) -> None:
-        self._client.log_batch(self._id, metrics=metrics)
-        self.sent["metrics"] += len(metrics)
+    def _source_model(self, record: Record, known: set[str]):
+        """The model that the run reads, if the store has it; it is now among the run's inputs."""
+        from mlflow.entities import LoggedModelInput
+
+        for stage in MODEL_STAGES:
+            keys = record.tags.get(UPSTREAM + stage, "").split()
+            model = self._find_model(keys[0]) if len(keys) == 1 else None
+            if model is not None:
+                if model.model_id not in known:
+                    self._client.log_inputs(self._id, models=[LoggedModelInput(model.model_id)])
+                    self.sent["models"] += 1
+                return model
+        return None
+
+    def _link(self, record: Record) -> None:
+        """The datasets that the run read, and the model that it made."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput
+
+        datasets = [item for item in record.datasets if item.digest not in self._datasets]
+        if not datasets and (record.model is None or self._made):
+            return
+        with _lock(self._folder.parent):  # another process may bring the same
+            if datasets:
+                inputs = [
+                    DatasetInput(
+                        Dataset(item.name, item.digest, "local", json.dumps({"uri": item.path})),
+                        [InputTag("mlflow.data.context", item.context)],
+                    )
+                    for item in datasets
+                ]
+                self._client.log_inputs(self._id, datasets=inputs)
+                self._datasets |= {item.digest for item in datasets}
+                self.sent["datasets"] += len(datasets)
+            if record.model is not None and not self._made:
+                self._model = self._find_model(record.key)
+                if self._model is None:
+                    model = self._client.create_logged_model(
+                        self._experiment,
+                        name=f"{record.title} · {record.model.kind}".translate(NOT_IN_A_MODELS_NAME),
+                        source_run_id=self._id,
+                        tags={KEY: record.key, "path": record.model.path},
+                        params={name: record.params[name] for name in POLICY if name in record.params},
+                        model_type=record.model.kind,
+                    )
+                    self._client.log_outputs(self._id, [LoggedModelOutput(model.model_id, self._rows)])
+                    self._model = self._client.finalize_logged_model(model.model_id, "READY")
+                    self.sent["models"] += 1
+                self._made = True
+
+    def _log_results(self, record: Record) -> None:
+        """The stage's own numbers: as its metrics, as its model's, and scores as those of the run that trained it."""
+        from mlflow.entities import Metric
+
+        when, belongs, of_model = record.ended or record.started, {}, None
+        if self._model is not None and (record.model or record.parent):
+            belongs["model_id"] = self._model.model_id
+            of_model = {(metric.key, metric.value) for metric in self._model.metrics or []}
+            if record.datasets:
+                belongs |= {"dataset_name": record.datasets[0].name, "dataset_digest": record.datasets[0].digest}
+        lacking = [
+            item
+            for item in record.results.items()
+            if self._latest.get(item[0]) != item[1] or (of_model is not None and item not in of_model)
+        ]
+        for batch in _batches(lacking, METRICS):
+            self._log_metrics(self._id, [Metric(name, value, when, 0, **belongs) for name, value in batch])
+        if lacking and self._model is not None:
+            self._model = self._client.get_logged_model(self._model.model_id)
+        self._latest |= dict(lacking)
+        if self._parent is not None:
+            there = self._parent.data.metrics
+            scores = [(name, value) for name, value in record.results.items() if name.startswith(SCORES)]
+            scores = [(name, value) for name, value in scores if there.get(name) != value]
+            self._log_metrics(self._parent.info.run_id, [Metric(name, value, when, 0) for name, value in scores])
+            there |= dict(scores)
+
+    def _log_metrics(self, run_id: str, metrics: list) -> None:
+        if metrics:
+            self._client.log_batch(run_id, metrics=metrics)
+            self.sent["metrics"] += len(metrics)
 
     def _keep_files(self, files: dict[str, str]) -> None:
         there = {name: folder for name, folder in files.items() if (self._folder / name).is_file()}
@@ -188,12 +275,36 @@ class Feed:
         self._tags[FILES] = digest
         self.sent["files"] += len(there)
 
-    def _find_or_create(self, experiment_id: str, name: str, tags: dict[str, str], started: int):
-        found = _find(self._client, [experiment_id], tags[KEY])
-        if found is None:
-            found = self._client.create_run(experiment_id, start_time=started, tags=tags, run_name=name)
-            self.sent["runs"] += 1
+    def _describe(self) -> None:
+        """The experiment's own page: what its stages say of it, the first of them first."""
+        records = sorted(read_records(self._folder), key=lambda record: record.started)
+        text = "\n\n".join([links(self._experiment), *(each.description for each in records if each.description)])
+        text = text if len(text) <= NOTE_LENGTH else f"{text[: NOTE_LENGTH - 1]}…"
+        if self._client.get_experiment(self._experiment).tags.get(NOTE) != text:
+            self._client.set_experiment_tag(self._experiment, NOTE, text)
+            self.sent["descriptions"] += 1
+
+    def _parent_run(self, key: str):
+        found = _find(self._client, [self._experiment], key)
+        if found is None:  # the store missed it, or lost it
+            with contextlib.suppress(DvpError):
+                for record in read_records(self._folder):
+                    if record.key == key:
+                        return self._find_or_create(record)
         return found
+
+    def _find_or_create(self, record: Record):
+        found = _find(self._client, [self._experiment], record.key)
+        if found is None:
+            found = self._client.create_run(
+                self._experiment, start_time=record.started, tags=record.tags, run_name=record.name
+            )
+            self.sent["runs"] += 1
+        return self._client.get_run(found.info.run_id)  # with its inputs, which a search leaves out
+
+    def _find_model(self, key: str):
+        found = self._client.search_logged_models([self._experiment], f"tags.{KEY} = '{key}'", max_results=1)
+        return found[0] if found else None
 
 
 def _client(results: Path):
@@ -218,15 +329,15 @@ def _lock(results: Path) -> FileLock:
     return FileLock(results / ".mlflow.lock", timeout=LOCK_SECONDS)
 
 
-def _experiment_id(client, results: Path, name: str) -> str:
+def _experiment(client, results: Path, name: str):
     found = client.get_experiment_by_name(name)
     if found is not None:
-        return found.experiment_id
+        return found
     # A server has its own place for artifacts; a bare SQLite file would put them in the current folder.
     location = None
     if store_uri(results).startswith("sqlite:"):
         location = (results.resolve() / "mlartifacts" / name).as_uri()
-    return client.create_experiment(name, artifact_location=location)
+    return client.get_experiment(client.create_experiment(name, location, {KIND: "custom_model_development"}))
 
 
 def _find(client, experiments: list[str], key: str):

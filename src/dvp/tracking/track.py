@@ -5,6 +5,7 @@ from pathlib import Path
 from dvp.experiment.folder import ExperimentDir
 from dvp.tracking import store
 from dvp.tracking.record import read_records, read_rows
+from dvp.tracking.views import view_tags
 
 
 def track(config: Path) -> None:
@@ -15,7 +16,7 @@ def track(config: Path) -> None:
         (record, read_rows(directory.folder / record.metrics) if record.metrics else [])
         for record in read_records(directory.folder)
     ]
-    store.create_store(directory.results, directory.experiment.name)
+    store.create_store(directory.results, directory.experiment.name, view_tags(directory.experiment))
     for record, rows in stages:
         added = store.track(directory.folder, record, rows)
         print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))

@@ -32,10 +32,11 @@ def base(config: Path, threads: int) -> None:
         if stage.reuse():
             return
         manifest = make_base(experiment, directory.data, directory.base)
-        stage.tracked.log_params(experiment.base.model_dump(mode="json"))
+        stage.tracked.log_params({"base": experiment.base.model_dump(mode="json")})
         stage.tracked.log_result(
             {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
         )
+        stage.tracked.log_model(directory.base, "base")
         stage.finish(manifest)
 
 
@@ -95,7 +96,6 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 return
             stage.tracked.log_params(
                 {
-                    "run": run.model_dump(mode="json"),
                     "training": settings.model_dump(mode="json"),
                     "engine": experiment.engines[run.engine].model_dump(mode="json"),
                     "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
@@ -124,6 +124,8 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             stage.tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
         stage.tracked.flush()
         stage.tracked.log_file(folder / "metrics.jsonl")
+        stage.tracked.log_final()
+        stage.tracked.log_model(checkpoint, "checkpoint")
         stage.finish(
             {
                 "run": run.path,

@@ -1,0 +1,82 @@
+"""What MLflow's page of an experiment shows at first: a table of the policies, and their curves.
+
+MLflow has no call for a saved view. What its "Share" button saves is a tag of the experiment, in JSON, which a page's
+address names; these are such tags, written for the locked version.
+"""
+
+import json
+
+from dvp.experiment.config import Experiment
+from dvp.tracking.names import FINAL, SCORES
+from dvp.tracking.record import POLICY_TAG
+
+# Without the last part of the address, MLflow shows what it has for the traces of applications instead.
+PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}&compareRunsMode={mode}&workflowType=machine_learning"
+NAME = "attributes.`Run Name`"
+CURVES = (
+    ("Score", "BAR", "{score}", "linear"),
+    ("Reward", "LINE", "train/reward", "linear"),
+    ("Mismatch: k3 between engine and trainer", "LINE", "mismatch/k3", "log"),
+    ("Gradient norm", "LINE", "train/gradient_norm", "log"),
+    ("Responses kept by the correction", "LINE", "correction/kept_fraction", "linear"),
+    ("Entropy", "LINE", "train/entropy", "linear"),
+)
+
+
+def links(experiment: str) -> str:
+    """Markdown links to the views. experiment : MLflow's id."""
+    pages = (("Table of the policies", "table", "TABLE"), ("Curves", "curves", "CHART"))
+    return " · ".join(
+        f"[{name}]({PAGE.format(experiment=experiment, view=view, mode=mode)})" for name, view, mode in pages
+    )
+
+
+def view_tags(experiment: Experiment) -> dict[str, str]:
+    """The experiment's tags that hold its views."""
+    task = experiment.report.task
+    score = f"{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}"
+    columns = [f"metrics.`{name}`" for name in (score, *(f"final/{name}" for name in (*FINAL, "collapsed")))]
+    columns += [f"params.`{name}`" for name in ("method", "engine", "rho", "seed")]
+    widths = {NAME: 270, "runDateAndNestInfo": 130, "duration": 75} | dict.fromkeys(columns, 110)
+    view = {
+        "searchFilter": f"tags.{POLICY_TAG} != ''",
+        "orderByKey": f"metrics.`{score}`",
+        "orderByAsc": False,
+        "selectedColumns": columns,
+        "columnOrder": list(widths),
+        "columnWidths": widths,
+        "runsHiddenMode": "SHOW_ALL",
+    }
+    curves = {
+        "compareRunCharts": [
+            _chart(name, kind, metric.format(score=score), scale) for name, kind, metric, scale in CURVES
+        ],
+        "compareRunSections": [{"uuid": "main", "name": "At a glance", "display": True, "isReordered": False}],
+        "isAccordionReordered": True,
+    }
+    views = {"table": view, "curves": view | curves}
+    return {f"mlflow.sharedViewState.{name}": json.dumps(value) for name, value in views.items()}
+
+
+def _chart(name: str, kind: str, metric: str, scale: str) -> dict:
+    return {
+        "uuid": name,
+        "metricSectionId": "main",
+        "displayName": name,
+        "type": kind,
+        "metricKey": metric,
+        "selectedMetricKeys": [metric],
+        "runsCountToCompare": 100,
+        "scaleType": scale,
+        "xAxisScaleType": "linear",
+        "xAxisKey": "step",
+        "selectedXAxisMetricKey": "",
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "lineSmoothness": 0,
+        "range": {},
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+        "deleted": False,
+        "isGenerated": False,
+    }

@@ -28,7 +28,7 @@ def of_logits(logits, targets, rho, **options):
 
 
 def numpy_reference(logits, target, rho):
-    """One row in float64, straight from METHOD.md."""
+    """One row in float64, straight from docs/method.md."""
     z = np.asarray(logits, dtype=np.float64)
     p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
     safe = np.ones(len(z), bool) if rho is None else p >= rho * p.max()
@@ -333,7 +333,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time(rho):
     target=st.integers(0, V - 1),
 )
 def test_the_log_ratio_obeys_the_sharp_bound(logits, noise, target):
-    """METHOD.md item 2 [D], the sharp pair."""
+    """docs/method.md, Theory 2 [D], the sharp pair."""
     train = torch.tensor(logits, dtype=torch.float32)
     infer = train + torch.tensor(noise, dtype=torch.float32)
     epsilon = (infer - train).abs().max().item()

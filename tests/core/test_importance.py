@@ -40,7 +40,7 @@ def every_token(*shape):
 
 
 def reference(log_ratio, mask, rule):
-    """Token by token in plain Python, from METHOD.md's table and the rule's docstrings."""
+    """Token by token in plain Python, from docs/method.md's table and the rule's docstrings."""
     weight = np.zeros(mask.shape)
     vetoed = np.zeros(len(mask), bool)
     filtered = np.zeros(len(mask), bool)

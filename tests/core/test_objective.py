@@ -442,7 +442,7 @@ def test_a_token_outside_the_safe_set_pushes_all_safe_logits_until_it_is_zeroed(
 
 
 def test_the_weighted_gradient_is_that_of_the_pruned_objective():
-    """METHOD.md item 4: E_{q^mp}[w R ∇log p^mp] = ∇J_mp, two-token sequences over four tokens enumerated."""
+    """docs/method.md, Theory 4: E_{q^mp}[w R ∇log p^mp] = ∇J_mp, two-token sequences over four tokens enumerated."""
     vocabulary = 4
     generator = torch.Generator().manual_seed(3)
     # One state at the start and one after each first token; the last token is far out of every safe set.

@@ -2,7 +2,7 @@
 
 Sequences over three tokens, of which token 0 ends one, at most three long: 15 of them, lengths 1 to 3. Trainer p and
 engine q are softmax tables with a row a prefix. Every expectation is a sum over all sequences, so that nothing here is
-statistical. The references know neither the code's weights nor its losses: they are METHOD.md's formulas, in loops.
+statistical. The references do not use the code's weights and losses: they are docs/method.md's formulas, in loops.
 """
 
 import itertools
@@ -110,7 +110,7 @@ def _log_softmax(logits):
 
 
 def weights_by_the_book(rule, ratios):
-    """METHOD.md's table for one sequence."""
+    """docs/method.md's table for one sequence."""
     dropped = (rule.veto is not None and min(ratios) < rule.veto) or (
         rule.k3_max is not None and np.mean([r - math.log(r) - 1 for r in ratios]) > rule.k3_max
     )

@@ -1,6 +1,6 @@
 """Theorems on the gradient and on the KL estimators, proved by enumeration of a small decision process.
 
-METHOD.md, "Theory", items 1 and 4, and the estimators of "Diagnostics". Everything is exact (float64, no sampling)
+docs/method.md, "Theory", items 1 and 4, and the estimators of "Diagnostics". Everything is exact (float64, no sampling)
 unless a docstring says that it is a statistical check.
 """
 

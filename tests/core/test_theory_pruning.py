@@ -1,4 +1,4 @@
-"""Theorems on what pruning changes: the objective (METHOD.md, "Theory", item 5) and the masked softmax ("Dynamic
+"""Theorems on what pruning changes: the objective (docs/method.md, Theory 5) and the masked softmax ("Dynamic
 vocabulary pruning"). Exact, in float64; the objective by enumeration of a small decision process.
 """
 

@@ -1,4 +1,4 @@
-"""Advantages of outcome rewards (METHOD.md, "Advantages").
+"""Advantages of outcome rewards (docs/method.md, "Advantages").
 
 Every advantage is a function of `Responses` and gives one value a token, so that the loss need not know which one it
 got. All but the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
@@ -175,7 +175,7 @@ def otb_leave_one_out(responses: Responses) -> torch.Tensor:
 def otb_variance_readouts(
     advantage_BT: torch.Tensor, responses: Responses, gradient_norm: float
 ) -> dict[str, float | None]:
-    """OTB's own variance read-outs (METHOD.md, "Advantages" [O]) of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p.
+    """OTB's own variance read-outs (docs/method.md, "Advantages" [O]) of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p.
 
     Usable with every advantage. N = B: all responses count as independent, so differences between prompts' gradients
     count as noise, and what members of a group share through their baseline does not.

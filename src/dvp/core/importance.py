@@ -1,4 +1,4 @@
-"""Importance weights between the trainer's and the engine's policy (METHOD.md, "Importance corrections").
+"""Importance weights between the trainer's and the engine's policy (docs/method.md, "Importance corrections").
 
 log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughout, with p and q both pruned or
 both full. Every named method of the field is a setting of one rule: see `PRESETS`.
@@ -102,7 +102,7 @@ PRESETS: dict[str, Correction] = {
     "k3": ImportanceRule(k3_max=0.01),
     "veto": ImportanceRule(veto=1e-4),
 }
-"""The named corrections with METHOD.md's default bounds; an experiment can change them."""
+"""The named corrections with docs/method.md's default bounds; an experiment can change them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Policy-gradient losses with stop-gradient importance weights (METHOD.md item 4 [P Thm 5.3], and "Losses").
+"""Policy-gradient losses with stop-gradient importance weights (docs/method.md, Theory 4 [P Thm 5.3], and "Losses").
 
 Two ratios are kept apart: the weights correct the engine for the trainer, π_old/π_infer, and are constants
 (`dvp.core.importance`); the losses clip what the optimiser changed since the rollout, π_θ/π_old. On the first
@@ -237,7 +237,7 @@ def zero_outside_safe(weight_BT: torch.Tensor, target_in_safe_BT: torch.Tensor) 
 
     V'_S ≠ V_S, so the engine can sample what the trainer prunes. Such a token's p^mp is a constant over the
     sum of the safe ones, and its gradient pushes ALL safe logits; with no importance weight to bring it to
-    nothing it must be zeroed here (METHOD.md, "Dynamic vocabulary pruning"). The caller counts these tokens:
+    nothing it must be zeroed here (docs/method.md, "Dynamic vocabulary pruning"). The caller counts these tokens:
     (mask_BT & ~target_in_safe_BT).sum().
 
     Args:

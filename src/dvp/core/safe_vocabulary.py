@@ -1,4 +1,4 @@
-"""The safe vocabulary V_S(s) = { a : z_a − max_k z_k ≥ log ρ(s) } (METHOD.md, "Dynamic vocabulary pruning").
+"""The safe vocabulary V_S(s) = { a : z_a − max_k z_k ≥ log ρ(s) } (docs/method.md, "Dynamic vocabulary pruning").
 
 Equivalently p_a ≥ ρ · p_max: the min-p rule. Engine and trainer apply the same rule, each to its own logits; no mask
 is replayed. A rule says what ρ is in each state: constant, or the adaptive ones of the paper's open question 1.
@@ -63,7 +63,7 @@ def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
 
     Returns:
         bool (N, V). The most likely entry is always safe, so no row is empty. The mask is constant under the
-        gradient (METHOD.md item 4).
+        gradient (docs/method.md, Theory 4).
     """
     gap_NV = _gaps(logits_NV)
     return gap_NV >= rule.log_rho(gap_NV)[:, None]
@@ -92,7 +92,7 @@ class FixedRho(SafeVocabulary):
 class MassBudget(SafeVocabulary):
     """The largest ρ(s) that prunes at most `budget` of the probability: 1 − Z(s) ≤ budget.
 
-    With budget = δ/T the bias of J over T tokens is at most R_max · δ (METHOD.md item 5).
+    With budget = δ/T the bias of J over T tokens is at most R_max · δ (docs/method.md, Theory 5).
 
     Sums run in float64 from the least likely entry up, so 1 − Z is good to a relative 1e-11 at V = 150,000. Entries
     of equal probability that do not fit into the budget together are all kept. One sort a row: O(V log V).
@@ -166,15 +166,15 @@ class EntropyScaled(SafeVocabulary):
 
 
 def with_margin(rho: float, epsilon: float) -> FixedRho:
-    """The rule of one side beside another side that prunes at ρ: ρ·e^{−2ε̂} (METHOD.md, "Margin").
+    """The rule of one side beside another side that prunes at ρ: ρ·e^{−2ε̂} (docs/method.md, "Margin").
 
     If no logit of the engine is further than `epsilon` nats from the trainer's, the set with the margin contains the
     other one, up to the rounding of the thresholds in fp32. Which side has it decides what that is good for:
 
-    - the trainer's, as METHOD.md has it: V'_S ⊆ V_S, so no sampled token lies outside V_S. What the engine never draws
-      stays a bias of the gradient.
-    - the engine's: V_S ⊆ V'_S, the condition of the constrained gradient's unbiasedness (METHOD.md item 4); sampled
-      tokens outside V_S have ratio 0.
+    - the trainer's, as docs/method.md has it: V'_S ⊆ V_S, so no sampled token lies outside V_S. What the engine never
+      draws stays a bias of the gradient.
+    - the engine's: V_S ⊆ V'_S, the condition of the constrained gradient's unbiasedness (docs/method.md, Theory 4);
+      sampled tokens outside V_S have ratio 0.
 
     Raises:
         DvpError: ρ outside (0, 1), ε̂ negative, or so large that nothing would be pruned at any logits.

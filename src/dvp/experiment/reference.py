@@ -5,10 +5,14 @@ config/README.md ends with it: `python -m dvp.experiment.reference` writes it th
 
 import ast
 import inspect
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+from dvp.core.advantages import ADVANTAGES
+from dvp.core.importance import PRESETS
+from dvp.core.objective import LOSSES
 from dvp.experiment.config import Experiment
 from dvp.strict import Strict
 
@@ -43,7 +47,23 @@ def reference() -> str:
         sections.append(
             "\n".join([f"### {title}", "", text, "", "| key | value | default | meaning |", "|---|---|---|---|", *rows])
         )
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join([*sections, _names()]) + "\n"
+
+
+def _names() -> str:
+    """What a method may name."""
+    rows = [f"| `advantage: {name}` | {_first_line(advantage)} |" for name, advantage in ADVANTAGES.items()]
+    for key, presets in (("importance", PRESETS), ("loss", LOSSES)):
+        for name, preset in presets.items():
+            settings = preset.model_dump(exclude_none=True)
+            kind = settings.pop("kind")
+            says = ", ".join(f"{option} {value}" for option, value in settings.items())
+            rows.append(f"| `{key}: {name}` | {f'{kind}: ' if key == 'loss' and kind != name else ''}{says} |")
+    return "\n".join(["### Names that a method may use", "", "| name | what it is |", "|---|---|", *rows])
+
+
+def _first_line(function: Callable) -> str:
+    return inspect.cleandoc(function.__doc__ or "").splitlines()[0].replace("|", "\\|")
 
 
 def _subclasses(model: type) -> list[type]:

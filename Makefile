@@ -3,6 +3,9 @@
 ENV ?= $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
 EXPERIMENT ?= tiny
 PORT ?= 5000
+# Tests run in so many processes at once; one that starts real engines takes about 3 GB.
+WORKERS ?= 2
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 SNAKEMAKE := $(BIN)/snakemake
@@ -10,7 +13,7 @@ INSTALLED := $(VENV)/.installed-$(ENV)
 # Where pip finds the CPU build of torch if the package index that it is set to has none.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
 
-.PHONY: run smoke evidence plan test check bench format mlflow install clean
+.PHONY: run smoke evidence plan test test-all check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
@@ -32,14 +35,18 @@ plan: install
 	  $(if $(PRICE),--price $(PRICE))
 
 test: install
-	$(BIN)/pytest
+	$(PYTEST) -m "not nightly"
+
+# With what takes longest: training that is killed again and again, alone and under Slurm.
+test-all: install
+	$(PYTEST)
 
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(SNAKEMAKE) --lint
-	$(BIN)/pytest -q -m "not slow"
+	$(PYTEST) -q -m "not slow"
 
 bench: install
 	$(BIN)/python -m dvp.benchmark

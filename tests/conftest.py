@@ -7,14 +7,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dvp.cli import quiet
 from dvp.rollout.vllm import configure_environment
 
 ROOT = Path(__file__).parents[1]
-# Before anything imports vllm, deepspeed or mlflow.
-configure_environment(threads=2)
+# Before anything imports vllm, deepspeed or mlflow. One thread: tensors are tiny, and another worker has the other core.
+configure_environment(threads=1)
+torch.set_num_threads(1)
 quiet()
+
+# What takes longest begins first, so that no worker is left alone with it at the end.
+FIRST = ("slurm", "pipeline", "training", "rollout", "tracking")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `make test`, which runs two workers: tests that share what took long to make go to the same one.
+
+    These are the tests of a file and, as there is one Slurm on a machine, all of tests/slurm.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(ROOT / "tests").parts[0]
+
+    for item in items:
+        group = "slurm" if folder(item) == "slurm" else item.path.relative_to(ROOT / "tests").as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: FIRST.index(folder(item)) if folder(item) in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +67,6 @@ def dvp():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A Hugging Face directory: Qwen3 with two layers, tied head, random weights large enough to have preferences."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from dvp.training.base import train_tokenizer

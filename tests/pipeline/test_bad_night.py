@@ -17,7 +17,7 @@ from dvp import cli
 from dvp.files import sha256_file
 from dvp.tracking.store import store_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent
 RUN = "method~otb_mass/engine~coarse/rho~none/seed~0"
 # No two runs agree on the clock; everything else in metrics.jsonl must be the same to the last digit.

@@ -30,7 +30,7 @@ def say(pytestconfig) -> Callable[[str], None]:
     return pytestconfig.stash.setdefault(SAID, []).append
 
 
-def wait(condition: Callable[[], object], what: str, seconds: float = 60):
+def wait(condition: Callable[[], object], what: str, seconds: float = 300):
     """Poll until `condition` is true and return what it returned; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -58,11 +58,11 @@ class Slurm:
 
     def __call__(self, *command: str) -> str:
         """Run one of Slurm's commands; its standard output."""
-        done = subprocess.run(command, env=self.env, check=True, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.env, check=True, capture_output=True, text=True, timeout=300)
         return done.stdout
 
     def answers(self, *command: str) -> bool:
-        return subprocess.run(command, env=self.env, check=False, capture_output=True, timeout=60).returncode == 0
+        return subprocess.run(command, env=self.env, check=False, capture_output=True, timeout=300).returncode == 0
 
     def accounts(self, *fields: str) -> list[dict[str, str]]:
         """What sacct knows of every job (not of its steps), oldest first; the rule's name under `stage`."""
@@ -119,7 +119,7 @@ class Snakemake:
                 ["setpriv", "--pdeathsig", "INT", *command], cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def finish(self, timeout: float = 200) -> tuple[int, str]:
+    def finish(self, timeout: float = 600) -> tuple[int, str]:
         """Wait for its end; the exit status and what it said."""
         try:
             status = self.process.wait(timeout)
@@ -135,7 +135,7 @@ class Snakemake:
     def interrupt(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            self.process.wait(60)
+            self.process.wait(300)
 
 
 class Checkout:
@@ -145,7 +145,7 @@ class Checkout:
         self.folder = folder
         self.slurm = slurm
         self.smoke = folder / "results/smoke"
-        self.output = ""  # of the Snakemake that made the results
+        self.log = ""  # that Snakemake kept while it made the results
 
     @classmethod
     def of(cls, root: Path, folder: Path, slurm: Slurm) -> "Checkout":
@@ -179,6 +179,8 @@ class Checkout:
 def finished(slurm, root, tmp_path_factory) -> Checkout:
     """The smoke experiment, run whole through Slurm. Not to be changed: copy it."""
     checkout = Checkout.of(root, tmp_path_factory.mktemp("cluster"), slurm)
-    status, checkout.output = checkout.snakemake().finish(timeout=800)
+    status, _ = checkout.snakemake().finish(timeout=1200)
     assert status == 0
+    (log,) = (checkout.folder / ".snakemake/log").glob("*.log")
+    checkout.log = log.read_text()
     return checkout

@@ -40,7 +40,7 @@ def jobs(finished):
         "End",
         "SubmitLine",
     )
-    known = set(re.findall(r"submitted with SLURM jobid (\d+)", finished.output))
+    known = set(re.findall(r"submitted with SLURM jobid (\d+)", finished.log))
     return [job for job in finished.slurm.accounts(*fields) if job["JobID"] in known]
 
 
@@ -87,10 +87,10 @@ def test_a_second_run_submits_nothing(finished):
 
 def test_the_overhead_of_a_job_is_measured(finished, jobs, say):
     """What a stage costs more for being a job: in the queue, inside the job, and until Snakemake sees its end."""
-    submitted = re.findall(r"Job (\d+) has been submitted with SLURM jobid (\d+)", finished.output)
+    submitted = re.findall(r"Job (\d+) has been submitted with SLURM jobid (\d+)", finished.log)
     seen_at = {
         job: datetime.strptime(when, "%a %b %d %H:%M:%S %Y")
-        for when, job in re.findall(r"^\[(.*)\]\nFinished jobid: (\d+)", finished.output, flags=re.MULTILINE)
+        for when, job in re.findall(r"^\[(.*)\]\nFinished jobid: (\d+)", finished.log, flags=re.MULTILINE)
     }
     seen = {slurm_id: seen_at[job] for job, slurm_id in submitted}
     times = [[datetime.fromisoformat(job[name]) for name in ("Submit", "Start", "End")] for job in jobs]

@@ -32,7 +32,7 @@ def training(untrained, wait_until) -> Iterator:
     """The Snakemake whose job trains that run, for longer than these tests last."""
     set_steps(untrained, 5000)
     snakemake = untrained.snakemake(TRAINED)
-    wait_until((untrained.folder / TRAINED).with_name("metrics.jsonl").exists, "training begins", 200)
+    wait_until((untrained.folder / TRAINED).with_name("metrics.jsonl").exists, "training begins")
     yield snakemake
     snakemake.interrupt()
 
@@ -41,7 +41,7 @@ def test_a_second_snakemake_on_the_same_results_says_so_and_stops(untrained, tra
     other = finished.copy(tmp_path / "other")
     results = untrained.folder / "results"
     for snakemake in (untrained.snakemake(TRAINED), other.snakemake(str(untrained.folder / TRAINED), results=results)):
-        status, output = snakemake.finish(timeout=60)
+        status, output = snakemake.finish()
         assert status == 1
         assert "results/smoke: another process is running this experiment; wait for it or stop it" in output
         assert "Traceback" not in output
@@ -54,7 +54,7 @@ def test_a_job_that_outlived_its_snakemake_is_not_joined_by_a_second_writer(untr
     (orphan,) = slurm.jobs("RUNNING")
     snakemake = untrained.snakemake(TRAINED)
     refusal = f"runs/{RUN}: another process is training this run; wait for it or stop it"
-    wait_until(lambda: refusal in snakemake.output(), "the second job is refused", 200)
+    wait_until(lambda: refusal in snakemake.output(), "the second job is refused")
     snakemake.process.kill()
     assert slurm.jobs("RUNNING") == [orphan]
     slurm("scancel", orphan)

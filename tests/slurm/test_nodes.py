@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.nightly]
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 
 

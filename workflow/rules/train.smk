@@ -16,6 +16,8 @@ rule train:
         f"{LOGS}/runs/{{run}}/train.log",
     benchmark:
         f"{BENCHMARKS}/train/{{run}}.tsv"
+    # The longest jobs begin first: a short one fills the time until the last of them ends.
+    priority: 1
     threads: threads_of(training_gpus)
     resources:
         **gpus(training_gpus, training_nodes),

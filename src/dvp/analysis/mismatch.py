@@ -307,8 +307,8 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             over_R = np.abs(change_R) / bound_R
         lost = np.isneginf(rows["pruned_log_ratio"]).sum()
         weights = (
-            f"importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; {lost} of {len(rows)} responses have "
-            "a token outside V_S, and only they tell what pruning loses"
+            f"importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; {lost} of {len(rows)} responses "
+            "have a token outside V_S, and only they tell what pruning loses"
         )
         for name, value_R, unit, what in (
             ("objective_change", change_R, "reward", "J_mp − J"),

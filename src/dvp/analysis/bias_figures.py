@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from dvp.analysis.bias import estimator_places, partner_of
-from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, set_title
+from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
@@ -32,6 +32,7 @@ def bias_variance(experiment: Experiment, found: list[Statistic]) -> Figure:
         for (row, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
             axes = grid[row, column]
             axes.set_xscale("log")
+            plain_log(axes.xaxis)
             axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.7)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
             axes.axhspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)

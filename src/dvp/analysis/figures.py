@@ -5,10 +5,12 @@ from functools import cache
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
@@ -71,6 +73,13 @@ def new_figure(width: float, height: float) -> Figure:
 def set_title(figure: Figure, title: str, width: float) -> None:
     """On the left, in lines of `width` inches."""
     figure.suptitle(textwrap.fill(title, int(13 * width)), fontsize=9.5, x=0.01, ha="left")
+
+
+def plain_log(axis: Axis) -> None:
+    """Label a logarithmic axis of few decades: 1, 2, 5, 10, …"""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def handle(label: str, **looks) -> Line2D:

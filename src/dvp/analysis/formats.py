@@ -60,11 +60,13 @@ def to_markdown(table: Formatted) -> str:
 
 
 def to_html(table: Formatted) -> str:
-    """A fragment that a browser shows on its own, too."""
-    notes = "".join(f"<li>{html.escape(_one_line(note))}</li>" for note in table.notes)
+    """A fragment that a browser shows on its own, too; the first note, the scale, is always seen."""
+    first, *others = (html.escape(_one_line(note)) for note in table.notes)
+    notes = "".join(f"<li>{note}</li>" for note in others)
     return (
         f'<meta charset="utf-8"><style>{STYLE}</style>\n<h3>{html.escape(table.title)}</h3>\n'
-        f"{_tabulate([table.headings, *table.rows], 'html')}\n<ul>{notes}</ul>\n"
+        f"{_tabulate([table.headings, *table.rows], 'html')}\n<p>{first}</p>\n"
+        f"<details><summary>How to read it</summary><ul>{notes}</ul></details>\n"
     )
 
 

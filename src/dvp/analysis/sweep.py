@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dvp.analysis.figures import GREY, STYLE, method_colors, new_figure
+from dvp.analysis.figures import GREY, STYLE, method_colors, new_figure, plain_log
 from dvp.analysis.load import Training
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.points import grid_points, is_control, seeds_text
@@ -88,6 +88,7 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
             axes.set_xlabel("" if name in TRAINED else "ρ (logarithmic); larger prunes more")
             if name in ("final_k3", "variance"):
                 axes.set_yscale("log")
+                plain_log(axes.yaxis)
             scale = 100 if name == "score" else 1
             for (method, engine), rhos in curves.items():
                 points = {

@@ -8,10 +8,10 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 from dvp.analysis.claims import Claim
-from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, set_title
+from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import BASE, grid_points, is_control, reference_point
 from dvp.analysis.tables import Table
@@ -71,9 +71,7 @@ def gradient_norm(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
 
     def draw(axes: Axes) -> None:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        plain_log(axes.yaxis)
         axes.set_ylabel("gradient norm before clipping")
         clipping = experiment.training.gradient_clipping
         axes.axhline(clipping, color="black", linewidth=0.8, linestyle=":")

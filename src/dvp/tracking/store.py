@@ -28,7 +28,7 @@ MODEL_STAGES = ("convert", "train", "base")  # whose model a stage works on, the
 NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
 FILES = "files_hash"  # of the files kept with a run, once all of them are
 METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
-LOCK_SECONDS = 30
+LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 
 
 def store_uri(results: Path) -> str:
@@ -118,8 +118,8 @@ class Feed:
         """folder : the experiment's own, that the record's paths are relative to."""
         self.sent: Counter = Counter()
         self._folder = folder
-        self._client = _client(folder.parent)
-        with _lock(folder.parent):  # what two processes look for at once is created once
+        with _lock(folder.parent):  # what two processes look for at once, the store too, is created once
+            self._client = _client(folder.parent)
             self._experiment = _experiment(self._client, folder.parent, record.experiment).experiment_id
             self._parent = self._parent_run(record.parent) if record.parent else None
             run = self._find_or_create(record)

@@ -125,7 +125,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
         stage.tracked.flush()
         stage.tracked.log_file(folder / "metrics.jsonl")
         stage.tracked.log_final()
-        stage.tracked.log_model(checkpoint, "checkpoint")
+        stage.tracked.log_model(final, "checkpoint")
         stage.finish(
             {
                 "run": run.path,

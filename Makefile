@@ -61,7 +61,8 @@ mlflow: install
 	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}"; \
 	case "$$MLFLOW_BACKEND_STORE_URI" in \
 	  http://*|https://*) echo "the tracking server is at $$MLFLOW_BACKEND_STORE_URI" | sed 's|://.*@|://|' ;; \
-	  *) MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --workers 1 --port $(PORT) ;; \
+	  *) echo "open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"; \
+	     MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --workers 1 --port $(PORT) ;; \
 	esac
 
 install: $(INSTALLED)

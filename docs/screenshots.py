@@ -2,9 +2,9 @@
 
     python docs/screenshots.py --results results
 
-It starts MLflow's server from the repository's .venv on a copy of RESULTS/mlflow.db, and looks at it with Chromium. What
-it needs besides is no part of the locked environment, so that any Python will do: `pip install playwright==1.65.2`, and
-`playwright install chromium` or a Chromium of the system's (Debian: `apt-get install chromium fonts-dejavu-core`).
+It starts MLflow's server from the repository's .venv on a copy of RESULTS/mlflow.db, and looks at it with Chromium.
+What it needs besides is no part of the locked environment, so any Python will do: `pip install playwright==1.65.2`,
+and `playwright install chromium` or the system's own (Debian: `apt-get install chromium fonts-dejavu-core`).
 """
 
 import argparse

@@ -13,6 +13,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
+from dvp.tracking.names import metric_name
 from dvp.tracking.store import lineage, store_uri
 from dvp.tracking.track import track
 
@@ -116,7 +117,7 @@ def test_metrics_say_what_they_should_and_mlflow_has_every_row(copy):
     key = json.loads((copy.smoke / "runs" / DVP_MIS / "train.json").read_text())["tracking_key"]
     [run_id] = lineage(copy.results, key)["train"]
     for name in set().union(*rows) - {"step"}:
-        history = client.get_metric_history(run_id, name)
+        history = client.get_metric_history(run_id, metric_name(name))
         expected = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
         assert [(metric.step, metric.value) for metric in history] == expected, name
 
@@ -133,9 +134,9 @@ def test_a_table_cell_is_traced_to_every_stage_that_made_it(copy):
         run = client.get_run(run_id)
         assert run.info.status == "FINISHED"
         assert run.data.tags["stage"] == stage
-        assert {"config_hash", "git_commit", "run"} <= set(run.data.tags)
+        assert {"config_hash", "mlflow.source.git.commit", "run"} <= set(run.data.tags)
         assert stage in ("prepare", "base") or run.data.tags["run"] == DVP_MIS
-    assert client.get_run(*found["train"]).data.params["run.seed"] == "0"
+    assert client.get_run(*found["train"]).data.params["seed"] == "0"
 
 
 def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(copy, monkeypatch):

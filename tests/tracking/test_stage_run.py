@@ -208,7 +208,9 @@ def test_models_have_their_path_settings_and_scores_and_runs_know_them(folder):
     assert models[trained].params == {"method": "dvp", "seed": "0"}
     assert models[trained].name == f"{title(RUN)} · checkpoint"
     assert {model.status for model in models.values()} == {"READY"}
-    assert {metric.key for metric in models[trained].metrics} == {"final/reward", "final/collapsed"}
+    assert {metric.key for metric in models[trained].metrics} == {
+        *("final/reward", "final/gradient_norm", "final/collapsed")
+    }
     scores = {(metric.value, metric.dataset_name) for metric in models[converted].metrics if metric.key[:4] == "eval"}
     assert (0.5, "eval") in scores
 

@@ -5,7 +5,7 @@ from made_up_stages import contents
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
-from dvp.files import checksums, read_json, write_json
+from dvp.files import read_json, sha256_file, write_json
 from dvp.stage import run_stage
 from dvp.tracking.record import read_record
 
@@ -20,7 +20,7 @@ def prepared(directory: ExperimentDir, text: str = "problems") -> dict:
     with run_stage("prepare", directory, directory.result("prepare"), "0" * 12, {}) as stage:
         directory.data.mkdir(exist_ok=True)
         (directory.data / "train.parquet").write_text(text)
-        stage.finish({"files": checksums(directory.data)})
+        stage.finish({"files": {"train.parquet": sha256_file(directory.data / "train.parquet")}})
     return read_json(directory.result("prepare"))
 
 

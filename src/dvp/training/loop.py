@@ -343,5 +343,6 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
         write_text(metrics_file, metrics)
         loop.recorder.restore(path / RESPONSES)
         loop.recorder.write(metrics_file.with_name(RESPONSES))
+        loop.recorder.write(metrics_file.with_name(RESPONSES))
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

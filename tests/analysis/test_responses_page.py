@@ -320,6 +320,20 @@ def test_show_finds_the_runs_that_have_begun(make_run, rows, tmp_path, experimen
         show_responses(directory, "x", None, None, Colour.P)
 
 
+def test_what_was_recorded_before_a_failure_is_shown(make_run, rows, tmp_path, experiment):
+    """Snakemake has deleted the run's files; what training left beside the checkpoints is there."""
+    make_run(rows)
+    place = tmp_path / "runs" / experiment.runs[0].path
+    (place / "checkpoints/0123456789ab").mkdir(parents=True)
+    (place / "responses.parquet").rename(place / "checkpoints/0123456789ab/responses.parquet")
+    (place / "metrics.jsonl").unlink()
+    (place / "train.json").unlink()
+    shown = recorded(experiment, tmp_path, experiment.runs[0])
+    assert len(shown.table) == len(rows)
+    assert shown.collapsed_at is None
+    assert page_data([shown], 10**6)["runs"][0]["metrics"] == {}
+
+
 # --- a real browser ---
 
 

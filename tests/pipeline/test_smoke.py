@@ -86,6 +86,20 @@ def test_the_report_is_one_self_contained_file(copy):
     assert "<script src=" not in report
 
 
+def test_sampled_responses_are_recorded_and_shown(copy):
+    recorded = pd.read_parquet(copy.smoke / "runs" / DVP_MIS / "responses.parquet")
+    assert recorded["step"].tolist() == [1] * 4 + [3] * 4
+    assert "DVP + MIS · coarse · ρ" in (copy.smoke / "report/responses.html").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.cli", "show", "--config", "results/smoke/config.yaml", "--responses"],
+        cwd=copy.folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "largest |log p − log q|, nats" in done.stdout
+
+
 def test_the_last_word_is_the_table_and_where_everything_is(copy):
     done = subprocess.run(
         [sys.executable, "-m", "dvp.cli", "show", "--config", "results/smoke/config.yaml"],

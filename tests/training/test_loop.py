@@ -259,6 +259,15 @@ def test_the_steps_before_a_collapse_are_recorded(make_loop, tmp_path):
     assert sorted({row["step"] for row in read_responses(tmp_path / RESPONSES).to_pylist()}) == [1, 2, 3, 5]
 
 
+def test_what_a_finished_run_recorded_is_put_back(make_loop, tmp_path):
+    """Snakemake deletes a job's outputs before it starts it again; there may be no step left to take."""
+    run_loop(make_loop(steps=2), tmp_path, tmp_path / "checkpoints", lambda row: None)
+    recorded = (tmp_path / RESPONSES).read_bytes()
+    (tmp_path / RESPONSES).unlink()
+    run_loop(make_loop(steps=2), tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert (tmp_path / RESPONSES).read_bytes() == recorded
+
+
 def test_what_is_recorded_is_what_the_step_was_made_of(make_loop, tiny_model):
     """Response by response, from the engine's answers and dense logits of the weights before the step."""
     loop = make_loop(method="dvp_mis", rho="0.5", distance=0.3, keep_responses={"per_step": 8})

@@ -24,6 +24,7 @@ from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
 from dvp.training import checkpoint, rollouts
 from dvp.training.loop import run_loop
+from dvp.training.responses import RESPONSES, read_responses
 from dvp.versions import STAGE_VERSIONS
 
 pytestmark = pytest.mark.slow
@@ -449,6 +450,8 @@ def test_an_error_in_a_step_is_a_line_that_names_it_and_nothing_is_lost(make_loo
         train(loop, tmp_path / "run", lambda row: harm(loop) if row["step"] == 3 else None)
     assert "\n" not in str(raised.value)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    recorded = read_responses(tmp_path / "run" / "checkpoints" / RESPONSES)["step"].to_pylist()
+    assert set(recorded) >= {1, 2, 3}
     resumed = make_loop()
     train(resumed, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(whole[0])

@@ -79,24 +79,36 @@ class Recorded:
         """Where the colours of log p − log q end, nats: 1, 2 or 5 times a power of ten, with 99 % of tokens below."""
         high = max(float(np.quantile(self.sizes, 0.99)), SMALLEST_RANGE)
         power = 10.0 ** math.floor(math.log10(high))
-        return next(step * power for step in (1, 2, 5, 10) if high <= step * power)
+        return float(f"{next((step * power for step in (1, 2, 5) if high <= step * power), 10 * power):g}")
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         return self.table.take(pa.array(indices, pa.int64())).to_pylist()
 
 
 def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
-    """What was kept of `run` so far; `folder` is results/E. Raises DvpError."""
+    """What was kept of `run` so far, or before it failed; `folder` is results/E. Raises DvpError."""
     place = folder / "runs" / run.path
+    file, *_ = [*responses_files(folder, run), place / RESPONSES]
+    metrics = place / "metrics.jsonl"
     parts = [experiment.methods[run.method].label, run.engine]
     if run.rho is not None:
         parts.append(f"ρ {rho_text(run.rho)}")
     return Recorded(
         run,
         " · ".join([*parts, f"seed {run.seed}"]),
-        read_responses(place / RESPONSES),
-        {row["step"]: row for row in read_rows(place / "metrics.jsonl")},
+        read_responses(file),
+        {row["step"]: row for row in (read_rows(metrics) if metrics.exists() else [])},
     )
+
+
+def responses_files(folder: Path, run: Run) -> list[Path]:
+    """What a run has recorded, the newest first: its own file, and what it left beside its checkpoints as it failed."""
+    place = folder / "runs" / run.path
+    own = [file for file in [place / RESPONSES] if file.exists()]
+    if (place / "train.json").exists():
+        return own
+    failed = place.glob(f"checkpoints/*/{RESPONSES}")
+    return sorted([*own, *failed], key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def log_ratios(row: dict[str, Any]) -> np.ndarray:

@@ -11,10 +11,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from dvp.analysis.responses import Recorded, log_ratios, recorded, visible, worst_tokens
+from dvp.analysis.responses import Recorded, log_ratios, recorded, responses_files, visible, worst_tokens
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
-from dvp.training.responses import RESPONSES
 
 # As on the page: blue and orange about white, one purple from white on.
 POSITIVE, NEGATIVE, RARE = (230, 97, 1), (33, 102, 172), (118, 42, 131)
@@ -108,8 +107,9 @@ def _styles(of: Recorded, row: dict[str, Any], colour: Colour) -> tuple[list[Sty
     if colour == Colour.LOG_RATIO:
         ratio = np.where(safe, log_ratios(row), 0.0)
         end = of.range
-        values = ratio / end
-        levels = {level: f"{sign}{abs(level) * end:g}" for level, sign in levels.items()}
+        # A few tokens have most of the mismatch: the square root keeps the others in sight.
+        values = np.sign(ratio) * np.sqrt(np.abs(ratio) / end)
+        levels = {level: f"{sign}{level**2 * end:g}" for level, sign in levels.items()}
         meaning = "log p − log q, nats"
     elif colour == Colour.P:
         scale = _sequential
@@ -178,7 +178,7 @@ def show_responses(
     """Print a recorded response of a run that has begun; see `choose`. Raises DvpError."""
     experiment, folder = directory.experiment, directory.folder
     asked = experiment.runs if run is None else [experiment.run(run)]
-    runs = [one for one in asked if run or (folder / "runs" / one.path / RESPONSES).exists()]
+    runs = [one for one in asked if run or responses_files(folder, one)]
     if not runs:
         raise DvpError(f"{folder}/runs: no run has recorded responses yet; the first ones come with a checkpoint")
     shown, row = choose([recorded(experiment, folder, one) for one in runs], step, response)

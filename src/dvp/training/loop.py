@@ -51,7 +51,8 @@ def run_loop(
     on_step : called with each row, restored ones included.
     Returns the final checkpoint and all rows. Told to stop by a signal, the loop gives up a rollout or finishes an
     update, saves what is done and raises Stopped.
-    Raises DvpError, naming the step, for what goes wrong in one; if all checkpoints are damaged; if the disk is full.
+    Raises DvpError, naming the step, for what goes wrong in one, with the responses up to it beside the checkpoints; if
+    all checkpoints are damaged; if the disk is full.
     """
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
@@ -82,6 +83,11 @@ def run_loop(
                 row = _step(loop, len(rows) + 1)
             except Abandoned:
                 pass
+            except DvpError:
+                # Not among the run's files: Snakemake deletes those of a job that failed.
+                if ranks.is_main() and loop.recorder.rows:
+                    loop.recorder.write(checkpoints / RESPONSES)
+                raise
             else:
                 _append(metrics_file, row)
                 rows.append(row)
@@ -336,6 +342,7 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     if ranks.is_main():
         write_text(metrics_file, metrics)
         loop.recorder.restore(path / RESPONSES)
+        loop.recorder.write(metrics_file.with_name(RESPONSES))
         loop.recorder.write(metrics_file.with_name(RESPONSES))
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

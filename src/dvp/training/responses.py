@@ -185,9 +185,14 @@ class ResponseRecorder:
         return until - self._settings.before_collapse <= recorded <= until
 
     def write(self, path: Path) -> None:
-        """Write the file atomically, with the steps that are held back."""
-        with atomic_path(path) as temporary:
-            pq.write_table(pa.Table.from_pylist(self.rows, schema=SCHEMA), temporary, compression="zstd")
+        """Write the file atomically, with the steps that are held back. Raises DvpError if it cannot be written."""
+        try:
+            with atomic_path(path) as temporary:
+                pq.write_table(pa.Table.from_pylist(self.rows, schema=SCHEMA), temporary, compression="zstd")
+        except OSError as error:
+            raise DvpError(
+                f"{path}: cannot be written ({error.strerror or error}); run again to continue from the last checkpoint"
+            ) from error
 
     def restore(self, path: Path) -> None:
         """Go on from what `write` wrote. Raises DvpError if it is no such file."""

@@ -42,11 +42,13 @@ const diverging = (value) => {
 };
 const sequential = (value) => (value > 0 ? `rgb(var(--rare) / calc(var(--strength) * ${Math.min(1, value).toFixed(3)}))` : "");
 const LOWEST = 4; // of log10 p
+// A few tokens have most of the mismatch: the square root keeps the others in sight.
+const root = (value) => Math.sign(value) * Math.sqrt(Math.abs(value));
 const colours = {
   log_ratio: {
     name: "log p − log q",
-    of: (run, response, place) => (isOutside(response, place) ? "" : diverging(response.log_ratio[place] / run.range)),
-    legend: (run) => [[-1, -0.5, 0, 0.5, 1].map((at) => [diverging(at), (Math.abs(at) === 1 ? (at > 0 ? "≥ " : "≤ ") : "") + signed(at * run.range)]),
+    of: (run, response, place) => (isOutside(response, place) ? "" : diverging(root(response.log_ratio[place] / run.range))),
+    legend: (run) => [[-1, -0.25, 0, 0.25, 1].map((at) => [diverging(root(at)), (Math.abs(at) === 1 ? (at > 0 ? "≥ " : "≤ ") : "") + signed(at * run.range)]),
       "nats: trainer's log p minus engine's log q, of the policies that were sampled; orange: the trainer finds the token likelier"],
   },
   p: {

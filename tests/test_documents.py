@@ -109,9 +109,8 @@ def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_p
 
 
 def test_all_keys_are_in_the_configurations_manual():
-    """After a change of the models: python -m dvp.experiment.reference"""
     written = (ROOT / "config/README.md").read_text(encoding="utf-8").partition(HEADING)[2]
-    assert written == reference(), "run python -m dvp.experiment.reference"
+    assert written == reference(), "run `make format`"
 
 
 def test_the_citation_is_complete():

@@ -55,6 +55,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/snakefmt Snakefile workflow
+	$(BIN)/python -m dvp.experiment.reference  # all keys, in config/README.md
 
 # The address goes through the environment, as it may hold a password.
 mlflow: install

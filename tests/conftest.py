@@ -13,7 +13,7 @@ from dvp.cli import quiet
 from dvp.rollout.vllm import configure_environment
 
 ROOT = Path(__file__).parents[1]
-# Before anything imports vllm, deepspeed or mlflow. One thread: tensors are tiny, and another worker has the other core.
+# Before anything imports vllm, deepspeed or mlflow. One thread: tensors are tiny, another worker has the other core.
 configure_environment(threads=1)
 torch.set_num_threads(1)
 quiet()

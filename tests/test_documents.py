@@ -71,9 +71,9 @@ def test_the_readmes_tree_is_that_of_the_repository():
 def test_every_verb_and_target_that_is_named_exists(document):
     text = document.read_text(encoding="utf-8")
     verbs = set(re.findall(r"\bdvp ([a-z]+)\b", " ".join(re.findall(r"`[^`]+`|^dvp .*$", text, flags=re.M))))
-    targets = set(re.findall(r"(?:`|^)make ([a-z]+)", text, flags=re.M))
+    targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, flags=re.M))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert targets <= set(re.findall(r"^([a-z]+):", makefile, flags=re.M))
+    assert targets <= set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
     for verb in verbs:
         assert re.search(rf"^\W+{verb}\b", cli_help(), flags=re.M), f"{document}: dvp {verb}"
 
@@ -109,9 +109,8 @@ def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_p
 
 
 def test_all_keys_are_in_the_configurations_manual():
-    """After a change of the models: python -m dvp.experiment.reference"""
     written = (ROOT / "config/README.md").read_text(encoding="utf-8").partition(HEADING)[2]
-    assert written == reference(), "run python -m dvp.experiment.reference"
+    assert written == reference(), "run `make format`"
 
 
 def test_the_citation_is_complete():
@@ -129,3 +128,10 @@ def test_code_that_cites_the_method_names_a_heading_of_it():
         text = " ".join(file.read_text(encoding="utf-8").split())
         for heading in re.findall(r'docs/method\.md, "([^"]+)"', text):
             assert heading in headings, f"{file}: {heading}"
+
+
+def test_the_recipes_are_the_ones_that_a_test_follows():
+    followed = (ROOT / "tests/experiment/test_methods.py").read_text(encoding="utf-8")
+    recipes = blocks((ROOT / "docs/extend.md").read_text(encoding="utf-8"), "python")
+    assert len(recipes) == 2
+    assert all(recipe in followed for recipe in recipes)

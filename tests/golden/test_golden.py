@@ -1,0 +1,227 @@
+"""The numbers of every stage's first steps, on tiny shapes: when they move, the stage's version must be bumped.
+
+A JSON file a stage, beside this one, holds the numbers and the version that they were made with. After a bump,
+`DVP_GOLDEN=make pytest tests/golden` writes them anew. The tolerance is wide enough for the rounding of other machines.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.conversion.convert import convert
+from dvp.core.batch import Batch
+from dvp.core.estimator_bias import estimator_bias
+from dvp.core.safe_vocabulary import FixedRho
+from dvp.data.prepare import prepare
+from dvp.data.stories import generate
+from dvp.data.verifier import grade
+from dvp.evaluation.metrics import summarise
+from dvp.experiment.loading import load_experiment
+from dvp.files import sha256_json
+from dvp.measurement.gradients import Gradients
+from dvp.measurement.mismatch import measure_mismatch
+from dvp.training.backend import Policy
+from dvp.training.base import make_base
+from dvp.training.loop import run_loop
+from dvp.training.probe import write_probe
+from dvp.versions import STAGE_VERSIONS
+from noisy_engine import NoisyEngine
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / name) for name in ("training", "analysis", "measurement")]
+from made_up_results import Results, make_experiment, training_part  # noqa: E402
+from test_loop import make_loop  # noqa: E402, F401
+from test_mismatch import experiment_of  # noqa: E402
+
+TOLERANCE = 1e-3
+"""Relative, and a thousandth of it absolute."""
+# Rounding error alone, and the clock.
+LEFT_OUT = ("second", "noise", "shape", "bf16")
+PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
+RESPONSES = ("Answer: 7", "7", "Answer: \\frac{14}{2}", "Answer: 7.0\n", "Answer: 8", "Answer: 7 or 8")
+
+
+def check(stage: str, numbers: dict[str, float]) -> None:
+    file, version = HERE / f"{stage}.json", STAGE_VERSIONS[stage]
+    if os.environ.get("DVP_GOLDEN") == "make":
+        file.write_text(json.dumps({"version": version, "numbers": numbers}, indent=2) + "\n", encoding="utf-8")
+    golden = json.loads(file.read_text(encoding="utf-8"))
+    remake = f"remake them with: DVP_GOLDEN=make pytest tests/golden -k {stage}"
+    if golden["version"] != version:
+        pytest.fail(f"STAGE_VERSIONS['{stage}'] is {version}, the numbers of {golden['version']} are kept; {remake}")
+    kept = golden["numbers"]
+    moved = [
+        f"{name}: {kept.get(name)} → {numbers.get(name)}"
+        for name in kept | numbers
+        if name not in kept
+        or name not in numbers
+        or numbers[name] != pytest.approx(kept[name], rel=TOLERANCE, abs=TOLERANCE**2)
+    ]
+    if moved:
+        pytest.fail(f"numbers of stage {stage} moved: bump STAGE_VERSIONS['{stage}'] and {remake}\n" + "\n".join(moved))
+
+
+@pytest.fixture
+def a_stage(tmp_path, monkeypatch):
+    """A stage with one number, 1.5, of version 2, kept in a file."""
+    monkeypatch.setattr(sys.modules[__name__], "HERE", tmp_path)
+    monkeypatch.delenv("DVP_GOLDEN", raising=False)
+    monkeypatch.setitem(STAGE_VERSIONS, "a_stage", 2)
+    (tmp_path / "a_stage.json").write_text('{"version": 2, "numbers": {"loss": 1.5}}')
+
+
+def test_numbers_that_stay_pass(a_stage):
+    check("a_stage", {"loss": 1.5001})
+
+
+@pytest.mark.parametrize("numbers", [{"loss": 1.6}, {"loss": math.nan}, {}, {"loss": 1.5, "another": 0.0}])
+def test_numbers_that_move_fail_and_say_what_to_do(a_stage, numbers):
+    message = r"^numbers of stage a_stage moved: bump STAGE_VERSIONS\['a_stage'\] and remake them with: DVP_GOLDEN=make"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        check("a_stage", numbers)
+
+
+def test_a_bumped_version_with_the_numbers_of_the_old_one_fails(a_stage, monkeypatch):
+    monkeypatch.setitem(STAGE_VERSIONS, "a_stage", 3)
+    with pytest.raises(pytest.fail.Exception, match=r"STAGE_VERSIONS\['a_stage'\] is 3, the numbers of 2 are kept"):
+        check("a_stage", {"loss": 1.5})
+
+
+def size_of(weights) -> float:
+    return math.sqrt(sum(value.double().square().sum().item() for _, value in weights))
+
+
+def test_prepare(root, tmp_path):
+    experiment = load_experiment("smoke", root / "config")
+    manifest = prepare(experiment.data, experiment.sources, tmp_path)
+    contents = [sha256_json(pd.read_parquet(tmp_path / name).to_dict("list")) for name in manifest["files"]]
+    counts = manifest["counts"]
+    check(
+        "prepare",
+        {"train": counts["train"], "held_out": counts["evaluation"]["held_out"]}
+        # No rounding is in them: one digit more or less is another text.
+        | {f"contents_{index}": int(digest[:4], 16) for index, digest in enumerate(contents)},
+    )
+
+
+@pytest.mark.slow
+def test_base(root, tmp_path):
+    experiment = load_experiment("smoke", root / "config")
+    warm_start = experiment.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
+    experiment = experiment.model_copy(update={"base": experiment.base.model_copy(update={"warm_start": warm_start})})
+    pd.DataFrame({"problem": [story.problem for story in generate(3, seed=1)]}).to_parquet(tmp_path / "eval.parquet")
+    manifest = make_base(experiment, tmp_path, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    check(
+        "base",
+        {
+            "parameters": manifest["parameters"],
+            "loss": manifest["warm_start_final_loss"],
+            "weights": size_of(model.named_parameters()),
+            "vocabulary": len(AutoTokenizer.from_pretrained(tmp_path / "base")),
+        },
+    )
+
+
+@pytest.mark.slow
+def test_train_and_convert(make_loop, tiny_model, tmp_path):  # noqa: F811
+    """Two steps with an engine that is off by 0.05 nats a token, and the model that they end in."""
+    method = {"advantage": "otb", "importance": "tis", "safe_vocabulary": {"rule": "fixed"}}
+    loop = make_loop(method=method, rho="0.01", distance=0.05, steps=2)
+    before = {name: value.clone() for name, value in loop.trainer.weights()}
+    final, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    numbers = {
+        f"{row['step']}.{name}": float(value)
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, int | float) and name != "step" and not any(part in name for part in LEFT_OUT)
+    }
+    moved_by = size_of((name, value - before[name]) for name, value in loop.trainer.weights())
+    check("train", numbers | {"weights_moved_by": moved_by})
+    write_probe(tmp_path / "probe.safetensors", loop.trainer, PROMPTS)
+    proof = convert(final, tiny_model, tmp_path / "probe.safetensors", tmp_path / "model", temperature=1.0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    moved_by = size_of((name, value - before[name]) for name, value in model.named_parameters())
+    check("convert", {"tokens": proof["tokens_scored"], "weights_moved_by": moved_by})
+
+
+def test_evaluate():
+    """Grading and scoring; the engine has tests of its own."""
+    graded = [float(grade(response, "7", truncated=False)) for response in RESPONSES]
+    rng = np.random.default_rng(0)
+    correct_PK = rng.random((12, 4)) < 0.4
+    answers = [["7" if right else str(rng.integers(3)) for right in row] for row in correct_PK]
+    scores = summarise(correct_PK, answers, resamples=200, seed=0)
+    check(
+        "evaluate",
+        dict(zip(RESPONSES, graded, strict=True))
+        | {f"{name}.{key}": float(value) for name, metric in scores.items() for key, value in metric.items()},
+    )
+
+
+@pytest.mark.slow
+def test_mismatch(root, tiny_model, tmp_path):
+    experiment = experiment_of(root)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    result = measure_mismatch(
+        experiment,
+        experiment.measurements("mismatch")[0],
+        problems=pd.DataFrame({"id": ["a", "b", "c"], "answer": ["7", "7", "8"]}),
+        prompts=PROMPTS,
+        pad=tokenizer.pad_token_id,
+        model=model,
+        engine=NoisyEngine(model, tokenizer, 0.4),
+        folder=tmp_path,
+    )
+    sets = pd.read_parquet(tmp_path / "safe_sets.parquet")
+    means = sets.select_dtypes("number").replace([np.inf, -np.inf], np.nan).mean()
+    check(
+        "mismatch",
+        {name: result[name] for name in ("positions", "pairs", "sharp_violations")}
+        | {"kl": result["kl"]["engine"]}
+        | {f"safe_sets.{name}": float(value) for name, value in means.items()},
+    )
+
+
+@pytest.mark.slow
+def test_bias(tiny_model):
+    """Gradients of batches under a safe vocabulary, and what is made of their inner products."""
+    policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+    gradients = Gradients(policy, temperature=0.8, micro_batch=4, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    responses = [torch.randint(400, (length,), generator=generator).tolist() for length in (4, 7, 1, 5)]
+    batch = Batch.collate([[20, 30, 40]] * 4, responses, 1)
+
+    def gradient(bias: float) -> torch.Tensor:
+        coefficient_B = torch.tensor([1.0, -0.5, 0.25, bias]) + 0.1 * torch.randn(4, generator=generator)
+        return gradients.of_responses(batch, coefficient_B[:, None], FixedRho(0.02))[:, 0].double()
+
+    batches_nD = torch.stack([gradient(0.5) for _ in range(4)])
+    reference_mD = torch.stack([gradient(0.0) for _ in range(4)])
+    found = estimator_bias(batches_nD @ batches_nD.T, batches_nD @ reference_mD.T, reference_mD @ reference_mD.T)
+    check(
+        "bias",
+        {f"norm_{index}": value.norm().item() for index, value in enumerate(batches_nD)}
+        | {name: float(jackknifed.value) for name, jackknifed in found.items()},
+    )
+
+
+def test_report_training(tmp_path):
+    experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
+    found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
+    numbers: dict[str, float] = {}
+    for statistic in found:
+        for name in ("value", "low", "high"):
+            key = f"{statistic.name}.{name}"
+            number = getattr(statistic, name)
+            numbers[key] = numbers.get(key, 0.0) + (0.0 if math.isnan(number) else number)
+    check("report_training", numbers)

@@ -6,7 +6,7 @@ min_version("9.0")
 configfile: "config/config.yaml"
 
 
-# Used with `--software-deployment-method apptainer` only; envs/dvp.def makes it.
+# Used with `--software-deployment-method apptainer` only; envs/dvp.def is to make it, which nobody has tested.
 container: "envs/dvp.sif"
 
 

@@ -42,7 +42,6 @@ def numpy_reference(logits, target, rho):
         "sum_p_squared": (p**2).sum(),
         "pruned_sum_p_squared": ((q / q.sum()) ** 2).sum(),
         "pruned_mass": p[~safe].sum(),
-        "retained_mass": p[safe].sum(),
         "safe_size": safe.sum(),
         "target_in_safe": safe[target],
         "max_logit": z.max(),
@@ -82,7 +81,7 @@ def test_huge_and_tiny_logits(scale):
 def test_equal_logits():
     statistics = of_logits(torch.full((1, V), 3.0), [4], RHO)
     assert statistics.safe_size.item() == V
-    assert statistics.retained_mass.item() == 1
+    assert statistics.pruned_mass.item() == 0
     assert statistics.entropy.item() == pytest.approx(math.log(V))
     assert statistics.log_prob.item() == statistics.pruned_log_prob.item()
 
@@ -249,7 +248,7 @@ def test_chunking_changes_nothing():
 def test_without_rho_nothing_is_pruned():
     statistics = token_statistics(*random_problem(), safe=None)
     assert torch.equal(statistics.pruned_log_prob, statistics.log_prob)
-    assert statistics.retained_mass.tolist() == [1] * 8
+    assert statistics.pruned_mass.tolist() == [0] * 8
     assert statistics.safe_size.tolist() == [V] * 8
     assert statistics.target_in_safe.all()
 

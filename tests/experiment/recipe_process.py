@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from dvp.measurement.gradients import Estimator  # noqa: E402
 from dvp.training.backend import Trainer  # noqa: E402
 from dvp.training.loop import Loop  # noqa: E402
+from dvp.training.responses import ResponseRecorder  # noqa: E402
 from noisy_engine import NoisyEngine  # noqa: E402
 
 model = Path(sys.argv[1])
@@ -33,9 +34,8 @@ settings = {
 }
 experiment = experiment.model_copy(update={"training": TrainingConfig(**settings)})
 options = json.loads(Path("config/deepspeed/zero1.json").read_text())
-engine = NoisyEngine(
-    AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model), sigma=0.05, answers=True
-)
+tokenizer = AutoTokenizer.from_pretrained(model)
+engine = NoisyEngine(AutoModelForCausalLM.from_pretrained(model), tokenizer, sigma=0.05, answers=True)
 loop = Loop(
     experiment,
     experiment.runs[-1],
@@ -44,6 +44,7 @@ loop = Loop(
     1,
     Trainer(model, experiment.training, options),
     engine,
+    ResponseRecorder(experiment.training.keep_responses, experiment.training.steps, tokenizer),
 )
 rows = [loop.step(step) for step in (1, 2)]
 assert all(row["pruned_mass_mean"] > 0 for row in rows)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -120,37 +121,6 @@ def test_every_advantage_correction_loss_and_rule_is_in_the_catalogue_and_every_
 
 # --- the recipes ---
 
-ADVANTAGE = '''
-
-@by_response
-def half(responses: Responses) -> torch.Tensor:
-    """A_i = (R_i − R̄) / 2."""
-    return _constant(responses, _centred(responses) / 2)
-'''
-RULE = '''
-
-@dataclass(frozen=True)
-class Confident(SafeVocabulary):
-    """ρ(s) = ρ · p_max(s): a state that is sure of its token keeps fewer others."""
-
-    rho: float
-
-    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho."""
-        return math.log(self.rho) + logits_NV.float().log_softmax(dim=-1).amax(dim=-1)
-
-
-class ConfidentRule(RhoRule):
-    """ρ(s) = ρ · p_max(s) on both sides."""
-
-    rule: Literal["confident"]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(Confident(rho), Confident(rho))
-
-
-'''
 EXPERIMENT = """
 name: own
 extends: smoke
@@ -172,16 +142,17 @@ bias:
 
 
 def test_the_recipes_for_an_advantage_and_a_rule_for_rho_are_one_file_each(tmp_path, tiny_model):
-    """Followed in a copy of the package: the experiment is read (without torch), and two steps are trained with it."""
+    """docs/extend.md, followed to the letter in a copy of the package: read without torch, trained for two steps."""
+    advantage, rule = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "config", tmp_path / "config")
     core = tmp_path / "src" / "dvp" / "core"
     with (core / "advantages.py").open("a") as file:
-        file.write(ADVANTAGE)
+        file.write(f"\n\n{advantage}")
     rules = (core / "safe_vocabulary.py").read_text()
     union = "Rule = Annotated[Fixed | "
     assert union in rules
-    rules = rules.replace(union, f"{RULE}Rule = Annotated[ConfidentRule | Fixed | ")
+    rules = rules.replace(union, f"{rule}\n\nRule = Annotated[ConfidentRule | Fixed | ")
     (core / "safe_vocabulary.py").write_text(rules)
     (tmp_path / "config" / "experiments" / "own.yaml").write_text(EXPERIMENT)
     program = Path(__file__).with_name("recipe_process.py")

@@ -16,6 +16,7 @@ from dvp.experiment.loading import load_experiment
 from dvp.measurement.gradients import Estimator, Gradients
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop
+from dvp.training.responses import ResponseRecorder
 from dvp.training.rollouts import prompt_rows
 from noisy_engine import NoisyEngine
 
@@ -37,16 +38,14 @@ def trainer(tiny_model):
 @pytest.fixture
 def make_loop(tiny_model, trainer):
     def make(run) -> Loop:
-        engine = NoisyEngine(
-            AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-            AutoTokenizer.from_pretrained(tiny_model),
-            sigma=0.05,
-            answers=True,
-        )
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        engine = NoisyEngine(model, tokenizer, sigma=0.05, answers=True)
+        recorder = ResponseRecorder(EXPERIMENT.training.keep_responses, EXPERIMENT.training.steps, tokenizer)
         engine.load_weights(trainer.weights())
         problems = pd.DataFrame({"id": range(6), "answer": ["7"] * 6})
         prompts = [[10 + row, 20 + row, 30 + row][: 2 + row % 2] for row in range(6)]
-        return Loop(EXPERIMENT, run, problems, prompts, 1, trainer, engine)
+        return Loop(EXPERIMENT, run, problems, prompts, 1, trainer, engine, recorder)
 
     return make
 

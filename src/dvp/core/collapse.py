@@ -103,8 +103,8 @@ class CollapseDetector:
         count = len(history)
         if count >= self._warmup:
             # Nothing here is squared: a k3 may be as large as e^700.
-            mean = sum(one / count for one in history)
-            sigma = math.hypot(*(one - mean for one in history)) / math.sqrt(count)
+            mean = sum(past / count for past in history)
+            sigma = math.hypot(*(past - mean for past in history)) / math.sqrt(count)
             sigma = max(sigma, RELATIVE_SPREAD * abs(mean), SMALLEST_SPREAD)
             if value > mean + self._sigmas * sigma:
                 reason = (

@@ -53,11 +53,6 @@ class TokenStatistics:
     max_logit: torch.Tensor
     """max_a z_a, after temperature."""
 
-    @property
-    def retained_mass(self) -> torch.Tensor:
-        """Z = Σ_{a∈V_S} p(a), in (0, 1]."""
-        return 1.0 - self.pruned_mass
-
 
 def token_statistics(
     hidden_NH: torch.Tensor,

@@ -188,9 +188,9 @@ def safe_sets(
 def combined(sums: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Several of `histogram`, `by_gap` or `bounds` as one: added, or the larger one of what is named `max…`."""
     return {
-        name: torch.stack([one[name] for one in sums]).amax(dim=0)
+        name: torch.stack([part[name] for part in sums]).amax(dim=0)
         if name.startswith("max")
-        else torch.stack([one[name] for one in sums]).sum(dim=0)
+        else torch.stack([part[name] for part in sums]).sum(dim=0)
         for name in sums[0]
     }
 

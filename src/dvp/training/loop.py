@@ -49,7 +49,7 @@ def run_loop(
 
     folder : the run's folder, where metrics.jsonl and responses.parquet grow.
     on_step : called with each row, restored ones included.
-    Returns the final checkpoint and all rows. Told to stop by a signal, the loop gives up a rollout or finishes an
+    Returns the final checkpoint and all rows. Stopped by a signal, the loop gives up a rollout or finishes an
     update, saves what is done and raises Stopped.
     Raises DvpError, naming the step, for what goes wrong in one, with the responses up to it beside the checkpoints; if
     all checkpoints are damaged; if the disk is full.

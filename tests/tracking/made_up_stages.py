@@ -171,7 +171,7 @@ def check_training(run: dict, steps: int) -> None:
     }
     assert logged == expected
     last = range(1, steps + 1)[-10:]
-    assert run["metrics"]["final/reward"][0][1] == pytest.approx(sum(step / 7 for step in last) / len(last))
+    assert run["metrics"]["final/reward"][0][1] == pytest.approx(sum(step / 7 for step in last) / len(last), rel=1e-3)
     assert run["metrics"]["final/collapsed"][0][1] == 0
     assert run["params"] == {"training.steps": str(steps), "seed": "0", "method": "dvp"}
     assert [name for name, _ in run["files"]] == ["metrics.jsonl", "results/train.json"]

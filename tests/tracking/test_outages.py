@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from made_up_stages import check_training, contents, track, train
+from made_up_stages import RUN, check_training, contents, title, track, train
 
 from dvp.tracking import stage as tracking_stage
 from dvp.tracking.track import track as track_here
@@ -139,7 +139,7 @@ def test_a_store_that_is_deleted_and_made_anew(folder, capfd):
             (folder.parent / "mlflow.db").unlink()
             shutil.rmtree(folder.parent / "mlartifacts", ignore_errors=True)
         if step == 20:
-            assert track(folder).startswith("train ")
+            assert track(folder).startswith(title(RUN))
 
     tracked = train(folder, STEPS, during)
     assert [": cannot be used" in line for line in lines_of(capfd)] == [True, False]
@@ -157,7 +157,7 @@ def test_a_store_that_is_not_there_from_the_start(folder, monkeypatch, capfd, ur
     track_here(folder / "config.yaml")
     runs = contents(folder)
     check_training(runs[tracked.key], STEPS)
-    assert runs[runs[tracked.key]["tags"]["upstream.base"]]["name"] == "train base"
+    assert runs[runs[tracked.key]["tags"]["upstream.base"]]["name"] == title("base")
 
 
 def test_a_server_killed_and_started_again_and_killed_again(folder, server, capfd, monkeypatch):

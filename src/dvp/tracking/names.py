@@ -43,7 +43,7 @@ def final_metrics(rows: list[dict]) -> dict[str, float]:
     for key in FINAL:
         values = [row[key] for row in rows[-LAST_STEPS:] if row.get(key) is not None]
         if values:
-            final[f"final/{key}"] = float(np.mean(values))
+            final[f"final/{key}"] = float(f"{np.mean(values):.4g}")  # a table's cell would cut off an exponent
     return final | {"final/collapsed": float(any(row.get("collapsed", False) for row in rows))}
 
 
@@ -59,7 +59,7 @@ def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | in
     """What runs are sorted, filtered and charted by. ρ is a decimal fraction, as the store sorts parameters as text."""
     if run is None:
         return {"method": "base", "label": "base model"}
-    rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False)
+    rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False, trim="-")
     values = (run.method, experiment.methods[run.method].label, run.engine, rho, run.rho or "none", run.seed)
     return dict(zip(POLICY, values, strict=True))
 

@@ -130,6 +130,7 @@ class Feed:
             (name, point.step) for name in self._latest for point in self._client.get_metric_history(self._id, name)
         }
         self._datasets = {item.dataset.digest for item in run.inputs.dataset_inputs}
+        self._outputs = {item.model_id for item in run.outputs.model_outputs}
         # Whose results these are: the model's that the stage works on, until it has made one.
         self._model = self._source_model(record, {item.model_id for item in run.inputs.model_inputs})
         self._made = False
@@ -208,19 +209,19 @@ class Feed:
                 self._datasets |= {item.digest for item in datasets}
                 self.sent["datasets"] += len(datasets)
             if record.model is not None and not self._made:
-                self._model = self._find_model(record.key)
-                if self._model is None:
-                    model = self._client.create_logged_model(
-                        self._experiment,
-                        name=f"{record.title} · {record.model.kind}".translate(NOT_IN_A_MODELS_NAME),
-                        source_run_id=self._id,
-                        tags={KEY: record.key, "path": record.model.path},
-                        params={name: record.params[name] for name in POLICY if name in record.params},
-                        model_type=record.model.kind,
-                    )
-                    self._client.log_outputs(self._id, [LoggedModelOutput(model.model_id, self._rows)])
-                    self._model = self._client.finalize_logged_model(model.model_id, "READY")
+                self._model = self._find_model(record.key) or self._client.create_logged_model(
+                    self._experiment,
+                    name=f"{record.title} · {record.model.kind}".translate(NOT_IN_A_MODELS_NAME),
+                    source_run_id=self._id,
+                    tags={KEY: record.key, "path": record.model.path},
+                    params={name: record.params[name] for name in POLICY if name in record.params},
+                    model_type=record.model.kind,
+                )
+                if self._model.model_id not in self._outputs:
+                    self._client.log_outputs(self._id, [LoggedModelOutput(self._model.model_id, self._rows)])
                     self.sent["models"] += 1
+                if self._model.status != "READY":
+                    self._model = self._client.finalize_logged_model(self._model.model_id, "READY")
                 self._made = True
 
     def _log_results(self, record: Record) -> None:

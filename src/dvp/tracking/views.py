@@ -7,12 +7,12 @@ address names; these are such tags, written for the locked version.
 import json
 
 from dvp.experiment.config import Experiment
-from dvp.tracking.names import FINAL, SCORES
+from dvp.tracking.names import SCORES
 from dvp.tracking.record import POLICY_TAG
 
 # Without the last part of the address, MLflow shows what it has for the traces of applications instead.
 PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}&compareRunsMode={mode}&workflowType=machine_learning"
-NAME = "attributes.`Run Name`"
+FINALS = ("reward", "k3", "gradient_norm", "kept_fraction", "collapsed")
 CURVES = (
     ("Score", "BAR", "{score}", "linear"),
     ("Reward", "LINE", "train/reward", "linear"),
@@ -35,16 +35,17 @@ def view_tags(experiment: Experiment) -> dict[str, str]:
     """The experiment's tags that hold its views."""
     task = experiment.report.task
     score = f"{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}"
-    columns = [f"metrics.`{name}`" for name in (score, *(f"final/{name}" for name in (*FINAL, "collapsed")))]
-    columns += [f"params.`{name}`" for name in ("method", "engine", "rho", "seed")]
-    widths = {NAME: 270, "runDateAndNestInfo": 130, "duration": 75} | dict.fromkeys(columns, 110)
+    widths = {"attributes.`Run Name`": 270, "runDateAndNestInfo": 140, "duration": 75}
+    params = {f"params.`{name}`": width for name, width in (("method", 80), ("engine", 70), ("rho", 95), ("seed", 50))}
+    metrics = {f"metrics.`{name}`": 110 for name in (score, *(f"final/{name}" for name in FINALS))}
+    columns = widths | params | metrics
     view = {
         "searchFilter": f"tags.{POLICY_TAG} != ''",
         "orderByKey": f"metrics.`{score}`",
         "orderByAsc": False,
-        "selectedColumns": columns,
-        "columnOrder": list(widths),
-        "columnWidths": widths,
+        "selectedColumns": [*params, *metrics],
+        "columnOrder": list(columns),
+        "columnWidths": columns,
         "runsHiddenMode": "SHOW_ALL",
     }
     curves = {

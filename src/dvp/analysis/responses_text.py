@@ -80,7 +80,8 @@ def print_response(of: Recorded, row: dict[str, Any], colour: Colour, console: C
     if console.is_terminal:
         console.print(Text("\n").join([Text(""), legend]), soft_wrap=True)
     table = Table(box=None, title="largest |log p − log q|, nats", title_justify="left", title_style="bold")
-    for name in ("position", "token", "q", "p", "log p − log q", "weight", "advantage"):
+    trained = "p" if row["log_prob"] == row["pruned_log_prob"] else "p, pruned"
+    for name in ("position", "token", "q", trained, "log p − log q", "weight", "advantage"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
     ratio = log_ratios(row)
     for position in worst_tokens(row, WORST):

@@ -54,10 +54,10 @@ def bench(output: Path, rounds: int) -> None:
     size = SIZES[device]
     cases = []
     for name, dtype in CASES[device]:
-        problem = _problem(size, dtype, device)
-        _warm_up(*problem)
-        variants = _forward_variants(*problem) if name == "forward" else _backward_variants(*problem)
-        cases.append(_case(name, dtype, variants, rounds, device))
+        problem = problem(size, dtype, device)
+        warm_up(*problem)
+        variants = forward_variants(*problem) if name == "forward" else backward_variants(*problem)
+        cases.append(measure(name, dtype, variants, rounds, device))
         del problem, variants  # before the next one takes as much
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
@@ -93,7 +93,7 @@ def format_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _problem(size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits with a standard deviation of 3, so that V_S is neither everything nor a handful."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
@@ -103,13 +103,13 @@ def _problem(size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor,
     return hidden_NH, weight_VH, targets_N
 
 
-def _warm_up(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> None:
+def warm_up(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> None:
     """Compile what is compiled, and let libraries take the working memory that they keep."""
     statistics = token_statistics(hidden_NH[:2], weight_VH, targets_N[:2], safe=RHO)
     torch.autograd.grad(statistics.pruned_log_prob.sum(), (hidden_NH, weight_VH))
 
 
-def _forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
+def forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
     def method():
         """Everything that a run with DVP, OTB and the diagnostics asks of the head."""
         statistics = token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO)
@@ -128,7 +128,7 @@ def _forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[],
     return {name: torch.no_grad()(variant) for name, variant in variants.items()}
 
 
-def _backward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
+def backward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
     @torch.no_grad()
     def bare():
         """The logits, the logits again, and the products for both gradients."""
@@ -168,7 +168,7 @@ def chunked(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.T
     return torch.cat(parts, dim=1)
 
 
-def _case(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds: int, device: str) -> dict:
+def measure(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds: int, device: str) -> dict:
     """Time the variants in turns; the first one is what the others are divided by."""
     label = str(dtype).removeprefix("torch.")
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}

@@ -14,6 +14,9 @@ LONGEST = 400
 DEEPEST = 20
 """Nesting of braces and brackets, likewise."""
 
+BLANK = " \t\r*_"
+"""Characters of a line that states nothing."""
+
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
 _MARKERS = re.compile(
     # With a capital, as a final answer, or at the start of a line; "we check our answer:" states none.
@@ -39,6 +42,7 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
     """
     statements = [(start, "boxed", span) for start, span in _boxes(response)]
     statements += [(m.start(), m.lastgroup, (m.end(), None)) for m in _MARKERS.finditer(response)]
+    last_newline = response.rfind("\n")
     for _, kind, (start, end) in sorted(statements, reverse=True, key=lambda statement: statement[0]):
         if kind == "boxed":
             if end is not None:
@@ -46,7 +50,7 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
             if truncated:
                 return None
             continue
-        answer, closed = _rest_of_line(response, start, kind)
+        answer, closed = _rest_of_line(response, start, kind, last_newline)
         if answer is None:
             continue
         return answer if closed or not truncated else None
@@ -111,18 +115,21 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
     return boxes + [(start, (content, None)) for start, content, boxed in opened if boxed]
 
 
-def _rest_of_line(text: str, start: int, kind: str | None) -> tuple[str | None, bool]:
+def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool]:
     """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed."""
-    end = text.find("\n", start)
+    end = _line_end(text, start, last_newline)
     anything = kind == "line"
     if kind == "line":
         # `**Answer:**` on a line of its own: what it states follows below.
         for _ in range(3):
-            if end < 0 or text[start:end].strip(" \t\r*_"):
+            if end < 0 or text[start:end].strip(BLANK):
                 break
-            start, end, anything = end + 1, text.find("\n", end + 1), False
+            newline = text.find("\n", end)
+            if text[end:newline].strip(BLANK):
+                break
+            start, end, anything = newline + 1, _line_end(text, newline + 1, last_newline), False
     closed = end >= 0
-    value = text[start : end if closed else len(text)][: LONGEST + 1]
+    value = text[start : end if closed else start + LONGEST + 1]
     if kind != "hashes":
         sentence = _SENTENCE_END.search(value)
         if sentence:
@@ -139,6 +146,17 @@ def _rest_of_line(text: str, start: int, kind: str | None) -> tuple[str | None, 
     elif not spans:
         value = value.replace("$", "")
     return value.strip(), closed
+
+
+def _line_end(text: str, start: int, last_newline: int) -> int:
+    """Where a line ends, or where more of it would not be looked at; −1 if no newline follows.
+
+    Looks no further than that: a response of 100,000 markers would else be read to its end for each of them.
+    """
+    if start > last_newline:
+        return -1
+    end = text.find("\n", start, start + LONGEST + 1)
+    return end if end >= 0 else start + LONGEST + 1
 
 
 def _clean(value: str) -> str:

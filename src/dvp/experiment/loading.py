@@ -222,8 +222,12 @@ def _without_kinds(location: tuple, value: Any) -> tuple:
     """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
     kept = []
     for index, part in enumerate(location):
-        # Only the last key may be one that the file lacks.
-        kind = part not in value and index < len(location) - 1 if isinstance(value, dict) else part == value
+        if isinstance(value, dict):
+            # The last key may be one that the file lacks.
+            last = index == len(location) - 1
+            kind = part not in value and (not last or part in (value.get("kind"), value.get("rule")))
+        else:
+            kind = part == value
         if isinstance(part, str) and kind:
             continue
         kept.append(part)

@@ -128,10 +128,3 @@ def test_code_that_cites_the_method_names_a_heading_of_it():
         text = " ".join(file.read_text(encoding="utf-8").split())
         for heading in re.findall(r'docs/method\.md, "([^"]+)"', text):
             assert heading in headings, f"{file}: {heading}"
-
-
-def test_the_recipes_are_the_ones_that_a_test_follows():
-    followed = (ROOT / "tests/experiment/test_methods.py").read_text(encoding="utf-8")
-    recipes = blocks((ROOT / "docs/extend.md").read_text(encoding="utf-8"), "python")
-    assert len(recipes) == 2
-    assert all(recipe in followed for recipe in recipes)

@@ -26,7 +26,7 @@ from dvp.training.backend import Policy
 ANSWER, SHARE = "1", 4  # of four answers that are given, one is right
 PROBLEMS = [f"{name} tells a number" for name in ("bafi", "dogu", "kelo", "mipa", "nuri", "sato")]
 EXPERIMENT = {
-    "experiment": "small_bias",
+    "name": "small_bias",
     "extends": "tiny",
     "seeds": [3],
     "grid": [{"method": "rloo", "engine": "fp32"}],
@@ -125,7 +125,7 @@ def small_experiment(root, folder):
 
 @pytest.mark.parametrize("method", ["rloo", "rloo_tis", "rloo_mis", "otb", "dvp", "dvp_tis"])
 def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path, policy, batch, method):
-    """That they are training's is shown in tests/training/test_method.py."""
+    """That they are training's is shown in tests/training/test_every_method.py."""
     experiment = small_experiment(root, tmp_path)
     estimator = Estimator(experiment, method, "0.05" if method.startswith("dvp") else None)
     assert estimator.by_token == (method in ("rloo_tis", "otb", "dvp_tis"))
@@ -187,7 +187,7 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
     [
         ({"engine": "int1"}, "--engine: 'int1' is not defined; known are bf16"),
         ({"model": "nowhere"}, "nowhere: not a Hugging Face model directory"),
-        ({"name": "tiny"}, "experiment 'tiny' has no `bias`"),
+        ({"experiment": "tiny"}, "experiment 'tiny' has no `bias`"),
         (
             {"config": "results/x/config.yaml"},
             "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME",

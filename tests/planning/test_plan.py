@@ -367,7 +367,7 @@ def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):
     record.write(f"models/{first.path}/conversion.json", "convert", first, seconds=10.0)
     record.write(f"models/{second.path}/conversion.json", "convert", second, seconds=20.0)
     jobs = [replace(job, benchmark=f"benchmarks/{number}.tsv") for number, job in enumerate(jobs_of("tiny"))]
-    place = {job.outputs[-1]: tmp_path / job.benchmark for job in jobs}
+    place = {output: tmp_path / job.benchmark for job in jobs for output in job.outputs}
     for run, seconds, memory in ((first, 15.0, 300.0), (second, 2.0, 100.0)):
         file = place[f"models/{run.path}/conversion.json"]
         file.parent.mkdir(exist_ok=True)

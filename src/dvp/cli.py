@@ -373,6 +373,7 @@ def quiet() -> None:
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TQDM_DISABLE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -1,10 +1,10 @@
 """Our engine as a model of lm-eval."""
 
+import sys
 from typing import Any, NoReturn
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from tqdm import tqdm
 
 from dvp.data.prompts import encode_prompt
 from dvp.errors import DvpError
@@ -61,9 +61,8 @@ class EngineLM(LM):
             prompts.append(encoded[prompt])
             seeds.append(sample_seed(self._seed, request.task_name, problem, sample))
         label = ", ".join(sorted({request.task_name for request in requests}))
-        with tqdm(total=len(requests), desc=f"sampling {label}", unit=" responses") as progress:
-            completions = self._engine.generate(prompts, sampling, seeds)
-            progress.update(len(completions))
+        print(f"sampling {len(requests)} responses to {label}", file=sys.stderr, flush=True)
+        completions = self._engine.generate(prompts, sampling, seeds)
         return [
             Response(
                 completion.text,

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = "slurm" if folder(item) == "slurm" else item.path.relative_to(ROOT / "tests").as_posix()
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: FIRST.index(folder(item)) if folder(item) in FIRST else len(FIRST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Process groups are global: an engine's or a trainer's of one file would be another's, and go with their maker."""
+    yield
+    if not torch.distributed.is_initialized():
+        return
+    if "vllm.distributed.parallel_state" in sys.modules:
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if "deepspeed.comm.comm" in sys.modules:  # what its own destroy_process_group does, when others have destroyed it
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references()
+        sys.modules["deepspeed.comm.comm"].cdb = None
 
 
 @pytest.fixture(scope="session")

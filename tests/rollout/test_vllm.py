@@ -114,8 +114,9 @@ def in_budget(p_V, budget):
 
 
 def by_entropy(p_V, rule):
-    log_rho = math.log(rule.rho) + rule.alpha * (rule.target_entropy + (p_V * p_V.log()).sum().item())
-    return p_V >= p_V.max() * min(max(math.exp(log_rho), rule.lowest), rule.highest)
+    settings = rule.settings
+    log_rho = math.log(rule.rho) + settings.alpha * (settings.target_entropy + (p_V * p_V.log()).sum().item())
+    return p_V >= p_V.max() * min(max(math.exp(log_rho), settings.lowest), settings.highest)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

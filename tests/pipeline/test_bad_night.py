@@ -150,5 +150,5 @@ def test_a_run_that_is_struck_four_times_ends_as_if_it_had_been_left_alone(prepa
     assert not (place / "extensions").exists()
     (again,) = client.search_runs([tracked.info.experiment_id], "tags.stage = 'train'")
     assert (again.info.run_id, again.info.status) == (tracked.info.run_id, "FINISHED")
-    history = client.get_metric_history(again.info.run_id, "reward")
+    history = client.get_metric_history(again.info.run_id, "train/reward")
     assert [metric.step for metric in history] == list(range(1, 9))

@@ -23,6 +23,7 @@ quiet()
 FIRST = ("slurm", "pipeline", "training", "rollout", "tracking")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For `make test`, which runs two workers: tests that share what took long to make go to the same one.
 
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = "slurm" if folder(item) == "slurm" else item.path.relative_to(ROOT / "tests").as_posix()
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: FIRST.index(folder(item)) if folder(item) in FIRST else len(FIRST))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With a pytest that xdist does not know, it forgets the groups and says nothing (its issue 1386)."""
+    if getattr(session.config.option, "loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist groups no tests with this pytest"
 
 
 @pytest.fixture(scope="module", autouse=True)

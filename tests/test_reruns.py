@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dvp.versions import STAGE_VERSIONS
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = Path("config/experiments/smoke.yaml")
@@ -96,7 +98,7 @@ def test_the_recipe_for_a_new_advantage_runs_nothing_but_what_uses_it(results):
 
 
 def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):
-    results.edit("src/dvp/versions.py", '    "train": 1,', '    "train": 2,')
+    results.edit("src/dvp/versions.py", f'    "train": {STAGE_VERSIONS["train"]},', '    "train": 99,')
     assert results.jobs() == MODELS | {"report_training": 1}
 
 

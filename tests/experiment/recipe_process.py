@@ -26,7 +26,7 @@ settings = {
     "steps": 2,
     "prompts_per_step": 2,
     "group_size": 4,
-    "micro_batch_size": 4,
+    "tokens_per_micro_batch": 128,
     "learning_rate": 1e-3,
     "max_response_tokens": 8,
     "checkpoint_every": 2,

@@ -33,6 +33,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
 PLAIN = {"label": "x", "advantage": "rloo"}
 GONE = object()
+LONG = {"training.tokens_per_micro_batch": 10000}
 STAGES = ("prepare", "base", "train", "convert", "evaluate")
 
 
@@ -272,12 +273,15 @@ def test_impossible_rho(refused, rho, listed):
         ({"report.reference": "rloo_tis"}, "report.reference: method 'rloo_tis' is not in the grid"),
         ({"training.deepspeed": "zero9"}, "training.deepspeed: "),
         # Numbers that do not fit together.
-        ({"training.micro_batch_size": 5}, "training: micro_batch_size (5) must divide prompts_per_step × group_size"),
-        ({"training.gpus": 3}, "training: gpus × nodes (3) must divide prompts_per_step × group_size (16)"),
         (
-            {"training.gpus": 2, "training.nodes": 2},
-            "training: micro_batch_size (8) must divide prompts_per_step × group_size / (gpus × nodes) (4)",
+            {"training.tokens_per_micro_batch": 47},
+            "training: tokens_per_micro_batch (47) must be at least max_response_tokens (48)",
         ),
+        (
+            {"training.tokens_per_micro_batch": 99, "training.max_prompt_tokens": 60},
+            "training: tokens_per_micro_batch (99) must be at least max_prompt_tokens + max_response_tokens (108)",
+        ),
+        ({"training.gpus": 3}, "training: gpus × nodes (3) must divide prompts_per_step × group_size (16)"),
         (
             {"engines.coarse": {"dtype": "bfloat16", "tensor_parallel": 4}, "training.gpus": 2},
             "grid[1].engine: tensor_parallel of 'coarse' (4) must divide training.gpus (2)",
@@ -313,12 +317,12 @@ def test_impossible_rho(refused, rho, listed):
             "methods.odd.safe_vocabulary.epsilon: ",
         ),
         (
-            {"training.max_response_tokens": 2048},
+            {"training.max_response_tokens": 2048} | LONG,
             "training.max_response_tokens: a prompt of 1 and a response of 2048 tokens are longer than the model's "
             "context, 2048 (base.architecture.max_position_embeddings)",
         ),
         (
-            {"training.max_prompt_tokens": 1500, "training.max_response_tokens": 1000},
+            {"training.max_prompt_tokens": 1500, "training.max_response_tokens": 1000} | LONG,
             "training.max_response_tokens: a prompt of 1500 and a response of 1000 tokens are longer than",
         ),
         ({"evaluation.max_response_tokens": 2048}, "evaluation.max_response_tokens: a prompt of 1 and a response of"),
@@ -383,12 +387,12 @@ def test_what_is_impossible_is_refused_in_one_line_that_names_the_key(refused, c
 
 
 def test_a_response_may_fill_the_context_and_that_of_a_pretrained_model_counts_where_it_is_known(edit, refused):
-    assert edit({"training.max_response_tokens": 2047}).training.max_response_tokens == 2047
+    assert edit({"training.max_response_tokens": 2047} | LONG).training.max_response_tokens == 2047
     hub = {"kind": "hub", "path": "a/b", "revision": REVISION}
-    edit({"base": hub, "training.max_response_tokens": 9000})
+    edit({"base": hub, "training.max_response_tokens": 9000} | LONG)
     shape = load_experiment("paper_8b", ROOT / "config").base.architecture.model_dump()
     stated = hub | {"architecture": shape | {"max_position_embeddings": 8192}}
-    message = refused({"base": stated, "training.max_response_tokens": 8192})
+    message = refused({"base": stated, "training.max_response_tokens": 8192} | LONG)
     assert message.endswith("longer than the model's context, 8192 (base.architecture.max_position_embeddings)")
 
 

@@ -196,7 +196,7 @@ def test_mismatch(root, tiny_model, tmp_path):
 def test_bias(tiny_model):
     """Gradients of batches under a safe vocabulary, and what is made of their inner products."""
     policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
-    gradients = Gradients(policy, temperature=0.8, micro_batch=4, seed=0)
+    gradients = Gradients(policy, temperature=0.8, tokens=64, seed=0)
     generator = torch.Generator().manual_seed(0)
     responses = [torch.randint(400, (length,), generator=generator).tolist() for length in (4, 7, 1, 5)]
     batch = Batch.collate([[20, 30, 40]] * 4, responses, 1)

@@ -30,7 +30,7 @@ EXPERIMENT = {
     "extends": "tiny",
     "seeds": [3],
     "grid": [{"method": "rloo", "engine": "fp32"}],
-    "training": {"group_size": 4, "max_response_tokens": 8, "micro_batch_size": 32},
+    "training": {"group_size": 4, "max_response_tokens": 8, "tokens_per_micro_batch": 512},
     "bias": {
         "policies": ["base"],
         "engines": ["fp32", "coarse"],
@@ -75,7 +75,7 @@ def dense_gradient(model_dir, batch, coefficient_BT, rho, temperature):
 @pytest.mark.parametrize("rho", [None, 0.02])
 def test_gradients_of_responses_are_those_of_autograd(tiny_model, policy, batch, rho):
     safe = None if rho is None else FixedRho(rho)
-    gradients = Gradients(policy, temperature=0.8, micro_batch=3, seed=0)
+    gradients = Gradients(policy, temperature=0.8, tokens=48, seed=0)
     coefficient_BE = torch.tensor([[1.0, 0.5], [0.0, -2.0], [3.0, 0.0], [0.0, 0.25]])
     found_ED = gradients.of_responses(batch, coefficient_BE, safe)
     for column, found_D in enumerate(found_ED):
@@ -88,7 +88,7 @@ def test_gradients_of_responses_are_those_of_autograd(tiny_model, policy, batch,
 @pytest.mark.parametrize("rho", [None, 0.02])
 def test_gradients_of_token_weights_are_those_of_autograd(tiny_model, policy, batch, rho):
     safe = None if rho is None else FixedRho(rho)
-    gradients = Gradients(policy, temperature=1.0, micro_batch=2, seed=0)
+    gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
     in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
     coefficient_BT = torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(1)) * in_safe_BT
     coefficient_BT[2] = 0  # a response that was rejected
@@ -98,16 +98,16 @@ def test_gradients_of_token_weights_are_those_of_autograd(tiny_model, policy, ba
 
 
 def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, batch):
-    gradients = Gradients(policy, temperature=1.0, micro_batch=2, seed=0)
+    gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
     assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None).any()
     assert not gradients.of_responses(batch, torch.zeros(4, 2), None).any()
 
 
 def test_a_long_gradient_is_sketched_after_it_was_made(policy, batch, monkeypatch):
     coefficient_BT = batch.response_BT.float()
-    whole = Gradients(policy, temperature=1.0, micro_batch=4, seed=5).of_batch(batch, coefficient_BT, None)
+    whole = Gradients(policy, temperature=1.0, tokens=64, seed=5).of_batch(batch, coefficient_BT, None)
     monkeypatch.setattr(module, "BUCKETS", 2**12)
-    gradients = Gradients(policy, temperature=1.0, micro_batch=4, seed=5)
+    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=5)
     assert not gradients.sketch.exact
     short = gradients.of_batch(batch, coefficient_BT, None)
     assert len(short) == 2**12
@@ -129,7 +129,7 @@ def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path,
     experiment = small_experiment(root, tmp_path)
     estimator = Estimator(experiment, method, "0.05" if method.startswith("dvp") else None)
     assert estimator.by_token == (method in ("rloo_tis", "otb", "dvp_tis"))
-    statistics = Gradients(policy, temperature=1.0, micro_batch=4, seed=0).score(batch, estimator.safe.trainer)
+    statistics = Gradients(policy, temperature=1.0, tokens=64, seed=0).score(batch, estimator.safe.trainer)
     noise_BT = 0.8 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
     infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
     rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))

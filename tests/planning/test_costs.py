@@ -34,7 +34,7 @@ def training(**changes) -> TrainingConfig:
         "steps": 1,
         "prompts_per_step": 2,
         "group_size": 4,
-        "micro_batch_size": 1,
+        "tokens_per_micro_batch": 8,
         "learning_rate": 1e-6,
         "max_response_tokens": 8,
         "deepspeed": "zero3",
@@ -231,7 +231,7 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
 
     # Each GPU has 4 micro-batches, each gathers the weights for score, forward and backward and scatters gradients.
     assert update() == pytest.approx(4 * 4 * SMALL.parameters * 4 / 20)
-    assert update(micro_batch_size=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
+    assert update(tokens_per_micro_batch=2 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
     assert update(nodes=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 2)  # 4 GPUs, over the network
 
 
@@ -247,7 +247,7 @@ def test_recomputing_keeps_one_layers_activations():
     head = 2**30 + 2 * 7 * 4 * 4
     layer = 8 * 4 + 4 * 5
     tokens = 2 * (3 + 8)
-    settings = {"micro_batch_size": 2, "max_response_tokens": 8}
+    settings = {"tokens_per_micro_batch": tokens, "max_response_tokens": 8}
     kept = costs.activation_bytes(SMALL, training(**settings), 3, "float32")
     assert kept == tokens * 2 * layer * 4 + head
     kept = costs.activation_bytes(SMALL, training(**settings, gradient_checkpointing=True), 3, "bfloat16")

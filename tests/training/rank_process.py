@@ -34,7 +34,7 @@ SETTINGS = {
     "steps": 3,
     "prompts_per_step": 3,
     "group_size": 4,
-    "micro_batch_size": 3,
+    "tokens_per_micro_batch": 45,
     "learning_rate": 1e-3,
     "warmup_steps": 2,
     "max_response_tokens": 12,

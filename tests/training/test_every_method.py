@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 EXPERIMENT = load_experiment("smoke_methods", ROOT / "config")
 # Updates so small that the policy stays where it is: all methods share one trainer, and a policy that has learnt to be
 # right always has no gradient.
-SMALL = {"prompts_per_step": 2, "micro_batch_size": 4, "max_response_tokens": 6, "learning_rate": 1e-9}
+SMALL = {"prompts_per_step": 2, "tokens_per_micro_batch": 128, "max_response_tokens": 6, "learning_rate": 1e-9}
 EXPERIMENT = EXPERIMENT.model_copy(update={"training": EXPERIMENT.training.changed(**SMALL, deepspeed="zero1")})
 
 
@@ -67,7 +67,7 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
     assert type(estimator.safe.trainer) is type(loop.safe.trainer)
     coefficient_BT = estimator.update(rollout, statistics).coefficients()
     assert torch.equal(coefficient_BT, loop._prepare(rollout, statistics).coefficients())
-    gradients = Gradients(trainer.policy, temperature=1.0, micro_batch=4, seed=0)
+    gradients = Gradients(trainer.policy, temperature=1.0, tokens=64, seed=0)
     assert gradients.sketch.exact
     expected = gradients.of_batch(rollout.batch, coefficient_BT, loop.safe.trainer).norm().item()
     metrics = loop._optimise(rollout, statistics)

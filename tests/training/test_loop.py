@@ -28,7 +28,7 @@ SETTINGS = {
     "steps": 4,
     "prompts_per_step": 2,
     "group_size": 4,
-    "micro_batch_size": 4,
+    "tokens_per_micro_batch": 56,
     "learning_rate": 1e-3,
     "warmup_steps": 2,
     "max_response_tokens": 12,

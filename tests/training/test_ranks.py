@@ -110,7 +110,7 @@ def test_shares_are_disjoint_and_come_back_in_order(monkeypatch):
 
 
 def training(**settings) -> TrainingConfig:
-    return TrainingConfig(**(rank_process.SETTINGS | {"micro_batch_size": 1, "deepspeed": "zero3"} | settings))
+    return TrainingConfig(**(rank_process.SETTINGS | {"deepspeed": "zero3"} | settings))
 
 
 def test_one_node_is_one_torchrun():
@@ -205,7 +205,7 @@ def experiment(speaking_model, tmp_path_factory, root) -> Path:
     config["sources"]["rows"] = {"kind": "file", "path": str(file), "columns": {"problem": "q", "answer": "a"}}
     config["data"] |= {"train": "rows", "held_out": 2}
     config["base"] = {"kind": "local", "path": str(speaking_model)}
-    config["training"] |= {"gpus": 2, "steps": 12, "prompts_per_step": 3, "micro_batch_size": 2}
+    config["training"] |= {"gpus": 2, "steps": 12, "prompts_per_step": 3, "tokens_per_micro_batch": 40}
     config["training"] |= {"deepspeed": "zero3", "max_response_tokens": 12}
     config["grid"] = [{"method": "rloo", "engine": "fp32"}]
     for name, text in {

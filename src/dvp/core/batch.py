@@ -32,9 +32,28 @@ class Batch:
 
     def rows(self, rows_b: torch.Tensor) -> "Batch":
         """These rows only, cut to the longest of them."""
-        # A response is never empty, so a row's last True is its last real token.
-        length = int(self.response_BT[rows_b].any(dim=0).nonzero().max()) + 1
+        length = int(self.lengths()[rows_b].max())
         return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length])
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row, prompt and response, (B,)."""
+        # A response is never empty, so a row's last True is its last real token.
+        return (self.response_BT * torch.arange(1, self.response_BT.shape[1] + 1)).amax(dim=1)
+
+    def micro_batches(self, tokens: int, rows_b: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Rows for one pass each: the longest first, those of like length together, so that little is padded.
+
+        tokens : at most so many positions a pass, padding included; a row that is longer has a pass of its own.
+        rows_b : which rows; all if not given.
+        """
+        rows_b = torch.arange(len(self.tokens_BT)) if rows_b is None else rows_b
+        lengths_b, order_b = self.lengths()[rows_b].sort(descending=True, stable=True)
+        parts, start = [], 0
+        while start < len(order_b):
+            size = max(1, tokens // int(lengths_b[start]))
+            parts.append(rows_b[order_b[start : start + size]])
+            start += size
+        return parts
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
@@ -62,3 +81,11 @@ class Rollout:
 def unflatten(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Per-token values back at their positions, (B, T); 0 (False) elsewhere. Carries gradients."""
     return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
+
+
+def unflatten_parts(parts: list[torch.Tensor], values: list[torch.Tensor], mask_BT: torch.Tensor) -> torch.Tensor:
+    """Like `unflatten`, of values that were made some rows at a time: `parts` are those rows, `values` theirs."""
+    values_BT = torch.zeros(mask_BT.shape, dtype=values[0].dtype)
+    for rows_b, values_n in zip(parts, values, strict=True):
+        values_BT[rows_b] = unflatten(values_n, mask_BT[rows_b])
+    return values_BT

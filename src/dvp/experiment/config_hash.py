@@ -56,7 +56,7 @@ def settings_of_stage(
         parts["seed"] = measurement.seed
         sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
         if stage == "bias":
-            sampling |= {"group_size", "micro_batch_size"}
+            sampling |= {"group_size", "tokens_per_micro_batch"}
         parts["sampling"] = training.model_dump(mode="json", include=sampling)
     if stage == "bias":
         parts["estimators"] = [

@@ -70,8 +70,8 @@ class TrainingConfig(Strict):
     """Prompts of a rollout batch."""
     group_size: Positive
     """Responses per prompt."""
-    micro_batch_size: Positive
-    """Responses per forward pass of one GPU."""
+    tokens_per_micro_batch: Positive
+    """Tokens per forward pass of one GPU: prompts and responses of like length, with what is padded between them."""
     learning_rate: Annotated[float, Field(gt=0)]
     """AdamW's."""
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
@@ -117,13 +117,14 @@ class TrainingConfig(Strict):
     @model_validator(mode="after")
     def _divides(self) -> "TrainingConfig":
         batch = self.prompts_per_step * self.group_size
-        share, rest = divmod(batch, self.ranks)
-        if rest:
+        if batch % self.ranks:
             raise ValueError(f"gpus × nodes ({self.ranks}) must divide prompts_per_step × group_size ({batch})")
-        if share % self.micro_batch_size:
-            of_each = f" / (gpus × nodes) ({share})" if self.ranks > 1 else f" ({batch})"
+        longest = (self.max_prompt_tokens or 0) + self.max_response_tokens
+        if self.tokens_per_micro_batch < longest:
+            parts = "max_prompt_tokens + max_response_tokens" if self.max_prompt_tokens else "max_response_tokens"
             raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) must divide prompts_per_step × group_size{of_each}"
+                f"tokens_per_micro_batch ({self.tokens_per_micro_batch}) must be at least {parts} ({longest}): a "
+                "response is never cut"
             )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
-from dvp.core.batch import Batch, Rollout
+from dvp.core.batch import Batch, Rollout, unflatten_parts
 from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
 from dvp.core.safe_vocabulary import SafeVocabulary
@@ -22,7 +22,7 @@ from dvp.training.backend import Policy
 from dvp.training.rollouts import derived_seed
 
 BUCKETS = 2**20
-SEQUENCES = 16  # responses, or their gradients, at once
+SEQUENCES = 16  # gradients of responses at once
 
 
 class Estimator:
@@ -52,9 +52,10 @@ class Estimator:
 class Gradients:
     """Exact fp32 gradients of Σ_t c_t log p(y_t) over a model's parameters, sketched if they are long."""
 
-    def __init__(self, policy: Policy, temperature: float, micro_batch: int, seed: int):
+    def __init__(self, policy: Policy, temperature: float, tokens: int, seed: int):
+        """`tokens` are in a pass at most, unless a response has more."""
         torch.set_float32_matmul_precision("highest")
-        self._policy, self._temperature, self._micro_batch = policy, temperature, micro_batch
+        self._policy, self._temperature, self._tokens = policy, temperature, tokens
         self._parameters = list(policy.parameters())
         self.sketch = CountSketch([parameter.numel() for parameter in self._parameters], BUCKETS, derived_seed(seed))
         self._device = self._parameters[0].device
@@ -62,21 +63,19 @@ class Gradients:
     @torch.no_grad()
     def score(self, batch: Batch, safe: SafeVocabulary | None) -> dict[str, torch.Tensor]:
         """The head's statistics of every response token, each (B, T), 0 elsewhere."""
-        result: dict[str, torch.Tensor] = {}
-        for rows in self._micro_batches(batch, torch.arange(len(batch.tokens_BT))):
-            part = batch.rows(rows)
-            statistics, (row_n, column_n) = self._statistics(part, safe), part.response_BT.nonzero(as_tuple=True)
-            for field in fields(TokenStatistics):
-                values_n = getattr(statistics, field.name).cpu()
-                values_BT = result.setdefault(field.name, torch.zeros(batch.tokens_BT.shape, dtype=values_n.dtype))
-                values_BT[rows[row_n], column_n] = values_n
-        return result
+        parts = batch.micro_batches(self._tokens)
+        scored = [self._statistics(batch.rows(rows), safe) for rows in parts]
+        names = [field.name for field in fields(TokenStatistics)]
+        return {
+            name: unflatten_parts(parts, [getattr(part, name).cpu() for part in scored], batch.response_BT)
+            for name in names
+        }
 
     def of_batch(self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
         """∇ Σ_b Σ_t c_bt log p^mp(y_bt), (D,); with V_S constant, and no term where c is 0."""
         total_D = torch.zeros(self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
-        for rows in self._micro_batches(batch, useful):
+        for rows in batch.micro_batches(self._tokens, useful):
             part = batch.rows(rows)
             coefficient_N = coefficient_BT[rows, : part.tokens_BT.shape[1]][part.response_BT].to(self._device)
             total_D += self._gradient(self._statistics(part, safe).pruned_log_prob, coefficient_N)
@@ -90,12 +89,6 @@ class Gradients:
             gradient_bD = torch.stack([self._of_response(batch.rows(row[None]), safe) for row in rows])
             total_ED.addmm_(coefficient_BE[rows].T, gradient_bD)
         return total_ED
-
-    def _micro_batches(self, batch: Batch, rows_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Some of the rows at a time, those of like length together, so that little is padded."""
-        # A response is never empty, so its last True is its end.
-        end_B = (batch.response_BT[rows_B] * torch.arange(batch.response_BT.shape[1])).amax(dim=1)
-        return rows_B[end_B.argsort()].split(min(self._micro_batch, SEQUENCES)) if len(rows_B) else ()
 
     def _of_response(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
         statistics = self._statistics(batch, safe)

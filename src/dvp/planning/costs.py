@@ -212,7 +212,8 @@ def step_seconds(
     update = device.compute_seconds(passes * forward, dtype)
     link = device.link if training.nodes == 1 else device.network
     if training.ranks > 1 and zero_stage == 3:
-        exchanged = (1 + 3) * share / training.micro_batch_size * model.parameters * BYTES[dtype]
+        at_once = max(1, training.tokens_per_micro_batch // lengths.sequence)
+        exchanged = (1 + 3) * share / at_once * model.parameters * BYTES[dtype]
         update = max(update, exchanged / link)
     weights = model.parameters * MASTER
     synchronise = weights / link if training.ranks > 1 else device.memory_seconds(weights)
@@ -229,11 +230,11 @@ def state_bytes(model: Model, ranks: int, zero_stage: int) -> float:
 
 
 def activation_bytes(model: Model, training: TrainingConfig, prompt_tokens: int, dtype: str) -> float:
-    """Of a GPU, for a micro-batch of the longest sequences, with the head's logits, weight and gradient."""
+    """Of a GPU, for a full micro-batch, with the head's logits, weight and gradient."""
     layer = 8 * model.hidden_size + 4 * model.intermediate_size  # inputs of a layer's products and non-linearities
     recomputed = model.layers * model.hidden_size + layer
     kept = recomputed if training.gradient_checkpointing else model.layers * layer
-    tokens = training.micro_batch_size * (prompt_tokens + training.max_response_tokens)
+    tokens = max(training.tokens_per_micro_batch, prompt_tokens + training.max_response_tokens)
     return tokens * kept * BYTES[dtype] + LOGITS + 2 * MASTER * model.vocabulary_size * model.hidden_size
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dvp.core.batch import Batch
+from dvp.core.batch import Batch, unflatten_parts
 from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
@@ -106,7 +106,7 @@ class Trainer:
             optimizer=optimizer,
             lr_scheduler=schedule,
             config={
-                "train_micro_batch_size_per_gpu": config.micro_batch_size,
+                "train_micro_batch_size_per_gpu": 1,  # what a pass holds is ours to say
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": config.gradient_clipping,
                 "zero_allow_untested_optimizer": True,
@@ -118,18 +118,18 @@ class Trainer:
         self.context: int = self.policy.model.config.max_position_embeddings
         self.bf16: bool = self._engine.torch_autocast_enabled()
         self._temperature = config.temperature
-        self._micro_batch = config.micro_batch_size
+        self._tokens = config.tokens_per_micro_batch
 
     @torch.no_grad()
     def score(
-        self, batch: Batch, safe: SafeVocabulary | None, *, micro_batch: int | None = None, bf16: bool | None = None
-    ) -> TokenStatistics:
-        """Statistics of every response token of the batch (flattened), without gradients.
+        self, batch: Batch, safe: SafeVocabulary | None, *, tokens: int | None = None, bf16: bool | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The fields of TokenStatistics at every response token of the batch, each (B, T), 0 elsewhere.
 
-        `micro_batch` responses at a time, multiplied in bf16 or in fp32; both as in training if not asked for. Each
-        rank scores its share and gets all.
+        Without gradients; so many tokens at a time, multiplied in bf16 or in fp32, both as in training if not asked
+        for. Each rank scores its share and gets all.
         """
-        parts = torch.arange(len(batch.tokens_BT)).split(micro_batch or self._micro_batch)
+        parts = batch.micro_batches(tokens or self._tokens)
         mine = ranks.share(parts)
         # Under ZeRO-3 every forward pass is one of all ranks.
         mine += [parts[0]] * (ranks.rounds(len(parts)) - len(mine))
@@ -140,7 +140,10 @@ class Trainer:
             ]
         names = [field.name for field in fields(TokenStatistics)]
         scored = ranks.join([[getattr(part, name).cpu() for name in names] for part in scored], len(parts))
-        return TokenStatistics(*(torch.cat(values) for values in zip(*scored, strict=True)))
+        return {
+            name: unflatten_parts(parts, values, batch.response_BT)
+            for name, *values in zip(names, *scored, strict=True)
+        }
 
     def forward_backward(self, batch: Batch, safe: SafeVocabulary | None, loss, last: bool) -> None:
         """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch.

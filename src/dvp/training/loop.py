@@ -12,7 +12,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -213,10 +212,9 @@ class Loop:
     def _score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
         """The trainer's statistics of every response token, each (B, T), 0 elsewhere."""
         statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
-        if not statistics.log_prob.isfinite().all():
+        if not statistics["log_prob"].isfinite().all():
             raise DvpError("the trainer's log-probs are not finite: training diverged; lower training.learning_rate")
-        mask_BT = rollout.batch.response_BT
-        return {field.name: unflatten(getattr(statistics, field.name), mask_BT) for field in fields(TokenStatistics)}
+        return statistics
 
     def _prepare(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
         """Weights and advantages of some responses, as the method has them."""
@@ -234,7 +232,7 @@ class Loop:
         At another batch shape, and in bf16 (in fp32, if it trains in bf16).
         """
         noise = {}
-        for kind, options in {"shape": {"micro_batch": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
+        for kind, options in {"shape": {"tokens": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
             again_BT = self._score(rollout, **options)["log_prob"]
             values = self_noise(statistics["log_prob"], again_BT, rollout.batch.response_BT)
             noise |= {f"{name}_{kind}": value for name, value in values.items()}
@@ -270,7 +268,7 @@ class Loop:
         useful_B = ((update.weight_BT != 0) & (update.advantage_BT != 0)).any(dim=1)
         if not useful_B.any():
             return None
-        micro_batches = useful_B.nonzero().squeeze(1).split(self.config.micro_batch_size)
+        micro_batches = rollout.batch.micro_batches(self.config.tokens_per_micro_batch, useful_B.nonzero()[:, 0])
         mine = [(rows_b, update.weight_BT) for rows_b in ranks.share(micro_batches)]
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
         rounds = ranks.rounds(len(micro_batches))

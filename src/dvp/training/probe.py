@@ -17,7 +17,7 @@ PROBE_PROMPTS = 16
 def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
     """Score prompts (token ids), all but their first tokens, with the live trainer in fp32; keep the log-probs."""
     batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
-    log_prob_N = trainer.score(batch, None, bf16=False).log_prob  # by all ranks
+    log_prob_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]  # by all ranks
     if not ranks.is_main():
         return
     with atomic_path(path) as temporary:

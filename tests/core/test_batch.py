@@ -1,0 +1,55 @@
+"""Micro-batches by tokens, and values put back where they belong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dvp.core.batch import Batch, unflatten, unflatten_parts
+
+SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
+
+
+def batch_of(shapes: list[tuple[int, int]]) -> Batch:
+    return Batch.collate([[1] * prompt for prompt, _ in shapes], [[2] * response for _, response in shapes], pad=0)
+
+
+@given(SHAPES, st.integers(1, 60))
+def test_each_row_is_in_one_micro_batch_which_holds_its_tokens_unless_a_row_alone_is_longer(shapes, tokens):
+    batch = batch_of(shapes)
+    parts = batch.micro_batches(tokens)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(shapes)))
+    lengths = [sum(shape) for shape in shapes]
+    assert batch.lengths().tolist() == lengths
+    for part in parts:
+        longest = max(lengths[row] for row in part.tolist())
+        assert len(part) == 1 or len(part) * longest <= tokens
+        assert batch.rows(part).tokens_BT.shape == (len(part), longest)
+    in_order = [lengths[row] for part in parts for row in part.tolist()]
+    assert in_order == sorted(lengths, reverse=True)
+
+
+def test_only_rows_that_are_asked_for_are_there():
+    parts = batch_of([(2, 3), (1, 1), (2, 6), (1, 2)]).micro_batches(10, torch.tensor([3, 0, 1]))
+    assert [part.tolist() for part in parts] == [[0, 3], [1]]
+    assert batch_of([(2, 3)]).micro_batches(10, torch.tensor([], dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("spread", [0, 30])
+def test_little_is_padded(spread):
+    """Of 128 responses of different lengths, in passes of 2,048 tokens: at most 5 %, or 1 % where all are alike."""
+    generator = torch.Generator().manual_seed(0)
+    extra = torch.randint(0, spread + 1, (128,), generator=generator).tolist()
+    batch = batch_of([(40, 20 + more) for more in extra])
+    computed = sum(batch.rows(rows).tokens_BT.numel() for rows in batch.micro_batches(2048))
+    assert computed * (0.95 if spread else 0.99) <= int(batch.lengths().sum())
+
+
+@given(SHAPES, st.integers(1, 60))
+def test_values_made_in_parts_are_put_where_they_belong(shapes, tokens):
+    batch = batch_of(shapes)
+    values_N = torch.arange(1, int(batch.response_BT.sum()) + 1)
+    expected_BT = unflatten(values_N, batch.response_BT)
+    parts = batch.micro_batches(tokens)
+    values = [expected_BT[rows][batch.response_BT[rows]] for rows in parts]
+    assert torch.equal(unflatten_parts(parts, values, batch.response_BT), expected_BT)

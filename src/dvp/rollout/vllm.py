@@ -201,7 +201,11 @@ class VllmEngine:
         return sampling_arguments(rule)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep."""
+        """See Engine.sleep.
+
+        Level 2 discards whatever was allocated while the model was loaded: parameters, which the next load brings;
+        buffers, which vLLM copies to the machine's memory and back; and the sampler's tables of requests that are gone.
+        """
         if self._sleeps and self._asleep is None:
             self._asleep = 1 if keep_weights else 2
             self.llm.sleep(level=self._asleep)

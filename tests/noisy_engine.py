@@ -24,6 +24,9 @@ class NoisyEngine:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Nothing to free."""
+
     def load_weights(self, weights) -> None:
         self._model.load_state_dict(dict(weights), strict=False)
 

@@ -128,3 +128,9 @@ def test_code_that_cites_the_method_names_a_heading_of_it():
         text = " ".join(file.read_text(encoding="utf-8").split())
         for heading in re.findall(r'docs/method\.md, "([^"]+)"', text):
             assert heading in headings, f"{file}: {heading}"
+
+
+def test_the_cuda_lock_has_no_two_packages_with_the_same_files():
+    """Before 12.8, cuda-python held the files of cuda-bindings; since then it only asks for it, in its own version."""
+    versions = dict(line.split("==") for line in (ROOT / "envs/cuda.txt").read_text(encoding="utf-8").split())
+    assert versions["cuda-python"] == versions["cuda-bindings"]

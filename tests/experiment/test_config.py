@@ -412,6 +412,11 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
         ("{", "expected JSON with zero_optimization.stage"),
         ("{}", "expected JSON with zero_optimization.stage"),
         ('{"zero_optimization": {"stage": 0}}', "zero_optimization.stage: expected 1, 2 or 3, found 0"),
+        ('{"zero_optimization": {"stage": true}}', "zero_optimization.stage: expected 1, 2 or 3, found True"),
+        (
+            '{"zero_optimization": {"stage": 1, "compute_grad_norm": false}}',
+            "zero_optimization.compute_grad_norm: a step reports the norm of its gradient; remove it",
+        ),
         (
             '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "float16"}}',
             'torch_autocast: expected {"enabled": true, "dtype": "bfloat16"} or no such key',

@@ -178,6 +178,10 @@ def test_sampling_that_is_bound_by_launching_kernels():
     assert sampled(device) == pytest.approx(4 * 2 * 0.25)
     # More GPUs do not launch faster.
     assert sampled(device, EngineConfig(dtype="float32", tensor_parallel=2)) == pytest.approx(4 * 2 * 0.25)
+    # With CUDA graphs a step is launched at once, whatever its layers.
+    device = replace(device, replay=0.1)
+    assert sampled(device) == pytest.approx(4 * 0.1)
+    assert sampled(device, EngineConfig(dtype="float32", cuda_graphs=False)) == pytest.approx(4 * 2 * 0.25)
 
 
 def test_what_does_not_fit_into_the_cache_waits():
@@ -233,6 +237,10 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     assert update() == pytest.approx(4 * 4 * SMALL.parameters * 4 / 20)
     assert update(tokens_per_micro_batch=2 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
     assert update(nodes=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 2)  # 4 GPUs, over the network
+    narrow = costs.step_seconds(
+        SMALL, training(gpus=2), FP32, device, FIXED, zero_stage=3, dtype="bfloat16"
+    )  # gathers are fp32 all the same
+    assert narrow.update == update()
 
 
 def test_memory_of_the_trainer_is_20_bytes_a_parameter_and_falls_with_the_zero_stage():
@@ -243,12 +251,86 @@ def test_memory_of_the_trainer_is_20_bytes_a_parameter_and_falls_with_the_zero_s
     assert costs.state_bytes(SMALL, 4, 3) == 5 * count
 
 
-def test_recomputing_keeps_one_layers_activations():
-    head = 2**30 + 2 * 7 * 4 * 4
-    layer = 8 * 4 + 4 * 5
+def saved_bytes(model: Model, layers: int, bf16: bool, recompute: bool = False) -> int:
+    """Of what autograd keeps of a real forward pass over 512 tokens, weights left out."""
+    real = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=model.vocabulary_size,
+            hidden_size=model.hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            intermediate_size=model.intermediate_size,
+            tie_word_embeddings=False,
+        )
+    )
+    if recompute:
+        real.gradient_checkpointing_enable()
+        real.train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()}
+    saved, sizes = [], {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved.append(tensor)
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        real.model(torch.zeros((1, 512), dtype=torch.int64), use_cache=False)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 4, 2, 16), (128, 160, 6, 2, 32), (256, 768, 8, 2, 32)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps_of_the_real_model(shape, dtype):
+    hidden, intermediate, heads, kv_heads, head_dim = shape
+    model = Model(hidden, 2, heads, kv_heads, head_dim, intermediate, False, 32)
+    bf16 = dtype == "bfloat16"
+    kept = saved_bytes(model, 3, bf16) - saved_bytes(model, 2, bf16)
+    if bf16:  # autocast's copies of the weights are counted on their own
+        kept -= 2 * (2 * hidden * (heads + kv_heads) * head_dim + 3 * hidden * intermediate)
+    assert costs.layer_bytes(model, dtype) == pytest.approx(kept / 512, rel=0.03)
+    recomputed = saved_bytes(model, 3, bf16, recompute=True) - saved_bytes(model, 2, bf16, recompute=True)
+    assert recomputed == 512 * hidden * 4  # fp32, in bf16 too
+
+
+def test_memory_of_an_update_by_hand():
+    head = 7 * 4  # V × H
     tokens = 2 * (3 + 8)
     settings = {"tokens_per_micro_batch": tokens, "max_response_tokens": 8}
-    kept = costs.activation_bytes(SMALL, training(**settings), 3, "float32")
-    assert kept == tokens * 2 * layer * 4 + head
-    kept = costs.activation_bytes(SMALL, training(**settings, gradient_checkpointing=True), 3, "bfloat16")
-    assert kept == tokens * (2 * 4 + layer) * 2 + head
+    parts = costs.update_bytes(SMALL, training(**settings), {"stage": 2}, prompt_tokens=3, dtype="float32")
+    layer = 24 * 4 + 16 * (5 + 6 + 3) + 10 * 2
+    assert list(parts.values()) == [
+        20 * SMALL.parameters,
+        0,
+        4 * 5e8,
+        0,
+        0,
+        tokens * 2 * layer,
+        4 * (2**28 + head + 2 * tokens * 4),
+        4e9,
+    ]
+    parts = costs.update_bytes(
+        SMALL,
+        training(**settings, gradient_checkpointing=True, gpus=2),
+        {"stage": 3, "reduce_bucket_size": 10, "stage3_max_live_parameters": 20},
+        prompt_tokens=3,
+        dtype="bfloat16",
+    )
+    layer = 26 * 4 + 8 * 5 + 10 * (6 + 3) + 10 * 2
+    assert list(parts.values()) == [
+        10 * SMALL.parameters,
+        4 * 20,
+        4 * 10,
+        2 * 324,
+        4 * tokens * 2 * 4,
+        tokens * layer,
+        2 * 2**28 + (4 + 2) * head + (4 + 4 + 2) * tokens * 4,
+        4e9,
+    ]

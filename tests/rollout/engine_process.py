@@ -29,7 +29,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     engine = VllmEngine(
-        Path(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])), max_model_len=128, max_num_seqs=32, seed=0
+        Path(sys.argv[1]),
+        EngineConfig(**json.loads(sys.argv[2])),
+        max_model_len=128,
+        max_num_seqs=32,
+        seed=0,
+        rules=RULES,
     )
     if len(sys.argv) > 3:
         engine.generate(PROMPTS, Sampling(max_tokens=8), SEEDS)  # something that the caches must forget

@@ -28,7 +28,9 @@ ENTROPY = EntropyScaled(0.05, Entropy(rule="entropy", alpha=1.5, target_entropy=
 @pytest.fixture(scope="module")
 def fp32(tiny_model):
     """The one engine of this process, with the tiny model's weights; tests that load others say so."""
-    return VllmEngine(tiny_model, EngineConfig(dtype="float32"), max_model_len=128, max_num_seqs=32, seed=0)
+    return VllmEngine(
+        tiny_model, EngineConfig(dtype="float32"), max_model_len=128, max_num_seqs=32, seed=0, rules=[ENTROPY]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +205,68 @@ def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, cha
     assert completions(reloaded) == completions(fresh)
 
 
+def test_triton_multiplies_float32_exactly():
+    """It is in Triton that vLLM's attention for float32 is written; its other products ask PyTorch, which is exact."""
+    knobs = pytest.importorskip("triton").knobs
+    assert knobs.language.fp32_default == "ieee"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def sleeping(fp32, monkeypatch):
+    """`fp32` with vLLM's sleep on a GPU, played: level 2 leaves nothing but copies of the buffers (gpu_worker.py)."""
+    model = fp32.llm.collective_rpc(lambda worker: worker.model_runner.model)[0]
+    saved = {}
+
+    def sleep(level):
+        saved.update({name: buffer.clone() for name, buffer in model.named_buffers()})
+        for tensor in (*model.parameters(), *model.buffers()) if level == 2 else ():
+            tensor.data.fill_(7)
+
+    def wake_up():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(saved[name])
+
+    monkeypatch.setattr(fp32.llm, "sleep", sleep)
+    monkeypatch.setattr(fp32.llm, "wake_up", wake_up)
+    monkeypatch.setattr(fp32, "_sleeps", True)
+    yield fp32
+    monkeypatch.setattr(fp32, "_asleep", None)
+
+
+def test_an_engine_that_slept_without_its_weights_lacks_nothing_after_the_next(sleeping, changed):
+    sleeping.load_weights(changed.named_parameters())
+    before = [sleeping.log_probs(prompt, None) for prompt in PROMPTS]
+    sleeping.sleep(keep_weights=False)
+    sleeping.load_weights(changed.named_parameters())
+    for prompt, expected_V in zip(PROMPTS, before, strict=True):
+        assert torch.equal(sleeping.log_probs(prompt, None), expected_V)
+
+
+def test_an_engine_that_kept_its_weights_samples_at_once(sleeping, changed):
+    sleeping.load_weights(changed.named_parameters())
+    before_V = sleeping.log_probs(PROMPTS[0], None)
+    sleeping.sleep(keep_weights=True)
+    assert torch.equal(sleeping.log_probs(PROMPTS[0], None), before_V)
+
+
+def test_a_weight_that_is_left_out_after_such_a_sleep_is_named(sleeping, changed):
+    sleeping.sleep(keep_weights=False)
+    with pytest.raises(DvpError, match="slept without its weights: load weights before anything else"):
+        sleeping.generate(PROMPTS, Sampling(max_tokens=1), SEEDS)
+    left_out = "model.layers.1.post_attention_layernorm.weight"
+    with pytest.raises(DvpError, match=rf"the engine's weight {left_out} is NaN after loading"):
+        sleeping.load_weights((name, value) for name, value in changed.named_parameters() if name != left_out)
+    sleeping.load_weights(changed.named_parameters())
+
+
+def test_an_engine_that_was_not_started_for_a_rule_refuses_it(fp32, monkeypatch):
+    monkeypatch.setattr(fp32, "_by_state", False)
+    with pytest.raises(DvpError, match=r"the engine was not started for MassBudget\(budget=0.1\)"):
+        fp32.generate(PROMPTS, Sampling(max_tokens=1, safe_vocabulary=MassBudget(0.1)), SEEDS)
+    fp32.generate(PROMPTS, Sampling(max_tokens=1, safe_vocabulary=FixedRho(0.1)), SEEDS)
+
+
 def test_rounded_weights_reach_the_engine(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     exact = copy.deepcopy(model)
@@ -229,7 +293,7 @@ class Ignoring(VllmEngine):
     """An engine whose server drops the rule."""
 
     def __init__(self, engine):
-        self.llm = engine.llm
+        self.llm, self._by_state = engine.llm, True
 
     def log_probs(self, prompt, rule):
         return super().log_probs(prompt, None)

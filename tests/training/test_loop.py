@@ -64,7 +64,7 @@ class ScriptedEngine:
     ranks = 1
 
     def __init__(self, model, vocabulary=400, distance=0.0):
-        self.model, self.vocabulary, self.distance, self.pushed = model, vocabulary, distance, []
+        self.model, self.vocabulary, self.distance, self.pushed, self.slept = model, vocabulary, distance, [], []
 
     def generate(self, prompts, sampling, seeds):
         groups = []
@@ -78,6 +78,9 @@ class ScriptedEngine:
                 group.append(Completion(ids, log_probs, text, "stop"))
             groups.append(group)
         return groups
+
+    def sleep(self, *, keep_weights):
+        self.slept.append(keep_weights)
 
     def load_weights(self, weights):
         weights = {name: value.clone() for name, value in weights}
@@ -222,6 +225,7 @@ def test_a_stale_engine_gets_weights_every_so_many_steps(make_loop, tmp_path):
     loop = make_loop(synchronise_every=2)
     _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     assert len(loop.engine.pushed) == 3  # at the start, after step 2 and after step 4
+    assert loop.engine.slept == [True, False, True, False]  # weights that are replaced next need not be kept
     mismatch = [row["max_abs_log_ratio"] for row in rows]
     assert max(mismatch[0], mismatch[2]) < 1e-4
     assert min(mismatch[1], mismatch[3]) > 1e-3

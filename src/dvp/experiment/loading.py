@@ -149,15 +149,20 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
     """A DeepSpeed file: a ZeRO stage, perhaps bf16 autocast, and no key that the experiment sets. Raises DvpError."""
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
-        stage = options["zero_optimization"]["stage"]
+        zero = options["zero_optimization"]
+        stage = zero["stage"]
     except FileNotFoundError:
         raise DvpError(f"{experiment}: training.deepspeed: {file} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DvpError(
             f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
         ) from None
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise DvpError(f"{file}: zero_optimization.stage: expected 1, 2 or 3, found {stage!r}")
+    if not zero.get("compute_grad_norm", True):
+        raise DvpError(
+            f"{file}: zero_optimization.compute_grad_norm: a step reports the norm of its gradient; remove it"
+        )
     if options.get("torch_autocast", BF16_AUTOCAST) != BF16_AUTOCAST:
         raise DvpError(f"{file}: torch_autocast: expected {json.dumps(BF16_AUTOCAST)} or no such key")
     for key in sorted(SET_BY_TRAINING & set(options)):

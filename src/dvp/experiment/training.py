@@ -23,6 +23,8 @@ class EngineConfig(Strict):
     """Share of a GPU's memory that the engine may take; unused on a CPU."""
     tensor_parallel: Positive = 1
     """GPUs that one engine is spread over."""
+    cuda_graphs: bool = True
+    """Compile the model and replay its decoding steps as CUDA graphs; no effect on a CPU."""
 
 
 class Collapse(Strict):

@@ -82,15 +82,16 @@ def measure_bias(
     fixed = FixedProblems(experiment, tokenizer, problems, where=where, seed=seed, context=context)
     estimators = [Estimator(experiment, *pair) for pair in experiment.estimators]
 
+    rules = list(dict.fromkeys(estimator.safe.engine for estimator in estimators))
     started = VllmEngine(
         model,
         experiment.engines[engine],
         max_model_len=fixed.longest,
         max_num_seqs=ENGINE_SEQUENCES,
         seed=seed,
+        rules=rules,
     )
     torch.set_num_threads(threads)  # starting an engine may change it
-    rules = list(dict.fromkeys(estimator.safe.engine for estimator in estimators))
     progress = Progress(f"{name}: engine {engine}", len(rules) * settings.batches)
     rollouts: dict[SafeVocabulary | None, list[Rollout]] = {}
     for rule in rules:

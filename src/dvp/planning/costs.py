@@ -16,8 +16,12 @@ from dvp.experiment.training import EngineConfig, TrainingConfig
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4
 """Bytes of a weight as DeepSpeed keeps it: training is fp32 whatever the products are."""
-LOGITS = 2**30
-"""Bytes of logits that the head holds at once on a GPU (dvp.core.head)."""
+LOGITS = 2**28
+"""Logits that the head holds at once on a GPU (dvp.core.head)."""
+LIVE, BUCKET = 1e9, 5e8
+"""DeepSpeed's defaults: parameters that ZeRO-3 gathers at once; gradients that are summed at once."""
+RUNTIME = 4e9
+"""Bytes of a GPU that CUDA, NCCL and a sleeping engine with its graphs keep."""
 PARALLEL_SAMPLES = 256
 """Responses that an evaluation samples at once."""
 
@@ -41,6 +45,8 @@ class Device:
     """Seconds a layer and decoding step to launch kernels, which vLLM pays without CUDA graphs."""
     startup: float
     """Seconds until a stage that uses the model works: imports, weights from disk, the engine."""
+    replay: float | None = None
+    """Seconds a decoding step to schedule it and replay its CUDA graph; None where there are none."""
 
     def peak(self, dtype: str) -> float:
         return self.peak_flops["float32" if dtype == "float32" else "bfloat16"]
@@ -51,11 +57,15 @@ class Device:
     def memory_seconds(self, bytes_: float) -> float:
         return bytes_ / (self.bandwidth * self.bandwidth_utilisation)
 
+    def launch_seconds(self, layers: int, engine: EngineConfig) -> float:
+        """Of a decoding step, however little there is to compute."""
+        return layers * self.launch if self.replay is None or not engine.cuda_graphs else self.replay
+
 
 def _gpu(name: str, bf16: float, fp32: float, bandwidth: float, memory: float, link: float) -> Device:
     peaks = {"bfloat16": bf16, "float32": fp32}
     # 400 Gbit/s of network for each GPU; eager decoding of a 7 B model with 28 layers takes about 20 ms a step.
-    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180)
+    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180, 2e-3)
 
 
 DEVICES = {
@@ -162,7 +172,7 @@ def sampling_seconds(
     return device.compute_seconds(prefill, engine.dtype) / engine.tensor_parallel + max(
         device.compute_seconds(decode, engine.dtype) / engine.tensor_parallel,
         device.memory_seconds(traffic) / engine.tensor_parallel,
-        steps * model.layers * device.launch,
+        steps * device.launch_seconds(model.layers, engine),
     )
 
 
@@ -192,8 +202,8 @@ def step_seconds(
     """One step on training.ranks GPUs: rollout, score and update of every response, weights to the engine.
 
     Responses that carry no gradient, and are left out of the update, count in full; padding does not. ZeRO-3 gathers
-    the weights for the forward and the backward pass of each micro-batch and scatters its gradients, beside the
-    arithmetic: the slower of the two counts. What further minibatches of a batch are scored for is left out.
+    the weights for the forward and the backward pass of each micro-batch and scatters its gradients, in fp32, beside
+    the arithmetic: the slower of the two counts. What further minibatches of a batch are scored for is left out.
     """
     responses = training.prompts_per_step * training.group_size
     engines = training.ranks / engine.tensor_parallel
@@ -213,7 +223,7 @@ def step_seconds(
     link = device.link if training.nodes == 1 else device.network
     if training.ranks > 1 and zero_stage == 3:
         at_once = max(1, training.tokens_per_micro_batch // lengths.sequence)
-        exchanged = (1 + 3) * share / at_once * model.parameters * BYTES[dtype]
+        exchanged = (1 + 3) * share / at_once * model.parameters * MASTER
         update = max(update, exchanged / link)
     weights = model.parameters * MASTER
     synchronise = weights / link if training.ranks > 1 else device.memory_seconds(weights)
@@ -229,13 +239,46 @@ def state_bytes(model: Model, ranks: int, zero_stage: int) -> float:
     return (weights + gradients + optimiser) * model.parameters
 
 
-def activation_bytes(model: Model, training: TrainingConfig, prompt_tokens: int, dtype: str) -> float:
-    """Of a GPU, for a full micro-batch, with the head's logits, weight and gradient."""
-    layer = 8 * model.hidden_size + 4 * model.intermediate_size  # inputs of a layer's products and non-linearities
-    recomputed = model.layers * model.hidden_size + layer
-    kept = recomputed if training.gradient_checkpointing else model.layers * layer
+def layer_bytes(model: Model, dtype: str) -> int:
+    """What the backward pass needs of a layer, for each token: inputs of its products, norms and non-linearities.
+
+    In bf16, norms and residuals stay fp32, and autocast copies an input once for every product that reads it.
+    """
+    heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if dtype == "float32":
+        return 24 * model.hidden_size + 16 * (model.intermediate_size + heads + keys) + 10 * model.heads
+    return 26 * model.hidden_size + 8 * model.intermediate_size + 10 * (heads + keys) + 10 * model.heads
+
+
+def update_bytes(
+    model: Model, training: TrainingConfig, zero: dict, *, prompt_tokens: int, dtype: str
+) -> dict[str, float]:
+    """Of a GPU in an update with full micro-batches, part by part; not all parts are largest at the same moment.
+
+    zero : DeepSpeed's `zero_optimization`. Left out are the temporary tensors of a layer's backward pass.
+    """
+    narrow = dtype != "float32"
     tokens = max(training.tokens_per_micro_batch, prompt_tokens + training.max_response_tokens)
-    return tokens * kept * BYTES[dtype] + LOGITS + 2 * MASTER * model.vocabulary_size * model.hidden_size
+    head = model.vocabulary_size * model.hidden_size
+    recomputed = training.gradient_checkpointing
+    return {
+        "weights, gradients and optimiser": state_bytes(model, training.ranks, zero["stage"]),
+        "weights gathered by ZeRO-3": MASTER * min(model.parameters, zero.get("stage3_max_live_parameters", LIVE))
+        if zero["stage"] == 3
+        else 0.0,
+        "the bucket of gradients": MASTER * zero.get("reduce_bucket_size", BUCKET),
+        # Autocast keeps them from the first use to the end of the forward pass.
+        "autocast's bf16 copies of the weights": BYTES[dtype] * model.multiplying if narrow else 0.0,
+        "the layers' inputs": MASTER * tokens * model.layers * model.hidden_size if recomputed else 0.0,
+        "activations of one layer" if recomputed else "activations": tokens
+        * layer_bytes(model, dtype)
+        * (1 if recomputed else model.layers),
+        # Logits, the weight's gradient, hidden states and their gradient; in bf16 also copies of weight and states.
+        "the head": BYTES[dtype] * LOGITS
+        + MASTER * (head + 2 * tokens * model.hidden_size)
+        + (BYTES[dtype] * (head + tokens * model.hidden_size) if narrow else 0),
+        "CUDA, NCCL and the sleeping engine": RUNTIME,
+    }
 
 
 def checkpoint_bytes(model: Model, zero_stage: int) -> int:

@@ -55,7 +55,7 @@ class Estimate:
         """
         self.experiment, self.device = experiment, device
         self.model = _model(experiment)
-        self.zero_stage: int = experiment.deepspeed["zero_optimization"]["stage"]
+        self._zero: dict = experiment.deepspeed["zero_optimization"]
         self._response_tokens = response_tokens
         generated = isinstance(experiment.sources[experiment.data.train], GeneratedSource)
         self._prompt_tokens = STORY_TOKENS if generated else PROMPT_TOKENS
@@ -94,7 +94,7 @@ class Estimate:
             self.experiment.engines[engine],
             self.device,
             self.lengths(),
-            zero_stage=self.zero_stage,
+            zero_stage=self._zero["stage"],
             dtype=self.experiment.trainer_dtype,
         )
 
@@ -143,17 +143,27 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return costs.checkpoint_bytes(self.model, self.zero_stage)
+        return costs.checkpoint_bytes(self.model, self._zero["stage"])
 
-    def memory(self, engine: str) -> dict[str, float]:
-        """Bytes on each GPU that trains with this engine, and how many of the longest sequences its cache holds."""
+    def update_memory(self) -> dict[str, float]:
+        """Bytes on each GPU in an update, part by part."""
+        experiment = self.experiment
+        return costs.update_bytes(
+            self.model,
+            experiment.training,
+            self._zero,
+            prompt_tokens=experiment.training.max_prompt_tokens or self._prompt_tokens,
+            dtype=experiment.trainer_dtype,
+        )
+
+    def rollout_memory(self, engine: str) -> dict[str, float]:
+        """Bytes on each GPU in a rollout with this engine, and how many of the longest sequences its cache holds."""
         training, settings = self.experiment.training, self.experiment.engines[engine]
-        prompt = training.max_prompt_tokens or self._prompt_tokens
-        longest = prompt + training.max_response_tokens
+        longest = (training.max_prompt_tokens or self._prompt_tokens) + training.max_response_tokens
         return {
-            "states": costs.state_bytes(self.model, training.ranks, self.zero_stage),
-            "activations": costs.activation_bytes(self.model, training, prompt, self.experiment.trainer_dtype),
-            "engine": settings.gpu_memory_utilization * self.device.memory,
+            "bytes": costs.state_bytes(self.model, training.ranks, self._zero["stage"])
+            + settings.gpu_memory_utilization * self.device.memory
+            + costs.RUNTIME,
             "cached_sequences": costs.cache_room(self.model, settings, self.device) / longest,
         }
 
@@ -171,8 +181,8 @@ class Estimate:
             "is trained on",
             f"prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f} (at most {lengths.longest}), "
             "and in every batch one that is as long as can be",
-            f"{device.launch * 1e3:g} ms a layer to launch the kernels of a decoding step, as vLLM runs without CUDA "
-            "graphs",
+            f"{device.launch * 1e3:g} ms a layer to launch the kernels of a decoding step"
+            + (f"; {device.replay * 1e3:g} ms a step where an engine uses CUDA graphs" if device.replay else ""),
             f"{device.startup:.0f} s until a model is loaded; downloads at {DOWNLOAD / 1e6:.0f} MB/s, files at "
             f"{DISK / 1e6:.0f} MB/s; no failures, no queue",
         ]

@@ -19,6 +19,7 @@ from dvp.experiment.grid import Run
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job
 from dvp.planning.estimate import Estimate
+from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
 from dvp.planning.records import Records
 
 STAGES = ("prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "report")
@@ -62,7 +63,7 @@ def make_plan(
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
     if response_tokens is None and records.training:
-        response_tokens = fmean(tokens for _, tokens in records.training.values())
+        response_tokens = fmean(trained.tokens for trained in records.training.values())
     estimate = Estimate(experiment, device, response_tokens)
     costed = cost_jobs(experiment, jobs, estimate, records, at_least=1 if on_cpu else 0)
     largest = max(costed, key=lambda one: one.gpus)
@@ -109,8 +110,12 @@ def make_plan(
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
         "step": {run.engine: asdict(estimate.step(run.engine)) for run in experiment.runs},
-        "memory": {} if on_cpu else {run.engine: estimate.memory(run.engine) for run in experiment.runs},
+        "update_memory": {} if on_cpu else estimate.update_memory(),
+        "rollout_memory": {}
+        if on_cpu
+        else {run.engine: estimate.rollout_memory(run.engine) for run in experiment.runs},
         "device_memory": None if on_cpu else device.memory,
+        "kept": forecast_kept(experiment, estimate, records),
         "assumptions": estimate.assumptions(),
     }
 
@@ -168,8 +173,42 @@ def _training_time(experiment: Experiment, estimate: Estimate, records: Records,
         if alike:
             responses = training.steps * training.prompts_per_step * training.group_size
             startup = fmean(startups) if startups else estimate.device.startup
-            return startup + responses * fmean(seconds * tokens for seconds, tokens in alike), source
+            return startup + responses * fmean(one.seconds_per_token * one.tokens for one in alike), source
     return None
+
+
+def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) -> list[dict[str, Any]]:
+    """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
+
+    At the KL that its runs recorded, or those of its engine; without a record at those that are assumed.
+    """
+    rows = []
+    lengths = estimate.lengths()
+    for method, engine in dict.fromkeys((run.method, run.engine) for run in experiment.runs):
+        rule = experiment.methods[method].importance
+        if not rejects(rule):
+            continue
+        alike = [
+            (run.method, records.training[run.path].kl)
+            for run in experiment.runs
+            if run.engine == engine and run.path in records.training and records.training[run.path].kl > 0
+        ]
+        recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
+        values = [fmean(recorded)] if recorded else ASSUMED_KL
+        rows.append(
+            {
+                "method": method,
+                "label": experiment.methods[method].label,
+                "engine": engine,
+                "recorded": bool(recorded),
+                "kl": list(values),
+                **{
+                    name: {"tokens": tokens, "share": [kept_share(rule, kl, tokens) for kl in values]}
+                    for name, tokens in (("mean", lengths.response), ("longest", lengths.longest))
+                },
+            }
+        )
+    return rows
 
 
 def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:

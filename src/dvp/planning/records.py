@@ -1,9 +1,10 @@
 """Times that earlier jobs of an experiment recorded, to plan its next ones with."""
 
 import csv
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -15,6 +16,18 @@ from dvp.tracking.record import read_rows
 
 RECORDS = {"manifest.json", "train.json", "conversion.json", "scores.json", "mismatch.json", "bias.json"}
 """With which the stages before the report end."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the steps of a run tell."""
+
+    seconds_per_token: float
+    """Of a response; the mean over all."""
+    tokens: float
+    """Of a response, the mean over all."""
+    kl: float
+    """k3 in nats a token, the median over the steps: a run that collapses ends with a huge one."""
 
 
 class Records:
@@ -74,8 +87,8 @@ class Records:
         return dict(record["counts"]["evaluation"]) if current else {}
 
     @cached_property
-    def training(self) -> dict[str, tuple[float, float]]:
-        """By run: seconds per response token and mean tokens of a response, over the steps that it has made.
+    def training(self) -> dict[str, Trained]:
+        """What the steps of each run tell, by the run's path.
 
         Data and base model were those of now; learning rate, steps or size of a batch may have been others, so that a
         few steps of a run tell what all of them will take. Raises DvpError, naming file and line.
@@ -88,10 +101,11 @@ class Records:
                 tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
                 if tokens > 0:
                     seconds = sum(row["seconds"] for row in rows)
-                    rates[run.path] = (seconds / tokens, fmean(row["response_tokens_mean"] for row in rows))
+                    length = fmean(row["response_tokens_mean"] for row in rows)
+                    rates[run.path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
             except (KeyError, TypeError) as error:
                 raise DvpError(
-                    f"{path}: a row without the times of its step ({type(error).__name__}: {error})"
+                    f"{path}: a row without what a plan needs of its step ({type(error).__name__}: {error})"
                 ) from None
         return rates
 

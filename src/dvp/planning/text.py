@@ -5,6 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from dvp.planning.kept import FEW
 from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
 
 
@@ -29,6 +30,7 @@ def render(plan: dict[str, Any]) -> str:
     for row in plan["methods"]:
         methods.append([row["label"], row["engine"], str(row["runs"]), str(row["jobs"]), *costs(row)])
     methods.append(["shared", "", "", str(plan["shared"]["jobs"]), *costs(plan["shared"])])
+    kept = [_table(_kept(plan["kept"]), left=2), ""] if plan["kept"] else []
 
     summary = [
         f"{_time(plan['hours_wall'])} with {plan['gpus']} {unit}{'s' if plan['gpus'] > 1 else ''} at once",
@@ -41,6 +43,7 @@ def render(plan: dict[str, Any]) -> str:
         f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time",
         *_steps(plan),
         *_memory(plan),
+        *_few(plan),
         "memory: of the machine, the most that a recorded job held",
         "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it",
         *(f"estimated: {sentence}" for sentence in plan["assumptions"]),
@@ -53,6 +56,7 @@ def render(plan: dict[str, Any]) -> str:
             "",
             _table(methods, left=2),
             "",
+            *kept,
             *(fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in notes),
         ]
     )
@@ -66,17 +70,49 @@ def _steps(plan: dict[str, Any]) -> list[str]:
     ]
 
 
+def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
+    head = [f"kept of {rows[0][name]['tokens']:,.0f} tokens" for name in ("mean", "longest")]
+    table = [["method", "engine", "nats a token", *head]]
+    for row in rows:
+        nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
+        shares = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) for name in ("mean", "longest"))
+        table.append([row["label"], row["engine"], nats, *(f"{share} %" for share in shares)])
+    return table
+
+
+def _few(plan: dict[str, Any]) -> list[str]:
+    """What the kept shares rest on, and which are small."""
+    if not plan["kept"]:
+        return []
+    lines = [
+        "kept: the share of tokens that a correction does not reject where trainer and engine differ by Gaussian noise "
+        "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, else assumed"
+    ]
+    for row in plan["kept"]:
+        worst = [(kl, share) for kl, share in zip(row["kl"], row["mean"]["share"], strict=True) if share < FEW]
+        if worst:
+            lines.append(
+                f"warning: {row['label']} with engine {row['engine']} would keep {worst[0][1]:.0%} of the responses of "
+                f"{row['mean']['tokens']:,.0f} tokens at {'the recorded' if row['recorded'] else 'a'} KL of "
+                f"{worst[0][0]:.2g}; long responses are then hardly trained on"
+            )
+    return lines
+
+
 def _memory(plan: dict[str, Any]) -> list[str]:
-    lines = []
-    for engine, memory in plan["memory"].items():
-        updating, sampling = memory["states"] + memory["activations"], memory["states"] + memory["engine"]
+    """What an update and a rollout need of each GPU."""
+    if not plan["update_memory"]:
+        return []
+    parts, room = plan["update_memory"], plan["device_memory"]
+    updating = sum(parts.values())
+    named = "; ".join(f"{name} {_size(part)}" for name, part in parts.items() if part)
+    lines = [f"memory of a GPU in an update of the longest responses: {_size(updating)} of {_size(room)}: {named}"]
+    for engine, sampling in plan["rollout_memory"].items():
         lines.append(
-            f"memory of a GPU with engine {engine}: {_size(updating)} in an update, the engine asleep, and "
-            f"{_size(sampling)} in a rollout, of {_size(plan['device_memory'])}; weights, gradients and optimiser are "
-            f"{_size(memory['states'])}; the cache holds {max(memory['cached_sequences'], 0):.0f} of the longest "
-            "sequences"
+            f"in a rollout with engine {engine}: {_size(sampling['bytes'])}; its cache holds "
+            f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
-        if max(updating, sampling) > plan["device_memory"] or memory["cached_sequences"] < 1:
+        if max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1:
             lines.append(f"warning: training with engine {engine} does not fit on this GPU")
     return lines
 

@@ -67,5 +67,11 @@ class Engine(Protocol):
         same prompt are the same to the last bit, whatever the rule.
         """
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Leave a GPU's memory to the trainer until the next call; without one, do nothing.
+
+        Without `keep_weights` the next call must be `load_weights`.
+        """
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace every weight of the live engine; names are those of the Hugging Face model."""

@@ -21,13 +21,16 @@ from dvp.strict import Strict
 ARGUMENT = "safe_vocabulary"  # the key in SamplingParams.extra_args
 
 
+def needs_processor(rule: SafeVocabulary | None) -> bool:
+    """Whether vLLM needs `SafeVocabularyProcessor` for it."""
+    return rule is not None and not isinstance(rule, FixedRho)
+
+
 def sampling_arguments(rule: SafeVocabulary | None) -> dict[str, Any]:
     """What SamplingParams needs in order to sample from the safe vocabulary; None is the full one."""
-    if rule is None:
-        return {}
-    if isinstance(rule, FixedRho):
-        return {"min_p": rule.rho}
-    return {"extra_args": {ARGUMENT: to_args(rule)}}
+    if needs_processor(rule):
+        return {"extra_args": {ARGUMENT: to_args(rule)}}
+    return {} if rule is None else {"min_p": rule.rho}
 
 
 def to_args(rule: SafeVocabulary) -> dict[str, Any]:
@@ -82,7 +85,8 @@ def _rules() -> dict[str, type[SafeVocabulary]]:
 class SafeVocabularyProcessor(LogitsProcessor):
     """Sets the logits of the entries outside a request's safe vocabulary to −inf.
 
-    In vLLM's V1 model runner it comes after temperature, where min_p does, because it leaves the argmax alone.
+    It needs vLLM's V1 model runner. There it comes after temperature, where min_p does, because it leaves the argmax
+    alone.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):

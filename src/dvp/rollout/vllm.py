@@ -1,9 +1,8 @@
 """vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
 
 The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), on several ranks
-one in each; on a GPU it sleeps, its memory free for the trainer, from the end of a rollout until it is needed again. It
-reports log-probabilities after temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before
-all three).
+one in each; on a GPU it sleeps, its memory free for the trainer, between rollouts. It reports log-probabilities after
+temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all three).
 """
 
 import gc
@@ -39,8 +38,8 @@ def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights are handed over in memory
-        # The V2 runner, the default on a GPU, calls logits processors before temperature and through another interface.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # On a GPU, vLLM's attention for float32 is written in Triton, which would multiply in TF32 (10-bit mantissas).
+        "TRITON_F32_DEFAULT": "ieee",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         # Two jobs on one machine must not bind the same core; the number of threads is what matters.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -65,24 +64,41 @@ def _allow_amx() -> None:
 class VllmEngine:
     """An Engine (see engine.py) over vllm.LLM."""
 
-    _asleep = False
+    _asleep: int | None = None
+    """vLLM's level of sleep: 1 keeps the weights in the machine's memory, 2 nowhere."""
 
-    def __init__(self, model: Path, config: EngineConfig, *, max_model_len: int, max_num_seqs: int, seed: int):
+    def __init__(
+        self,
+        model: Path,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        rules: Iterable[SafeVocabulary | None] = (),
+    ):
         """Start the engine on a Hugging Face directory. One engine a process.
 
         max_model_len : most tokens of prompt and response together.
         max_num_seqs : most responses sampled at once.
+        rules : the safe vocabularies that it will be asked for; those with a fixed ρ need not be named.
         Raises DvpError if vLLM refuses the model or the precision.
         """
         from vllm import LLM
 
-        from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor
+        from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor, needs_processor
 
         logging.getLogger("vllm").setLevel(logging.ERROR)
         _allow_amx()
         # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
         gc.freeze()
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+        self._by_state = any(map(needs_processor, rules))
+        if self._by_state:
+            # A fixed ρ is vLLM's own min_p, which its default model runner (V2) applies after temperature too, before
+            # it samples and reports. But V2 calls logits processors before temperature, and through another interface.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            options["logits_processors"] = [SafeVocabularyProcessor]
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:
             # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.
@@ -91,21 +107,20 @@ class VllmEngine:
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
             options["tensor_parallel_size"] = config.tensor_parallel
             options["enable_sleep_mode"] = beside_trainer
+            options["enforce_eager"] = not config.cuda_graphs
+            # After a part of a prompt vLLM's V1 runner rewinds the seeded sampler, which torch's CPU generator cannot
+            # do; its CUDA generator can, and V2 draws a token's noise from seed, position and token alone.
+            options["enable_chunked_prefill"] = True
         try:
             self.llm = LLM(
                 str(model),
                 dtype=config.dtype,
                 kv_cache_dtype=config.kv_cache_dtype,
-                enforce_eager=True,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
-                # A prompt is prefilled whole: vLLM rewinds a seeded sampler after a partial prefill, which torch's CPU
-                # generator cannot do.
-                enable_chunked_prefill=False,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
                 max_logprobs=-1,  # the whole vocabulary, which the check of pruning reads
                 logprobs_mode="processed_logprobs",
-                logits_processors=[SafeVocabularyProcessor],
                 seed=seed,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
@@ -126,8 +141,6 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
-        from dvp.rollout.safe_vocabulary import sampling_arguments
-
         for index, prompt in enumerate(prompts):
             if len(prompt) + sampling.max_tokens > self.max_model_len:
                 raise DvpError(
@@ -147,15 +160,12 @@ class VllmEngine:
                 # quarter of the time of a small model's rollout.
                 flat_logprobs=True,
                 detokenize=False,
-                **sampling_arguments(sampling.safe_vocabulary),
+                **self._arguments(sampling.safe_vocabulary),
             )
             for seed in seeds
         ]
         self._wake()
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        if self._sleeps:
-            self.llm.sleep()
-            self._asleep = True
         return [[self._completion(one, sampling.whole_vocabulary) for one in output.outputs] for output in outputs]
 
     def _completion(self, output: Any, whole_vocabulary: bool) -> Completion:
@@ -182,17 +192,50 @@ class VllmEngine:
     def _vocabulary(self) -> int:
         return self.llm.llm_engine.model_config.get_vocab_size()
 
+    def _arguments(self, rule: SafeVocabulary | None) -> dict[str, Any]:
+        """What SamplingParams needs for a rule. Raises DvpError for one that vLLM would ignore."""
+        from dvp.rollout.safe_vocabulary import needs_processor, sampling_arguments
+
+        if needs_processor(rule) and not self._by_state:
+            raise DvpError(f"the engine was not started for {rule}; name it in VllmEngine(rules=…)")
+        return sampling_arguments(rule)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See Engine.sleep.
+
+        Level 2 discards whatever was allocated while the model was loaded: parameters, which the next load brings;
+        buffers, which vLLM copies to the machine's memory and back; and the sampler's tables of requests that are gone.
+        """
+        if self._sleeps and self._asleep is None:
+            self._asleep = 1 if keep_weights else 2
+            self.llm.sleep(level=self._asleep)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it."""
-        self._wake()
+        """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
+
+        Raises DvpError if the engine slept without its weights and `weights` leave one of them out, or hold a NaN.
+        """
+        discarded = self._asleep == 2
+        self._wake(loading=True)
+        if discarded:
+            # vLLM has restored buffers (rotary tables, scales of a quantised cache), and only warns of a parameter that
+            # gets no value.
+            self.llm.collective_rpc(_fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
         self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=self._prepared(weights)))
         self.llm.reset_prefix_cache()
+        for name in self.llm.collective_rpc(_first_nan) if discarded else []:
+            if name is not None:
+                raise DvpError(
+                    f"the engine's weight {name} is NaN after loading: it was left out, or is NaN in training"
+                )
 
-    def _wake(self) -> None:
-        if self._asleep:
+    def _wake(self, loading: bool = False) -> None:
+        if self._asleep == 2 and not loading:
+            raise DvpError("the engine slept without its weights: load weights before anything else")
+        if self._asleep is not None:
             self.llm.wake_up()
-            self._asleep = False
+            self._asleep = None
 
     def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         form = self._config.weight_rounding
@@ -207,10 +250,8 @@ class VllmEngine:
         """See Engine.log_probs."""
         from vllm import SamplingParams
 
-        from dvp.rollout.safe_vocabulary import sampling_arguments
-
         self._wake()
-        params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, seed=0, **sampling_arguments(rule))
+        params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, seed=0, **self._arguments(rule))
         # A prompt of which the cache holds a part is computed in another shape, which rounds otherwise.
         self.llm.reset_prefix_cache()
         output = self.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]
@@ -258,6 +299,17 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
     return bool(outside_V.any())
+
+
+def _fill_with_nan(worker: Any) -> None:
+    with torch.no_grad():
+        for parameter in worker.model_runner.model.parameters():
+            parameter.fill_(torch.nan)
+
+
+def _first_nan(worker: Any) -> str | None:
+    parameters = worker.model_runner.model.named_parameters()
+    return next((name for name, parameter in parameters if parameter.isnan().any()), None)
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

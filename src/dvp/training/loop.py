@@ -207,6 +207,7 @@ class Loop:
                 raise
             except Exception as error:
                 raise DvpError(f"the engine died in the rollout ({in_a_line(error)}); run again to continue") from error
+        self.engine.sleep(keep_weights=step % self.config.synchronise_every != 0)
         return ranks.join(completions, len(rows), self.engine.ranks)
 
     def _score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:

@@ -165,12 +165,14 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
 
     longest = max(map(len, prompts)) + settings.max_response_tokens
+    safe = experiment.methods[run.method].sides(run.rho_value, settings.max_response_tokens)
     engine = VllmEngine(
         directory.base,
         experiment.engines[run.engine],
         max_model_len=min(longest, trainer.context),
         max_num_seqs=settings.prompts_per_step * settings.group_size,
         seed=run.seed,
+        rules=[safe.engine],
     )
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)

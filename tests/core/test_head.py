@@ -285,7 +285,66 @@ def test_the_type_of_the_logits_is_a_choice(inputs, logits):
     dense = dense_float64(hidden.double(), weight.double(), targets, RHO, 1.0)["log_prob"]
     for a, e in zip(gradients, torch.autograd.grad(dense.sum(), [hidden, weight]), strict=True):
         # bf16 keeps 8 bits of each of the 40 rows that are added up.
-        torch.testing.assert_close(a.float(), e.float(), atol=0.1, rtol=0.05)
+        torch.testing.assert_close(a.float(), e.float(), atol=0.02, rtol=0.05)
+
+
+def confident_problem(probabilities, seed=0):
+    """bf16 hidden states and a weight, and targets with about these probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(200, 64, generator=generator, dtype=torch.float64).bfloat16().double()
+    targets = torch.randint(200, (len(probabilities),), generator=generator)
+    around = 0.1 * torch.randn(len(probabilities), 64, generator=generator, dtype=torch.float64)
+    low, high = torch.zeros(len(probabilities)), torch.ones(len(probabilities))
+    for _ in range(30):
+        middle = (low + high) / 2
+        hidden = middle[:, None] * weight[targets] + around
+        above = (hidden @ weight.T).softmax(dim=1).gather(1, targets[:, None])[:, 0] > torch.tensor(probabilities)
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
+
+
+CONFIDENT = [0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998, 0.9999]
+
+
+def off_by(gradients, exact):
+    """How far the gradient of each row is from the exact one, relative to it."""
+    return (gradients.double() - exact).norm(dim=1) / exact.norm(dim=1)
+
+
+@pytest.mark.parametrize("which", DIFFERENTIABLE)
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_gradients_of_confident_tokens_are_as_good_as_plain_pytorchs(which, seed):
+    """1 − p_y must not be lost where p_y rounds to 1: what is left is the rounding of the logits to bf16.
+
+    Measured over 200 tokens at each p: 1.3 % of the hidden gradient at .9, 1.6 % at .999, 3.1 % (at most 7.5) at .9999.
+    """
+    hidden, weight, targets = confident_problem(CONFIDENT, seed)
+    rho = 1e-6 if "pruned" in which else None
+    statistics = token_statistics(hidden, weight, targets, safe=rule(rho), chunk_size=CHUNK)
+    actual = torch.autograd.grad(getattr(statistics, which).sum(), [hidden, weight])
+
+    logits = torch.nn.functional.linear(hidden, weight)
+    plain = dense_float64(logits.float(), torch.eye(logits.shape[1]), targets, rho, 1.0)[which]
+    plain = torch.autograd.grad(plain.sum(), [hidden, weight])
+    inside = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    dense = dense_float64(*inside, targets, rho, 1.0)
+    exact = torch.autograd.grad(dense[which].sum(), inside)
+
+    ours, theirs = off_by(actual[0], exact[0]), off_by(plain[0], exact[0])
+    assert (ours < 1.1 * theirs + 0.005).all()
+    assert ours.mean() < 0.03
+    of_targets = [off_by(gradient[1][targets], exact[1][targets]) for gradient in (actual, plain)]
+    assert (of_targets[0] < 1.1 * of_targets[1] + 0.005).all()
+
+
+def test_the_gradient_of_a_token_whose_probability_rounds_to_1():
+    """p = .9991, which is 1 in bf16: 1 − p is not."""
+    hidden = torch.tensor([[1.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[7.0], [0.0]], dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(
+        token_statistics(hidden, weight, torch.tensor([0]), safe=None).log_prob.sum(), hidden
+    )
+    assert gradient.item() == pytest.approx(7 / (1 + math.exp(7)), rel=0.01)
 
 
 class LiveLogits(TorchDispatchMode):

@@ -136,6 +136,8 @@ class _Head(torch.autograd.Function):
         lse_N, safe_lse_N = sum_N.log(), safe_sum_N.log()
         entropy_N = lse_N - (safe_dot_N + pruned_dot_N) / sum_N
         pruned_entropy_N = safe_lse_N - safe_dot_N / safe_sum_N
+        log_prob_N = target_shift_N - lse_N
+        pruned_log_prob_N = torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N
 
         ctx.save_for_backward(
             hidden_NH,
@@ -148,6 +150,8 @@ class _Head(torch.autograd.Function):
             entropy_N,
             pruned_entropy_N,
             target_in_safe_N,
+            log_prob_N,
+            pruned_log_prob_N,
         )
         ctx.options = scale, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
@@ -160,13 +164,7 @@ class _Head(torch.autograd.Function):
             maximum_N,
         )
         ctx.mark_non_differentiable(*constants)
-        return (
-            target_shift_N - lse_N,
-            torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N,
-            entropy_N,
-            pruned_entropy_N,
-            *constants,
-        )
+        return log_prob_N, pruned_log_prob_N, entropy_N, pruned_entropy_N, *constants
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,6 +180,8 @@ class _Head(torch.autograd.Function):
             entropy_N,
             pruned_entropy_N,
             target_in_safe_N,
+            log_prob_N,
+            pruned_log_prob_N,
         ) = ctx.saved_tensors
         scale, logits_dtype, chunk_size = ctx.options
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
@@ -198,7 +198,12 @@ class _Head(torch.autograd.Function):
             safe_constant=-pruned_N / safe_lse_N.exp() + safe_slope_N * (pruned_entropy_N - safe_lse_N),
             safe_slope=safe_slope_N,
         )
-        target_gradient_N = full_N + torch.where(target_in_safe_N, pruned_N, 0.0)
+        # The target's own entry, 1 − p_y, is a difference that bf16 would lose where p_y is near 1: it is made in fp32.
+        target_gradient_N = _target_gradient(full_N, entropy_grad_N, log_prob_N, entropy_N) + torch.where(
+            target_in_safe_N,
+            _target_gradient(pruned_N, pruned_entropy_grad_N, pruned_log_prob_N, pruned_entropy_N),
+            0.0,
+        )
 
         product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
@@ -210,7 +215,7 @@ class _Head(torch.autograd.Function):
             row_gradient_(
                 logits_nV, maximum_N[rows], log_rho_N[rows], RowCoefficients(*(part[rows] for part in coefficients))
             )
-            logits_nV.scatter_add_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
+            logits_nV.scatter_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
             product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
@@ -253,6 +258,13 @@ class _Product:
         for part in torch.arange(len(grad_weight_VH)).split(SLICE):
             piece = slice(int(part[0]), int(part[-1]) + 1)
             grad_weight_VH[piece].add_(gradient_nV[:, piece].t() @ self.hidden_NH[rows], alpha=self.scale)
+
+
+def _target_gradient(
+    log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, log_prob_N: torch.Tensor, entropy_N: torch.Tensor
+) -> torch.Tensor:
+    """What gradients of log p(y) and H are for the target's own logit: g (1 − p_y) − h p_y (log p_y + H)."""
+    return -log_prob_grad_N * log_prob_N.expm1() - entropy_grad_N * log_prob_N.exp() * (log_prob_N + entropy_N)
 
 
 def _log_rho(logits_NV: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:

@@ -271,14 +271,24 @@ def test_bf16_inputs_give_fp32_statistics():
     torch.testing.assert_close(statistics.log_prob, logits.log_softmax(1).gather(1, targets[:, None])[:, 0])
 
 
-@pytest.mark.parametrize(("inputs", "logits"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_the_type_of_the_logits_is_a_choice(inputs, logits):
-    """The product is taken in the type that was asked for; the gradients come back in the inputs' own."""
-    inputs, logits = getattr(torch, inputs), getattr(torch, logits)
+@pytest.mark.parametrize(
+    ("inputs", "product", "logits"),
+    [
+        ("float32", "bfloat16", "bfloat16"),  # autocast
+        ("float32", "bfloat16", "float32"),  # autocast with a head in fp32
+        ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_the_types_of_the_product_and_of_the_logits_are_choices(inputs, product, logits):
+    """Factors are rounded to one type and their sums to another; the gradients come back in the inputs' own."""
+    inputs, product, logits = (getattr(torch, name) for name in (inputs, product, logits))
     hidden, weight, targets = random_problem(rows=40, dtype=inputs)
-    statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), logits_dtype=logits, chunk_size=CHUNK)
-    expected = torch.nn.functional.linear(hidden.to(logits), weight.to(logits)).float()
-    torch.testing.assert_close(statistics.max_logit, expected.amax(dim=1), rtol=0, atol=0)
+    statistics = token_statistics(
+        hidden, weight, targets, safe=FixedRho(RHO), product_dtype=product, logits_dtype=logits, chunk_size=CHUNK
+    )
+    expected = torch.nn.functional.linear(hidden.to(product).double(), weight.to(product).double()).to(logits).float()
+    torch.testing.assert_close(statistics.max_logit, expected.amax(dim=1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(statistics.log_prob, expected.log_softmax(1).gather(1, targets[:, None])[:, 0])
     gradients = torch.autograd.grad(statistics.log_prob.sum(), [hidden, weight])
     assert [gradient.dtype for gradient in gradients] == [inputs, inputs]
@@ -286,6 +296,30 @@ def test_the_type_of_the_logits_is_a_choice(inputs, logits):
     for a, e in zip(gradients, torch.autograd.grad(dense.sum(), [hidden, weight]), strict=True):
         # bf16 keeps 8 bits of each of the 40 rows that are added up.
         torch.testing.assert_close(a.float(), e.float(), atol=0.02, rtol=0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_keeps_the_sums_of_bf16_products_in_fp32_as_the_cpu_does():
+    hidden, weight, targets = random_problem(rows=40, dtype=torch.bfloat16)
+    here = token_statistics(hidden, weight, targets, safe=None, temperature=0.7, logits_dtype=torch.float32)
+    there = token_statistics(
+        hidden.cuda(), weight.cuda(), targets.cuda(), safe=None, temperature=0.7, logits_dtype=torch.float32
+    )
+    torch.testing.assert_close(there.log_prob.cpu(), here.log_prob, atol=1e-5, rtol=0)
+    for on_gpu, on_cpu in zip(
+        *(torch.autograd.grad(of.log_prob.sum(), [hidden, weight]) for of in (there, here)), strict=True
+    ):
+        torch.testing.assert_close(on_gpu, on_cpu, atol=0.02, rtol=0.02)
+
+
+def test_a_head_in_fp32_has_better_gradients_of_confident_tokens():
+    hidden, weight, targets = confident_problem(CONFIDENT)
+    inside = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.autograd.grad(dense_float64(*inside, targets, None, 1.0)["log_prob"].sum(), inside)
+    statistics = token_statistics(hidden, weight, targets, safe=None, logits_dtype=torch.float32, chunk_size=CHUNK)
+    gradients = torch.autograd.grad(statistics.log_prob.sum(), [hidden, weight])
+    # What is left is the rounding of the result to bf16.
+    assert off_by(gradients[0], exact[0]).max() < 0.004
 
 
 def confident_problem(probabilities, seed=0):
@@ -406,7 +440,8 @@ def test_the_log_ratio_obeys_the_sharp_bound(logits, noise, target):
     [
         ({"temperature": 0.0}, "temperature"),
         ({"chunk_size": 0}, "chunk_size"),
-        ({"logits_dtype": torch.float16}, "logits_dtype"),
+        ({"product_dtype": torch.float16}, "product_dtype: expected float32 or bfloat16, got torch.float16"),
+        ({"logits_dtype": torch.bfloat16}, "logits_dtype: expected float32 or the products' torch.float32, got"),
     ],
 )
 def test_impossible_options(options, message):

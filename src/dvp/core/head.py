@@ -61,6 +61,7 @@ def token_statistics(
     *,
     safe: SafeVocabulary | None,
     temperature: float = 1.0,
+    product_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
 ) -> TokenStatistics:
@@ -81,11 +82,14 @@ def token_statistics(
         targets_N: int64 token ids in [0, V).
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
         temperature: sampling temperature, > 0.
-        logits_dtype: float32 or bfloat16, the type of the product and of the logits; None takes the inputs' own.
+        product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
+            they are multiplied; None takes the hidden states' own.
+        logits_dtype: `product_dtype` or float32, what the products' fp32 sums are rounded to; None takes
+            `product_dtype`.
         chunk_size: rows of logits held at once, ≥ 1; None chooses by device and vocabulary.
 
     Raises:
-        DvpError: shapes that do not match, or temperature, chunk size or type out of range.
+        DvpError: shapes that do not match, or temperature, chunk size or types out of range.
     """
     if hidden_NH.shape[:1] != targets_N.shape:
         raise DvpError(
@@ -93,15 +97,18 @@ def token_statistics(
         )
     if not temperature > 0.0:
         raise DvpError(f"temperature: expected a number above 0, got {temperature}")
-    logits_dtype = logits_dtype or hidden_NH.dtype
-    if logits_dtype not in (torch.float32, torch.bfloat16):
-        raise DvpError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
+    product_dtype = product_dtype or hidden_NH.dtype
+    logits_dtype = logits_dtype or product_dtype
+    if product_dtype not in (torch.float32, torch.bfloat16):
+        raise DvpError(f"product_dtype: expected float32 or bfloat16, got {product_dtype}")
+    if logits_dtype not in (torch.float32, product_dtype):
+        raise DvpError(f"logits_dtype: expected float32 or the products' {product_dtype}, got {logits_dtype}")
     if chunk_size is None:
         chunk_size = max(1, CHUNK_ELEMENTS[hidden_NH.device.type] // len(weight_VH))
     if chunk_size < 1:
         raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
     return TokenStatistics(
-        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, logits_dtype, chunk_size)
+        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, product_dtype, logits_dtype, chunk_size)
     )
 
 
@@ -109,8 +116,8 @@ class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, logits_dtype, chunk_size):
-        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, product_dtype, logits_dtype, chunk_size):
+        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         chunks = []
         for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
             log_rho_n = _log_rho(logits_nV, safe)
@@ -153,7 +160,7 @@ class _Head(torch.autograd.Function):
             log_prob_N,
             pruned_log_prob_N,
         )
-        ctx.options = scale, logits_dtype, chunk_size
+        ctx.options = scale, product_dtype, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
         constants = (
             (safe_squares_N + pruned_squares_N) / sum_N.square(),
@@ -183,7 +190,7 @@ class _Head(torch.autograd.Function):
             log_prob_N,
             pruned_log_prob_N,
         ) = ctx.saved_tensors
-        scale, logits_dtype, chunk_size = ctx.options
+        scale, product_dtype, logits_dtype, chunk_size = ctx.options
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
             torch.zeros_like(maximum_N) if gradient is None else gradient
             for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
@@ -205,7 +212,7 @@ class _Head(torch.autograd.Function):
             0.0,
         )
 
-        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # Chunks are added up in fp32.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -219,24 +226,37 @@ class _Head(torch.autograd.Function):
             product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None, None
 
 
 class _Product:
-    """z = scale · hidden · weightᵀ in one type, chunk by chunk through one buffer, and its gradients."""
+    """z = scale · hidden · weightᵀ, chunk by chunk through one buffer, and its gradients."""
 
-    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, scale: float, dtype: torch.dtype):
-        self.hidden_NH = hidden_NH.to(dtype)
-        self.weight_VH = weight_VH.to(dtype)
+    def __init__(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        scale: float,
+        product_dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+    ):
+        self.hidden_NH, self.weight_VH = hidden_NH.to(product_dtype), weight_VH.to(product_dtype)
+        if not hidden_NH.is_cuda:
+            # Only CUDA has a product whose sums are wider than its factors: the same factors, widened, give the same.
+            self.hidden_NH, self.weight_VH = self.hidden_NH.to(logits_dtype), self.weight_VH.to(logits_dtype)
         self.scale = scale
+        self.logits_dtype = logits_dtype
 
     def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each group of rows with its logits, which hold only until the next one is asked for."""
-        buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH))
+        buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH), dtype=self.logits_dtype)
         for group in groups:
             rows = group.to(self.hidden_NH.device)
-            logits_nV = buffer_nV[: len(rows)]
-            torch.addmm(logits_nV, self.hidden_NH[rows], self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
+            logits_nV, hidden_nH = buffer_nV[: len(rows)], self.hidden_NH[rows]
+            if hidden_nH.dtype == self.logits_dtype:
+                torch.addmm(logits_nV, hidden_nH, self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
+            else:
+                torch.mm(hidden_nH, self.weight_VH.t(), out_dtype=self.logits_dtype, out=logits_nV).mul_(self.scale)
             yield rows, logits_nV
 
     def backward(
@@ -247,6 +267,7 @@ class _Product:
         grad_weight_VH: torch.Tensor | None,
     ) -> None:
         """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight."""
+        gradient_nV = gradient_nV.to(self.weight_VH.dtype)
         if grad_hidden_NH is not None:
             grad_hidden_NH[rows] = (self.scale * (gradient_nV @ self.weight_VH)).to(grad_hidden_NH.dtype)
         if grad_weight_VH is None:

@@ -121,8 +121,9 @@ class _Head(torch.autograd.Function):
         chunks = []
         for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
             log_rho_n = _log_rho(logits_nV, safe)
+            # A token that was sampled mostly is the likeliest one.
             target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
-            chunks.append((*row_sums(logits_nV, log_rho_n), target_logit_n, log_rho_n))
+            chunks.append((*row_sums(logits_nV, log_rho_n, target_logit_n), target_logit_n, log_rho_n))
         (
             maximum_N,
             safe_size_N,

@@ -192,6 +192,48 @@ def test_rows_without_a_gradient_are_left_out_of_the_backward_pass():
         torch.testing.assert_close(a, e)
 
 
+class Products(TorchDispatchMode):
+    """The sizes of every matrix product: rows, what is summed over, columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            self.sizes.append((a.shape[0], a.shape[1], b.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_that_every_row_of_a_chunk_prunes_are_left_out_of_the_backward_products(dtype, temperature):
+    """Their gradient is exactly 0, so nothing changes but the cost."""
+    hidden, weight, targets = random_problem(rows=8, dtype=dtype)
+    with torch.no_grad():
+        weight[10:] *= 0.01  # 27 of 37 tokens are far below the others, but as targets
+        hidden *= 8
+    targets = targets % 10
+    coefficients = torch.linspace(-1, 1, 8)
+    gradients = {}
+    for which in ("pruned alone", "with the full ones"):
+        statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), temperature=temperature)
+        loss = ((statistics.pruned_log_prob + 0.3 * statistics.pruned_entropy) * coefficients).sum()
+        if which == "with the full ones":
+            loss = loss + 0.0 * statistics.log_prob.sum()
+        with Products() as products:
+            gradients[which] = torch.autograd.grad(loss, [hidden, weight])
+        assert all(statistics.safe_size < 10)
+        if which == "pruned alone":
+            (_, _, logits), (_, to_hidden, _), (to_weight, _, _) = products.sizes
+            assert logits == V
+            assert to_hidden == to_weight <= 10
+    for actual, expected in zip(*gradients.values(), strict=True):
+        assert expected.any()
+        torch.testing.assert_close(actual, expected)
+
+
 def test_omission_agrees_with_the_minus_50_mask():
     hidden, weight, targets = random_problem(rows=30)
     pruned = token_statistics(hidden, weight, targets, safe=FixedRho(RHO)).pruned_log_prob

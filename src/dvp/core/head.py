@@ -161,7 +161,7 @@ class _Head(torch.autograd.Function):
             log_prob_N,
             pruned_log_prob_N,
         )
-        ctx.options = scale, product_dtype, logits_dtype, chunk_size
+        ctx.options = safe, scale, product_dtype, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
         constants = (
             (safe_squares_N + pruned_squares_N) / sum_N.square(),
@@ -191,7 +191,9 @@ class _Head(torch.autograd.Function):
             log_prob_N,
             pruned_log_prob_N,
         ) = ctx.saved_tensors
-        scale, product_dtype, logits_dtype, chunk_size = ctx.options
+        safe, scale, product_dtype, logits_dtype, chunk_size = ctx.options
+        # Then the gradient is exactly 0 at every token that is pruned.
+        of_safe_alone = safe is not None and grad_log_prob is None and grad_entropy is None
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
             torch.zeros_like(maximum_N) if gradient is None else gradient
             for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
@@ -224,7 +226,7 @@ class _Head(torch.autograd.Function):
                 logits_nV, maximum_N[rows], log_rho_N[rows], RowCoefficients(*(part[rows] for part in coefficients))
             )
             logits_nV.scatter_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
-            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH)
+            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None, None
@@ -266,20 +268,36 @@ class _Product:
         gradient_nV: torch.Tensor,
         grad_hidden_NH: torch.Tensor | None,
         grad_weight_VH: torch.Tensor | None,
+        *,
+        skip_zeros: bool,
     ) -> None:
-        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight."""
+        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight.
+
+        skip_zeros : look for entries of the vocabulary without a gradient in any row, and leave them out.
+        """
         gradient_nV = gradient_nV.to(self.weight_VH.dtype)
+        weight_VH, columns = self.weight_VH, None
+        if skip_zeros:
+            used = gradient_nV.any(dim=0).nonzero()[:, 0]
+            # Above a half, copying the used ones costs more than it saves.
+            if 2 * len(used) <= len(weight_VH):
+                gradient_nV, weight_VH, columns = gradient_nV[:, used], weight_VH[used], used
         if grad_hidden_NH is not None:
-            grad_hidden_NH[rows] = (self.scale * (gradient_nV @ self.weight_VH)).to(grad_hidden_NH.dtype)
+            grad_hidden_NH[rows] = (self.scale * (gradient_nV @ weight_VH)).to(grad_hidden_NH.dtype)
         if grad_weight_VH is None:
             return
-        if gradient_nV.dtype == grad_weight_VH.dtype:
-            grad_weight_VH.addmm_(gradient_nV.t(), self.hidden_NH[rows], alpha=self.scale)
+        hidden_nH = self.hidden_NH[rows]
+        if columns is None and gradient_nV.dtype == grad_weight_VH.dtype:
+            grad_weight_VH.addmm_(gradient_nV.t(), hidden_nH, alpha=self.scale)
             return
         # A narrow product comes out narrow: widen it a slice of the vocabulary at a time, not as a second V × H.
-        for part in torch.arange(len(grad_weight_VH)).split(SLICE):
-            piece = slice(int(part[0]), int(part[-1]) + 1)
-            grad_weight_VH[piece].add_(gradient_nV[:, piece].t() @ self.hidden_NH[rows], alpha=self.scale)
+        for start in range(0, gradient_nV.shape[1], SLICE):
+            piece = slice(start, start + SLICE)
+            part_vH = (gradient_nV[:, piece].t() @ hidden_nH).to(grad_weight_VH.dtype)
+            if columns is None:
+                grad_weight_VH[piece].add_(part_vH, alpha=self.scale)
+            else:
+                grad_weight_VH.index_add_(0, columns[piece], part_vH, alpha=self.scale)
 
 
 def _target_gradient(

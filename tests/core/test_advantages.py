@@ -15,14 +15,21 @@ TOKEN_BASELINES = ["otb", "otb_leave_one_out"]
 
 
 @st.composite
-def batches(draw, min_group=1, full=False):
-    """Responses of uneven length, with holes and with empty ones; `full`: every position is a model token."""
+def batches(draw, min_group=1, full=False, rejecting=False):
+    """Responses of uneven length, with holes and with empty ones.
+
+    full : every position is a model token.
+    rejecting : some responses, and some tokens of others, have no weight.
+    """
     group_size = draw(st.integers(min_group, 4))
     responses, tokens = group_size * draw(st.integers(1, 3)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rewards = rng.integers(0, 2, responses).astype(float) if draw(st.booleans()) else rng.normal(size=responses)
     mask = np.ones((responses, tokens), bool) if full else rng.random((responses, tokens)) < rng.random((responses, 1))
-    return build(rewards, mask, group_size, rng.uniform(0.01, 1.9, mask.shape), np.exp(rng.normal(0, 0.5, mask.shape)))
+    ratio = np.exp(rng.normal(0, 0.5, mask.shape))
+    if rejecting:
+        ratio *= (rng.random((responses, 1)) < 0.6) & (rng.random(mask.shape) < 0.8)
+    return build(rewards, mask, group_size, rng.uniform(0.01, 1.9, mask.shape), ratio)
 
 
 def build(rewards, mask, group_size, proxy=None, ratio=None):
@@ -70,8 +77,8 @@ def reference(name, responses):
             case "reinforce_pp":
                 return (rewards[i] - mean[i]) / (batch_std + 1e-6)
             case "otb":
-                alive = [j for j in group if lengths[j] > k]
-                if len(alive) == 1:
+                alive = [j for j in group if lengths[j] > k and any(responses.ratio_BT[j][mask[j]])]
+                if len(alive) < 2:
                     return rewards[i]
                 total = sum(energy[j][k] for j in alive) + 1e-8
                 return rewards[i] - sum(rewards[j] * energy[j][k] for j in alive) / total
@@ -79,7 +86,8 @@ def reference(name, responses):
                 others = [j for j in group if lengths[j] > k and j != i]
                 if not others:
                     return rewards[i]
-                return rewards[i] - sum(rewards[j] * energy[j][k] for j in others) / sum(energy[j][k] for j in others)
+                total = sum(energy[j][k] for j in others)
+                return rewards[i] - (sum(rewards[j] * energy[j][k] for j in others) / total if total else 0.0)
 
     expected = np.zeros(mask.shape)
     for i in range(len(rewards)):
@@ -90,7 +98,7 @@ def reference(name, responses):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=60)
-@given(responses=batches())
+@given(responses=batches() | batches(rejecting=True))
 def test_every_advantage_is_its_formula_and_zero_outside_the_mask(name, responses):
     np.testing.assert_allclose(ADVANTAGES[name](responses), reference(name, responses), rtol=1e-9, atol=1e-9)
 
@@ -114,7 +122,7 @@ def test_reinforce_pp_is_white_over_the_batch(responses):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=30)
-@given(responses=batches(), seed=st.integers(0, 1000))
+@given(responses=batches(rejecting=True), seed=st.integers(0, 1000))
 def test_order_of_responses_and_of_groups_is_immaterial(name, responses, seed):
     rng = np.random.default_rng(seed)
     count, size = len(responses.rewards_B), responses.group_size
@@ -277,12 +285,38 @@ def test_a_single_turn_batch_with_prompts_of_any_length_gives_the_plain_formula(
             assert advantage[i, offsets[i] + t] == pytest.approx(rewards[i] - baseline, abs=1e-12)
 
 
-def test_a_response_rejected_by_its_importance_weight_does_not_enter_the_others_baseline():
-    ratio = [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-    rejected = build([1.0, 0.0, 1.0], np.ones((3, 2), bool), 3, ratio=ratio)
-    pair = build([1.0, 0.0], np.ones((2, 2), bool), 2)
-    for name in TOKEN_BASELINES:
-        torch.testing.assert_close(ADVANTAGES[name](rejected)[:2], ADVANTAGES[name](pair))
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+@settings(deadline=None, max_examples=80)
+@given(responses=batches(min_group=2) | batches(min_group=2, rejecting=True), seed=st.integers(0, 10_000))
+def test_a_rejected_response_changes_nothing_for_the_others(name, responses, seed):
+    """Not by its reward, its length or its proxies: the others' advantages are those of a group without it."""
+    rng, size = np.random.default_rng(seed), responses.group_size
+    rejected_B = torch.tensor(rng.random(len(responses.rewards_B)) < 0.5)
+    spoiled = replaced(
+        responses,
+        rewards_B=torch.where(rejected_B, torch.tensor(rng.normal(size=len(rejected_B))), responses.rewards_B),
+        mask_BT=torch.where(
+            rejected_B[:, None], torch.tensor(rng.random(responses.mask_BT.shape) < 0.7), responses.mask_BT
+        ),
+        proxy_BT=torch.where(
+            rejected_B[:, None], torch.tensor(rng.uniform(0, 2, responses.mask_BT.shape)), responses.proxy_BT
+        ),
+        ratio_BT=torch.where(rejected_B[:, None], 0.0, responses.ratio_BT),
+    )
+    advantage_BT = ADVANTAGES[name](spoiled)
+    for first in range(0, len(rejected_B), size):
+        members = [row for row in range(first, first + size) if not rejected_B[row]]
+        if members:
+            tensors = {key: value[members] for key, value in vars(spoiled).items() if key != "group_size"}
+            alone = Responses(**tensors, group_size=len(members))
+            torch.testing.assert_close(advantage_BT[members], ADVANTAGES[name](alone), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_the_only_response_that_was_not_rejected_keeps_its_reward(name):
+    weights = [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    responses = build([1.0, 0.0, 0.0, 0.0], np.ones((4, 2), bool), 4, ratio=weights)
+    assert ADVANTAGES[name](responses)[0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)

@@ -143,17 +143,20 @@ def otb(responses: Responses) -> torch.Tensor:
 
     B_t = Σ_i R_i W_{i,t} / (Σ_i W_{i,t} + 1e-8) over the group's members still alive at t, with
     W_{i,t} = Σ_{j≤t} w_{i,j} r_{i,j}². It minimises Σ_i W_{i,t} (R_i − B)². B_t includes response i itself, and so
-    shrinks the gradient, and not along its own direction only.
+    shrinks the gradient, and not along its own direction only. A response whose r are all 0 was rejected and is no
+    member: with it the only one that was kept would be its own baseline, and learn nothing.
 
     Past the second-longest response (one member alive) and for G = 1, B = 0 and A = R: there, and by the 1e-8 where
     Σ W is not far above it, a group whose rewards are all equal does not give 0.
     """
     energy_PGK, alive_PGK = _energy(responses)
+    rejected_B = ~(responses.mask_BT & (responses.ratio_BT != 0)).any(dim=1)
+    compared_PGK = alive_PGK & ~rejected_B.reshape(-1, responses.group_size, 1)
     rewards_PG1 = _grouped_rewards(responses)[:, :, None]
     weighted_P1K = (rewards_PG1 * energy_PGK).sum(dim=1, keepdim=True)
     baseline_P1K = weighted_P1K / (energy_PGK.sum(dim=1, keepdim=True) + ENERGY_EPSILON)
-    compared_P1K = alive_PGK.sum(dim=1, keepdim=True) > 1
-    return _at_tokens(responses, rewards_PG1 - torch.where(compared_P1K, baseline_P1K, 0.0), alive_PGK)
+    several_P1K = compared_PGK.sum(dim=1, keepdim=True) > 1
+    return _at_tokens(responses, rewards_PG1 - torch.where(several_P1K, baseline_P1K, 0.0), alive_PGK)
 
 
 @by_token

@@ -61,6 +61,7 @@ def token_statistics(
     *,
     safe: SafeVocabulary | None,
     temperature: float = 1.0,
+    product_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
 ) -> TokenStatistics:
@@ -81,11 +82,14 @@ def token_statistics(
         targets_N: int64 token ids in [0, V).
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
         temperature: sampling temperature, > 0.
-        logits_dtype: float32 or bfloat16, the type of the product and of the logits; None takes the inputs' own.
+        product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
+            they are multiplied; None takes the hidden states' own.
+        logits_dtype: `product_dtype` or float32, what the products' fp32 sums are rounded to; None takes
+            `product_dtype`.
         chunk_size: rows of logits held at once, ≥ 1; None chooses by device and vocabulary.
 
     Raises:
-        DvpError: shapes that do not match, or temperature, chunk size or type out of range.
+        DvpError: shapes that do not match, or temperature, chunk size or types out of range.
     """
     if hidden_NH.shape[:1] != targets_N.shape:
         raise DvpError(
@@ -93,15 +97,18 @@ def token_statistics(
         )
     if not temperature > 0.0:
         raise DvpError(f"temperature: expected a number above 0, got {temperature}")
-    logits_dtype = logits_dtype or hidden_NH.dtype
-    if logits_dtype not in (torch.float32, torch.bfloat16):
-        raise DvpError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
+    product_dtype = product_dtype or hidden_NH.dtype
+    logits_dtype = logits_dtype or product_dtype
+    if product_dtype not in (torch.float32, torch.bfloat16):
+        raise DvpError(f"product_dtype: expected float32 or bfloat16, got {product_dtype}")
+    if logits_dtype not in (torch.float32, product_dtype):
+        raise DvpError(f"logits_dtype: expected float32 or the products' {product_dtype}, got {logits_dtype}")
     if chunk_size is None:
         chunk_size = max(1, CHUNK_ELEMENTS[hidden_NH.device.type] // len(weight_VH))
     if chunk_size < 1:
         raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
     return TokenStatistics(
-        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, logits_dtype, chunk_size)
+        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, product_dtype, logits_dtype, chunk_size)
     )
 
 
@@ -109,13 +116,14 @@ class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, logits_dtype, chunk_size):
-        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, product_dtype, logits_dtype, chunk_size):
+        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         chunks = []
         for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
             log_rho_n = _log_rho(logits_nV, safe)
+            # A token that was sampled mostly is the likeliest one.
             target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
-            chunks.append((*row_sums(logits_nV, log_rho_n), target_logit_n, log_rho_n))
+            chunks.append((*row_sums(logits_nV, log_rho_n, target_logit_n), target_logit_n, log_rho_n))
         (
             maximum_N,
             safe_size_N,
@@ -136,6 +144,8 @@ class _Head(torch.autograd.Function):
         lse_N, safe_lse_N = sum_N.log(), safe_sum_N.log()
         entropy_N = lse_N - (safe_dot_N + pruned_dot_N) / sum_N
         pruned_entropy_N = safe_lse_N - safe_dot_N / safe_sum_N
+        log_prob_N = target_shift_N - lse_N
+        pruned_log_prob_N = torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N
 
         ctx.save_for_backward(
             hidden_NH,
@@ -148,8 +158,10 @@ class _Head(torch.autograd.Function):
             entropy_N,
             pruned_entropy_N,
             target_in_safe_N,
+            log_prob_N,
+            pruned_log_prob_N,
         )
-        ctx.options = scale, logits_dtype, chunk_size
+        ctx.options = safe, scale, product_dtype, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
         constants = (
             (safe_squares_N + pruned_squares_N) / sum_N.square(),
@@ -160,13 +172,7 @@ class _Head(torch.autograd.Function):
             maximum_N,
         )
         ctx.mark_non_differentiable(*constants)
-        return (
-            target_shift_N - lse_N,
-            torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N,
-            entropy_N,
-            pruned_entropy_N,
-            *constants,
-        )
+        return log_prob_N, pruned_log_prob_N, entropy_N, pruned_entropy_N, *constants
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,8 +188,12 @@ class _Head(torch.autograd.Function):
             entropy_N,
             pruned_entropy_N,
             target_in_safe_N,
+            log_prob_N,
+            pruned_log_prob_N,
         ) = ctx.saved_tensors
-        scale, logits_dtype, chunk_size = ctx.options
+        safe, scale, product_dtype, logits_dtype, chunk_size = ctx.options
+        # Then the gradient is exactly 0 at every token that is pruned.
+        of_safe_alone = safe is not None and grad_log_prob is None and grad_entropy is None
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
             torch.zeros_like(maximum_N) if gradient is None else gradient
             for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
@@ -198,9 +208,14 @@ class _Head(torch.autograd.Function):
             safe_constant=-pruned_N / safe_lse_N.exp() + safe_slope_N * (pruned_entropy_N - safe_lse_N),
             safe_slope=safe_slope_N,
         )
-        target_gradient_N = full_N + torch.where(target_in_safe_N, pruned_N, 0.0)
+        # The target's own entry, 1 − p_y, is a difference that bf16 would lose where p_y is near 1: it is made in fp32.
+        target_gradient_N = _target_gradient(full_N, entropy_grad_N, log_prob_N, entropy_N) + torch.where(
+            target_in_safe_N,
+            _target_gradient(pruned_N, pruned_entropy_grad_N, pruned_log_prob_N, pruned_entropy_N),
+            0.0,
+        )
 
-        product = _Product(hidden_NH, weight_VH, scale, logits_dtype)
+        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # Chunks are added up in fp32.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -210,28 +225,41 @@ class _Head(torch.autograd.Function):
             row_gradient_(
                 logits_nV, maximum_N[rows], log_rho_N[rows], RowCoefficients(*(part[rows] for part in coefficients))
             )
-            logits_nV.scatter_add_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
-            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH)
+            logits_nV.scatter_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
+            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None, None
 
 
 class _Product:
-    """z = scale · hidden · weightᵀ in one type, chunk by chunk through one buffer, and its gradients."""
+    """z = scale · hidden · weightᵀ, chunk by chunk through one buffer, and its gradients."""
 
-    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, scale: float, dtype: torch.dtype):
-        self.hidden_NH = hidden_NH.to(dtype)
-        self.weight_VH = weight_VH.to(dtype)
+    def __init__(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        scale: float,
+        product_dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+    ):
+        self.hidden_NH, self.weight_VH = hidden_NH.to(product_dtype), weight_VH.to(product_dtype)
+        if not hidden_NH.is_cuda:
+            # Only CUDA has a product whose sums are wider than its factors: the same factors, widened, give the same.
+            self.hidden_NH, self.weight_VH = self.hidden_NH.to(logits_dtype), self.weight_VH.to(logits_dtype)
         self.scale = scale
+        self.logits_dtype = logits_dtype
 
     def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each group of rows with its logits, which hold only until the next one is asked for."""
-        buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH))
+        buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH), dtype=self.logits_dtype)
         for group in groups:
             rows = group.to(self.hidden_NH.device)
-            logits_nV = buffer_nV[: len(rows)]
-            torch.addmm(logits_nV, self.hidden_NH[rows], self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
+            logits_nV, hidden_nH = buffer_nV[: len(rows)], self.hidden_NH[rows]
+            if hidden_nH.dtype == self.logits_dtype:
+                torch.addmm(logits_nV, hidden_nH, self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
+            else:
+                torch.mm(hidden_nH, self.weight_VH.t(), out_dtype=self.logits_dtype, out=logits_nV).mul_(self.scale)
             yield rows, logits_nV
 
     def backward(
@@ -240,19 +268,43 @@ class _Product:
         gradient_nV: torch.Tensor,
         grad_hidden_NH: torch.Tensor | None,
         grad_weight_VH: torch.Tensor | None,
+        *,
+        skip_zeros: bool,
     ) -> None:
-        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight."""
+        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight.
+
+        skip_zeros : look for entries of the vocabulary without a gradient in any row, and leave them out.
+        """
+        gradient_nV = gradient_nV.to(self.weight_VH.dtype)
+        weight_VH, columns = self.weight_VH, None
+        if skip_zeros:
+            used = gradient_nV.any(dim=0).nonzero()[:, 0]
+            # Above a half, copying the used ones costs more than it saves.
+            if 2 * len(used) <= len(weight_VH):
+                gradient_nV, weight_VH, columns = gradient_nV[:, used], weight_VH[used], used
         if grad_hidden_NH is not None:
-            grad_hidden_NH[rows] = (self.scale * (gradient_nV @ self.weight_VH)).to(grad_hidden_NH.dtype)
+            grad_hidden_NH[rows] = (self.scale * (gradient_nV @ weight_VH)).to(grad_hidden_NH.dtype)
         if grad_weight_VH is None:
             return
-        if gradient_nV.dtype == grad_weight_VH.dtype:
-            grad_weight_VH.addmm_(gradient_nV.t(), self.hidden_NH[rows], alpha=self.scale)
+        hidden_nH = self.hidden_NH[rows]
+        if columns is None and gradient_nV.dtype == grad_weight_VH.dtype:
+            grad_weight_VH.addmm_(gradient_nV.t(), hidden_nH, alpha=self.scale)
             return
         # A narrow product comes out narrow: widen it a slice of the vocabulary at a time, not as a second V × H.
-        for part in torch.arange(len(grad_weight_VH)).split(SLICE):
-            piece = slice(int(part[0]), int(part[-1]) + 1)
-            grad_weight_VH[piece].add_(gradient_nV[:, piece].t() @ self.hidden_NH[rows], alpha=self.scale)
+        for start in range(0, gradient_nV.shape[1], SLICE):
+            piece = slice(start, start + SLICE)
+            part_vH = (gradient_nV[:, piece].t() @ hidden_nH).to(grad_weight_VH.dtype)
+            if columns is None:
+                grad_weight_VH[piece].add_(part_vH, alpha=self.scale)
+            else:
+                grad_weight_VH.index_add_(0, columns[piece], part_vH, alpha=self.scale)
+
+
+def _target_gradient(
+    log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, log_prob_N: torch.Tensor, entropy_N: torch.Tensor
+) -> torch.Tensor:
+    """What gradients of log p(y) and H are for the target's own logit: g (1 − p_y) − h p_y (log p_y + H)."""
+    return -log_prob_grad_N * log_prob_N.expm1() - entropy_grad_N * log_prob_N.exp() * (log_prob_N + entropy_N)
 
 
 def _log_rho(logits_NV: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:

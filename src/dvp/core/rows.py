@@ -57,17 +57,18 @@ class RowCoefficients(NamedTuple):
 
 
 @torch.no_grad()
-def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor) -> RowSums:
+def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Tensor) -> RowSums:
     """The sums of each row.
 
     Args:
         logits_NV: fp32 or bf16, after temperature, finite.
         log_rho_N: float32, ≤ 0; −inf where nothing is pruned.
+        guess_N: float32, an entry of each row, best the largest: a GPU reads a row of which it is once, others twice.
     """
     if logits_NV.is_cuda:
         from dvp.core import rows_triton
 
-        return rows_triton.row_sums(logits_NV, log_rho_N)
+        return rows_triton.row_sums(logits_NV, log_rho_N, guess_N)
     if logits_NV.shape[1] >= COMPILED_VOCABULARY and len(logits_NV):
         compiled = _compiled(_row_sums)
         if compiled is not None:

@@ -1,6 +1,12 @@
-"""`dvp.core.rows` as Triton kernels: one program a row, the row read twice for the sums and once for the gradient.
+"""`dvp.core.rows` as Triton kernels: one program a row, the row read once or twice for the sums, once for the gradient.
 
-A row of 151,936 logits is 0.3 to 0.6 MB; its second reading comes from the L2 cache.
+Which tokens are safe is known when the maximum is, and a running maximum could not take back what it counted as safe.
+So the first reading takes an entry for the maximum that mostly is it, and a row in which it is not is read again.
+
+Block sizes are fixed, not tuned by timing: that would change the order of summation from process to process, and a run
+that goes on would not repeat to the last bit. Compiled for an H100 (sm_90) the sums take 48 registers a thread, and
+five programs of 8 warps share a multiprocessor; blocks of 4,096 would take 172, and one program would fit. The kernels'
+numbers are tested in Triton's interpreter; their speed has not been measured on a GPU yet (`make bench`).
 
 Shape suffixes: N flattened tokens, V vocabulary.
 """
@@ -11,17 +17,25 @@ import triton.language as tl
 
 from dvp.core.rows import RowCoefficients, RowSums
 
-BLOCK = 4096
-WARPS = 8
+SUMS_BLOCK, SUMS_WARPS = 1024, 8
+GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 
 
-def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor) -> RowSums:
+def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Tensor) -> RowSums:
     """See dvp.core.rows.row_sums."""
     rows, vocabulary = logits_NV.shape
     sums_8N = torch.empty(len(RowSums._fields), rows, dtype=torch.float32, device=logits_NV.device)
     if rows:
         _sums_kernel[(rows,)](
-            logits_NV, log_rho_N, sums_8N, rows, vocabulary, logits_NV.stride(0), BLOCK=BLOCK, num_warps=WARPS
+            logits_NV,
+            guess_N.contiguous(),
+            log_rho_N,
+            sums_8N,
+            rows,
+            vocabulary,
+            logits_NV.stride(0),
+            BLOCK=SUMS_BLOCK,
+            num_warps=SUMS_WARPS,
         )
     return RowSums(*sums_8N)
 
@@ -32,32 +46,48 @@ def row_gradient_(
     """See dvp.core.rows.row_gradient_."""
     rows, vocabulary = logits_NV.shape
     if rows:
-        _gradient_kernel[(rows, triton.cdiv(vocabulary, BLOCK))](
+        _gradient_kernel[(rows, triton.cdiv(vocabulary, GRADIENT_BLOCK))](
             logits_NV,
             maximum_N,
             log_rho_N,
             *coefficients,
             vocabulary,
             logits_NV.stride(0),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            BLOCK=GRADIENT_BLOCK,
+            num_warps=GRADIENT_WARPS,
         )
 
 
 @triton.jit
-def _sums_kernel(logits, log_rho, sums, rows, vocabulary, stride, BLOCK: tl.constexpr):
+def _sums_kernel(logits, guess, log_rho, sums, rows, vocabulary, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
     threshold = tl.load(log_rho + row)
+    maximum = tl.load(guess + row)
+    highest, size, safe_sum, pruned_sum, safe_dot, pruned_dot, safe_squares, pruned_squares = _reading(
+        row_logits, vocabulary, maximum, threshold, BLOCK
+    )
+    if highest > maximum:
+        maximum = highest
+        highest, size, safe_sum, pruned_sum, safe_dot, pruned_dot, safe_squares, pruned_squares = _reading(
+            row_logits, vocabulary, maximum, threshold, BLOCK
+        )
 
-    maxima = tl.full([BLOCK], -float("inf"), tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        z = tl.load(row_logits + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
-        maxima = tl.maximum(maxima, z)
-    maximum = tl.max(maxima, axis=0)
+    tl.store(sums + row, maximum)
+    tl.store(sums + rows + row, size)
+    tl.store(sums + 2 * rows + row, safe_sum)
+    tl.store(sums + 3 * rows + row, pruned_sum)
+    tl.store(sums + 4 * rows + row, safe_dot)
+    tl.store(sums + 5 * rows + row, pruned_dot)
+    tl.store(sums + 6 * rows + row, safe_squares)
+    tl.store(sums + 7 * rows + row, pruned_squares)
 
+
+@triton.jit
+def _reading(row_logits, vocabulary, maximum, threshold, BLOCK: tl.constexpr):
+    """The row's true maximum, and its sums if that is `maximum`."""
     # Lanes are added up at the end: fewer roundings than one running sum.
+    maxima = tl.full([BLOCK], -float("inf"), tl.float32)
     safe_size = tl.zeros([BLOCK], tl.float32)
     safe_sum = tl.zeros([BLOCK], tl.float32)
     pruned_sum = tl.zeros([BLOCK], tl.float32)
@@ -68,8 +98,9 @@ def _sums_kernel(logits, log_rho, sums, rows, vocabulary, stride, BLOCK: tl.cons
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        z = tl.load(row_logits + columns, mask=inside, other=0.0).to(tl.float32)
-        shift = z - maximum
+        z = tl.load(row_logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        maxima = tl.maximum(maxima, z)
+        shift = tl.where(inside, z - maximum, 0.0)
         weight = tl.where(inside, tl.exp(shift), 0.0)
         safe = shift >= threshold
         safe_weight = tl.where(safe, weight, 0.0)
@@ -81,15 +112,16 @@ def _sums_kernel(logits, log_rho, sums, rows, vocabulary, stride, BLOCK: tl.cons
         pruned_dot += pruned_weight * shift
         safe_squares += safe_weight * safe_weight
         pruned_squares += pruned_weight * pruned_weight
-
-    tl.store(sums + row, maximum)
-    tl.store(sums + rows + row, tl.sum(safe_size, axis=0))
-    tl.store(sums + 2 * rows + row, tl.sum(safe_sum, axis=0))
-    tl.store(sums + 3 * rows + row, tl.sum(pruned_sum, axis=0))
-    tl.store(sums + 4 * rows + row, tl.sum(safe_dot, axis=0))
-    tl.store(sums + 5 * rows + row, tl.sum(pruned_dot, axis=0))
-    tl.store(sums + 6 * rows + row, tl.sum(safe_squares, axis=0))
-    tl.store(sums + 7 * rows + row, tl.sum(pruned_squares, axis=0))
+    return (
+        tl.max(maxima, axis=0),
+        tl.sum(safe_size, axis=0),
+        tl.sum(safe_sum, axis=0),
+        tl.sum(pruned_sum, axis=0),
+        tl.sum(safe_dot, axis=0),
+        tl.sum(pruned_dot, axis=0),
+        tl.sum(safe_squares, axis=0),
+        tl.sum(pruned_squares, axis=0),
+    )
 
 
 @triton.jit

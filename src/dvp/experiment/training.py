@@ -106,6 +106,9 @@ class TrainingConfig(Strict):
     """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
     deepspeed: Name
     """A file of config/deepspeed, without .json."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Of the trainer's logits. auto: as it multiplies, bf16 under `torch_autocast`. float32: the sums of the head's
+    products are not rounded, though their factors still are bf16."""
     checkpoint_every: Positive
     """Steps."""
     keep_checkpoints: Positive = 2

@@ -106,7 +106,9 @@ def measure_bias(
     if torch.cuda.is_available():
         network = network.cuda()
     exact = fixed.from_trainer(network, settings.reference_batches, f"{name}: reference")
-    gradients = Gradients(Policy(network), training.temperature, training.tokens_per_micro_batch, seed)
+    policy = Policy(network)
+    policy.check(fixed.prompts)
+    gradients = Gradients(policy, training.temperature, training.tokens_per_micro_batch, seed)
     return _compare(estimators, rollouts, exact, gradients, fixed, name)
 
 

@@ -6,11 +6,11 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +22,9 @@ from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import ranks
 
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
+# Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
+OWN_TOLERANCE = 1e-3
 TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling
 
 
@@ -32,45 +35,121 @@ class Head(torch.nn.Module):
         super().__init__()
         self.weight = weight_VH
 
-    def forward(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-        """The fields of TokenStatistics; a plain tuple, in which DeepSpeed finds the tensors for its hooks."""
+    def forward(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor | None = None, **options
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The fields of TokenStatistics; a plain tuple, in which DeepSpeed finds the tensors for its hooks.
+
+        Without targets, what the model's own forward pass expects of its head: the product.
+        """
+        if targets_N is None:
+            return torch.nn.functional.linear(hidden_NH, self.weight)
         statistics = token_statistics(hidden_NH, self.weight, targets_N, **options)
         return tuple(getattr(statistics, field.name) for field in fields(TokenStatistics))
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward scores given responses."""
+    """A causal language model whose forward scores given responses.
 
-    def __init__(self, model: PreTrainedModel):
-        """Takes `model` over: its head is replaced by one of the same name and weight, so that no logits come out."""
+    Its logits are a multiple of the head's product: the scale that Granite, Cohere and others apply is found by trying,
+    as the names and the meanings of such settings differ from model to model. A bias and soft-capping are refused.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, head_dtype: Literal["auto", "float32"] = "auto"):
+        """Takes `model` over: its head is replaced by one of the same name and weight, so that no logits come out.
+
+        head_dtype : see TrainingConfig.head_dtype.
+        Raises DvpError, naming the model's class, if its logits are anything but a multiple of the head's product.
+        """
         super().__init__()
-        model.set_output_embeddings(Head(model.get_output_embeddings().weight))
+        head = model.get_output_embeddings()
+        if head is None:
+            raise DvpError(f"{type(model).__name__}: has no language-model head")
+        if getattr(head, "bias", None) is not None:
+            raise DvpError(f"{type(model).__name__}: its head has a bias, which the trainer does not support")
+        self._logit_scale = _logit_scale(model, head.weight)
+        self._head_dtype = head_dtype
+        model.set_output_embeddings(Head(head.weight))
         self.model = model
 
     def forward(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
         # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
-        hidden_BTH = self.model.model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
         scored_BT = batch.response_BT[:, 1:]
         return TokenStatistics(
-            *self.model.lm_head(
+            *self.model.get_output_embeddings()(
                 hidden_BTH[scored_BT],
                 batch.tokens_BT[:, 1:][scored_BT],
                 safe=safe,
-                temperature=temperature,
+                temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
-                logits_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
+                product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
+                logits_dtype=torch.float32 if self._head_dtype == "float32" else None,
             )
         )
+
+    @torch.no_grad()
+    def check(self, prompts: list[list[int]]) -> None:
+        """Hold the policy against the model's own forward pass, which scores each prompt (token ids) by itself.
+
+        Raises DvpError if the log-prob of any of their first tokens differs by more than OWN_TOLERANCE nats.
+        """
+        # A prompt of one token would have nothing to score.
+        prompts = [(prompt + prompt)[:CHECKED_TOKENS] for prompt in prompts[:CHECKED_PROMPTS]]
+        device = next(self.parameters()).device
+        batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0).to(device)
+        ours_N = self(batch, safe=None, temperature=1.0).log_prob
+        own = []
+        for prompt in prompts:
+            tokens_1T = torch.tensor([prompt], device=device)
+            log_prob_TV = self.model(tokens_1T).logits[0, :-1].float().log_softmax(dim=1)
+            own.append(log_prob_TV.gather(1, tokens_1T[0, 1:, None])[:, 0])
+        difference = (ours_N - torch.cat(own)).abs().max().item()
+        if not difference <= OWN_TOLERANCE:
+            raise DvpError(
+                f"{type(self.model).__name__}: the trainer's log-probs differ from the model's own by {difference:.2g} "
+                f"nats, at most {OWN_TOLERANCE:g} is allowed: the model does something between its layers and its "
+                "logits that the trainer does not know"
+            )
+
+
+class _Known(torch.nn.Module):
+    """A head whose logits are known: it shows what the model does to them."""
+
+    def __init__(self, logits_V: torch.Tensor):
+        super().__init__()
+        self.logits_V = logits_V
+
+    def forward(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        return self.logits_V.expand(*hidden_BTH.shape[:-1], -1)
+
+
+@torch.no_grad()
+def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
+    """What the model multiplies its head's logits by. Raises DvpError if it does anything else to them."""
+    known_V = torch.ones(len(weight_VH), device=weight_VH.device)
+    known_V[1::2] = 64.0  # far into any soft-capping
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(_Known(known_V))
+    made_V = model(torch.zeros(1, 1, dtype=torch.long, device=weight_VH.device)).logits[0, 0].float()
+    model.set_output_embeddings(head)
+    scale = made_V[0].item()
+    if not (scale > 0.0 and torch.allclose(made_V, scale * known_V, rtol=1e-5)):
+        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+        what = "soft-caps its logits" if capped else "does more to its logits than to scale them"
+        raise DvpError(f"{type(model).__name__}: {what}, which the trainer does not support")
+    return scale
 
 
 class Trainer:
     """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
 
-    def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any]):
+    def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any], prompts: Sequence[list[int]] = ()):
         """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed).
 
-        Raises DvpError if torchrun started another number of ranks than `config` asks for.
+        prompts : token ids that the policy is held against the model's own forward pass with.
+        Raises DvpError if torchrun started another number of ranks than `config` asks for; as `Policy` and its `check`.
         """
         _configure_environment(config.ranks)
         import deepspeed
@@ -90,7 +169,9 @@ class Trainer:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
             model.train()  # transformers recomputes in this mode only; the models have no dropout
-        self.policy = Policy(model)
+        self.policy = Policy(model, head_dtype=config.head_dtype)
+        if prompts:
+            self.policy.check(list(prompts))
         optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=config.learning_rate,

@@ -154,9 +154,6 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from dvp.training.responses import ResponseRecorder
 
     experiment, settings = directory.experiment, directory.experiment.training
-    torch.manual_seed(run.seed)
-    trainer = Trainer(directory.base, settings, experiment.deepspeed)
-
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
     problems = pd.read_parquet(directory.data / "train.parquet")
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
@@ -164,6 +161,8 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     too_long = len(prompts) - len(kept)
     problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
 
+    torch.manual_seed(run.seed)
+    trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)
     longest = max(map(len, prompts)) + settings.max_response_tokens
     safe = experiment.methods[run.method].sides(run.rho_value, settings.max_response_tokens)
     engine = VllmEngine(

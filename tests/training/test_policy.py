@@ -1,0 +1,123 @@
+"""The policy against the model's own forward pass, for models that treat their logits differently."""
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from dvp.core.batch import Batch
+from dvp.errors import DvpError
+from dvp.training.backend import Policy
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,  # logits of several nats
+}
+PROMPTS = [[5, 9, 2, 31, 44, 7], [8, 60, 13]]
+SUPPORTED = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2},  # its layers and its head have other names
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "hyperclovax": {"logits_scaling": 3.0},  # the name of Granite's divisor, as a factor
+    "gemma2": {"final_logit_softcapping": None},
+}
+
+
+def make(model_type: str, **options) -> PreTrainedModel:
+    """A tiny model with random weights."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | options)).eval()
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_policy_scores_as_the_model_itself(model_type, temperature):
+    model = make(model_type, **SUPPORTED[model_type])
+    expected = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            log_prob_TV = (model(torch.tensor([prompt])).logits[0, :-1] / temperature).log_softmax(dim=1)
+            expected.append(log_prob_TV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
+    policy = Policy(model)
+    log_prob_N = policy(batch, safe=None, temperature=temperature).log_prob
+    assert torch.cat(expected).min() < -4  # not a flat distribution, of which any scale would be right
+    torch.testing.assert_close(log_prob_N, torch.cat(expected), atol=1e-5, rtol=0)
+    policy.check(PROMPTS)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_its_gradients_are_those_of_the_model_itself(model_type):
+    model = make(model_type, **SUPPORTED[model_type])
+    prompt = torch.tensor(PROMPTS[:1])
+    model(prompt).logits[0, :-1].log_softmax(dim=1).gather(1, prompt[0, 1:, None]).sum().backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    batch = Batch.collate([PROMPTS[0][:1]], [PROMPTS[0][1:]], pad=0)
+    Policy(model)(batch, safe=None, temperature=1.0).log_prob.sum().backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.grad, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("gemma2", {"final_logit_softcapping": 5.0}, "Gemma2ForCausalLM: soft-caps its logits, which the trainer does"),
+        ("phi", {}, "PhiForCausalLM: its head has a bias, which the trainer does not support"),
+        ("cohere", {"logit_scale": -1.0}, "CohereForCausalLM: does more to its logits than to scale them"),
+    ],
+)
+def test_what_is_not_a_scale_of_the_logits_is_refused_by_name(model_type, options, message):
+    with pytest.raises(DvpError, match=f"^{message}"):
+        Policy(make(model_type, **options))
+
+
+class Squashed(LlamaForCausalLM):
+    """A model whose own forward pass does something to the hidden states before its head."""
+
+    def forward(self, tokens, **options):
+        output = super().forward(tokens, **options)
+        output.logits = self.lm_head(torch.tanh(self.model(tokens).last_hidden_state)) + 0 * output.logits
+        return output
+
+
+def test_a_model_that_does_something_else_is_refused_when_its_prompts_are_scored():
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    policy = Policy(Squashed(LlamaConfig(**sizes)).eval())
+    message = r"^Squashed: the trainer's log-probs differ from the model's own by [0-9.e+]+ nats, at most 0.001 is"
+    with pytest.raises(DvpError, match=message):
+        policy.check(PROMPTS)
+
+
+def test_a_prompt_of_one_token_is_checked_too():
+    Policy(make("llama")).check([[7]])
+
+
+def test_a_head_in_fp32_does_not_round_its_logits():
+    """Under autocast, where the head's factors are bf16 all the same."""
+    batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
+    logits = {}
+    for head_dtype in ("auto", "float32"):
+        policy = Policy(make("llama"), head_dtype=head_dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits[head_dtype] = policy(batch, safe=None, temperature=1.0).max_logit
+    assert torch.equal(logits["auto"], logits["auto"].bfloat16().float())
+    assert not torch.equal(logits["float32"], logits["float32"].bfloat16().float())
+    torch.testing.assert_close(logits["float32"].bfloat16().float(), logits["auto"])

@@ -3,8 +3,10 @@
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,59 @@ def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, cha
     reloaded = sample_elsewhere(tiny_model, setting, tmp_path)
     fresh = sample_elsewhere(tmp_path, setting)
     assert completions(reloaded) == completions(fresh)
+
+
+@pytest.fixture
+def asked_of_vllm(tiny_model, monkeypatch):
+    """What vLLM would be started with, on a GPU or not; it is not started."""
+    import vllm
+    from vllm import EngineArgs
+
+    def ask(gpu: bool, config: dict | None = None, rules=()) -> dict:
+        asked = {}
+
+        def refuse(model, **options):
+            asked.update(options)
+            raise ValueError("enough")
+
+        monkeypatch.setattr(vllm, "LLM", refuse)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        engine = EngineConfig(dtype="bfloat16", **(config or {}))
+        with pytest.raises(DvpError, match=r"vLLM does not start on .*: enough"):
+            VllmEngine(tiny_model, engine, max_model_len=128, max_num_seqs=32, seed=0, rules=rules)
+        known = {field.name for field in fields(EngineArgs)} | {"use_tqdm_on_load"}
+        assert set(asked) <= known
+        return asked
+
+    return ask
+
+
+def test_cuda_graphs_and_chunked_prefill_are_for_a_gpu(asked_of_vllm):
+    options = asked_of_vllm(gpu=True)
+    assert not options["enforce_eager"]
+    assert options["enable_chunked_prefill"]
+    assert asked_of_vllm(gpu=True, config={"cuda_graphs": False})["enforce_eager"]
+    options = asked_of_vllm(gpu=False)
+    assert options["enforce_eager"]
+    assert not options["enable_chunked_prefill"]
+
+
+def test_a_fixed_rho_needs_no_other_model_runner_than_vllms_default(fp32, asked_of_vllm, monkeypatch):
+    from vllm import envs
+
+    for rules in ([], [None], [FixedRho(0.1)]):
+        assert "logits_processors" not in asked_of_vllm(gpu=True, rules=rules)
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    # It is V2 where there is Triton: nothing that the engine asks for is unknown to it.
+    envs.disable_envs_cache()
+    config = fp32.llm.llm_engine.vllm_config
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    monkeypatch.setattr(config.model_config, "logits_processors", None)
+    assert config.use_v2_model_runner
+    assert asked_of_vllm(gpu=True, rules=[FixedRho(0.1), MassBudget(0.1)])["logits_processors"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert not config.use_v2_model_runner
 
 
 def test_triton_multiplies_float32_exactly():

@@ -334,3 +334,6 @@ def test_memory_of_an_update_by_hand():
         2 * 2**28 + (4 + 2) * head + (4 + 4 + 2) * tokens * 4,
         4e9,
     ]
+    wide = training(**settings, gradient_checkpointing=True, gpus=2, head_dtype="float32")
+    wide = costs.update_bytes(SMALL, wide, {"stage": 3}, prompt_tokens=3, dtype="bfloat16")
+    assert wide["the head"] == parts["the head"] + 4 * 2**28

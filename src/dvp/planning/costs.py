@@ -260,6 +260,8 @@ def update_bytes(
     narrow = dtype != "float32"
     tokens = max(training.tokens_per_micro_batch, prompt_tokens + training.max_response_tokens)
     head = model.vocabulary_size * model.hidden_size
+    # Logits that are wider than their factors are narrowed again for the backward products.
+    logit = BYTES[dtype] + (MASTER if narrow and training.head_dtype == "float32" else 0)
     recomputed = training.gradient_checkpointing
     return {
         "weights, gradients and optimiser": state_bytes(model, training.ranks, zero["stage"]),
@@ -274,7 +276,7 @@ def update_bytes(
         * layer_bytes(model, dtype)
         * (1 if recomputed else model.layers),
         # Logits, the weight's gradient, hidden states and their gradient; in bf16 also copies of weight and states.
-        "the head": BYTES[dtype] * LOGITS
+        "the head": logit * LOGITS
         + MASTER * (head + 2 * tokens * model.hidden_size)
         + (BYTES[dtype] * (head + tokens * model.hidden_size) if narrow else 0),
         "CUDA, NCCL and the sleeping engine": RUNTIME,

@@ -106,7 +106,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     parts, room = plan["update_memory"], plan["device_memory"]
     updating = sum(parts.values())
     named = "; ".join(f"{name} {_size(part)}" for name, part in parts.items() if part)
-    lines = [f"memory of a GPU in an update of the longest responses: {_size(updating)} of {_size(room)}: {named}"]
+    lines = [f"memory of a GPU in an update: {_size(updating)} of {_size(room)}: {named}"]
     for engine, sampling in plan["rollout_memory"].items():
         lines.append(
             f"in a rollout with engine {engine}: {_size(sampling['bytes'])}; its cache holds "

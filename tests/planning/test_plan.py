@@ -451,7 +451,9 @@ def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
 
 
 def test_the_text_warns_of_what_does_not_fit():
-    assert "does not fit" not in render(make_plan(experiment("paper_14b"), NOWHERE, gpu="h100"))
+    small = experiment("paper_14b", training__tokens_per_micro_batch=9216)
+    assert "does not fit" not in render(make_plan(small, NOWHERE, gpu="h100"))
+    assert "does not fit" in render(make_plan(experiment("paper_14b"), NOWHERE, gpu="h100"))
     alone = experiment("paper_8b", training__gpus=2)
     assert "warning: training with engine bf16 does not fit on this GPU" in render(
         make_plan(alone, NOWHERE, gpu="h100")

@@ -15,7 +15,7 @@ import torch
 import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp import cli
 from dvp.conversion.convert import convert
@@ -26,6 +26,7 @@ from dvp.training.loop import run_loop
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+NAMES = ("zero1", "zero2", "zero3", "zero3_bf16")  # files of config/deepspeed
 OWN_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -36,19 +37,31 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model, tmp_path_factory) -> Path:
-    """two/zero1, two/zero2 and two/zero3 of two ranks, one/zero2 of one rank: the same experiment."""
+def untied_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied-model")
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.tie_word_embeddings = False
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, untied_model, tmp_path_factory) -> Path:
+    """two/NAME of two ranks for each file of config/deepspeed, one/zero2 of one rank: the same experiment."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(rank_process.__file__)
     two = subprocess.Popen(
-        [*TORCHRUN, "--standalone", "--nproc-per-node=2", script, tiny_model, folder / "two"],
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", script, tiny_model, untied_model, folder / "two"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         # torchrun's variables must not be those of this process, which is a world of one.
         env={key: value for key, value in OWN_THREAD.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
     )
-    rank_process.train(tiny_model, folder / "one", (2,))
+    rank_process.train(tiny_model, folder / "one", ("zero2",))
     output, _ = two.communicate(timeout=300)
     assert two.returncode == 0, output[-3000:]
     return folder
@@ -69,19 +82,20 @@ def test_two_ranks_train_as_one_does(runs, stage, tiny_model):
         assert (value - before[name]).abs().max() > 1e-3, name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_continue_exactly(runs, stage):
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_continue_exactly(runs, name):
     """The weights are compared in the ranks themselves."""
-    assert rows(runs / f"two/zero{stage}/continued") == rows(runs / f"two/zero{stage}")
+    assert rows(runs / f"two/{name}/continued") == rows(runs / f"two/{name}")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_two_ranks_saved_is_converted_with_its_proof(runs, stage, tiny_model, tmp_path):
-    folder = runs / f"two/zero{stage}"
+@pytest.mark.parametrize("name", NAMES)
+def test_what_two_ranks_saved_is_converted_with_its_proof(runs, name, tiny_model, untied_model, tmp_path):
+    folder = runs / f"two/{name}"
     final = checkpoint.checkpoints(folder / "checkpoints")[-1]
     parts = sorted(path.name for path in final.rglob("*_optim_states.pt"))
     assert [name.partition("rank_")[2][0] for name in parts] == ["0", "1"]
-    proof = convert(final, tiny_model, folder / "probe.safetensors", tmp_path / "model", temperature=1.0)
+    base = untied_model if "bf16" in name else tiny_model
+    proof = convert(final, base, folder / "probe.safetensors", tmp_path / "model", temperature=1.0)
     assert proof["max_abs_delta_log_prob"] == 0
     assert proof["max_abs_delta_log_prob_live"] <= 1e-5
 
@@ -89,7 +103,7 @@ def test_what_two_ranks_saved_is_converted_with_its_proof(runs, stage, tiny_mode
 def test_a_run_of_two_ranks_does_not_go_on_as_one(runs, tiny_model, tmp_path):
     checkpoints = runs / "two/zero2/checkpoints"
     with pytest.raises(DvpError, match=r"step-000003: written by 2 ranks, but training.gpus × nodes is 1; go on with"):
-        run_loop(rank_process.make_loop(tiny_model, 2), tmp_path, checkpoints, lambda row: None)
+        run_loop(rank_process.make_loop(tiny_model, "zero2"), tmp_path, checkpoints, lambda row: None)
     assert len(checkpoint.checkpoints(checkpoints)) == 2
 
 

@@ -5,6 +5,7 @@ the limit may be SIGTERM too, or SIGUSR1. Training must not lose the steps since
 """
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,7 +26,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.seconds = 0
+        """From a scheduler's warning to the end of the job; 0 if unknown."""
+        self.seconds_save = 0.0
+        """The longest that a checkpoint has taken."""
         self._abandonable = False
+        self._enough: bool | None = None
 
     def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
@@ -70,6 +76,26 @@ class StopRequest:
         if told and self.signal is None:
             self.signal = told[0]
         return bool(told)
+
+    def saved(self, seconds: float, seconds_step: float) -> None:
+        """Say whether there is time to leave, when it is known first, and when it turns out otherwise.
+
+        seconds : what the checkpoint took that was just written.
+        seconds_step : the longest that a stop has to wait for a step that cannot be given up.
+        """
+        self.seconds_save = max(self.seconds_save, seconds)
+        if not self.seconds or not ranks.is_main():
+            return
+        enough = seconds_step + self.seconds_save <= self.seconds
+        if enough == self._enough:
+            return
+        self._enough = enough
+        line = (
+            f"finishing a step takes up to {seconds_step:.0f} s and a checkpoint {self.seconds_save:.0f} s; "
+            f"{self.seconds} s lie between the scheduler's warning and the end"
+        )
+        more = "raise stop_seconds in slurm/config.yaml, or a stop costs the steps since the last checkpoint"
+        print(line if enough else f"warning: {line}: too few; {more}", file=sys.stderr)
 
     def leave(self, after: int, saved: int) -> None:
         """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""

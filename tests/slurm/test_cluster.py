@@ -72,6 +72,12 @@ def gigabytes(text: str) -> float:
     return float(text[:-1]) * {"M": 1 / 1000, "G": 1.024}[text[-1]]
 
 
+def test_training_knows_how_long_slurm_warns_before_the_end(finished):
+    logs = list((finished.smoke / "logs/runs").rglob("train.log"))
+    assert len(logs) == 3
+    assert all("600 s lie between the scheduler's warning and the end" in log.read_text() for log in logs)
+
+
 def test_the_experiment_is_whole_and_its_logs_are_beside_the_results(finished):
     table = pd.read_csv(finished.smoke / "tables/main_table.csv")
     assert list(table["label"]) == ["base model", "RLOO (naive)", "DVP + MIS", "OTB + MIS, mass budget"]

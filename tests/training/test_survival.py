@@ -140,8 +140,7 @@ def test_a_run_says_whether_there_is_time_to_leave_when_it_knows_and_when_that_c
     loop.stop.saved(400, 101)  # a checkpoint may take as long as the longest has
     assert capsys.readouterr().err == (
         "warning: finishing a step takes up to 101 s and a checkpoint 500 s; 600 s lie between the scheduler's warning "
-        "and the end: too few; raise stop_seconds in slurm/config.yaml, or a stop costs the steps since the last "
-        "checkpoint\n"
+        "and the end: a stop costs the steps since the last checkpoint; ask for stop_seconds: 780\n"
     )
 
 

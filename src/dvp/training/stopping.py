@@ -4,6 +4,7 @@ Slurm sends SIGTERM at a time limit, at scancel and at a preemption, and SIGKILL
 the limit may be SIGTERM too, or SIGUSR1. Training must not lose the steps since its last checkpoint to it.
 """
 
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -86,7 +87,8 @@ class StopRequest:
         self.seconds_save = max(self.seconds_save, seconds)
         if not self.seconds or not ranks.is_main():
             return
-        enough = seconds_step + self.seconds_save <= self.seconds
+        needed = seconds_step + self.seconds_save
+        enough = needed <= self.seconds
         if enough == self._enough:
             return
         self._enough = enough
@@ -94,8 +96,10 @@ class StopRequest:
             f"finishing a step takes up to {seconds_step:.0f} s and a checkpoint {self.seconds_save:.0f} s; "
             f"{self.seconds} s lie between the scheduler's warning and the end"
         )
-        more = "raise stop_seconds in slurm/config.yaml, or a stop costs the steps since the last checkpoint"
-        print(line if enough else f"warning: {line}: too few; {more}", file=sys.stderr)
+        if not enough:
+            ask = 60 * math.ceil(1.2 * needed / 60)  # full minutes, with a fifth to spare
+            line = f"warning: {line}: a stop costs the steps since the last checkpoint; ask for stop_seconds: {ask}"
+        print(line, file=sys.stderr)
 
     def leave(self, after: int, saved: int) -> None:
         """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""

@@ -136,7 +136,12 @@ def base(config: Config, threads: Threads = 1) -> None:
 
 
 @app.command(rich_help_panel=MODELS)
-def train(config: Config, run: RunPath, threads: Threads = 1) -> None:
+def train(
+    config: Config,
+    run: RunPath,
+    threads: Threads = 1,
+    stop_seconds: Annotated[int, _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)] = 0,
+) -> None:
     """Train one run with RL.
 
     Rollouts by vLLM, updates by DeepSpeed. Writes runs/RUN/metrics.jsonl as it goes, checkpoints to continue from when
@@ -144,14 +149,15 @@ def train(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """
     from dvp.training import stage
 
-    stage.train(config, run, threads)
+    stage.train(config, run, threads, stop_seconds)
 
 
 @app.command(rich_help_panel=MODELS)
 def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """Turn a run's checkpoint into a Hugging Face model, with proof.
 
-    Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if fixed prompts score differently.
+    Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if a weight is not the trainer's to the last
+    bit, or fixed prompts score differently by more than rounding.
     """
     from dvp.conversion import stage
 

@@ -1,6 +1,7 @@
 """Experiments: what is read, what is refused and with which line, and what each stage's config_hash depends on."""
 
 import copy
+import json
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from dvp.experiment.loading import (
     read_yaml,
     write_resolved,
 )
+from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -418,8 +420,9 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
             "zero_optimization.compute_grad_norm: a step reports the norm of its gradient; remove it",
         ),
         (
-            '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "float16"}}',
-            'torch_autocast: expected {"enabled": true, "dtype": "bfloat16"} or no such key',
+            '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',
+            'torch_autocast: expected {"enabled": true, "dtype": "bfloat16", "lower_precision_safe_modules": []} or no '
+            "such key",
         ),
         (
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
@@ -438,8 +441,7 @@ def test_a_deepspeed_file_that_cannot_be_run_is_named(config, content, message):
 def test_a_deepspeed_file_says_in_which_type_the_trainer_multiplies(config):
     assert load_experiment("tiny", config).trainer_dtype == "float32"
     (config / "deepspeed" / "zero1.json").write_text(
-        '{"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',
-        encoding="utf-8",
+        json.dumps({"zero_optimization": {"stage": 1}, "torch_autocast": BF16_AUTOCAST}), encoding="utf-8"
     )
     assert load_experiment("tiny", config).trainer_dtype == "bfloat16"
 

@@ -16,7 +16,7 @@ ASKED = {
     "prepare": ("cpu", 4, 16, 0, 120),
     "base": ("cpu", 2, 16, 0, 120),
     "train": ("gpu", 8, 96, 1, 1440),
-    "convert": ("cpu", 1, 128, 0, 120),
+    "convert": ("cpu", 1, 48, 0, 120),
     "evaluate": ("gpu", 8, 64, 1, 480),
     "report_training": ("cpu", 1, 16, 0, 120),
 }
@@ -70,6 +70,12 @@ def test_every_stage_is_a_job_that_asked_for_its_resources(jobs):
 def gigabytes(text: str) -> float:
     """Slurm's units are powers of two, but for M, which is what sbatch was given: 16000M, 62.50G (64000 MB)."""
     return float(text[:-1]) * {"M": 1 / 1000, "G": 1.024}[text[-1]]
+
+
+def test_training_knows_how_long_slurm_warns_before_the_end(finished):
+    logs = list((finished.smoke / "logs/runs").rglob("train.log"))
+    assert len(logs) == 3
+    assert all("600 s lie between the scheduler's warning and the end" in log.read_text() for log in logs)
 
 
 def test_the_experiment_is_whole_and_its_logs_are_beside_the_results(finished):

@@ -122,7 +122,7 @@ def test_at_slurms_warning_it_saves_and_leaves_and_the_retry_goes_on(checkout, r
 
 
 def test_after_the_time_limit_the_same_command_goes_on(checkout, result, slurm, wait_until):
-    edit_profile(checkout, "--signal=TERM@600", "--signal=TERM@0")  # no warning
+    edit_profile(checkout, "stop_seconds: 600", "stop_seconds: 0")  # no warning
     snakemake = checkout.snakemake(TARGET)
     done = caught(checkout, wait_until)
     (job,) = slurm.jobs("RUNNING")

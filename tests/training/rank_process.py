@@ -1,7 +1,8 @@
 """Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
 
-usage: rank_process.py MODEL FOLDER; leaves FOLDER/zeroN/{metrics.jsonl,checkpoints,probe,weights,continued} of each
-ZeRO stage.
+usage: rank_process.py MODEL UNTIED FOLDER; leaves FOLDER/NAME/{metrics.jsonl,checkpoints,probe,weights,continued} of
+each file NAME of config/deepspeed. UNTIED is a model whose head has a weight of its own; zero3_bf16 trains it, as it
+would one of eight billion parameters.
 """
 
 import json
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param
 from safetensors.torch import save_file
 from test_loop import ScriptedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import quiet
+from dvp.core.batch import Batch
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
@@ -57,14 +60,19 @@ class PartlyWrongEngine(ScriptedEngine):
         return groups
 
 
-def make_loop(model: Path, stage: int) -> Loop:
-    """A loop on the tiny model. Under ZeRO-3 even its small parameters are split."""
-    training = TrainingConfig(**SETTINGS, gpus=int(os.environ.get("WORLD_SIZE", "1")), deepspeed=f"zero{stage}")
+def make_loop(model: Path, name: str) -> Loop:
+    """A loop on a tiny model. Under ZeRO-3 even its small parameters are split."""
+    training = TrainingConfig(
+        **SETTINGS,
+        gpus=int(os.environ.get("WORLD_SIZE", "1")),
+        deepspeed=name,
+        gradient_checkpointing="bf16" in name,
+    )
     experiment = load_experiment("smoke", ROOT / "config").model_copy(
         update={"training": training, "methods": {"own": Method(label="own", **METHOD)}}
     )
-    options = json.loads((ROOT / f"config/deepspeed/zero{stage}.json").read_text())
-    if stage == 3:
+    options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text())
+    if options["zero_optimization"]["stage"] == 3:
         options["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return Loop(
         experiment,
@@ -78,32 +86,50 @@ def make_loop(model: Path, stage: int) -> Loop:
     )
 
 
-def train(model: Path, folder: Path, stages: tuple[int, ...]) -> None:
-    """A whole run for each ZeRO stage, and the same run continued from its checkpoint before the last."""
-    for stage in stages:
-        place = folder / f"zero{stage}"
-        loop = make_loop(model, stage)
+def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
+    """A whole run for each DeepSpeed file, and the same run continued from its checkpoint before the last."""
+    for name in names:
+        place = folder / name
+        loop = make_loop(model, name)
         final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
         write_probe(place / "probe.safetensors", loop.trainer, PROMPTS)
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
-        assert stage < 3 or not any(parameter.numel() for parameter in loop.trainer.policy.parameters())
+        if "zero3" in name:
+            assert not any(parameter.numel() for parameter in loop.trainer.policy.parameters())
+            for parameter_name, parameter in loop.trainer.policy.model.named_parameters():
+                part = safe_get_local_fp32_param(parameter)  # of the flattened weight, padded
+                value = weights[parameter_name].flatten()[ranks.rank() * len(part) :][: len(part)]
+                assert torch.equal(value, part[: len(value)]), parameter_name
+        if "bf16" in name:
+            check_sums(loop.trainer)
         if ranks.is_main():
             save_file(weights, place / "weights.safetensors")
             shutil.copytree(place / "checkpoints", place / "continued/checkpoints")
             shutil.rmtree(place / "continued/checkpoints" / final.name)
         ranks.gather(None)
-        resumed = make_loop(model, stage)
+        resumed = make_loop(model, name)
         run_loop(resumed, place / "continued", place / "continued/checkpoints", lambda row: None)
-        for name, value in resumed.trainer.weights():
-            assert torch.equal(value, weights[name]), name
+        for parameter_name, value in resumed.trainer.weights():
+            assert torch.equal(value, weights[parameter_name]), parameter_name
         if ranks.is_main():
             recorded = [(place / part / RESPONSES).read_bytes() for part in (".", "continued")]
             assert recorded[0] == recorded[1]
 
 
+def check_sums(trainer: Trainer) -> None:
+    """The mean of the ranks' gradients of a bf16 product is not rounded to bf16."""
+    rows = Batch.collate([PROMPTS[ranks.rank()]], [[50, 60, 70]], pad=1)
+    trainer.forward_backward(rows, None, lambda statistics: -statistics.log_prob.mean(), last=False)
+    gradient = safe_get_full_grad(trainer.policy.model.model.layers[0].mlp.up_proj.weight)
+    each = ranks.gather(gradient)
+    assert torch.equal(each[0], each[-1])
+    assert (gradient != gradient.bfloat16()).float().mean() > 0.1
+
+
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
-    train(Path(sys.argv[1]), Path(sys.argv[2]), (1, 2, 3))
+    train(Path(sys.argv[1]), Path(sys.argv[3]), ("zero1", "zero2", "zero3"))
+    train(Path(sys.argv[2]), Path(sys.argv[3]), ("zero3_bf16",))

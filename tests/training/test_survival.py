@@ -127,6 +127,34 @@ def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_done(make_loop, t
     assert rows(tmp_path / "run") == rows(whole[0])
 
 
+def test_a_run_says_whether_there_is_time_to_leave_when_it_knows_and_when_that_changes(make_loop, tmp_path, capsys):
+    loop = make_loop()
+    loop.stop.seconds = 600
+    train(loop, tmp_path)
+    first = [line for line in capsys.readouterr().err.splitlines() if "scheduler" in line]
+    assert len(first) == 1  # of two checkpoints
+    assert first[0].startswith("finishing a step takes up to ")
+    assert loop.stop.seconds_save > 0
+    loop.stop.saved(500, 90)
+    assert capsys.readouterr().err == ""
+    loop.stop.saved(400, 101)  # a checkpoint may take as long as the longest has
+    assert capsys.readouterr().err == (
+        "warning: finishing a step takes up to 101 s and a checkpoint 500 s; 600 s lie between the scheduler's warning "
+        "and the end: a stop costs the steps since the last checkpoint; ask for stop_seconds: 780\n"
+    )
+
+
+def test_a_rank_lost_while_a_checkpoint_is_written_is_not_taken_for_a_full_disk(make_loop, tmp_path, monkeypatch):
+    loop = make_loop()
+
+    def lose():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31537")
+
+    on_call(monkeypatch, loop.trainer, "save", 1, lose)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        train(loop, tmp_path)
+
+
 def test_between_two_updates_of_a_stale_engine_nothing_is_saved(make_loop, tmp_path, monkeypatch):
     """The engine has the weights of step 2, the trainer those of step 3: no checkpoint holds both."""
     loop = make_loop(synchronise_every=2)
@@ -265,6 +293,19 @@ def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop
     ):
         train(make_loop(), folder)
     assert checksums(folder) == before
+
+
+def test_a_trainer_that_does_not_have_the_weights_that_were_saved_refuses_to_go_on(make_loop, whole):
+    """As it would if DeepSpeed read its files otherwise than they were written."""
+    folder, _ = whole
+    newest = folder / "checkpoints/step-000004"
+    weights, manifest = (json.loads((newest / name).read_text()) for name in ("weights.json", "manifest.json"))
+    weights["model.norm.weight"]["sha256"] = "0" * 64
+    (newest / "weights.json").write_text(json.dumps(weights))
+    manifest["files"]["weights.json"] = checksums(newest)["weights.json"]
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DvpError, match=r"step-000004: .* has other weights: parameter 'model.norm.weight': SHA-256"):
+        train(make_loop(), folder)
 
 
 # --- checkpoints of other work ---

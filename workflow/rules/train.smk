@@ -21,6 +21,7 @@ rule train:
     threads: threads_of(training_gpus)
     resources:
         **gpus(training_gpus, training_nodes),
+        stop_seconds=0,
     params:
         config=RESOLVED,
         config_hash=config_hash("train"),
@@ -28,4 +29,5 @@ rule train:
     message:
         "training {wildcards.run}"
     shell:
-        "dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} 2>&1 | tee {log:q}"
+        "dvp train --config {params.config:q} --run {wildcards.run:q} --threads {threads} "
+        "--stop-seconds {resources.stop_seconds} 2>&1 | tee {log:q}"

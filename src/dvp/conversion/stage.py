@@ -29,6 +29,6 @@ def convert(config: Path, path: str, threads: int) -> None:
             result.parent,
             directory.experiment.training.temperature,
         )
-        stage.tracked.log_result({key: proof[key] for key in ("max_abs_delta_log_prob", "max_abs_delta_log_prob_live")})
+        stage.tracked.log_result({key: proof[key] for key in ("identical_weights", "max_abs_delta_log_prob")})
         stage.tracked.log_model(result.parent, "converted")
         stage.finish({"run": path, **proof})

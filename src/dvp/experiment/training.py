@@ -6,8 +6,16 @@ from pydantic import Field, model_validator
 
 from dvp.strict import Name, Positive, PositiveFloat, Strict
 
-BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
-"""`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16; weights, sums and optimiser stay fp32."""
+BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+"""`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16, and all else stays fp32.
+
+That is: the weights, also where ZeRO-3 gathers them; the sums of gradients over micro-batches and over ranks; and the
+optimiser. One micro-batch's gradient of a linear layer is itself a bf16 product, as in plain PyTorch.
+Without the empty list DeepSpeed sends the weights and gradients of linear layers from rank to rank in bf16: the trainer
+could then not be scored in fp32, and gradients would be summed in bf16. The price is twice the bytes: with N ranks, a
+pass of a micro-batch over the whole model brings 4 (N - 1)/N bytes a parameter to every rank, 29 GB for 8B on 8 ranks.
+That is 80 ms at 350 GB/s, hidden behind a forward pass of more than 2,000 tokens at 400 TFLOP/s.
+"""
 
 
 class EngineConfig(Strict):

@@ -120,8 +120,8 @@ class Estimate:
             steps = experiment.training.steps * self.step(engine).total
             kept = experiment.training.keep_checkpoints * self.checkpoint_bytes
             return Work(other=self.device.startup + steps, disk=kept)
-        if stage == "convert":  # the checkpoint is checked and read; base read; the model written, read and checked
-            moved = 2 * self.checkpoint_bytes + 4 * whole
+        if stage == "convert":  # the checkpoint is checked; its weights read, written, read back, scored and hashed
+            moved = self.checkpoint_bytes + 5 * whole
             return Work(other=self.device.startup + moved / DISK, disk=whole)
         if stage == "evaluate":
             settings = experiment.evaluation

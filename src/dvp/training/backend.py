@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,12 +19,11 @@ from dvp.core.head import TokenStatistics, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
-from dvp.training import ranks
+from dvp.training import launch, ranks
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
 OWN_TOLERANCE = 1e-3
-TIMEOUT = timedelta(minutes=30)  # the longest that a rank waits for another, which may still be sampling
 
 
 class Head(torch.nn.Module):
@@ -161,7 +159,7 @@ class Trainer:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-            timeout=TIMEOUT,
+            timeout=launch.WAIT,
             verbose=False,
             auto_mpi_discovery=False,
         )
@@ -253,10 +251,14 @@ class Trainer:
             with GatheredParameters([parameter]):
                 yield name, parameter.detach()
 
-    def save(self, folder: Path) -> None:
-        """Write DeepSpeed's checkpoint (weights, optimiser, schedule), every rank its part, below rank 0's `folder`."""
-        self._engine.save_checkpoint(str(ranks.gather(folder)[0]), tag=TAG)
-        ranks.gather(None)  # all parts are there
+    def save(self, folder: Path) -> Path:
+        """Write DeepSpeed's checkpoint (weights, optimiser, schedule), every rank its part, below rank 0's `folder`.
+
+        Returns that folder.
+        """
+        folder = ranks.gather(folder)[0]
+        self._engine.save_checkpoint(str(folder), tag=TAG)
+        return folder
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; the caller has verified the files. Raises DvpError."""

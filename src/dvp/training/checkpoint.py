@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent, and are verified before a byte of them is unpickled.
 
-A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
-of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
-one intact.
+A checkpoint is a folder `step-000020` with DeepSpeed's files, what the weights in them are to the last bit
+(weights.json), metrics and responses so far, state.json, and a manifest of their SHA-256 sums. It is written under a
+temporary name, synced, and renamed; a killed process leaves the previous one intact.
 
 It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
 and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
@@ -19,9 +19,10 @@ from pathlib import Path
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dvp.errors import DvpError
-from dvp.files import atomic_path, checksums, read_json, sha256_json, verify_checksums, write_json
+from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
-from dvp.training.backend import Trainer
+from dvp.training.backend import TAG, Trainer
+from dvp.training.weights import WEIGHTS, difference, fingerprints
 from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
@@ -77,29 +78,39 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
     Returns its path.
 
     All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
-    run's lock. All ranks call this; it returns when the checkpoint is whole. Raises DvpError if it cannot be written,
-    with all older ones in place.
+    run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
+    Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
+    weights, broken = fingerprints(trainer)
+    if broken:
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        raise DvpError(
+            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
+        )
     path = folder / f"step-{step:06d}"
-    if not ranks.is_main():
-        trainer.save(path)
-        ranks.gather(None)
-        return path
     try:
+        if not ranks.is_main():
+            _write_parts(trainer, path)
+            ranks.gather(None)
+            return path
         for abandoned in folder.glob(".step-*"):
             shutil.rmtree(abandoned)
         with atomic_path(path) as temporary:
             temporary.mkdir()
-            trainer.save(temporary)
+            sums = _write_parts(trainer, temporary)
             # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
             for script in temporary.glob("*.py"):
                 script.unlink()
             for file in growing:
                 shutil.copyfile(file, temporary / file.name)
+            write_json(temporary / WEIGHTS, weights)
             state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
             write_json(temporary / "state.json", state)
-            write_json(temporary / MANIFEST, {"files": checksums(temporary)})
+            write_json(temporary / MANIFEST, {"files": checksums(temporary, known=sums)})
     except (OSError, RuntimeError) as error:
+        # torch's own way to say that a file cannot be written; any other may be the end of another rank.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
         raise DvpError(
             f"{path}: the checkpoint cannot be written ({_reason(error, folder)}); older ones are intact; solve "
             "this and run again to continue from there"
@@ -110,15 +121,36 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
     return path
 
 
+def _write_parts(trainer: Trainer, folder: Path) -> dict[str, str]:
+    """DeepSpeed's files, by all ranks; what each has written is on the disk. Their SHA-256, by relative path."""
+    folder = trainer.save(folder)
+    sums = {}
+    for file in sorted((folder / TAG).iterdir()):
+        if part_of(file) == ranks.rank():
+            sync(file)
+            sums[str(file.relative_to(folder))] = sha256_file(file)
+    return {name: digest for share in ranks.gather(sums) for name, digest in share.items()}
+
+
+def part_of(file: Path) -> int:
+    """The rank that wrote a file of DeepSpeed's; those without a number are rank 0's."""
+    known = re.search(r"pp_rank_(\d+)_", file.name)
+    return int(known[1]) if known else 0
+
+
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
 
     A damaged one is named on standard error and set aside until another one has been written. All ranks call this.
-    Raises DvpError if all are damaged, or the newest is of another number of ranks; they stay as they are.
+    Raises DvpError if all are damaged, the newest is of another number of ranks, or the trainer does not have the
+    weights that were saved once it has read them; they stay as they are.
     """
     newest = ranks.gather(_newest(folder) if ranks.is_main() else None)[0]
     if newest is not None:
         trainer.load(newest[0])
+        differs = difference(read_json(newest[0] / WEIGHTS), fingerprints(trainer)[0])
+        if differs is not None:
+            raise DvpError(f"{newest[0]}: the trainer that has read it has other weights: {differs}")
     return newest
 
 
@@ -173,7 +205,7 @@ def verify(path: Path) -> dict:
 
 def _verify(path: Path) -> dict:
     manifest = read_json(path / MANIFEST, "files")
-    for name in ("state.json", METRICS):
+    for name in ("state.json", METRICS, WEIGHTS):
         if name not in manifest["files"]:
             raise DvpError(f"{path / MANIFEST}: does not list {name}")
     verify_checksums(path, manifest["files"])

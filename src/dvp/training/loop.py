@@ -65,16 +65,17 @@ def run_loop(
 
     def save() -> None:
         nonlocal saved
-        # A step measures before it updates: what the last update broke would be seen in the next step only.
-        if not all(value.isfinite().all() for _, value in loop.trainer.weights()):
-            raise DvpError(
-                f"step {len(rows)}: its update left weights that are not finite; lower training.learning_rate"
-            )
         if ranks.is_main():
             loop.recorder.write(responses_file)
         growing = [metrics_file, responses_file]
+        began = time.perf_counter()
         checkpoint.save(checkpoints, len(rows), loop.trainer, growing, config.keep_checkpoints)
         saved = len(rows)
+        given_up = loop.engine.ranks == 1  # a rollout is, at once
+        stop.saved(
+            time.perf_counter() - began,
+            max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows),
+        )
 
     with stop:
         while len(rows) < config.steps:

@@ -1,9 +1,11 @@
 """What a trainer says of fixed prompts at the end of a run: the converted model must say the same."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from dvp.core.batch import Batch
 from dvp.files import atomic_path
@@ -20,11 +22,24 @@ def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
     log_prob_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]  # by all ranks
     if not ranks.is_main():
         return
+    tensors = {"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}
     with atomic_path(path) as temporary:
-        save_file({"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}, temporary)
+        save_file(tensors, temporary, metadata={"device": trainer.device.type})
 
 
-def read_probe(path: Path) -> tuple[Batch, torch.Tensor]:
-    """What `write_probe` wrote: the batch, and the log-probability of each of its N scored tokens."""
-    known = load_file(path)
-    return Batch(known["tokens"], known["scored"]), known["log_prob"]
+@dataclass(frozen=True)
+class Probe:
+    """Fixed prompts, the log-probability that the trainer gave each of the N scored tokens, and where."""
+
+    name: str
+    batch: Batch
+    log_prob_N: torch.Tensor
+    device: str
+    """cpu or cuda."""
+
+
+def read_probe(path: Path) -> Probe:
+    """What `write_probe` wrote."""
+    with safe_open(path, "pt") as known:
+        batch = Batch(known.get_tensor("tokens"), known.get_tensor("scored"))
+        return Probe(path.name, batch, known.get_tensor("log_prob"), known.metadata()["device"])

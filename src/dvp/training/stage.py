@@ -40,22 +40,26 @@ def base(config: Path, threads: int) -> None:
         stage.finish(manifest)
 
 
-def train(config: Path, path: str, threads: int) -> None:
-    """RL of one run → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as the experiment asks for."""
+def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
+    """RL of one run → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as the experiment asks for.
+
+    stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
+    """
     directory = ExperimentDir(config)
     run = directory.experiment.run(path)
     settings = directory.experiment.training
     if settings.ranks == 1:
-        _train(directory, run, threads)
+        _train(directory, run, threads, stop_seconds)
     elif launch.is_rank():
         with launch.reported():
-            _train(directory, run, threads)
+            _train(directory, run, threads, stop_seconds)
     else:
         arguments = ["--config", str(config), "--run", path, "--threads", str(max(1, threads // settings.gpus))]
+        arguments += ["--stop-seconds", str(stop_seconds)]
         launch.run(settings, directory.result("train", path).parent, ["train", *arguments])
 
 
-def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
+def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) -> None:
     """`train` in one process: all of it, or one of its ranks. Rank 0 alone has the lock and writes files."""
     from dvp.rollout.vllm import configure_environment
 
@@ -103,6 +107,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
             )
 
         loop, too_long = _set_up(directory, run)
+        loop.stop.seconds = stop_seconds
 
         # Every step's row goes to MLflow and, now and then, to the terminal.
         progress = Progress(run.path, settings.steps)
@@ -135,6 +140,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int) -> None:
                 "collapsed_at": loop.collapse.collapsed_at,
                 "collapse_reason": loop.collapse.reason,
                 "seconds_training": sum(row["seconds"] for row in rows),
+                "seconds_checkpoint": loop.stop.seconds_save,
                 "checkpoint": str(final.relative_to(folder)),
                 "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }

@@ -4,7 +4,9 @@ Slurm sends SIGTERM at a time limit, at scancel and at a preemption, and SIGKILL
 the limit may be SIGTERM too, or SIGUSR1. Training must not lose the steps since its last checkpoint to it.
 """
 
+import math
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,7 +27,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.seconds = 0
+        """From a scheduler's warning to the end of the job; 0 if unknown."""
+        self.seconds_save = 0.0
+        """The longest that a checkpoint has taken."""
         self._abandonable = False
+        self._enough: bool | None = None
 
     def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
@@ -70,6 +77,29 @@ class StopRequest:
         if told and self.signal is None:
             self.signal = told[0]
         return bool(told)
+
+    def saved(self, seconds: float, seconds_step: float) -> None:
+        """Say whether there is time to leave, when it is known first, and when it turns out otherwise.
+
+        seconds : what the checkpoint took that was just written.
+        seconds_step : the longest that a stop has to wait for a step that cannot be given up.
+        """
+        self.seconds_save = max(self.seconds_save, seconds)
+        if not self.seconds or not ranks.is_main():
+            return
+        needed = seconds_step + self.seconds_save
+        enough = needed <= self.seconds
+        if enough == self._enough:
+            return
+        self._enough = enough
+        line = (
+            f"finishing a step takes up to {seconds_step:.0f} s and a checkpoint {self.seconds_save:.0f} s; "
+            f"{self.seconds} s lie between the scheduler's warning and the end"
+        )
+        if not enough:
+            ask = 60 * math.ceil(1.2 * needed / 60)  # full minutes, with a fifth to spare
+            line = f"warning: {line}: a stop costs the steps since the last checkpoint; ask for stop_seconds: {ask}"
+        print(line, file=sys.stderr)
 
     def leave(self, after: int, saved: int) -> None:
         """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""

@@ -4,103 +4,166 @@ The head is compared with the bare matrix products that it cannot do without, wi
 commonly take (whole logits, a pass for each statistic), and with the chunked formulation that fused heads fall back to.
 Variants take turns, round by round, so that a busy machine slows all of them; ratios are medians over the rounds.
 
+It needs nothing but torch (with triton on a GPU), so that it runs wherever there is a GPU for a few minutes:
+
+    PYTHONPATH=src python -m dvp.benchmark --device cuda
+
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
 
 import argparse
+import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import torch
-from tqdm import tqdm
 
 from dvp.core.advantages import optimal_token_proxy
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.head import token_statistics
-from dvp.core.safe_vocabulary import FixedRho
-from dvp.files import write_json
+from dvp.errors import DvpError
 from dvp.provenance import git_commit
 
-RHO = FixedRho(math.exp(-13))
-VOCABULARY = 151_936  # Qwen's
 CHUNK = 1024  # rows at a time in the chunked formulations
+ANCHORS = """Reported by others, not measured here: one H200, bfloat16, forward + backward of a log-prob, N = 4,096, H = 4,096,
+V = 131,072: Liger's fused head 24.9 ms and 1.3 GiB, verl's torch path 50.9 ms and 4.0 GiB."""
+
+
+class MinP:
+    """The rule of dvp.core.safe_vocabulary.FixedRho, whose settings model would need pydantic."""
+
+    def __init__(self, rho: float):
+        self.rho = rho
+
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """See SafeVocabulary.log_rho."""
+        return logits_NV.new_full((len(logits_NV),), math.log(self.rho), dtype=torch.float32)
+
+
+RHO = MinP(math.exp(-13))
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the problem is: N tokens of H hidden features."""
+    """How large the problem is: N tokens of H hidden features over a vocabulary of V."""
 
     tokens: int
     hidden: int
+    vocabulary: int = 151_936  # Qwen's
 
 
-SIZES = {"cpu": Size(2048, 1024), "cuda": Size(8192, 4096)}
-CASES = {
-    "cpu": [("forward", torch.float32), ("forward + backward", torch.float32), ("forward", torch.bfloat16)],
-    "cuda": [("forward", torch.bfloat16), ("forward + backward", torch.bfloat16)],
-}
+@dataclass(frozen=True)
+class Case:
+    """Variants of one computation on one problem, of which the first is what the others are divided by."""
+
+    name: str
+    dtype: torch.dtype
+    size: Size
+    variants: Callable[..., dict[str, Callable[[], object]]]
+    """Made from hidden states, weight and targets."""
+    frequencies: bool = False
+    """See `problem`."""
 
 
-def bench(output: Path, rounds: int) -> None:
-    """Run every case on the GPU if there is one, else on the CPU; print the table, write the JSON file."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = SIZES[device]
-    cases = []
-    for name, dtype in CASES[device]:
-        problem = problem(size, dtype, device)
-        warm_up(*problem)
-        variants = forward_variants(*problem) if name == "forward" else backward_variants(*problem)
-        cases.append(measure(name, dtype, variants, rounds, device))
-        del problem, variants  # before the next one takes as much
+def cases(main: Size, anchors: Size | None, device: str) -> list[Case]:
+    """What is measured on a device; `anchors` : the size at which others have reported their times."""
+    both = "forward + backward"
+    found = [
+        Case("forward", torch.bfloat16, main, forward_variants),
+        Case(both, torch.bfloat16, main, backward_variants),
+        Case(f"{both}, few safe", torch.bfloat16, main, pruned_variants, frequencies=True),
+    ]
+    if device == "cpu":
+        found = [
+            Case("forward", torch.float32, main, forward_variants),
+            Case(both, torch.float32, main, backward_variants),
+            Case(f"{both}, few safe", torch.float32, main, pruned_variants, frequencies=True),
+            *found[:2],
+        ]
+    return found if anchors is None else [*found, Case(f"{both}, anchors'", torch.bfloat16, anchors, backward_variants)]
+
+
+SIZES = {"cpu": (Size(2048, 1024), None), "cuda": (Size(8192, 4096), Size(4096, 4096, 131_072))}
+
+
+def bench(output: Path, rounds: int, device: str) -> None:
+    """Run every case on the device ("cpu" or "cuda"); print the table, write the JSON file.
+
+    Raises DvpError if there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DvpError("--device cuda: torch finds no GPU here")
+    measured = []
+    for case in cases(*SIZES[device], device):
+        inputs = problem(case.size, case.dtype, device, frequencies=case.frequencies)
+        warm_up(*inputs)
+        variants = case.variants(*inputs)
+        measured.append({"shape": asdict(case.size)} | measure(case.name, case.dtype, variants, rounds, device))
+        del inputs, variants  # before the next one takes as much
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "triton")} | {"python": platform.python_version()},
+        "versions": {"torch": torch.__version__, "triton": _triton(), "python": platform.python_version()},
         "git_commit": git_commit(),
-        "shape": {"tokens": size.tokens, "hidden": size.hidden, "vocabulary": VOCABULARY},
         "rounds": rounds,
-        "cases": cases,
+        "cases": measured,
     }
-    write_json(output, result)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(format_table(result))
     print(f"\nwritten to {output}")
 
 
 def format_table(result: dict) -> str:
     """The ratios as text, one line a variant: time over the bare products, median (lowest to highest), memory."""
-    shape = result["shape"]
-    lines = [
-        f"{result['device']}, {result['threads']} threads; N = {shape['tokens']:,} tokens, H = {shape['hidden']:,}, "
-        f"V = {shape['vocabulary']:,}; {result['rounds']} rounds",
-        "",
-        f"{'case':<30}{'variant':<34}{'seconds':>9}{'× bare':>8}{'(range)':>15}{'extra memory':>14}",
-    ]
+    lines = [f"{result['device']}, {result['threads']} threads; {result['rounds']} rounds"]
+    shape = None
     for case in result["cases"]:
+        if case["shape"] != shape:
+            shape = case["shape"]
+            lines += [
+                "",
+                f"N = {shape['tokens']:,} tokens, H = {shape['hidden']:,}, V = {shape['vocabulary']:,}",
+                f"{'case':<40}{'variant':<34}{'seconds':>9}{'× bare':>8}{'(range)':>15}{'extra memory':>14}",
+            ]
         for name, variant in case["variants"].items():
             low, high = min(variant["ratios"]), max(variant["ratios"])
             lines.append(
-                f"{case['name'] + ', ' + case['dtype']:<30}{name:<34}{variant['seconds']:>9.3g}{variant['ratio']:>8.2f}"
+                f"{case['name'] + ', ' + case['dtype']:<40}{name:<34}{variant['seconds']:>9.3g}{variant['ratio']:>8.2f}"
                 f"{f'({low:.2f}–{high:.2f})':>15}{variant['extra_mib']:>10,.0f} MiB"
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", ANCHORS])
 
 
-def problem(size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits with a standard deviation of 3, so that V_S is neither everything nor a handful."""
+def problem(
+    size: Size, dtype: torch.dtype, device: str, *, frequencies: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight and targets.
+
+    The logits are noise with a standard deviation of 3: V_S is half of the vocabulary, another half in each row. With
+    `frequencies` they are noise with one of 2 around −log rank, as tokens of a language are frequent or rare: V_S is
+    some hundred tokens, and most are pruned in every row.
+    """
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
-    hidden_NH = torch.randn(size.tokens, size.hidden, **options).requires_grad_()
-    weight_VH = (torch.randn(VOCABULARY, size.hidden, **options) * (3 / math.sqrt(size.hidden))).requires_grad_()
-    targets_N = torch.randint(VOCABULARY, (size.tokens,), generator=generator, device=device)
-    return hidden_NH, weight_VH, targets_N
+    hidden_NH = torch.randn(size.tokens, size.hidden, **options)
+    deviation = 2 if frequencies else 3
+    weight_VH = torch.randn(size.vocabulary, size.hidden, **options) * (deviation / math.sqrt(size.hidden))
+    targets_N = torch.randint(size.vocabulary, (size.tokens,), generator=generator, device=device)
+    if frequencies:
+        hidden_NH[:, 0] = 1.0
+        weight_VH[:, 0] = -torch.arange(1, size.vocabulary + 1, device=device).log().to(dtype)
+        targets_N %= 16
+    return hidden_NH.requires_grad_(), weight_VH.requires_grad_(), targets_N
 
 
 def warm_up(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> None:
@@ -120,6 +183,9 @@ def forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], 
     variants = {
         "bare product": lambda: hidden_NH @ weight_VH.t(),
         "head": lambda: token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO),
+        **_in_fp32(
+            lambda: token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO, logits_dtype=torch.float32), hidden_NH
+        ),
         "head + OTB + diagnostics": method,
         "dense": lambda: dense(hidden_NH, weight_VH, targets_N),
         "chunked log-prob and entropy": lambda: chunked(hidden_NH, weight_VH, targets_N, entropy=True),
@@ -129,18 +195,48 @@ def forward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], 
 
 
 def backward_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
+    def head(**options):
+        statistics = token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO, **options)
+        return torch.autograd.grad(statistics.pruned_log_prob.sum(), (hidden_NH, weight_VH))
+
+    return {
+        "bare products": _bare_products(hidden_NH, weight_VH),
+        "head": head,
+        **_in_fp32(lambda: head(logits_dtype=torch.float32), hidden_NH),
+    }
+
+
+def pruned_variants(hidden_NH, weight_VH, targets_N) -> dict[str, Callable[[], object]]:
+    """What leaving out the tokens that all rows prune saves."""
+
+    def head(of_all: bool):
+        statistics = token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO)
+        # The full log-prob has a gradient at every token, of size 0 here.
+        loss = statistics.pruned_log_prob.sum() + (0 * statistics.log_prob.sum() if of_all else 0)
+        return torch.autograd.grad(loss, (hidden_NH, weight_VH))
+
+    return {
+        "bare products": _bare_products(hidden_NH, weight_VH),
+        "head": lambda: head(False),
+        "head, nothing left out": lambda: head(True),
+    }
+
+
+def _bare_products(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> Callable[[], object]:
+    """The logits, the logits again, and the products for both gradients."""
+
     @torch.no_grad()
     def bare():
-        """The logits, the logits again, and the products for both gradients."""
         hidden_NH @ weight_VH.t()
         logits_NV = hidden_NH @ weight_VH.t()
         return logits_NV @ weight_VH, logits_NV.t() @ hidden_NH
 
-    def head():
-        statistics = token_statistics(hidden_NH, weight_VH, targets_N, safe=RHO)
-        return torch.autograd.grad(statistics.pruned_log_prob.sum(), (hidden_NH, weight_VH))
+    return bare
 
-    return {"bare products": bare, "head": head}
+
+def _in_fp32(head: Callable[[], object], hidden_NH: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """`training.head_dtype: float32`, where that is not what the head does anyway."""
+    return {"head, logits in float32": head} if hidden_NH.dtype == torch.bfloat16 else {}
 
 
 def dense(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -173,14 +269,13 @@ def measure(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds
     label = str(dtype).removeprefix("torch.")
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     extra = {}
-    with tqdm(total=(rounds + 1) * len(variants), desc=f"{name}, {label}", leave=False) as bar:
-        for turn in range(rounds + 1):
-            for variant, function in variants.items():
-                if turn == 0:  # shows how much memory is needed, and is not timed
-                    extra[variant] = _peak_mib(function, device)
-                else:
-                    seconds[variant].append(_time(function, device))
-                bar.update()
+    for turn in range(rounds + 1):
+        print(f"{name}, {label}: {f'round {turn} of {rounds}' if turn else 'memory'}", file=sys.stderr)
+        for variant, function in variants.items():
+            if turn == 0:  # shows how much memory is needed, and is not timed
+                extra[variant] = _peak_mib(function, device)
+            else:
+                seconds[variant].append(_time(function, device))
     bare = seconds[next(iter(variants))]
     ratios = {variant: [one / other for one, other in zip(seconds[variant], bare, strict=True)] for variant in variants}
     return {
@@ -239,13 +334,25 @@ def _processor() -> str:
     return platform.processor()
 
 
+def _triton() -> str | None:
+    try:
+        return version("triton")
+    except ImportError:
+        return None
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure the head against bare matrix products and the dense path.")
-    parser.add_argument("--output", type=Path, default=Path("results/bench/head.json"), metavar="FILE")
+    parser.add_argument("--device", choices=SIZES, help="default: the GPU if there is one")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
     options = parser.parse_args()
-    bench(options.output, options.rounds)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device)
+    except DvpError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,18 @@ watched.
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from dvp.core.batch import Rollout
-from dvp.core.update import Update
 from dvp.errors import DvpError
+
+if TYPE_CHECKING:
+    from dvp.core.batch import Rollout
+    from dvp.core.update import Update
 
 LOW_RATIO = 1e-4
 # exp(709.8) overflows float64; r or r² past e^700 counts as e^700.

@@ -8,14 +8,19 @@ backward pass makes the logits again and turns them into their gradient in place
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dvp.core.rows import RowCoefficients, row_gradient_, row_sums
-from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
+
+if TYPE_CHECKING:
+    from dvp.core.safe_vocabulary import SafeVocabulary
 
 # The paper's mask value, taken relative to max z: as an absolute logit it would not be shift-invariant.
 MASK_LOGIT = -50.0

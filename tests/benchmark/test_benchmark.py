@@ -1,0 +1,46 @@
+"""`python -m dvp.benchmark` on tiny sizes: that it runs, with nothing but torch, and what its table has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# The packages of the environment that the benchmark must do without.
+WITHOUT = ("pydantic", "tqdm", "transformers", "filelock", "pandas", "yaml", "safetensors", "deepspeed", "vllm")
+TINY = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {WITHOUT}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+from dvp import benchmark
+benchmark.SIZES["cpu"] = (benchmark.Size(24, 8, 300), benchmark.Size(16, 8, 200))
+benchmark.main()
+"""
+
+
+def test_it_runs_with_nothing_but_torch(tmp_path):
+    output = tmp_path / "bench" / "cpu.json"
+    arguments = ["--device", "cpu", "--output", str(output), "--rounds", "1"]
+    done = subprocess.run([sys.executable, "-c", TINY, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(output.read_text())["cases"]
+    assert {case["dtype"] for case in cases} == {"float32", "bfloat16"}
+    assert cases[-1]["shape"] == {"tokens": 16, "hidden": 8, "vocabulary": 200}
+    for case in cases:
+        assert ("head, logits in float32" in case["variants"]) == (case["dtype"] == "bfloat16")
+        assert next(iter(case["variants"].values()))["ratio"] == 1
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("forward") for line in lines) == sum(len(case["variants"]) for case in cases)
+    assert any("Liger's fused head 24.9 ms and 1.3 GiB" in line for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.benchmark", "--device", "cuda"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "error: --device cuda: torch finds no GPU here\n")

@@ -73,7 +73,9 @@ def token_statistics(
     """Compute the statistics of the targets under the head z = hidden · weightᵀ / temperature.
 
     Sums and statistics are fp32 whatever the logits are. One chunk of logits is alive at any time, forward or
-    backward, and rows without an incoming gradient are not made again. V_S is constant under the gradient.
+    backward. The backward pass does not make rows without an incoming gradient again. If nothing but the pruned
+    statistics has one, its products leave out what is pruned in all rows of a chunk (up to half a chunk is copied).
+    V_S is constant under the gradient.
 
     A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
     is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it

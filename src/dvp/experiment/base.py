@@ -80,7 +80,10 @@ class TrainedBase(Strict):
 
 
 class HubBase(Strict):
-    """A model of the Hugging Face hub, at a fixed revision."""
+    """A causal language model of the Hugging Face hub, at a fixed revision.
+
+    Its logits are those of its head, or a multiple of them: a bias and soft-capping are refused when training starts.
+    """
 
     kind: Literal["hub"]
     path: str
@@ -92,7 +95,7 @@ class HubBase(Strict):
 
 
 class LocalBase(Strict):
-    """A local Hugging Face directory."""
+    """A local Hugging Face directory of such a model."""
 
     kind: Literal["local"]
     path: str

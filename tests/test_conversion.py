@@ -124,6 +124,23 @@ def test_a_weight_that_is_not_the_trainers_is_refused_by_name(copied, run, tiny_
     assert not (tmp_path / "model").exists()
 
 
+def test_a_layout_that_is_not_deepspeeds_is_refused_in_a_line(copied, run, tiny_model, tmp_path):
+    """As another version of DeepSpeed might write."""
+    file = sorted(copied.rglob("*optim_states.pt"))[0]
+    state = torch.load(file, weights_only=False)
+    flat = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    for change, message in (
+        (lambda: flat.__setitem__(0, flat[0][:1000].clone()), "RuntimeError: shape '.400, 64.' is invalid"),
+        (lambda: state["optimizer_state_dict"].pop("single_partition_of_fp32_groups"), "KeyError: 'single_partition"),
+    ):
+        change()
+        torch.save(state, file)
+        (copied / "manifest.json").unlink()
+        write_json(copied / "manifest.json", {"files": checksums(copied)})
+        with pytest.raises(DvpError, match=rf"deepspeed: not a ZeRO checkpoint as DeepSpeed .*{message}"):
+            convert(copied, tiny_model, run[2] / "probe.safetensors", tmp_path / "model", temperature=1.0)
+
+
 def test_what_is_read_back_is_held_against_what_the_trainer_had(run, tiny_model, tmp_path):
     _, path, folder = run
     convert(path, tiny_model, folder / "probe.safetensors", tmp_path / "model", temperature=1.0)

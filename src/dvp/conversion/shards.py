@@ -7,8 +7,10 @@ of it, the last ones padded. That this is read rightly is proved by the weights'
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -30,13 +32,19 @@ class _Ignored:
 def read_weights(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
     """Of a verified checkpoint's DeepSpeed folder: by name, in the model's order, a function that reads the weight.
 
-    Files are mapped into memory, not read: only what a function returns is a copy. Raises DvpError for files that are
-    not as DeepSpeed is known to write them.
+    Files are mapped into memory, not read: only what a function returns is a copy. This and the functions raise
+    DvpError for files that are not as DeepSpeed is known to write them.
     """
-    try:
+    with _as_deepspeed_writes(folder):
         return dict(_weights(folder))
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        problem = f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, UnpicklingError) as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DvpError(f"{folder}: not a ZeRO checkpoint as DeepSpeed is known to write it ({problem})") from None
 
 
@@ -50,8 +58,9 @@ def _weights(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
             length = math.ceil(shape.numel() / world)
 
             def read(shape=shape, start=offset, length=length):
-                pieces = [_slice(part["fp32_flat_groups"], start, length) for part in parts]
-                return torch.cat(pieces)[: shape.numel()].view(shape)
+                with _as_deepspeed_writes(folder):
+                    pieces = [_slice(part["fp32_flat_groups"], start, length) for part in parts]
+                    return torch.cat(pieces)[: shape.numel()].view(shape)
 
             yield name.removeprefix(PREFIX), read
             offset += length
@@ -62,7 +71,8 @@ def _weights(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         for (name, shape), padding in zip(group.items(), parts[0]["param_alignment_paddings"][index], strict=True):
 
             def read(shape=shape, start=offset, flat=flat):
-                return _slice(flat, start, shape.numel()).view(shape)
+                with _as_deepspeed_writes(folder):
+                    return _slice(flat, start, shape.numel()).view(shape)
 
             yield name.removeprefix(PREFIX), read
             offset += shape.numel() + padding

@@ -135,6 +135,36 @@ def base(config: Config, threads: Threads = 1) -> None:
     stage.base(config, threads)
 
 
+LEAVE = _option("SECONDS", "that Slurm leaves between its warning and the end of a job", callback=_above_zero)
+MEMORY = _option(
+    "MB",
+    "memory of a training job on a node",
+    callback=_above_zero,
+    show_default="the job's, as Slurm says, or all of this machine's",
+)
+
+
+@app.command(rich_help_panel=MODELS)
+def preflight(
+    config: Config,
+    engine: Annotated[str, _option("NAME", "an engine of the grid")],
+    threads: Threads = 1,
+    seconds_to_leave: Annotated[float, LEAVE] = 600,
+    memory_mb: Annotated[float | None, MEMORY] = None,
+    process: Annotated[Literal["train", "resume", "convert", "evaluate"] | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Rehearse the whole path of a run in minutes.
+
+    Starts trainer and engine with the ranks of the experiment, compares them, takes two steps on responses of the
+    longest length, stops, resumes, converts and evaluates. Writes preflight/engine~NAME/preflight.json if every check
+    passed; else it names the one that failed, and report.json has all of them.
+    """
+    from dvp.preflight import stage
+
+    memory = None if memory_mb is None else memory_mb * 1e6
+    stage.preflight(config, engine, threads, seconds_to_leave, memory, process)
+
+
 @app.command(rich_help_panel=MODELS)
 def train(
     config: Config,

@@ -106,9 +106,9 @@ def test_wall_time_lies_between_its_bounds(data):
     ("name", "jobs"),
     [
         ("tiny", (1, 1, 14, 14, 15, 1)),
-        ("paper_8b", (1, 1, 30, 30, 4 * 31, 1)),
-        ("paper_14b", (1, 1, 27, 27, 4 * 28, 1)),
-        ("paper_otb", (1, 1, 18, 18, 4 * 19, 1)),
+        ("paper_8b", (1, 1, 2, 30, 30, 4 * 31, 1)),
+        ("paper_14b", (1, 1, 1, 27, 27, 4 * 28, 1)),
+        ("paper_otb", (1, 1, 1, 18, 18, 4 * 19, 1)),
     ],
 )
 def test_jobs_by_stage(name, jobs):

@@ -360,6 +360,24 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(14 * (11 + 32 * 4))
 
 
+def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
+    """With the same settings and GPUs; a rollout lasts as long as its longest response."""
+    seconds = {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5}
+    record = {"seconds": seconds, "gpus": 1, "nodes": 1}
+    for engine in ("coarse", "fp32"):
+        config_hash = loaded.config_hash("preflight", engine=engine)
+        gpus = {"gpus": 2} if engine == "fp32" else {}
+        write_json(tmp_path / f"preflight/engine~{engine}/preflight.json", record | {"config_hash": config_hash} | gpus)
+    plan = make_plan(loaded, tmp_path)
+    assert sources(plan, "train") == [0, 12, 2]
+    # 128 responses of up to 64 tokens, 32 on average.
+    rehearsed = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
+    exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(12 * rehearsed + 2 * (20 + 32 * exact))
+    other = experiment("tiny", training__learning_rate=1.0)
+    assert sources(make_plan(other, tmp_path), "train") == [0, 0, 14]
+
+
 def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):
     record = Recorded(loaded, tmp_path)
     run = of(loaded, "rloo", "fp32")

@@ -3,7 +3,7 @@
 The loop is the real one with four changes: prompts are the longest ones, and every response is as long as it may be;
 rewards are made up, half of them 1; no correction rejects a response, so that every one is trained on; and a step
 trains on two micro-batches a rank, while the engines sample as many responses as in training. The learning rate is at
-least 1e-4, by which every weight moves in each of Adam's first steps, so that a weight that was not handed over is seen.
+least 1e-4, by which every weight moves in each of Adam's first steps: a weight that was not handed over is seen.
 """
 
 import filecmp
@@ -169,6 +169,34 @@ def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
     return forced
 
 
+def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report, work: Path) -> None:
+    """Trainer and engine side by side, before any step. Raises DvpError with the check that fails."""
+    settings = experiment.training
+    prompts = _shortest(loop)
+    with report.asking("safe vocabulary"):
+        asked = rules(experiment, engine)
+        for rule in asked:
+            prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], rule)
+    proved = ", ".join(map(str, asked)) or "no run with this engine has one"
+    report.add("safe vocabulary", Verdict(True, proved, {"rules": len(asked)}))
+    with report.asking("forward"):
+        verdict = check_forward(loop.trainer, prompts, settings.temperature)
+    report.add("forward", verdict)
+    with report.asking("mismatch"):
+        positions, noise = compare(loop.trainer, loop.engine, prompts, loop.run.seed)
+        verdict = check_mismatch(
+            positions, noise, precision_class(experiment.engines[engine], experiment.trainer_dtype)
+        )
+    report.add("mismatch", verdict)
+    before_NV = next_tokens(loop.engine, prompts)
+    if ranks.is_main():
+        save_file({"log_probs": before_NV}, work / BEFORE)
+        report.note("kept", kept_by_method(experiment, engine, positions, loop.run.seed))
+        report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    del positions, noise
+    ranks.gather(None)
+
+
 def train(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The first process group: start, compare, one step; SIGTERM arrives in the second, and it saves and leaves.
 
@@ -189,30 +217,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
             {"seconds": time.time() - started, "ranks": settings.ranks},
         ),
     )
-    prompts = _shortest(loop)
-    with report.asking("safe vocabulary"):
-        asked = rules(experiment, engine)
-        for rule in asked:
-            prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], rule)
-    proved = ", ".join(map(str, asked)) or "no run with this engine has one"
-    report.add("safe vocabulary", Verdict(True, proved, {"rules": len(asked)}))
-    with report.asking("forward"):
-        verdict = check_forward(loop.trainer, prompts, settings.temperature)
-    report.add("forward", verdict)
-    with report.asking("mismatch"):
-        positions, noise = compare(loop.trainer, loop.engine, prompts, run.seed)
-        verdict = check_mismatch(
-            positions, noise, precision_class(experiment.engines[engine], experiment.trainer_dtype)
-        )
-    report.add("mismatch", verdict)
-    before_NV = next_tokens(loop.engine, prompts)
-    if ranks.is_main():
-        save_file({"log_probs": before_NV}, work / BEFORE)
-        report.note("kept", kept_by_method(experiment, engine, positions, run.seed))
-        report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    del positions, noise
-    ranks.gather(None)
-
+    check_engine(loop, experiment, engine, report, work)
     forced = rehearse(loop, work / SAMPLING)
     with report.asking("steps"):
         try:

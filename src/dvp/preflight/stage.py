@@ -124,8 +124,10 @@ class _Preflight:
         try:
             for process in PROCESSES:
                 self._start(process)
+                if process in ("train", "resume"):
+                    self._check_memory(process)
                 if process == "resume":
-                    self._judge()
+                    self._check_save()
                 self._show()
             summary = self._summary()
         except DvpError:
@@ -177,12 +179,12 @@ class _Preflight:
             says = last[-1].split(": ", 1)[-1].strip() if last else f"ended with status {status}"
         self._report.add(begun or "start", Verdict(False, says))
 
-    def _judge(self) -> None:
-        """What is known after two steps: memory, and the time that a stop takes."""
+    def _check_memory(self, process: Process) -> None:
         _, notes, _ = self._report.read()
-        peaks = [notes["peaks_train"], notes["peaks_resume"]]
-        peak = {name: max(of_process[name] for of_process in peaks) for name in peaks[0]}
-        self._report.add("memory", check_memory(peak, self._memory, self._planned(notes)))
+        self._report.add("memory", check_memory(notes[f"peaks_{process}"], self._memory, self._planned(notes)))
+
+    def _check_save(self) -> None:
+        _, notes, _ = self._report.read()
         training = self._experiment.training
         tokens = training.prompts_per_step * training.group_size * training.max_response_tokens
         update = notes["seconds"]["update_token"] * tokens

@@ -39,18 +39,11 @@ SIMULATED, DRAWS = 400, 512
 def own_logits(trainer: Trainer, batch: Batch, bf16: bool) -> torch.Tensor:
     """The logits (N, V) of the response tokens by the model's own forward pass, with all that it does to them.
 
-    The trainer's model has a head that gives statistics; for this call the head is a plain product again. By all ranks,
-    each with a batch of its own.
+    By all ranks, each with a batch of its own.
     """
-    model = trainer.policy.model
-    head = model.get_output_embeddings()
     batch = batch.to(trainer.device)
-    head.forward = lambda hidden_BTH: torch.nn.functional.linear(hidden_BTH, head.weight)
-    try:
-        with torch.autocast(trainer.device.type, torch.bfloat16, enabled=bf16):
-            logits_BTV = model(batch.tokens_BT[:, :-1], use_cache=False).logits
-    finally:
-        del head.forward
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=bf16):
+        logits_BTV = trainer.policy.model(batch.tokens_BT[:, :-1], use_cache=False).logits
     return logits_BTV[batch.response_BT[:, 1:]].float()
 
 

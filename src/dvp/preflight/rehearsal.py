@@ -35,6 +35,7 @@ from dvp.preflight.checks import (
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.rollout.safe_vocabulary import needs_processor
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
 from dvp.training.loop import Loop, run_loop
@@ -60,13 +61,19 @@ def rehearsed_run(experiment: Experiment, engine: str) -> Run:
     return next((run for run in runs if experiment.methods[run.method].safe_vocabulary is not None), runs[0])
 
 
+def _rule(experiment: Experiment, run: Run) -> SafeVocabulary | None:
+    """The safe vocabulary that a run's engine samples from."""
+    return experiment.methods[run.method].sides(run.rho_value, experiment.training.max_response_tokens).engine
+
+
 def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
-    """The safe vocabularies that runs with this engine sample from."""
-    longest = experiment.training.max_response_tokens
-    sides = [
-        experiment.methods[run.method].sides(run.rho_value, longest) for run in experiment.runs if run.engine == engine
-    ]
-    return list(dict.fromkeys(side.engine for side in sides if side.engine is not None))
+    """The safe vocabularies of runs with this engine, as far as it applies them in the same way as the rehearsed run's.
+
+    Any other is proved when its run starts, as each is.
+    """
+    by_state = needs_processor(_rule(experiment, rehearsed_run(experiment, engine)))
+    every = dict.fromkeys(_rule(experiment, run) for run in experiment.runs if run.engine == engine)
+    return [rule for rule in every if rule is not None and needs_processor(rule) <= by_state]
 
 
 def rehearsed(experiment: Experiment) -> Experiment:
@@ -135,10 +142,14 @@ class LongestResponses:
         return self.engine.log_probs(prompt, rule)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights. On a GPU the engine is asleep before, and awake after."""
+        """See Engine.load_weights. On a GPU the engine is asleep before."""
         self._see("update")
         self.engine.load_weights(weights)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See Engine.sleep."""
         self._see("rollout")
+        self.engine.sleep(keep_weights=keep_weights)
 
     def _see(self, phase: str) -> None:
         if torch.cuda.is_available():
@@ -320,13 +331,14 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
     report.add("convert", Verdict(True, says, figures | {"seconds": time.time() - started}))
     with report.asking("synchronise"):
-        asked, training = read_json(work / ASKED), experiment.training
+        asked, training, run = read_json(work / ASKED), experiment.training, rehearsed_run(experiment, engine)
         fresh = VllmEngine(
             work / MODEL,
             experiment.engines[engine],
             max_model_len=asked["max_model_len"],
             max_num_seqs=training.prompts_per_step * training.group_size,
-            seed=rehearsed_run(experiment, engine).seed,
+            seed=run.seed,
+            rules=[_rule(experiment, run)],
         )
         verdict = check_same_engine(
             load_file(work / RELOADED)["log_probs"],

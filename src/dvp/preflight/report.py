@@ -16,7 +16,7 @@ from dvp.files import append_line
 
 CHECKS = {
     "start": "trainer and engine start together, with every rank, on the model of the experiment",
-    "safe vocabulary": "the engine samples from the safe vocabulary of every run, and reports that distribution",
+    "safe vocabulary": "the engine samples from the safe vocabularies of its runs, and reports that distribution",
     "forward": "the trainer's log-probs are those of the model's own forward pass",
     "mismatch": "trainer and engine agree over the whole vocabulary as well as the engine's precision allows",
     "steps": "two optimiser steps on responses of the longest length",
@@ -64,9 +64,8 @@ class Report:
 
     def add(self, check: str, verdict: Verdict) -> None:
         """Write a verdict. Raises DvpError, with the check's name, if it is a failure."""
-        assert check in CHECKS
-        line = {"check": check, "passed": verdict.passed, "says": verdict.says, "measured": verdict.figures}
-        self._write(line)
+        line = {"check": check, "asks": CHECKS[check], "passed": verdict.passed, "says": verdict.says}
+        self._write(line | {"measured": verdict.figures})
         if not verdict.passed:
             raise DvpError(f"{check}: {verdict.says}")
 

@@ -195,10 +195,9 @@ class _Preflight:
         estimate = self._estimate(notes)
         if estimate is None:
             return None
-        memory = estimate.memory(self._engine)
         return {
-            "update": memory["states"] + memory["activations"],
-            "rollout": memory["states"] + memory["engine"],
+            "update": sum(estimate.update_memory().values()),
+            "rollout": estimate.rollout_memory(self._engine)["bytes"],
         }
 
     def _estimate(self, notes: dict) -> Estimate | None:
@@ -232,6 +231,7 @@ class _Preflight:
             "nodes": training.nodes,
             "device": notes.get("device"),
             "checks": verdicts,
+            "kl": next((one["measured"].get("kl") for one in verdicts if one["check"] == "mismatch"), None),
             "seconds": notes.get("seconds"),
             "utilisation": self._utilisation(notes) if "device" in notes else None,
             "kept": notes.get("kept"),

@@ -135,7 +135,7 @@ def base(config: Config, threads: Threads = 1) -> None:
     stage.base(config, threads)
 
 
-LEAVE = _option("SECONDS", "that Slurm leaves between its warning and the end of a job", callback=_above_zero)
+STOP = _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)
 MEMORY = _option(
     "MB",
     "memory of a training job on a node",
@@ -149,7 +149,7 @@ def preflight(
     config: Config,
     engine: Annotated[str, _option("NAME", "an engine of the grid")],
     threads: Threads = 1,
-    seconds_to_leave: Annotated[float, LEAVE] = 600,
+    stop_seconds: Annotated[int, STOP] = 0,
     memory_mb: Annotated[float | None, MEMORY] = None,
     process: Annotated[Literal["train", "resume", "convert", "evaluate"] | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -162,7 +162,7 @@ def preflight(
     from dvp.preflight import stage
 
     memory = None if memory_mb is None else memory_mb * 1e6
-    stage.preflight(config, engine, threads, seconds_to_leave, memory, process)
+    stage.preflight(config, engine, threads, stop_seconds, memory, process)
 
 
 @app.command(rich_help_panel=MODELS)
@@ -170,7 +170,7 @@ def train(
     config: Config,
     run: RunPath,
     threads: Threads = 1,
-    stop_seconds: Annotated[int, _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)] = 0,
+    stop_seconds: Annotated[int, STOP] = 0,
 ) -> None:
     """Train one run with RL.
 

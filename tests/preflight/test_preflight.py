@@ -45,7 +45,7 @@ def prepared(dvp, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def passed(prepared, dvp) -> dict:
-    status, _, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--seconds-to-leave", 500)
+    status, _, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--stop-seconds", 500)
     assert status == 0, errors
     return read_json(ExperimentDir(prepared).result("preflight", ENGINE))
 
@@ -63,7 +63,7 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert measured(passed, "mismatch")["positions"] >= 200
     assert 0 < measured(passed, "mismatch")["kl"] < 0.5
     assert measured(passed, "steps") | {"steps": 2, "longest": 48} == measured(passed, "steps")
-    assert measured(passed, "save")["limit"] == 500
+    assert measured(passed, "save")["stop_seconds"] == 500
     # Two steps have moved the weights; the engine that got them in memory has them all.
     assert measured(passed, "synchronise")["apart"] < 0.1 * measured(passed, "synchronise")["moved"]
     assert measured(passed, "evaluate")["problems"] == 4
@@ -93,11 +93,13 @@ def test_too_little_memory_is_refused_in_one_line_and_leaves_no_result(passed, p
 
 
 def test_a_save_that_takes_longer_than_slurm_leaves_is_refused(passed):
-    seconds = {name: measured(passed, "save")[name] for name in ("seconds_to_leave", "seconds_update")}
-    assert check_save(**seconds, allowed=500).passed
-    verdict = check_save(**seconds, allowed=seconds["seconds_to_leave"])
+    seconds = {name: measured(passed, "save")[name] for name in ("seconds_leaving", "seconds_update")}
+    assert check_save(**seconds, stop_seconds=500).passed
+    assert check_save(**seconds, stop_seconds=0).passed  # nobody says
+    seconds["seconds_leaving"] += 500
+    verdict = check_save(**seconds, stop_seconds=500)
     assert not verdict.passed
-    assert f"Slurm leaves {seconds['seconds_to_leave']:g} s" in verdict.says
+    assert verdict.says.endswith("; stop_seconds leaves 500 s")
 
 
 def test_an_engine_that_no_run_has_is_refused(prepared, dvp):

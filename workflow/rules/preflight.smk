@@ -14,8 +14,7 @@ rule preflight:
     threads: threads_of(training_gpus)
     resources:
         **gpus(training_gpus, training_nodes),
-        # Between Slurm's warning and the end of a training job, in seconds.
-        seconds_to_leave=600,
+        stop_seconds=0,
     params:
         config=RESOLVED,
         config_hash=config_hash("preflight"),
@@ -24,4 +23,4 @@ rule preflight:
         "rehearsing a run with engine {wildcards.engine}"
     shell:
         "dvp preflight --config {params.config:q} --engine {wildcards.engine:q}"
-        " --seconds-to-leave {resources.seconds_to_leave} --threads {threads} 2>&1 | tee {log:q}"
+        " --threads {threads} --stop-seconds {resources.stop_seconds} 2>&1 | tee {log:q}"

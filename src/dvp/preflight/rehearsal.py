@@ -277,6 +277,7 @@ def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdic
     if path is None:
         return Verdict(False, "there is no checkpoint: the first process did not save before it left")
     loop.trainer.save(again)
+    ranks.gather(None)  # all parts are there
     files = sorted(file.relative_to(path) for file in path.rglob("*.pt"))
     mine = ranks.share(files)
     equal = ranks.join([_same_bytes(path / file, again / file) for file in mine], len(files))

@@ -21,7 +21,7 @@ CHECKS = {
     "mismatch": "trainer and engine agree over the whole vocabulary as well as the engine's precision allows",
     "steps": "two optimiser steps on responses of the longest length",
     "memory": "the largest memory of these steps against what there is",
-    "save": "on SIGTERM an update is finished and saved in the time that Slurm leaves",
+    "save": "on SIGTERM an update is finished and saved in the time that the scheduler leaves",
     "resume": "what the checkpoint gives back is what was saved, to the last bit",
     "convert": "the checkpoint becomes a Hugging Face model, with its proof",
     "synchronise": "an engine that was handed the weights in memory equals one freshly started from them",
@@ -133,16 +133,20 @@ def check_memory(peaks: dict, declared: float, planned: dict[str, float] | None)
     return Verdict(all(peak <= MEMORY_SHARE * there for _, peak, there in parts), says, figures)
 
 
-def check_save(seconds_to_leave: float, seconds_update: float, allowed: float) -> Verdict:
+def check_save(seconds_leaving: float, seconds_update: float, stop_seconds: int) -> Verdict:
     """From SIGTERM to the end of the last process; an update that has begun is finished before.
 
-    seconds_to_leave : as measured, from a rollout.
+    seconds_leaving : as measured, from a rollout.
     seconds_update : of a whole batch of the longest responses.
+    stop_seconds : that the scheduler leaves; 0 if unknown.
     """
-    needed = seconds_to_leave + seconds_update
+    needed = seconds_leaving + seconds_update
+    says = (
+        f"{seconds_leaving:.3g} s from SIGTERM to the end, and {seconds_update:.3g} s of an update that has just "
+        f"begun: {needed:.3g} s"
+    )
     return Verdict(
-        needed <= allowed,
-        f"{seconds_to_leave:.3g} s from SIGTERM to the end, and {seconds_update:.3g} s of an update that has just "
-        f"begun: {needed:.3g} s; Slurm leaves {allowed:g} s",
-        {"seconds_to_leave": seconds_to_leave, "seconds_update": seconds_update, "limit": allowed},
+        not stop_seconds or needed <= stop_seconds,
+        says + (f"; stop_seconds leaves {stop_seconds} s" if stop_seconds else ""),
+        {"seconds_leaving": seconds_leaving, "seconds_update": seconds_update, "stop_seconds": stop_seconds},
     )

@@ -34,13 +34,13 @@ def preflight(
     config: Path,
     engine: str,
     threads: int,
-    seconds_to_leave: float,
+    stop_seconds: int,
     memory: float | None,
     process: Process | None,
 ) -> None:
     """Rehearse the path of a run with an engine → preflight/engine~ENGINE/preflight.json if nothing failed.
 
-    seconds_to_leave : between Slurm's warning and the end of a job.
+    stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
     memory : bytes that a training job may take on each node; None: as Slurm says, else all of this machine's.
     process : what to do as one of the processes that this call starts.
     Raises DvpError with the line of the check that failed; the report is in report.json beside it.
@@ -65,7 +65,7 @@ def preflight(
                     "engine": settings.engines[engine].model_dump(mode="json"),
                 }
             )
-            _Preflight(directory, config, engine, threads, seconds_to_leave, memory).run(stage)
+            _Preflight(directory, config, engine, threads, stop_seconds, memory).run(stage)
 
 
 def _as_process(directory: ExperimentDir, config: Path, engine: str, threads: int, process: Process) -> None:
@@ -99,13 +99,13 @@ class _Preflight:
         config: Path,
         engine: str,
         threads: int,
-        seconds_to_leave: float,
+        stop_seconds: int,
         memory: float | None,
     ):
         self._experiment = directory.experiment
         self._folder = directory.result("preflight", engine).parent
         self._work = self._folder / WORK
-        self._engine, self._allowed = engine, seconds_to_leave
+        self._engine, self._stop_seconds = engine, stop_seconds
         self._memory = memory or _memory_of_job()
         self._command = [sys.executable, "-m", "dvp.cli", "preflight", "--config", str(config), "--engine", engine]
         self._command += ["--threads", str(threads)]
@@ -188,7 +188,7 @@ class _Preflight:
         training = self._experiment.training
         tokens = training.prompts_per_step * training.group_size * training.max_response_tokens
         update = notes["seconds"]["update_token"] * tokens
-        self._report.add("save", check_save(self._leaving, update, self._allowed))
+        self._report.add("save", check_save(self._leaving, update, self._stop_seconds))
 
     def _planned(self, notes: dict) -> dict[str, float] | None:
         """Bytes of a GPU, as `dvp plan` has them; None on a CPU, and where the plan lacks the model's sizes."""

@@ -138,7 +138,7 @@ def base(config: Config, threads: Threads = 1) -> None:
 STOP = _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)
 MEMORY = _option(
     "MB",
-    "memory of a training job on a node",
+    "memory of a training job on a node, as Slurm counts it",
     callback=_above_zero,
     show_default="the job's, as Slurm says, or all of this machine's",
 )
@@ -161,7 +161,7 @@ def preflight(
     """
     from dvp.preflight import stage
 
-    memory = None if memory_mb is None else memory_mb * 1e6
+    memory = None if memory_mb is None else memory_mb * 2**20
     stage.preflight(config, engine, threads, stop_seconds, memory, process)
 
 

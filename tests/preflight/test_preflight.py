@@ -82,7 +82,7 @@ def test_too_little_memory_is_refused_in_one_line_and_leaves_no_result(passed, p
     status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--memory-mb", 200)
     assert status == 2, errors
     assert line.startswith("dvp preflight: memory: ")
-    assert line.endswith("95% of 0.2 GB are allowed")
+    assert line.endswith("95% of 0.21 GB are allowed")
     assert "Traceback" not in errors
     assert not result.exists()
     report = read_json(result.with_name("report.json"))

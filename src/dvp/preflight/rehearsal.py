@@ -205,6 +205,8 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
         report.note("kept", kept_by_method(experiment, engine, positions, loop.run.seed))
         report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     del positions, noise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what training would not have taken
     ranks.gather(None)
 
 

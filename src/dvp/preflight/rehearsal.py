@@ -290,8 +290,8 @@ def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdic
     return Verdict(bool(files) and not differing, says, {"files": len(files)})
 
 
-def _same_bytes(one: Path, other: Path) -> bool:
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+def _same_bytes(file: Path, again: Path) -> bool:
+    return again.is_file() and filecmp.cmp(file, again, shallow=False)
 
 
 def _shortest(loop: Loop) -> list[list[int]]:

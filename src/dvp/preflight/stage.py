@@ -26,6 +26,7 @@ from dvp.stage import Stage, run_stage
 
 Process = Literal["train", "resume", "convert", "evaluate"]
 PROCESSES: tuple[Process, ...] = ("train", "resume", "convert", "evaluate")
+ON_RANKS: tuple[Process, ...] = ("train", "resume")
 WORK = "work"
 """The scratch folder, deleted at the end; what it held is as large as a few checkpoints."""
 
@@ -124,8 +125,8 @@ class _Preflight:
         try:
             for process in PROCESSES:
                 self._start(process)
-                if process in ("train", "resume"):
-                    self._check_memory(process)
+                if process in ON_RANKS:
+                    self._check_memory()
                 if process == "resume":
                     self._check_save()
                 self._show()
@@ -148,12 +149,12 @@ class _Preflight:
         last: list[str] = []
         listener = threading.Thread(target=_pass_on, args=(child.stderr, last))
         listener.start()
-        told = None
+        signalled = None
         try:
-            while process == "train" and child.poll() is None and told is None:
+            while process == "train" and child.poll() is None and signalled is None:
                 if (self._work / SAMPLING).exists():
                     child.send_signal(signal.SIGTERM)
-                    told = time.monotonic()
+                    signalled = time.monotonic()
                 time.sleep(0.05)
             status = child.wait()
         except BaseException:
@@ -162,8 +163,8 @@ class _Preflight:
             raise
         finally:
             listener.join()
-        if told is not None:
-            self._leaving = time.monotonic() - told
+        if signalled is not None:
+            self._leaving = time.monotonic() - signalled
         expected = 128 + signal.SIGTERM if process == "train" else 0
         if status == expected:
             return
@@ -172,16 +173,21 @@ class _Preflight:
             if not verdict["passed"]:
                 raise DvpError(f"{verdict['check']}: {verdict['says']}")
         if status == 0:
-            begun, says = "save", "was told to stop while it sampled, and went on"
+            begun, says = "save", "the processes did not leave on SIGTERM"
         elif status < 0:
             says = f"ended by {signal.Signals(-status).name}; was there too little memory?"
         else:
             says = last[-1].split(": ", 1)[-1].strip() if last else f"ended with status {status}"
         self._report.add(begun or "start", Verdict(False, says))
 
-    def _check_memory(self, process: Process) -> None:
+    def _check_memory(self) -> None:
+        """Refuse what the processes so far took; once there are no more of them, say that it was not too much."""
         _, notes, _ = self._report.read()
-        self._report.add("memory", check_memory(notes[f"peaks_{process}"], self._memory, self._planned(notes)))
+        peaks = [notes[f"peaks_{process}"] for process in ON_RANKS if f"peaks_{process}" in notes]
+        largest = {name: max(of_process[name] for of_process in peaks) for name in peaks[0]}
+        verdict = check_memory(largest, self._memory, self._planned(notes))
+        if not verdict.passed or len(peaks) == len(ON_RANKS):
+            self._report.add("memory", verdict)
 
     def _check_save(self) -> None:
         _, notes, _ = self._report.read()
@@ -201,7 +207,7 @@ class _Preflight:
         }
 
     def _estimate(self, notes: dict) -> Estimate | None:
-        device = next((one for one in DEVICES.values() if one.name.split()[0] in notes["device"]), None)
+        device = next((known for known in DEVICES.values() if known.name.split()[0] in notes["device"]), None)
         if device is None:
             return None
         try:
@@ -231,7 +237,7 @@ class _Preflight:
             "nodes": training.nodes,
             "device": notes.get("device"),
             "checks": verdicts,
-            "kl": next((one["measured"].get("kl") for one in verdicts if one["check"] == "mismatch"), None),
+            "kl": next((line["measured"].get("kl") for line in verdicts if line["check"] == "mismatch"), None),
             "seconds": notes.get("seconds"),
             "utilisation": self._utilisation(notes) if "device" in notes else None,
             "kept": notes.get("kept"),
@@ -263,7 +269,7 @@ def _memory_of_job() -> float:
 
 def _numbers(summary: dict) -> dict:
     """Of a summary, what goes to the tracking store."""
-    checks = {one["check"].replace(" ", "_"): one["measured"] for one in summary["checks"]}
+    checks = {line["check"].replace(" ", "_"): line["measured"] for line in summary["checks"]}
     figures = {name: summary[name] for name in ("seconds", "kept", "utilisation") if summary[name] is not None}
     return _only_numbers(checks | figures)
 

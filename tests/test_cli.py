@@ -22,6 +22,7 @@ WRITES = {
     "plan": ["Writes nothing and needs neither GPU nor network"],
     "prepare": ["data/train.parquet", "data/eval.parquet", "data/manifest.json"],
     "base": ["base/"],
+    "preflight": ["preflight/engine~NAME/preflight.json", "report.json"],
     "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],

@@ -25,6 +25,7 @@ ROOMS = [
     ("measurement",),
     ("analysis",),
     ("planning",),
+    ("preflight",),
     ("cli", "benchmark"),
 ]
 # `core.rows` hands over to its kernels where there is a GPU; they take its types.

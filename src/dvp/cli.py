@@ -135,12 +135,42 @@ def base(config: Config, threads: Threads = 1) -> None:
     stage.base(config, threads)
 
 
+STOP = _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)
+MEMORY = _option(
+    "MB",
+    "memory of a training job on a node, as Slurm counts it",
+    callback=_above_zero,
+    show_default="the job's, as Slurm says, or all of this machine's",
+)
+
+
+@app.command(rich_help_panel=MODELS)
+def preflight(
+    config: Config,
+    engine: Annotated[str, _option("NAME", "an engine of the grid")],
+    threads: Threads = 1,
+    stop_seconds: Annotated[int, STOP] = 0,
+    memory_mb: Annotated[float | None, MEMORY] = None,
+    process: Annotated[Literal["train", "resume", "convert", "evaluate"] | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Rehearse the whole path of a run in minutes.
+
+    Starts trainer and engine with the ranks of the experiment, compares them, takes two steps on responses of the
+    longest length, stops, resumes, converts and evaluates. Writes preflight/engine~NAME/preflight.json if every check
+    passed; else it names the one that failed, and report.json has all of them.
+    """
+    from dvp.preflight import stage
+
+    memory = None if memory_mb is None else memory_mb * 2**20
+    stage.preflight(config, engine, threads, stop_seconds, memory, process)
+
+
 @app.command(rich_help_panel=MODELS)
 def train(
     config: Config,
     run: RunPath,
     threads: Threads = 1,
-    stop_seconds: Annotated[int, _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)] = 0,
+    stop_seconds: Annotated[int, STOP] = 0,
 ) -> None:
     """Train one run with RL.
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from statistics import fmean
 
 # What a job of a rule takes, as a multiple of `convert`'s: only ratios matter, and only until a job of it has ended.
-SHARES = {"train": 9.0, "base": 8.0, "bias": 8.0, "mismatch": 4.0, "evaluate": 3.0, "convert": 1.0, "prepare": 0.7}
+SHARES = {
+    "train": 9.0,
+    "base": 8.0,
+    "preflight": 8.0,
+    "bias": 8.0,
+    "mismatch": 4.0,
+    "evaluate": 3.0,
+    "convert": 1.0,
+    "prepare": 0.7,
+}
 OTHER = 1.0
 
 

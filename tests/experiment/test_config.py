@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dvp.core.importance import PRESETS
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
+from dvp.experiment.config_hash import settings_of_stage
 from dvp.experiment.grid import Run, parse_rho, rho_in_path
 from dvp.experiment.loading import (
     dump_experiment,
@@ -670,6 +671,30 @@ def test_k_of_another_task_does_not_concern_this_one():
     assert config_hashes(before, RUN) == config_hashes(after, RUN)
     assert before.config_hash("evaluate", RUN, "aime25") != after.config_hash("evaluate", RUN, "aime25")
     assert before.config_hash("evaluate", RUN, "aime25") != before.config_hash("evaluate", RUN, "held_out")
+
+
+def test_a_preflight_depends_on_nothing_that_training_does_not_depend_on():
+    """Training waits for it, and is made again where it is."""
+    experiment = load_experiment("smoke", ROOT / "config")
+    for run in experiment.runs:
+        of_run = settings_of_stage(experiment, "train", run, None, None, None)
+        for name, part in settings_of_stage(experiment, "preflight", None, None, None, run.engine).items():
+            assert of_run[name] == part
+    assert experiment.config_hash("preflight", engine="fp32") != experiment.config_hash("preflight", engine="coarse")
+
+
+@pytest.mark.parametrize(
+    ("name", "preflight", "engines"),
+    [
+        ("smoke", "auto", []),
+        ("smoke", "always", ["fp32", "coarse"]),
+        ("paper_8b", "auto", ["fp32", "bf16"]),
+        ("paper_8b", "never", []),
+    ],
+)
+def test_each_engine_of_the_grid_has_a_preflight_where_it_is_asked_for(name, preflight, engines):
+    experiment = load_experiment(name, ROOT / "config").model_copy(update={"preflight": preflight})
+    assert experiment.preflights == engines
 
 
 def test_runs_that_differ_have_different_config_hashes():

@@ -106,9 +106,9 @@ def test_wall_time_lies_between_its_bounds(data):
     ("name", "jobs"),
     [
         ("tiny", (1, 1, 14, 14, 15, 1)),
-        ("paper_8b", (1, 1, 30, 30, 4 * 31, 1)),
-        ("paper_14b", (1, 1, 27, 27, 4 * 28, 1)),
-        ("paper_otb", (1, 1, 18, 18, 4 * 19, 1)),
+        ("paper_8b", (1, 1, 2, 30, 30, 4 * 31, 1)),
+        ("paper_14b", (1, 1, 1, 27, 27, 4 * 28, 1)),
+        ("paper_otb", (1, 1, 1, 18, 18, 4 * 19, 1)),
     ],
 )
 def test_jobs_by_stage(name, jobs):
@@ -236,7 +236,7 @@ def test_shorter_responses_and_more_gpus_take_less_time():
 
 
 def test_a_job_that_needs_more_gpus_than_there_are_is_refused():
-    with pytest.raises(DvpError, match=r"^--gpus 15: a job of stage 'train' takes 16 at once$"):
+    with pytest.raises(DvpError, match=r"^--gpus 15: a job of stage 'preflight' takes 16 at once$"):
         make_plan(experiment("paper_14b"), NOWHERE, gpus=15)
 
 
@@ -358,6 +358,25 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
     assert sources(plan, "train") == [14, 0, 0]
     # The start took 15 − 4 s; 32 steps of 128 responses are 32 times 4 s.
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(14 * (11 + 32 * 4))
+
+
+def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
+    """With the same settings and GPUs; a rollout lasts as long as its longest response."""
+    seconds = {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5}
+    record = {"seconds": seconds, "kl": 1e-3, "gpus": 1, "nodes": 1}
+    for engine in ("coarse", "fp32"):
+        config_hash = loaded.config_hash("preflight", engine=engine)
+        gpus = {"gpus": 2} if engine == "fp32" else {}
+        write_json(tmp_path / f"preflight/engine~{engine}/preflight.json", record | {"config_hash": config_hash} | gpus)
+    plan = make_plan(loaded, tmp_path)
+    assert sources(plan, "train") == [0, 12, 2]
+    # 128 responses of up to 64 tokens, 32 on average.
+    rehearsed = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
+    exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(12 * rehearsed + 2 * (20 + 32 * exact))
+    assert {tuple(row["kl"]) for row in plan["kept"] if row["engine"] == "coarse"} == {(1e-3,)}
+    other = experiment("tiny", training__learning_rate=1.0)
+    assert sources(make_plan(other, tmp_path), "train") == [0, 0, 14]
 
 
 def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):

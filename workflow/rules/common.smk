@@ -78,6 +78,7 @@ wildcard_constraints:
     run="base|method~[^/]+/engine~[^/]+/rho~[^/]+/seed~[0-9]+",
     measurement="(base|method~[^/]+/engine~[^/]+/rho~[^/]+)/by~[^/]+/seed~[0-9]+",
     task="[^/]+",
+    engine="[^/]+",
 
 
 def config_hash(stage):
@@ -91,7 +92,9 @@ def config_hash(stage):
             )
         path = wildcards.get("run", "base")
         run = None if path == "base" else asked.run(path)
-        return asked.config_hash(stage, run, wildcards.get("task"))
+        return asked.config_hash(
+            stage, run, wildcards.get("task"), engine=wildcards.get("engine")
+        )
 
     return of_wildcards
 
@@ -158,6 +161,17 @@ def base_files(wildcards):
     return expand(stage.output, experiment=wildcards.experiment)
 
 
+def preflight_files(wildcards):
+    """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for."""
+    asked = experiment(wildcards.experiment)
+    engine = asked.run(wildcards.run).engine
+    if engine not in asked.preflights:
+        return []
+    return expand(
+        rules.preflight.output, experiment=wildcards.experiment, engine=engine
+    )
+
+
 def local_files(wildcards):
     """Problems that come from files of this machine: when one changes, everything runs again."""
     asked = experiment(wildcards.experiment)
@@ -175,6 +189,8 @@ def outputs(stage, name):
     runs, stage_name = [run.path for run in asked.runs], stage.rule.name
     if stage_name in ("mismatch", "bias"):
         of = {"measurement": [each.path for each in asked.measurements(stage_name)]}
+    elif stage_name == "preflight":
+        of = {"engine": asked.preflights}
     elif stage_name == "evaluate":
         of = {"run": ["base", *runs], "task": asked.data.tasks}
     else:
@@ -209,7 +225,7 @@ def reports(name):
 def everything(name):
     """All files of an experiment that a rule or a person reads, so that a missing one is made again."""
     base = "base" if trains_base(name) else "base_linked"
-    stages = ["resolve", "prepare", base, "train", "convert", "evaluate"]
+    stages = ["resolve", "prepare", base, "preflight", "train", "convert", "evaluate"]
     stages += [
         "mismatch",
         "bias",

@@ -4,6 +4,7 @@ rule train:
     input:
         data=rules.prepare.output,
         base=base_files,
+        preflight=preflight_files,
     output:
         multiext(
             f"{RESULTS}/runs/{{run}}/",

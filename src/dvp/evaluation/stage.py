@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
 from dvp.experiment.folder import BASE, ExperimentDir
 from dvp.files import sha256_file
 from dvp.rollout.vllm import VllmEngine, configure_environment
@@ -20,11 +21,6 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     """
     configure_environment(threads)
     import torch
-    from transformers import AutoConfig, AutoTokenizer
-
-    from dvp.data.prompts import encode_prompts
-    from dvp.evaluation.runner import evaluate as evaluate_model
-    from dvp.training.base import check_vocabulary
 
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.evaluation
@@ -41,30 +37,41 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
             return
         shown = settings.model_dump(mode="json") | {"samples_per_problem": settings.samples_per_problem[task]}
         stage.tracked.log_params({"evaluation": shown})
-        model = model_result.parent
-        check_vocabulary(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = pd.read_parquet(directory.data / "eval.parquet").query("task == @task")
-        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
-        longest = max(map(len, encoded), default=0) + settings.max_response_tokens
-        engine = VllmEngine(
-            model,
-            experiment.engines[settings.engine],
-            max_model_len=min(longest, AutoConfig.from_pretrained(model).max_position_embeddings),
-            max_num_seqs=ENGINE_SEQUENCES,
-            seed=settings.seed,
-        )
         folder = result.parent
-        scores = evaluate_model(
-            experiment,
-            task,
-            model_dir=model,
-            eval_parquet=directory.data / "eval.parquet",
-            engine=engine,
-            tokenizer=tokenizer,
-            folder=folder,
-        )
+        scores = sample(experiment, task, model_result.parent, directory.data / "eval.parquet", folder)
         stage.tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
         stage.tracked.log_file(folder / "samples.parquet")
         files = {"samples.parquet": sha256_file(folder / "samples.parquet")}
         stage.finish({"run": path, **scores, "files": files})
+
+
+def sample(experiment: Experiment, task: str, model: Path, eval_parquet: Path, folder: Path) -> dict:
+    """Sample a model on a task's rows of a table with an engine started for it, and score; see runner.evaluate."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from dvp.data.prompts import encode_prompts
+    from dvp.evaluation.runner import evaluate as evaluate_model
+    from dvp.training.base import check_vocabulary
+
+    settings = experiment.evaluation
+    check_vocabulary(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    problems = pd.read_parquet(eval_parquet).query("task == @task")
+    encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
+    longest = max(map(len, encoded), default=0) + settings.max_response_tokens
+    engine = VllmEngine(
+        model,
+        experiment.engines[settings.engine],
+        max_model_len=min(longest, AutoConfig.from_pretrained(model).max_position_embeddings),
+        max_num_seqs=ENGINE_SEQUENCES,
+        seed=settings.seed,
+    )
+    return evaluate_model(
+        experiment,
+        task,
+        model_dir=model,
+        eval_parquet=eval_parquet,
+        engine=engine,
+        tokenizer=tokenizer,
+        folder=folder,
+    )

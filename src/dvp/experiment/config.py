@@ -7,7 +7,7 @@ names that are not defined are refused with one line.
 """
 
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,9 @@ class Experiment(Strict):
     """The main table."""
     grid: Annotated[list[GridEntry], Field(min_length=1)]
     """What is trained."""
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Whether the whole path is rehearsed before the grid is trained; auto: where the base model is not trained here.
+    Training waits for it, so that a change of this key after training asks for all of it again."""
     mismatch: MismatchConfig | None = None
     """Measurements of the mismatch at fixed policies."""
     bias: BiasConfig | None = None
@@ -186,6 +189,13 @@ class Experiment(Strict):
                 return run
         raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
 
+    @property
+    def preflights(self) -> list[str]:
+        """The engines of the grid that have a preflight; none if there is to be none."""
+        if self.preflight == "never" or (self.preflight == "auto" and isinstance(self.base, TrainedBase)):
+            return []
+        return list(dict.fromkeys(run.engine for run in self.runs))
+
     def measurements(self, stage: str) -> list[Measurement]:
         """Every measurement of the stage `mismatch` or `bias`, in the order of the file; none if not asked for."""
         settings = getattr(self, stage)
@@ -231,10 +241,15 @@ class Experiment(Strict):
         )
 
     def config_hash(
-        self, stage: str, run: Run | None = None, task: str | None = None, measurement: Measurement | None = None
+        self,
+        stage: str,
+        run: Run | None = None,
+        task: str | None = None,
+        measurement: Measurement | None = None,
+        engine: str | None = None,
     ) -> str:
         """Hash (12 hex digits) of all settings on which a stage depends (see dvp.experiment.config_hash)."""
-        return sha256_json(settings_of_stage(self, stage, run, task, measurement))[:12]
+        return sha256_json(settings_of_stage(self, stage, run, task, measurement, engine))[:12]
 
 
 def _defined(key: str, name: str, table: dict) -> None:

@@ -14,15 +14,20 @@ if TYPE_CHECKING:
 
 
 def settings_of_stage(
-    experiment: "Experiment", stage: str, run: Run | None, task: str | None, measurement: Measurement | None
+    experiment: "Experiment",
+    stage: str,
+    run: Run | None,
+    task: str | None,
+    measurement: Measurement | None,
+    engine: str | None,
 ) -> dict[str, Any]:
     """All settings on which the results of a stage depend, upstream stages included; JSON-able.
 
     `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
-    stages `mismatch` and `bias`.
+    stages `mismatch` and `bias`, `engine` that of a preflight.
     """
     if stage == "report":
-        return experiment.used.model_dump(mode="json")
+        return experiment.used.model_dump(mode="json", exclude={"preflight"})
     if measurement is not None:
         run = measurement.run
     data, base, training = experiment.data, experiment.base, experiment.training
@@ -44,6 +49,12 @@ def settings_of_stage(
         parts["run"] = run.model_dump(mode="json")
         parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")
         parts["method"] = experiment.methods[run.method].model_dump(mode="json", exclude={"label"})
+    if engine is not None:
+        # No more than every run with this engine depends on: training waits for the preflight, and where that is made
+        # again, training is.
+        parts["training"] = training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        parts["deepspeed"] = experiment.deepspeed
+        parts["engine"] = experiment.engines[engine].model_dump(mode="json")
     if stage == "evaluate":
         evaluation = experiment.evaluation.model_dump(mode="json")
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}

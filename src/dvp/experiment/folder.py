@@ -12,6 +12,7 @@ BASE = "base"  # in place of a run's path: the model before RL
 RESULTS = {
     "prepare": "data/manifest.json",
     "base": "base/manifest.json",
+    "preflight": "preflight/engine~{of}/preflight.json",
     "train": "runs/{of}/train.json",
     "convert": "models/{of}/conversion.json",
     "evaluate": "evals/{of}/scores.json",
@@ -35,7 +36,8 @@ class ExperimentDir:
     def result(self, stage: str, of: str = "") -> Path:
         """The JSON file that a stage writes last.
 
-        of : the path of the run (evaluate: of run and task, RUN/TASK) or of the measurement; the report's part.
+        of : the path of the run (evaluate: of run and task, RUN/TASK) or of the measurement; the engine of
+            the preflight; the report's part.
         """
         return self.folder / RESULTS[stage].replace("{of}", of)
 

@@ -116,6 +116,9 @@ class Estimate:
                 return Work(other=downloaded / DOWNLOAD, disk=downloaded)
             warm = experiment.base.warm_start
             return Work(forward=3 * warm.steps * warm.batch_size, disk=whole)
+        if stage == "preflight":  # four processes; three batches of the longest responses
+            step = self.step(engine)
+            return Work(other=4 * self.device.startup + 3 * step.rollout + 2 * step.synchronise)
         if stage == "train":
             steps = experiment.training.steps * self.step(engine).total
             kept = experiment.training.keep_checkpoints * self.checkpoint_bytes

@@ -22,7 +22,7 @@ from dvp.planning.estimate import Estimate
 from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
 from dvp.planning.records import Records
 
-STAGES = ("prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "report")
+STAGES = ("prepare", "base", "preflight", "train", "convert", "evaluate", "mismatch", "bias", "report")
 RECORDED, INFERRED, ESTIMATED = "recorded", "inferred", "estimated"
 
 
@@ -142,7 +142,10 @@ def cost_jobs(
         task = job.wildcards.get("task", "")
         samples = experiment.evaluation.samples_per_problem.get(task, 0)
         work = estimate.work(
-            job.stage, problems=problems.get(task, 0), samples=samples, engine=run.engine if run else ""
+            job.stage,
+            problems=problems.get(task, 0),
+            samples=samples,
+            engine=run.engine if run else job.wildcards.get("engine", ""),
         )
         if run is not None:
             seconds, source = _training_time(experiment, estimate, records, run) or (work.other, ESTIMATED)
@@ -157,7 +160,10 @@ def cost_jobs(
 
 
 def _training_time(experiment: Experiment, estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
-    """Of one run: by its own seconds per token, else by those of runs with its engine, its method's first."""
+    """Of one run: by its own seconds per token, else by those of runs with its engine, its method's first.
+
+    Without any, by what the preflight of its engine measured.
+    """
     training = experiment.training
     startups = [seconds for other in experiment.runs if (seconds := records.startup(other)) is not None]
     for source, is_alike in (
@@ -174,13 +180,20 @@ def _training_time(experiment: Experiment, estimate: Estimate, records: Records,
             responses = training.steps * training.prompts_per_step * training.group_size
             startup = fmean(startups) if startups else estimate.device.startup
             return startup + responses * fmean(one.seconds_per_token * one.tokens for one in alike), source
-    return None
+    rehearsed = records.preflight(run.engine)
+    if rehearsed is None:
+        return None
+    # A rollout takes as many decoding steps as its longest response has tokens; an update is as long as all of them.
+    lengths, seconds = estimate.lengths(), rehearsed["seconds"]
+    of_response = lengths.longest * seconds["rollout_token"] + lengths.response * seconds["update_token"]
+    step = training.prompts_per_step * training.group_size * of_response + seconds["synchronise"]
+    return estimate.device.startup + training.steps * step, INFERRED
 
 
 def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) -> list[dict[str, Any]]:
     """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
 
-    At the KL that its runs recorded, or those of its engine; without a record at those that are assumed.
+    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
     """
     rows = []
     lengths = estimate.lengths()
@@ -193,7 +206,9 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
             for run in experiment.runs
             if run.engine == engine and run.path in records.training and records.training[run.path].kl > 0
         ]
+        rehearsed = records.preflight(engine)
         recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
+        recorded = recorded or ([rehearsed["kl"]] if rehearsed else [])
         values = [fmean(recorded)] if recorded else ASSUMED_KL
         rows.append(
             {

@@ -8,13 +8,21 @@ from statistics import fmean, median
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.folder import BASE
+from dvp.experiment.folder import BASE, RESULTS
 from dvp.experiment.grid import Run
 from dvp.files import read_json
 from dvp.planning.dag import Job
 from dvp.tracking.record import read_rows
 
-RECORDS = {"manifest.json", "train.json", "conversion.json", "scores.json", "mismatch.json", "bias.json"}
+RECORDS = {
+    "manifest.json",
+    "preflight.json",
+    "train.json",
+    "conversion.json",
+    "scores.json",
+    "mismatch.json",
+    "bias.json",
+}
 """With which the stages before the report end."""
 
 
@@ -67,7 +75,7 @@ class Records:
             return experiment.config_hash(job.stage, measurement=measurement)
         path = wildcards.get("run", BASE)
         run = None if path == BASE else experiment.run(path)
-        return experiment.config_hash(job.stage, run, wildcards.get("task"))
+        return experiment.config_hash(job.stage, run, wildcards.get("task"), engine=wildcards.get("engine"))
 
     def _benchmark(self, job: Job) -> dict[str, float] | None:
         path = self._folder / job.benchmark if job.benchmark else None
@@ -108,6 +116,16 @@ class Records:
                     f"{path}: a row without what a plan needs of its step ({type(error).__name__}: {error})"
                 ) from None
         return rates
+
+    def preflight(self, engine: str) -> dict | None:
+        """What a preflight with this engine measured (dvp.preflight); None without one of these settings and GPUs."""
+        record = self._read(RESULTS["preflight"].replace("{of}", engine), "config_hash", "seconds", "gpus", "nodes")
+        training = self._experiment.training
+        if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=engine):
+            return None
+        if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
+            return None
+        return record
 
     def startup(self, run: Run) -> float | None:
         """Seconds of a finished training job outside its steps."""

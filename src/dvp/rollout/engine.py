@@ -17,7 +17,8 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 class Sampling:
     """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt.
 
-    With `whole_vocabulary` every completion carries the log-probabilities of all tokens at each of its positions.
+    With `whole_vocabulary` every completion carries the log-probabilities of all tokens at each of its positions. With
+    `to_the_end` a response goes on after an end-of-sequence token, until it has `max_tokens`.
     """
 
     max_tokens: int
@@ -26,6 +27,7 @@ class Sampling:
     top_p: float = 1.0
     safe_vocabulary: SafeVocabulary | None = None
     whole_vocabulary: bool = False
+    to_the_end: bool = False
 
 
 @dataclass(frozen=True)

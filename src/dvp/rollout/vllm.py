@@ -154,6 +154,7 @@ class VllmEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
+                ignore_eos=sampling.to_the_end,
                 seed=seed % 2**62,  # vLLM adds the response's index
                 logprobs=-1 if sampling.whole_vocabulary else 0,  # 0: of the sampled token only
                 # vLLM would make an object, and a text, of each number, and each response's text token by token: a

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,24 @@ ENDED = re.compile(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
 def is_rank() -> bool:
     """Whether this process is one of the ranks that torchrun started."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def on_ranks(
+    training: TrainingConfig, folder: Path, arguments: list[str], threads: int, work: Callable[[], None]
+) -> None:
+    """`work` on every rank of `training`: in this process if it is alone or a rank, else in ranks that it starts.
+
+    folder : as `run` has it.
+    arguments : of `dvp`, that come to this same call in a rank; `--threads` is added.
+    Raises what `run` does.
+    """
+    if training.ranks == 1:
+        work()
+    elif is_rank():
+        with reported():
+            work()
+    else:
+        run(training, folder, [*arguments, "--threads", str(max(1, threads // training.gpus))])
 
 
 def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:

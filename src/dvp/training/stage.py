@@ -47,21 +47,16 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     """
     directory = ExperimentDir(config)
     run = directory.experiment.run(path)
-    settings = directory.experiment.training
-    if settings.ranks == 1:
-        _train(directory, run, threads, stop_seconds)
-    elif launch.is_rank():
-        with launch.reported():
-            _train(directory, run, threads, stop_seconds)
-    else:
-        arguments = ["--config", str(config), "--run", path, "--threads", str(max(1, threads // settings.gpus))]
-        arguments += ["--stop-seconds", str(stop_seconds)]
-        launch.run(settings, directory.result("train", path).parent, ["train", *arguments])
+    command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
+    folder = directory.result("train", path).parent
+    launch.on_ranks(
+        directory.experiment.training, folder, command, threads, lambda: _train(directory, run, threads, stop_seconds)
+    )
 
 
 def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) -> None:
     """`train` in one process: all of it, or one of its ranks. Rank 0 alone has the lock and writes files."""
-    from dvp.rollout.vllm import configure_environment
+    from dvp.rollout.vllm import configure_environment, prove_safe_vocabulary
 
     configure_environment(threads)  # before anything imports vllm or transformers
     import torch
@@ -106,8 +101,10 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                 }
             )
 
-        loop, too_long = _set_up(directory, run)
+        loop, too_long = set_up(directory, run)
         loop.stop.seconds = stop_seconds
+        if loop.safe.engine is not None:
+            prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], loop.safe.engine)
 
         # Every step's row goes to MLflow and, now and then, to the terminal.
         progress = Progress(run.path, settings.steps)
@@ -147,16 +144,15 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
         )
 
 
-def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
-    """Trainer, prompts and engine of a run; and how many prompts are too long for it, and left out."""
+def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
+    """Trainer, prompts and engine of a run, by every rank; and how many prompts are too long for it, and left out."""
     import torch
     from transformers import AutoTokenizer
 
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
-    from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+    from dvp.rollout.vllm import VllmEngine
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
-    from dvp.training.probe import PROBE_PROMPTS
     from dvp.training.responses import ResponseRecorder
 
     experiment, settings = directory.experiment, directory.experiment.training
@@ -181,7 +177,4 @@ def _set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     )
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
-    loop = Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder)
-    if loop.safe.engine is not None:
-        prove_safe_vocabulary(engine, prompts[:PROBE_PROMPTS], loop.safe.engine)
-    return loop, too_long
+    return Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder), too_long

@@ -1,0 +1,1 @@
+"""The whole path of a run, rehearsed in minutes before the grid is trained."""

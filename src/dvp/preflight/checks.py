@@ -1,0 +1,182 @@
+"""The checks of a preflight that need trainer or engine, and how far each answer may be off.
+
+A check measures, says in a sentence what it saw beside what is allowed, and passes or fails.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dvp.core.batch import Batch, Rollout
+from dvp.core.safe_vocabulary import safe_mask
+from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import rho_in_path
+from dvp.experiment.training import EngineConfig
+from dvp.preflight.report import Verdict
+from dvp.rollout.engine import Engine, Sampling
+from dvp.training import ranks
+from dvp.training.backend import Trainer
+from dvp.training.rollouts import derived_seed
+
+FORWARD_LIMIT = 1e-3
+"""Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped
+differs by tenths."""
+KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
+"""Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
+MOVED_SHARE = 0.1
+"""Of what training has changed: how far a reloaded engine may be from a fresh one. One that kept its old weights is off
+by all of it."""
+SAME_ENGINE = 1e-3
+"""Nats that two engines of the same weights may differ by in any case."""
+PROBLEMS, POSITIONS = 8, 32
+"""Prompts that trainer and engine are compared at, and tokens of a response to each."""
+SIMULATED, DRAWS = 400, 512
+"""Responses from which the kept fraction is estimated; tokens drawn at each position to make them of."""
+
+
+@torch.no_grad()
+def own_logits(trainer: Trainer, batch: Batch, bf16: bool) -> torch.Tensor:
+    """The logits (N, V) of the response tokens by the model's own forward pass, with all that it does to them.
+
+    By all ranks, each with a batch of its own.
+    """
+    batch = batch.to(trainer.device)
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=bf16):
+        logits_BTV = trainer.policy.model(batch.tokens_BT[:, :-1], use_cache=False).logits
+    return logits_BTV[batch.response_BT[:, 1:]].float()
+
+
+def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float) -> Verdict:
+    """The trainer's log-probs of the prompts' own tokens, in fp32, against the model's own forward pass."""
+    batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
+    ours_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]
+    log_p_NV = normalised(own_logits(trainer, batch, bf16=False) / temperature)
+    tokens_N = batch.tokens_BT[:, 1:][batch.response_BT[:, 1:]].to(log_p_NV.device)
+    theirs_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1).cpu()
+    largest = max(ranks.gather((ours_N - theirs_N).abs().max().item()))
+    return Verdict(
+        largest <= FORWARD_LIMIT,
+        f"log-probs are up to {largest:.2g} nats off the model's own forward pass, {FORWARD_LIMIT:g} are allowed",
+        {"max_abs_delta_log_prob": largest, "limit": FORWARD_LIMIT, "tokens": len(ours_N)},
+    )
+
+
+def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
+    """The key of KL_LIMITS."""
+    if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto":
+        return "coarse"
+    return "exact" if engine.dtype == trainer_dtype == "float32" else "rounded"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where trainer and engine were compared: N positions of sampled responses, log-probs over the whole vocabulary."""
+
+    train_NV: torch.Tensor
+    infer_NV: torch.Tensor
+
+
+def compare(
+    trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int
+) -> tuple[Positions, dict[str, Positions]]:
+    """Engine against trainer; and at the same positions the trainer against itself, as each step's metrics have it.
+
+    That is at another batch shape ("shape"), and in bf16 or, if it trains in bf16, in fp32 ("bf16"). The engine samples
+    `POSITIONS` tokens after each prompt from its full distribution, at temperature 1.
+    """
+    sampling = Sampling(max_tokens=POSITIONS, whole_vocabulary=True, to_the_end=True)
+    seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
+    completions = [group[0] for group in engine.generate(prompts, sampling, seeds)]
+    responses = [completion.token_ids for completion in completions]
+    together = Batch.collate(prompts, responses, pad=0)
+    train_NV = normalised(own_logits(trainer, together, trainer.bf16)).cpu()
+    other_NV = normalised(own_logits(trainer, together, not trainer.bf16)).cpu()
+    alone_NV = torch.cat(
+        [
+            normalised(own_logits(trainer, Batch.collate([prompt], [response], pad=0), trainer.bf16)).cpu()
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+    )
+    infer_NV = normalised(torch.cat([completion.vocabulary_log_probs_TV for completion in completions]))
+    noise = {"shape": Positions(train_NV, alone_NV), "bf16": Positions(train_NV, other_NV)}
+    return Positions(train_NV, infer_NV), noise
+
+
+def distance(positions: Positions) -> dict[str, float]:
+    """Mean KL (nats a token) and largest |ε| (nats) of what was compared, over all ranks."""
+    kl_N = kl(positions.infer_NV, positions.train_NV)
+    worst_N, _ = epsilon(positions.train_NV, positions.infer_NV)
+    every = ranks.gather((kl_N.mean().item(), worst_N.max().item()))
+    return {"kl": sum(mean for mean, _ in every) / len(every), "worst_token": max(worst for _, worst in every)}
+
+
+def check_mismatch(engine: Positions, noise: dict[str, Positions], kind: str) -> Verdict:
+    """KL over the whole vocabulary; the trainer's own noise is what no engine could do better than."""
+    limit, measured = KL_LIMITS[kind], distance(engine)
+    own = {name: distance(positions) for name, positions in noise.items()}
+    return Verdict(
+        measured["kl"] <= limit,
+        f"KL {measured['kl']:.2g} nats a token at {len(engine.train_NV)} positions, {limit:g} are allowed to an engine "
+        f"that is {kind}; worst token {measured['worst_token']:.2g} nats; the trainer against itself, KL "
+        f"{own['shape']['kl']:.2g} in another batch shape and {own['bf16']['kl']:.2g} in another precision",
+        {**measured, "limit": limit, "positions": len(engine.train_NV), "noise": own},
+    )
+
+
+def kept_by_method(experiment: Experiment, engine: str, positions: Positions, seed: int) -> dict[str, float]:
+    """The fraction of the longest responses that each method's correction would keep, by method and ρ.
+
+    Each of `SIMULATED` responses takes its tokens' log-ratios from the compared positions, drawn with replacement, with
+    a token from the engine's distribution there, pruned as the method has it. What the positions of one response have
+    in common is lost.
+    """
+    kept = {}
+    for run in experiment.runs:
+        method, name = experiment.methods[run.method], f"{run.method}_rho_{rho_in_path(run.rho)}"
+        if run.engine != engine or name in kept:
+            continue
+        sides = method.sides(run.rho_value, experiment.training.max_response_tokens)
+        generator = torch.Generator().manual_seed(seed)
+        train_NV, infer_NV = (
+            values_NV if rule is None else _pruned(values_NV, rule)
+            for values_NV, rule in ((positions.train_NV, sides.trainer), (positions.infer_NV, sides.engine))
+        )
+        length = experiment.training.max_response_tokens
+        tokens_ND = torch.multinomial(infer_NV.exp(), DRAWS, replacement=True, generator=generator)
+        log_ratio_ND = (train_NV - infer_NV).gather(1, tokens_ND)
+        # A token that the trainer prunes keeps the mask value of the head: far below any bound.
+        pool = log_ratio_ND.nan_to_num(neginf=-50.0).flatten()
+        drawn_BT = pool[torch.randint(len(pool), (SIMULATED, length), generator=generator)]
+        everywhere_BT = torch.ones_like(drawn_BT, dtype=torch.bool)
+        rollout = Rollout(
+            Batch(torch.zeros_like(everywhere_BT, dtype=torch.long), everywhere_BT),
+            torch.zeros_like(drawn_BT),
+            torch.zeros(SIMULATED),
+            torch.zeros(SIMULATED, dtype=torch.bool),
+        )
+        weights = method.importance.weights(rollout, {"pruned_log_prob": drawn_BT})
+        kept[name] = weights.kept_B.double().mean().item()
+    return kept
+
+
+def _pruned(log_prob_NV: torch.Tensor, rule) -> torch.Tensor:
+    masked_NV = log_prob_NV.masked_fill(~safe_mask(log_prob_NV, rule), -torch.inf)
+    return masked_NV - masked_NV.logsumexp(dim=-1, keepdim=True)
+
+
+def check_same_engine(reloaded_NV: torch.Tensor, fresh_NV: torch.Tensor, before_NV: torch.Tensor) -> Verdict:
+    """Log-probs (N, V) after the same prompts: of the engine that got its weights in memory, of a fresh one, and of the
+    engine before any step, which says how far the weights have moved.
+    """
+    apart, moved = (
+        float((other_NV - fresh_NV).abs().mul(fresh_NV.exp()).sum(dim=-1).max())
+        for other_NV in (reloaded_NV, before_NV)
+    )
+    limit = max(SAME_ENGINE, MOVED_SHARE * moved)
+    return Verdict(
+        apart <= limit and moved > apart,
+        f"{apart:.2g} nats apart (the mean over a distribution, at the worst of {len(fresh_NV)} prompts), {limit:.2g} "
+        f"are allowed; training has moved them by {moved:.2g}",
+        {"apart": apart, "moved": moved, "limit": limit},
+    )

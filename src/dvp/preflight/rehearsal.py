@@ -1,0 +1,368 @@
+"""What the ranks do in a preflight: the loop of a training run itself, with two steps, all of them worst cases.
+
+The loop is the real one with four changes: prompts are the longest ones, and every response is as long as it may be;
+rewards are made up, half of them 1; no correction rejects a response, so that every one is trained on; and a step
+trains on two micro-batches a rank, while the engines sample as many responses as in training. The learning rate is at
+least 1e-4, by which every weight moves in each of Adam's first steps: a weight that was not handed over is seen.
+"""
+
+import filecmp
+import resource
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dvp.core.importance import ImportanceRule
+from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.errors import Stopped
+from dvp.experiment.config import Experiment
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import Run
+from dvp.files import read_json, write_json, write_text
+from dvp.preflight.checks import (
+    PROBLEMS,
+    check_forward,
+    check_mismatch,
+    check_same_engine,
+    compare,
+    kept_by_method,
+    precision_class,
+)
+from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
+from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.rollout.safe_vocabulary import needs_processor
+from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.training import checkpoint, ranks
+from dvp.training.loop import Loop, run_loop
+from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
+from dvp.training.stage import set_up
+from dvp.training.stopping import StopRequest
+
+LEARNING_RATE = 1e-4
+STEPS = 2
+WAIT = 120
+"""Seconds after which a rank that was not told to stop goes on."""
+CHECKPOINTS, AGAIN = "checkpoints", "again"
+MODEL = "model"
+EVALUATED = 4
+"""Problems."""
+BEFORE, RELOADED, ASKED = "before.safetensors", "reloaded.safetensors", "asked.json"
+ANSWER = "7"
+
+
+def rehearsed_run(experiment: Experiment, engine: str) -> Run:
+    """The run that is rehearsed for an engine: its first one with a safe vocabulary, else its first."""
+    runs = [run for run in experiment.runs if run.engine == engine]
+    return next((run for run in runs if experiment.methods[run.method].safe_vocabulary is not None), runs[0])
+
+
+def _rule(experiment: Experiment, run: Run) -> SafeVocabulary | None:
+    """The safe vocabulary that a run's engine samples from."""
+    return experiment.methods[run.method].sides(run.rho_value, experiment.training.max_response_tokens).engine
+
+
+def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
+    """The safe vocabularies of runs with this engine, as far as it applies them in the same way as the rehearsed run's.
+
+    Any other is proved when its run starts, as each is.
+    """
+    by_state = needs_processor(_rule(experiment, rehearsed_run(experiment, engine)))
+    every = dict.fromkeys(_rule(experiment, run) for run in experiment.runs if run.engine == engine)
+    return [rule for rule in every if rule is not None and needs_processor(rule) <= by_state]
+
+
+def rehearsed(experiment: Experiment) -> Experiment:
+    """The experiment with the settings of the rehearsal; engine and trainer are built from them as for training."""
+    training = experiment.training
+    changed = {
+        "steps": STEPS,
+        "checkpoint_every": STEPS,
+        "keep_checkpoints": STEPS,
+        "synchronise_every": 1,
+        "warmup_steps": 0,
+        "learning_rate": max(training.learning_rate, LEARNING_RATE),
+    }
+    return experiment.model_copy(update={"training": training.model_copy(update=changed)})
+
+
+class LongestResponses:
+    """An engine whose responses are all as long as a response may be; every other one states the right answer.
+
+    It samples as many responses as training would ask it for, and gives those that were asked for now.
+    """
+
+    def __init__(self, engine: Engine, responses: int, stop: StopRequest, waiting: Path | None):
+        """responses : that one engine samples in a step of training.
+        stop, waiting : if given a file, the second call writes it and samples until it is told to stop.
+        """
+        self.engine, self.stop = engine, stop
+        self.max_model_len, self.ranks = engine.max_model_len, engine.ranks
+        self._responses, self._waiting = responses, waiting
+        self._calls = 0
+        self.tokens = 0
+        """Sampled by this engine in its last whole call."""
+        self.gpu = {"update": 0, "rollout": 0, "gpu_total": 0}
+        """Bytes of this rank's GPU, the largest seen; 0 on a CPU."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        """See Engine.generate."""
+        self._calls += 1
+        if self._waiting is not None and self._calls == 2:
+            if ranks.is_main():
+                write_text(self._waiting, "")
+            end = time.monotonic() + WAIT
+            # The signal ends an engine of one rank in the midst of this; the ranks of another one make the same calls.
+            while time.monotonic() < end if self.ranks == 1 else not self.stop.requested():
+                self._generate(prompts, sampling, seeds)
+        return self._generate(prompts, sampling, seeds)
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        copies = max(1, self._responses // (len(prompts) * sampling.n))
+        groups = self.engine.generate(
+            prompts * copies,
+            replace(sampling, to_the_end=True),
+            [seed + copy * 2**40 for copy in range(copies) for seed in seeds],
+        )
+        self.tokens = sum(len(completion.token_ids) for group in groups for completion in group)
+        return [
+            [
+                replace(completion, text=f"Answer: {int(ANSWER) + index % 2}", finish_reason="stop")
+                for index, completion in enumerate(group)
+            ]
+            for group in groups[: len(prompts)]
+        ]
+
+    def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
+        """See Engine.log_probs."""
+        return self.engine.log_probs(prompt, rule)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See Engine.load_weights. On a GPU the engine is asleep before."""
+        self._see("update")
+        self.engine.load_weights(weights)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See Engine.sleep."""
+        self._see("rollout")
+        self.engine.sleep(keep_weights=keep_weights)
+
+    def _see(self, phase: str) -> None:
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            self.gpu |= {phase: max(self.gpu[phase], total - free), "gpu_total": total}
+
+
+def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
+    """Change a loop as this module's first lines say."""
+    config, engines = loop.config, ranks.count() // loop.engine.ranks
+    forced = LongestResponses(loop.engine, config.prompts_per_step * config.group_size // engines, loop.stop, waiting)
+    loop.engine = forced
+    every = loop.problems.prompts
+    count = max(2, engines)
+    rows = sorted(range(len(every)), key=lambda row: len(every[row]), reverse=True)[:count]
+    loop.ids = [loop.ids[row] for row in rows]
+    loop.problems = replace(
+        loop.problems,
+        places=[loop.problems.places[row] for row in rows],
+        answers=[ANSWER] * len(rows),
+        prompts=[every[row] for row in rows],
+    )
+    loop.importance = ImportanceRule()
+    longest = len(loop.problems.prompts[0]) + config.max_response_tokens
+    trained = 2 * ranks.count() * max(1, config.tokens_per_micro_batch // longest)
+    batch = {"prompts_per_step": count, "group_size": max(2, trained // count), "minibatches": 1}
+    loop.config = config.model_copy(update=batch)
+    return forced
+
+
+def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report, work: Path) -> None:
+    """Trainer and engine side by side, before any step. Raises DvpError with the check that fails."""
+    settings = experiment.training
+    prompts = _shortest(loop)
+    with report.asking("safe vocabulary"):
+        asked = rules(experiment, engine)
+        for rule in asked:
+            prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], rule)
+    proved = ", ".join(map(str, asked)) or "no run with this engine has one"
+    report.add("safe vocabulary", Verdict(True, proved, {"rules": len(asked)}))
+    with report.asking("forward"):
+        verdict = check_forward(loop.trainer, prompts, settings.temperature)
+    report.add("forward", verdict)
+    with report.asking("mismatch"):
+        positions, noise = compare(loop.trainer, loop.engine, prompts, loop.run.seed)
+        verdict = check_mismatch(
+            positions, noise, precision_class(experiment.engines[engine], experiment.trainer_dtype)
+        )
+    report.add("mismatch", verdict)
+    before_NV = next_tokens(loop.engine, prompts)
+    if ranks.is_main():
+        save_file({"log_probs": before_NV}, work / BEFORE)
+        report.note("kept", kept_by_method(experiment, engine, positions, loop.run.seed))
+        report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    del positions, noise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what training would not have taken
+    ranks.gather(None)
+
+
+def train(directory: ExperimentDir, engine: str, work: Path) -> None:
+    """The first process group: start, compare, one step; SIGTERM arrives in the second, and it saves and leaves.
+
+    directory : with the rehearsed experiment.
+    """
+    report, experiment = Report(work / "report.jsonl"), directory.experiment
+    run = rehearsed_run(experiment, engine)
+    started = time.time()
+    with report.asking("start"):
+        loop, _ = set_up(directory, run)
+    settings = experiment.training
+    report.add(
+        "start",
+        Verdict(
+            True,
+            f"trainer and engine work after {time.time() - started:.0f} s, on {settings.ranks} rank"
+            f"{'s' * (settings.ranks > 1)}",
+            {"seconds": time.time() - started, "ranks": settings.ranks},
+        ),
+    )
+    check_engine(loop, experiment, engine, report, work)
+    forced = rehearse(loop, work / SAMPLING)
+    with report.asking("steps"):
+        try:
+            run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
+        except Stopped:
+            _note_peaks(report, "train", forced)
+            raise
+
+
+def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
+    """The second process group: goes on from the checkpoint, proves that it is what was saved, takes the last step."""
+    report = Report(work / "report.jsonl")
+    with report.asking("resume"):
+        loop, _ = set_up(directory, rehearsed_run(directory.experiment, engine))
+        restored = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
+        verdict = _same_when_saved_again(loop, restored and restored[0], work / AGAIN)
+    report.add("resume", verdict)
+    prompts = _shortest(loop)
+    forced = rehearse(loop, None)
+    with report.asking("steps"):
+        _, rows = run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
+        write_probe(work / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
+    report.add("steps", check_steps(rows, loop.config.max_response_tokens))
+    _note_peaks(report, "resume", forced)
+    responses = int(loop.config.prompts_per_step * loop.config.group_size)
+    trained = responses * loop.config.max_response_tokens
+    sampled = sum(ranks.gather(forced.tokens)[:: forced.ranks])
+    last = rows[-1]  # the first one also measures the trainer's noise
+    report.note(
+        "seconds",
+        {
+            "rollout_token": last["seconds_rollout"] / sampled,
+            "update_token": last["seconds_update"] / trained,
+            "synchronise": last["seconds_sync"],
+        },
+    )
+    reloaded_NV = next_tokens(loop.engine, prompts)
+    if ranks.is_main():
+        save_file({"log_probs": reloaded_NV}, work / RELOADED)
+        write_json(work / ASKED, {"prompts": prompts, "max_model_len": loop.engine.max_model_len})
+    ranks.gather(None)
+
+
+def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdict:
+    """Save what was loaded: the same bytes, or something was not restored."""
+    if path is None:
+        return Verdict(False, "there is no checkpoint: the first process did not save before it left")
+    loop.trainer.save(again)
+    ranks.gather(None)  # all parts are there
+    files = sorted(file.relative_to(path) for file in path.rglob("*.pt"))
+    mine = ranks.share(files)
+    equal = ranks.join([_same_bytes(path / file, again / file) for file in mine], len(files))
+    differing = [file for file, same in zip(files, equal, strict=True) if not same]
+    says = f"{len(files)} files of weights, optimiser and schedule are the same when saved again"
+    if differing:
+        says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(files)} differ)"
+    return Verdict(bool(files) and not differing, says, {"files": len(files)})
+
+
+def _same_bytes(file: Path, again: Path) -> bool:
+    return again.is_file() and filecmp.cmp(file, again, shallow=False)
+
+
+def _shortest(loop: Loop) -> list[list[int]]:
+    """Prompts of real problems, short ones: logits of the whole vocabulary at each of their tokens are held at once."""
+    return sorted(loop.problems.prompts[:100], key=len)[:PROBLEMS]
+
+
+def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
+    """Log-probs (N, V) of the token after each prompt."""
+    return torch.stack([engine.log_probs(prompt, None) for prompt in prompts])
+
+
+def _note_peaks(report: Report, process: str, forced: LongestResponses) -> None:
+    """The largest memory of the ranks so far: of a host's processes together, and of a GPU. By all ranks."""
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    every = ranks.gather((socket.gethostname(), rss, forced.gpu))
+    hosts: dict[str, int] = {}
+    for host, of_rank, _ in every:
+        hosts[host] = hosts.get(host, 0) + of_rank
+    gpu = {name: max(of_rank[name] for _, _, of_rank in every) for name in forced.gpu}
+    report.note(f"peaks_{process}", {"host": max(hosts.values()), **gpu})
+
+
+def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
+    """The third process: the last checkpoint as a model, and an engine that is started from it."""
+    from dvp.conversion.convert import convert as convert_checkpoint
+
+    report, experiment = Report(work / "report.jsonl"), directory.experiment
+    with report.asking("convert"):
+        started = time.time()
+        proof = convert_checkpoint(
+            checkpoint.checkpoints(work / CHECKPOINTS)[-1],
+            directory.base,
+            work / PROBE,
+            work / MODEL,
+            experiment.training.temperature,
+        )
+        figures = {name: value for name, value in proof.items() if isinstance(value, int | float)}
+    report.note("peak_convert", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+    report.add("convert", Verdict(True, says, figures | {"seconds": time.time() - started}))
+    with report.asking("synchronise"):
+        asked, training, run = read_json(work / ASKED), experiment.training, rehearsed_run(experiment, engine)
+        fresh = VllmEngine(
+            work / MODEL,
+            experiment.engines[engine],
+            max_model_len=asked["max_model_len"],
+            max_num_seqs=training.prompts_per_step * training.group_size,
+            seed=run.seed,
+            rules=[_rule(experiment, run)],
+        )
+        verdict = check_same_engine(
+            load_file(work / RELOADED)["log_probs"],
+            next_tokens(fresh, asked["prompts"]),
+            load_file(work / BEFORE)["log_probs"],
+        )
+    report.add("synchronise", verdict)
+
+
+def evaluate(directory: ExperimentDir, work: Path) -> None:
+    """The fourth process: a few problems of the report's task, by the model that was converted."""
+    import pandas as pd
+
+    from dvp.evaluation.stage import sample
+
+    report, task = Report(work / "report.jsonl"), directory.experiment.report.task
+    with report.asking("evaluate"):
+        started = time.time()
+        problems = pd.read_parquet(directory.data / "eval.parquet").query("task == @task").head(EVALUATED)
+        problems.to_parquet(work / "eval.parquet", index=False)
+        scores = sample(directory.experiment, task, work / MODEL, work / "eval.parquet", work)
+    figures = {name: scores[name] for name in ("problems", "samples", "mean_response_tokens", "truncated_fraction")}
+    says = f"{scores['samples']} samples of {scores['problems']} problems of {task}, graded and summarised"
+    report.add("evaluate", Verdict(True, says, figures | {"seconds": time.time() - started}))

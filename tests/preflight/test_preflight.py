@@ -1,0 +1,278 @@
+"""`dvp preflight`: it passes on what works, and each thing that is broken is refused by the line that is about it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.core.safe_vocabulary import safe_mask
+from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.loading import load_experiment
+from dvp.files import read_json
+from dvp.preflight import rehearsal
+from dvp.preflight.checks import Positions, check_forward, check_same_engine, kept_by_method
+from dvp.preflight.report import CHECKS, Report, check_memory, check_save, check_steps
+from dvp.training import checkpoint
+from dvp.training.backend import Trainer
+from dvp.training.loop import Loop
+from dvp.training.responses import ResponseRecorder
+from noisy_engine import NoisyEngine
+
+pytestmark = pytest.mark.slow
+ENGINE = "coarse"
+
+
+# --- the whole path ---
+
+
+@pytest.fixture(scope="module")
+def prepared(dvp, tmp_path_factory) -> Path:
+    """The smoke experiment with its data and base model; its config.yaml."""
+    folder = tmp_path_factory.mktemp("preflight") / "results/smoke"
+    for verb, *options in (
+        ("resolve", "--experiment", "smoke", "--folder", folder),
+        ("prepare", "--config", folder / "config.yaml"),
+        ("base", "--config", folder / "config.yaml"),
+    ):
+        assert dvp(verb, *options)[0] == 0
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def passed(prepared, dvp) -> dict:
+    status, _, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--stop-seconds", 500)
+    assert status == 0, errors
+    return read_json(ExperimentDir(prepared).result("preflight", ENGINE))
+
+
+def measured(record: dict, check: str) -> dict:
+    return next(line["measured"] for line in record["checks"] if line["check"] == check)
+
+
+def test_the_smoke_experiment_passes_every_check(passed, prepared):
+    assert passed["passed"]
+    assert {line["check"] for line in passed["checks"]} == set(CHECKS)
+    assert all(line["passed"] for line in passed["checks"])
+    assert passed["config_hash"] == ExperimentDir(prepared).experiment.config_hash("preflight", engine=ENGINE)
+    assert measured(passed, "safe vocabulary")["rules"] == 1  # DVP's; the mass budget needs an engine of its own kind
+    assert measured(passed, "mismatch")["positions"] >= 200
+    assert 0 < measured(passed, "mismatch")["kl"] < 0.5
+    assert measured(passed, "steps") | {"steps": 2, "longest": 48} == measured(passed, "steps")
+    assert measured(passed, "save")["stop_seconds"] == 500
+    # Two steps have moved the weights; the engine that got them in memory has them all.
+    assert measured(passed, "synchronise")["apart"] < 0.1 * measured(passed, "synchronise")["moved"]
+    assert measured(passed, "evaluate")["problems"] == 4
+    assert set(passed["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
+    assert min(passed["seconds"].values()) > 0
+    folder = ExperimentDir(prepared).result("preflight", ENGINE).parent
+    assert [file.name for file in folder.iterdir() if not file.name.startswith(".")] == ["preflight.json"]
+    logged = read_json(prepared.parent / "tracking/preflight-coarse.json")
+    assert logged["status"] == "FINISHED"
+    assert logged["results"]["preflight/coarse/mismatch/kl"] == measured(passed, "mismatch")["kl"]
+
+
+def test_too_little_memory_is_refused_in_one_line_and_leaves_no_result(passed, prepared, dvp):
+    """Of what a job may take as declared; the report stays."""
+    result = ExperimentDir(prepared).result("preflight", ENGINE)
+    status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--memory-mb", 200)
+    assert status == 2, errors
+    assert line.startswith("dvp preflight: memory: ")
+    assert line.endswith("95% of 0.21 GB are allowed")
+    assert "Traceback" not in errors
+    assert not result.exists()
+    report = read_json(result.with_name("report.json"))
+    assert not report["passed"]
+    assert [one["check"] for one in report["checks"] if not one["passed"]] == ["memory"]
+    assert not (result.parent / "work").exists()
+    assert read_json(prepared.parent / "tracking/preflight-coarse.json")["status"] == "FAILED"
+
+
+def test_a_save_that_takes_longer_than_slurm_leaves_is_refused(passed):
+    seconds = {name: measured(passed, "save")[name] for name in ("seconds_leaving", "seconds_update")}
+    assert check_save(**seconds, stop_seconds=500).passed
+    assert check_save(**seconds, stop_seconds=0).passed  # nobody says
+    seconds["seconds_leaving"] += 500
+    verdict = check_save(**seconds, stop_seconds=500)
+    assert not verdict.passed
+    assert verdict.says.endswith("; stop_seconds leaves 500 s")
+
+
+def test_an_engine_that_no_run_has_is_refused(prepared, dvp):
+    status, line, _ = dvp("preflight", "--config", prepared, "--engine", "fp8")
+    assert (status, line) == (
+        2,
+        "dvp preflight: --engine: no run has engine 'fp8'; those of the grid are fp32, coarse",
+    )
+
+
+# --- what is broken is refused, before any step ---
+
+
+class ModelEngine(NoisyEngine):
+    """The trainer's model as an engine, with noise or without; some ignore what they are asked for."""
+
+    def __init__(self, model, tokenizer, sigma: float = 0.0, ignores_rules: bool = False):
+        super().__init__(model, tokenizer, sigma)
+        self.ignores_rules = ignores_rules
+
+    def generate(self, prompts, sampling, seeds):
+        rule = None if self.ignores_rules else sampling.safe_vocabulary
+        # It ends at max_tokens alone.
+        return super().generate(prompts, replace(sampling, safe_vocabulary=rule), seeds)
+
+    @torch.no_grad()
+    def log_probs(self, prompt, rule):
+        logits_V = self._model(torch.tensor([prompt])).logits[0, -1].double()
+        if rule is not None and not self.ignores_rules:
+            logits_V = logits_V.masked_fill(~safe_mask(logits_V[None], rule)[0], -torch.inf)
+        return logits_V.log_softmax(0).float()
+
+
+@pytest.fixture
+def make_loop(tiny_model, root, monkeypatch):
+    """A loop on the tiny model with real DeepSpeed, and an engine of its own model."""
+    monkeypatch.chdir(root)
+
+    def make(**options) -> Loop:
+        experiment = load_experiment("smoke")
+        changes = {"max_response_tokens": 12, "tokens_per_micro_batch": 64, "keep_checkpoints": 2}
+        experiment = rehearsal.rehearsed(
+            experiment.model_copy(update={"training": experiment.training.model_copy(update=changes)})
+        )
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        problems = pd.DataFrame({"id": range(20), "answer": ["7"] * 20})
+        prompts = [[10 + index, 20 + index, 30 + index][: 2 + index % 2] for index in range(20)]
+        loop = Loop(
+            experiment,
+            rehearsal.rehearsed_run(experiment, "coarse"),
+            problems,
+            prompts,
+            1,
+            Trainer(tiny_model, experiment.training, experiment.deepspeed),
+            ModelEngine(model, tokenizer, **options),
+            ResponseRecorder(experiment.training.keep_responses, experiment.training.steps, tokenizer),
+        )
+        loop.experiment = experiment
+        return loop
+
+    return make
+
+
+def refusal(loop: Loop, engine: str, work: Path) -> str:
+    """The line with which trainer and engine are refused, which is the report's last one as well."""
+    work.mkdir(exist_ok=True)
+    report = Report(work / "report.jsonl")
+    with pytest.raises(DvpError) as raised:
+        rehearsal.check_engine(loop, loop.experiment, engine, report, work)
+    verdicts, _, begun = report.read()
+    assert [line["passed"] for line in verdicts[:-1]] == [True] * (len(verdicts) - 1)
+    assert str(raised.value) == f"{verdicts[-1]['check']}: {verdicts[-1]['says']}"
+    assert begun is None
+    return str(raised.value)
+
+
+def test_an_engine_that_ignores_rho_is_refused(make_loop, tmp_path):
+    line = refusal(make_loop(ignores_rules=True), ENGINE, tmp_path)
+    assert line.startswith("safe vocabulary: the engine ignores FixedRho(rho=0.3)")
+
+
+def test_a_model_that_does_something_to_its_logits_is_refused(make_loop, tmp_path):
+    """Soft-capping as Gemma 2 has it, of which the trainer knows nothing."""
+    loop = make_loop()
+
+    def cap(module, arguments, output):
+        output.logits = 5 * torch.tanh(output.logits / 5)
+        return output
+
+    assert check_forward(loop.trainer, loop.problems.prompts, 1.0).passed
+    loop.trainer.policy.model.register_forward_hook(cap)
+    line = refusal(loop, ENGINE, tmp_path)
+    assert line.startswith("forward: log-probs are up to ")
+
+
+def test_an_engine_that_is_further_off_than_its_precision_is_refused(make_loop, tmp_path):
+    line = refusal(make_loop(sigma=0.05), "fp32", tmp_path)
+    assert line.startswith("mismatch: KL 0.001")
+    # The same engine, where 4-bit weights explain it.
+    work = tmp_path / "coarse"
+    work.mkdir()
+    loop = make_loop(sigma=0.05)
+    rehearsal.check_engine(loop, loop.experiment, ENGINE, Report(work / "report.jsonl"), work)
+    verdicts, notes, _ = Report(work / "report.jsonl").read()
+    assert [line["check"] for line in verdicts] == ["safe vocabulary", "forward", "mismatch"]
+    assert set(notes["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
+
+
+def test_the_rehearsal_trains_on_responses_of_the_longest_length(make_loop, tmp_path):
+    loop = make_loop()
+    rehearsal.rehearse(loop, None)
+    rows = [loop.step(step) for step in (1, 2)]
+    assert check_steps(rows, 12).passed
+    assert [row["reward"] for row in rows] == [0.5, 0.5]
+    assert {row["kept_fraction"] for row in rows} == {1.0}
+    assert not check_steps(rows, 13).passed
+    assert not check_steps([rows[0], rows[1] | {"skipped": True, "gradient_norm": None}], 12).passed
+
+
+def test_what_was_not_restored_is_seen(make_loop, tmp_path):
+    loop = make_loop()
+    rehearsal.rehearse(loop, None)
+    loop.step(1)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("{}\n")
+    path = checkpoint.save(tmp_path / "checkpoints", 1, loop.trainer, [metrics], 1)
+    resumed = make_loop()
+    resumed.trainer.load(path)
+    assert rehearsal._same_when_saved_again(resumed, path, tmp_path / "again").passed
+    shutil.rmtree(tmp_path / "again")
+    with torch.no_grad():
+        next(resumed.trainer.policy.parameters()).view(-1)[0].mul_(1 + 1e-6)
+    verdict = rehearsal._same_when_saved_again(resumed, path, tmp_path / "again")
+    assert not verdict.passed
+    assert "is another one when saved again" in verdict.says
+
+
+def test_an_engine_that_kept_its_old_weights_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    before, moves = torch.randn(3, 50, generator=generator), torch.randn(3, 50, generator=generator)
+    fresh = (before + 0.01 * moves).log_softmax(-1)
+    half = (before + 0.005 * moves).log_softmax(-1)
+    before = before.log_softmax(-1)
+    assert check_same_engine(fresh.clone(), fresh, before).passed
+    assert not check_same_engine(before, fresh, before).passed
+    assert not check_same_engine(half, fresh, before).passed
+
+
+def test_the_gpus_memory_is_held_against_what_it_has_and_beside_the_plan():
+    peaks = {"host": 5e9, "update": 60e9, "rollout": 70e9, "gpu_total": 80e9}
+    verdict = check_memory(peaks, 10e9, {"update": 50e9, "rollout": 65e9})
+    assert verdict.passed
+    assert "60 GB in an update (planned 50) and 70 GB in a rollout (planned 65)" in verdict.says
+    assert not check_memory(peaks | {"update": 79e9}, 10e9, None).passed
+    assert not check_memory(peaks | {"host": 9.9e9}, 10e9, None).passed
+
+
+def test_the_kept_fraction_is_that_of_the_log_ratios_at_the_compared_positions(make_loop, root):
+    """Without a mismatch everything is kept; with one, MIS keeps fewer of longer responses."""
+    loop = make_loop()
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randn(64, 100, generator=generator, dtype=torch.float64)
+    infer = train + 0.05 * torch.randn(64, 100, generator=generator, dtype=torch.float64)
+    train, infer = train.log_softmax(-1), infer.log_softmax(-1)
+
+    def kept(positions, tokens):
+        training = loop.experiment.training.model_copy(update={"max_response_tokens": tokens})
+        experiment = loop.experiment.model_copy(update={"training": training})
+        return kept_by_method(experiment, ENGINE, positions, 0)["otb_mass_rho_none"]
+
+    assert kept(Positions(train, train), 500) == 1.0
+    short, long = (kept(Positions(train, infer), tokens) for tokens in (100, 2000))
+    # Gaussian, of variance 0.05² a token: P(|x| < ln 2) is .83 at 100 tokens, and .24 at 2,000.
+    assert 0.75 < short < 0.95
+    assert 0.1 < long < 0.35

@@ -1,0 +1,26 @@
+# With the resources of a training job: it does the same, for minutes. report.json, which names a check that failed, is
+# not declared: Snakemake deletes the outputs of a job that fails.
+rule preflight:
+    input:
+        data=rules.prepare.output,
+        base=base_files,
+    output:
+        f"{RESULTS}/preflight/engine~{{engine}}/preflight.json",
+    log:
+        f"{LOGS}/preflight/{{engine}}.log",
+    benchmark:
+        f"{BENCHMARKS}/preflight/{{engine}}.tsv"
+    retries: 0  # what failed fails again
+    threads: threads_of(training_gpus)
+    resources:
+        **gpus(training_gpus, training_nodes),
+        stop_seconds=0,
+    params:
+        config=RESOLVED,
+        config_hash=config_hash("preflight"),
+        version=STAGE_VERSIONS["preflight"],
+    message:
+        "rehearsing a run with engine {wildcards.engine}"
+    shell:
+        "dvp preflight --config {params.config:q} --engine {wildcards.engine:q}"
+        " --threads {threads} --stop-seconds {resources.stop_seconds} 2>&1 | tee {log:q}"

@@ -88,6 +88,7 @@ def compare(
     sampling = Sampling(max_tokens=POSITIONS, whole_vocabulary=True, to_the_end=True)
     seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
     completions = [group[0] for group in engine.generate(prompts, sampling, seeds)]
+    engine.sleep(keep_weights=True)  # the trainer needs the room
     responses = [completion.token_ids for completion in completions]
     together = Batch.collate(prompts, responses, pad=0)
     train_NV = normalised(own_logits(trainer, together, trainer.bf16)).cpu()

@@ -150,8 +150,8 @@ def problem(
     """Hidden states, weight and targets.
 
     The logits are noise with a standard deviation of 3: V_S is half of the vocabulary, another half in each row. With
-    `frequencies` they are noise with one of 2 around −log rank, as tokens of a language are frequent or rare: V_S is
-    some hundred tokens, and most are pruned in every row.
+    `frequencies` they are noise with one of 2 around −2 log rank, which assumes sure states and tokens of which most
+    are rare in all of them: V_S is some hundred tokens, and a chunk's rows have a few thousand between them.
     """
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
@@ -161,7 +161,7 @@ def problem(
     targets_N = torch.randint(size.vocabulary, (size.tokens,), generator=generator, device=device)
     if frequencies:
         hidden_NH[:, 0] = 1.0
-        weight_VH[:, 0] = -torch.arange(1, size.vocabulary + 1, device=device).log().to(dtype)
+        weight_VH[:, 0] = -2 * torch.arange(1, size.vocabulary + 1, device=device).log().to(dtype)
         targets_N %= 16
     return hidden_NH.requires_grad_(), weight_VH.requires_grad_(), targets_N
 

@@ -227,7 +227,7 @@ def test_plan_refuses_what_it_cannot_plan(refused):
     )
     assert refused("plan", "--config", "experiment=nope").startswith("config/experiments/nope.yaml: no such experiment")
     assert refused("plan", "--config", "experiment=paper_8b", "--gpus", "4") == (
-        "--gpus 4: a job of stage 'train' takes 8 at once"
+        "--gpus 4: a job of stage 'preflight' takes 8 at once"
     )
 
 

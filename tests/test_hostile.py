@@ -160,6 +160,7 @@ def test_a_pickle_that_poses_as_a_checkpoint_is_not_unpickled(tmp_path, write, l
     folder, mark = tmp_path / "fingerprint/step-000001", tmp_path / "HACKED"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
+    write_json(folder / "weights.json", {})
     write_json(folder / "state.json", {"step": 1, "fingerprint": "fingerprint"})
     if listed:
         write(folder / "model_states.pt", mark)

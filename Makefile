@@ -49,7 +49,9 @@ check: install
 	$(PYTEST) -q -m "not slow"
 
 bench: install
-	$(BIN)/python -m dvp.benchmark
+	$(BIN)/python -m dvp.benchmark.head
+	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) -- results/$(EXPERIMENT)/base/manifest.json
+	$(BIN)/python -m dvp.benchmark.step --config results/$(EXPERIMENT)/config.yaml
 
 format: install
 	$(BIN)/ruff format .

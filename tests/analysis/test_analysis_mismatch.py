@@ -50,10 +50,8 @@ def experiment():
     return experiment_of()
 
 
-@pytest.fixture(scope="module")
-def results(experiment, tiny_model, tmp_path_factory):
-    """The folder of an experiment with every measurement, diagnosed for real but for the engine."""
-    folder = tmp_path_factory.mktemp("results")
+def measure_all(experiment, tiny_model, folder):
+    """Every measurement of an experiment, diagnosed for real but for the engine."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         model.model.norm.weight.mul_(5.0)  # sharper, so that there is a head
@@ -74,6 +72,12 @@ def results(experiment, tiny_model, tmp_path_factory):
         write_json(
             place / "mismatch.json", record | {"config_hash": config_hash, "git_commit": "c", "tracking_key": "k"}
         )
+
+
+@pytest.fixture(scope="module")
+def results(experiment, tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    measure_all(experiment, tiny_model, folder)
     return folder
 
 

@@ -1,6 +1,7 @@
 """The page of claims: conditions, verdicts, and what it says of where the numbers come from."""
 
 import json
+from functools import partial
 
 import pytest
 from made_up_results import make_experiment
@@ -44,20 +45,20 @@ def statistic(value, low, high, **where):
     }
 
 
+def make_place(folder, *statistics):
+    """Results of one experiment whose report holds the given statistics, and the claims."""
+    (folder / "claims.yaml").write_text(CLAIMS)
+    experiment = make_experiment()
+    write_text(folder / "tiny/config.yaml", dump_experiment(experiment))
+    record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
+    record |= {"config_hash": experiment.config_hash("report"), "tracking_key": "report 1", "figures": ["scores"]}
+    write_json(folder / "tiny/report/training.json", record)
+    return folder
+
+
 @pytest.fixture
 def place(tmp_path):
-    """Results of one experiment whose report holds the given statistics, and the claims."""
-
-    def write(*statistics):
-        (tmp_path / "claims.yaml").write_text(CLAIMS)
-        experiment = make_experiment()
-        write_text(tmp_path / "tiny/config.yaml", dump_experiment(experiment))
-        record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
-        record |= {"config_hash": experiment.config_hash("report"), "tracking_key": "report 1", "figures": ["scores"]}
-        write_json(tmp_path / "tiny/report/training.json", record)
-        return tmp_path
-
-    return write
+    return partial(make_place, tmp_path)
 
 
 def answered(folder):

@@ -18,18 +18,16 @@ from dvp.experiment.loading import load_experiment, parse_experiment
 RHOS = ["exp(-17)", "exp(-13)", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as experiments write them
 
 
-@pytest.fixture(scope="module")
-def experiment():
+def experiment_of():
     value = load_experiment("rho_sweep", CONFIG).model_dump(mode="json")
     value["bias"] |= {"batches": 24, "reference_batches": 48}
     value["evaluation"]["bootstrap_resamples"] = 200
     return parse_experiment(value, Path("test.yaml"))
 
 
-@pytest.fixture(scope="module")
-def results(experiment, tmp_path_factory):
+def make_all(experiment, folder):
     """Of DVP + MIS all is right at the middle three ρ, nothing at the largest, half of the problems at the smallest."""
-    results = Results(experiment, tmp_path_factory.mktemp("results"))
+    results = Results(experiment, folder)
     k = experiment.evaluation.samples_per_problem["held_out"]
     for run in experiment.runs:
         if run.method == "dvp_mis":
@@ -39,6 +37,16 @@ def results(experiment, tmp_path_factory):
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, results.folder, measurement)
     return results
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return experiment_of()
+
+
+@pytest.fixture(scope="module")
+def results(experiment, tmp_path_factory):
+    return make_all(experiment, tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture(scope="module")

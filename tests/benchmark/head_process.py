@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from dvp.benchmark import Size, forward_variants, measure, problem, warm_up
+from dvp.benchmark.head import Size, forward_variants, measure, problem, warm_up
 
 if __name__ == "__main__":
     inputs = problem(Size(int(sys.argv[1]), int(sys.argv[2])), torch.float32, "cpu")

@@ -1,4 +1,4 @@
-"""`python -m dvp.benchmark` on tiny sizes: that it runs, with nothing but torch, and what its table has."""
+"""`python -m dvp.benchmark.head` on tiny sizes: that it runs, with nothing but torch, and what its table has."""
 
 import json
 import subprocess
@@ -16,9 +16,9 @@ class Missing:
         if name.split(".")[0] in {WITHOUT}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-from dvp import benchmark
-benchmark.SIZES["cpu"] = (benchmark.Size(24, 8, 300), benchmark.Size(16, 8, 200))
-benchmark.main()
+from dvp.benchmark import head
+head.SIZES["cpu"] = (head.Size(24, 8, 300), head.Size(16, 8, 200))
+head.main()
 """
 
 
@@ -41,6 +41,6 @@ def test_it_runs_with_nothing_but_torch(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "dvp.benchmark", "--device", "cuda"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dvp.benchmark.head", "--device", "cuda"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (1, "error: --device cuda: torch finds no GPU here\n")

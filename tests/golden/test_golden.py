@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
+from dvp.analysis.report import make
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch
 from dvp.core.estimator_bias import estimator_bias
@@ -37,7 +39,11 @@ from noisy_engine import NoisyEngine
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / name) for name in ("training", "analysis", "measurement")]
-from made_up_results import Results, make_experiment, training_part  # noqa: E402
+import test_analysis_mismatch  # noqa: E402
+import test_evidence_page  # noqa: E402
+import test_sweep  # noqa: E402
+from made_up_bias import bias_experiment, write_cell  # noqa: E402
+from made_up_results import CLAIMS, Results, make_experiment, training_part  # noqa: E402
 from test_loop import make_loop  # noqa: E402, F401
 from test_mismatch import experiment_of  # noqa: E402
 
@@ -93,6 +99,11 @@ def test_a_bumped_version_with_the_numbers_of_the_old_one_fails(a_stage, monkeyp
     monkeypatch.setitem(STAGE_VERSIONS, "a_stage", 3)
     with pytest.raises(pytest.fail.Exception, match=r"STAGE_VERSIONS\['a_stage'\] is 3, the numbers of 2 are kept"):
         check("a_stage", {"loss": 1.5})
+
+
+def test_every_stage_that_makes_numbers_has_some_here():
+    """`resolve` writes an experiment down, and `preflight` measures the machine."""
+    assert {file.stem for file in HERE.glob("*.json")} == set(STAGE_VERSIONS) - {"resolve", "preflight"}
 
 
 def size_of(weights) -> float:
@@ -215,13 +226,55 @@ def test_bias(tiny_model):
     )
 
 
-def test_report_training(tmp_path):
-    experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
-    found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
+def sums(statistics) -> dict[str, float]:
+    """The values and the bounds of a report's statistics, added up by name."""
     numbers: dict[str, float] = {}
-    for statistic in found:
+    for statistic in statistics:
         for name in ("value", "low", "high"):
             key = f"{statistic.name}.{name}"
             number = getattr(statistic, name)
-            numbers[key] = numbers.get(key, 0.0) + (0.0 if math.isnan(number) else number)
-    check("report_training", numbers)
+            numbers[key] = numbers.get(key, 0.0) + (0.0 if number is None or math.isnan(number) else number)
+    return numbers
+
+
+def test_report_training(tmp_path):
+    experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
+    found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
+    check("report_training", sums(found))
+
+
+@pytest.mark.slow
+def test_report_mismatch(tiny_model, tmp_path):
+    experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
+    test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
+    check("report_mismatch", sums(make(experiment, tmp_path, "mismatch", CLAIMS).statistics))
+
+
+def test_report_bias(tmp_path):
+    experiment = bias_experiment()
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
+    check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
+
+
+def test_report_sweep(tmp_path):
+    experiment = test_sweep.experiment_of()
+    test_sweep.make_all(experiment, tmp_path)
+    check("report_sweep", sums(make(experiment, tmp_path, "sweep", CLAIMS).statistics))
+
+
+def test_evidence(tmp_path):
+    """What becomes of an interval: the statuses of two conditions, and the verdict of their claim."""
+    numbers = {}
+    for low, high in ((5.0, 31.0), (5.0, 11.0), (-5.0, 18.0), (-15.0, 0.0), (None, None)):
+        value = None if low is None else (low + high) / 2
+        folder = test_evidence_page.make_place(tmp_path, test_evidence_page.statistic(value, low, high, rho="0.01"))
+        claim = test_evidence_page.answered(folder)["claims"][0]
+        statuses = [[MET, FAILED, OPEN].index(condition["status"]) for condition in claim["conditions"]]
+        for name, number in {
+            "above": statuses[0],
+            "contains": statuses[1],
+            "verdict": VERDICTS.index(claim["verdict"]),
+        }.items():
+            numbers[f"{low} to {high}: {name}"] = number
+    check("evidence", numbers)

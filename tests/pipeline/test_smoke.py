@@ -173,6 +173,26 @@ def test_the_conversion_is_proved(copy):
     assert proof["identical_weights"] > 20
 
 
+def test_the_benchmark_of_a_step_measures_this_experiment(copy, tmp_path):
+    """Not how large its ratios are: a small run on a busy machine cannot say that."""
+    output = tmp_path / "step.json"
+    arguments = ["--config", copy.smoke / "config.yaml", "--output", output, "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.benchmark.step", *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert set(result["ratios"]) == {"update", "rollout", "step"}
+    for ratio in result["ratios"].values():
+        assert ratio["median"] == ratio["values"][0] > 0
+    assert 0 <= result["padding"] < 0.5
+    assert "step, seconds a token: DVP + OTB + diagnostics over plain log-probs" in done.stdout
+
+
 def test_a_change_runs_again_what_depends_on_it_and_nothing_else(copy):
     original = (copy.folder / "config/experiments/smoke.yaml").read_text()
     everything = {"prepare", "base", "train", "convert", "evaluate", "report_training", "resolve"}

@@ -61,12 +61,12 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
     # The bias study makes its gradient from the coefficients; training from the loss. Before the first update on a
     # rollout they are the same, but for a loss with one ratio a sequence.
     drawn = prompt_rows(len(loop.problems.prompts), EXPERIMENT.training.prompts_per_step, 3, run.seed)
-    rollout = loop.problems.graded(drawn, loop._sample(3, drawn))
-    statistics = loop._score(rollout)
+    rollout = loop.problems.graded(drawn, loop.sample(3, drawn))
+    statistics = loop.score(rollout)
     estimator = Estimator(EXPERIMENT, run.method, run.rho)
     assert type(estimator.safe.trainer) is type(loop.safe.trainer)
     coefficient_BT = estimator.update(rollout, statistics).coefficients()
-    assert torch.equal(coefficient_BT, loop._prepare(rollout, statistics).coefficients())
+    assert torch.equal(coefficient_BT, loop.prepare(rollout, statistics).coefficients())
     gradients = Gradients(trainer.policy, temperature=1.0, tokens=64, seed=0)
     assert gradients.sketch.exact
     expected = gradients.of_batch(rollout.batch, coefficient_BT, loop.safe.trainer).norm().item()

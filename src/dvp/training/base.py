@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from dvp.core.batch import Batch
 from dvp.data.stories import Story, careless, generate
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
@@ -36,7 +37,7 @@ CONFIG_NAMES = {
     "kv_heads": "num_key_value_heads",
     "vocabulary_size": "vocab_size",
 }
-IGNORED = -100  # the label that cross_entropy leaves out
+MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
 
 
 def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
@@ -180,33 +181,33 @@ def _warm_start(
     losses = []
     progress = Progress("warm start", settings.steps)
     for step in range(settings.steps):
-        batch = stories[step * settings.batch_size : (step + 1) * settings.batch_size]
-        prompts = [experiment.data.prompt_template.replace("{problem}", story.problem) for story in batch]
+        examples = stories[step * settings.batch_size : (step + 1) * settings.batch_size]
+        prompts = [experiment.data.prompt_template.replace("{problem}", story.problem) for story in examples]
         answers = [
             careless(story, settings.careless_error, rng)
             if rng.random() < settings.careless_fraction
             else story.solution
-            for story in batch
+            for story in examples
         ]
-        prompt_ids = tokenizer(prompts)["input_ids"]
         answer_ids = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
-        length = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True))
-        inputs = torch.full((len(batch), length), tokenizer.pad_token_id)
-        labels = torch.full((len(batch), length), IGNORED)
-        for row, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
-            end = len(prompt) + len(answer)
-            inputs[row, :end] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : end] = torch.tensor(answer)
-        # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
-        hidden = model.model(inputs).last_hidden_state[:, :-1]
-        used = labels[:, 1:] != IGNORED
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[used]), labels[:, 1:][used])
+        batch = Batch.collate(tokenizer(prompts)["input_ids"], answer_ids, tokenizer.pad_token_id)
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for rows_b in batch.micro_batches(MICRO_BATCH_TOKENS):
+            part = batch.rows(rows_b)
+            # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
+            hidden = model.model(part.tokens_BT).last_hidden_state[:, :-1]
+            used = part.response_BT[:, 1:]
+            sum_ = torch.nn.functional.cross_entropy(
+                model.lm_head(hidden[used]), part.tokens_BT[:, 1:][used], reduction="sum"
+            )
+            mean = sum_ / batch.response_BT.sum()
+            mean.backward()
+            loss += mean.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
+        losses.append(loss)
         progress.step(step + 1, f"loss {losses[-1]:.3f}")
     return sum(losses[-20:]) / len(losses[-20:])
 

@@ -142,21 +142,13 @@ class Loop:
         """One step (1-based); returns its row of metrics.jsonl."""
         times = [time.perf_counter()]
         rows = prompt_rows(len(self.problems.prompts), self.config.prompts_per_step, step, self.run.seed)
-        completions = self._sample(step, rows)
+        completions = self.sample(step, rows)
         times.append(time.perf_counter())
 
         rollout = self.problems.graded(rows, completions)
         times.append(time.perf_counter())
 
-        statistics = self._score(rollout)
-        update = self._prepare(rollout, statistics)
-        metrics = rollout_metrics(rollout, statistics, update)
-        if step == 1:
-            metrics |= self._noise(rollout, statistics)
-        if ranks.is_main():
-            asked = [(self.ids[row], self.problems.answers[row]) for row in rows for _ in range(self.config.group_size)]
-            self.recorder.record(step, asked, rollout, statistics, update)
-        metrics |= self._update(rollout, statistics)
+        metrics = self.learn(step, rows, rollout)
         times.append(time.perf_counter())
 
         if step % self.config.synchronise_every == 0:
@@ -187,7 +179,7 @@ class Loop:
         self.safe.observe(row)
         self.collapse.observe(row["step"], row)
 
-    def _sample(self, step: int, rows: list[int]) -> list[list[Completion]]:
+    def sample(self, step: int, rows: list[int]) -> list[list[Completion]]:
         """The group of responses to each prompt; every engine samples those to its share of the prompts.
 
         The longest part of a step. The weights are still those of the last one, so it may be given up.
@@ -211,7 +203,19 @@ class Loop:
         self.engine.sleep(keep_weights=step % self.config.synchronise_every != 0)
         return ranks.join(completions, len(rows), self.engine.ranks)
 
-    def _score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
+    def learn(self, step: int, rows: list[int], rollout: Rollout) -> dict:
+        """Score, diagnose and record the responses to these problems, and update the weights; returns the metrics."""
+        statistics = self.score(rollout)
+        update = self.prepare(rollout, statistics)
+        metrics = rollout_metrics(rollout, statistics, update)
+        if step == 1:
+            metrics |= self._noise(rollout, statistics)
+        if ranks.is_main():
+            asked = [(self.ids[row], self.problems.answers[row]) for row in rows for _ in range(self.config.group_size)]
+            self.recorder.record(step, asked, rollout, statistics, update)
+        return metrics | self._update(rollout, statistics)
+
+    def score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
         """The trainer's statistics of every response token, each (B, T), 0 elsewhere.
 
         A pass of its own, although the update makes the same numbers again: it says which responses the update needs.
@@ -224,7 +228,7 @@ class Loop:
             raise DvpError("the trainer's log-probs are not finite: training diverged; lower training.learning_rate")
         return statistics
 
-    def _prepare(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
+    def prepare(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
         """Weights and advantages of some responses, as the method has them."""
         return make_update(
             rollout,
@@ -241,7 +245,7 @@ class Loop:
         """
         noise = {}
         for kind, options in {"shape": {"tokens": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
-            again_BT = self._score(rollout, **options)["log_prob"]
+            again_BT = self.score(rollout, **options)["log_prob"]
             values = self_noise(statistics["log_prob"], again_BT, rollout.batch.response_BT)
             noise |= {f"{name}_{kind}": value for name, value in values.items()}
         return noise
@@ -257,7 +261,7 @@ class Loop:
             part = rollout.rows(rows_b)
             # Without a ratio to the policy of the rollout in the loss, the weights must be those of the policy now.
             if index > 0 and not self.loss.has_ratio:
-                old = self._score(part)
+                old = self.score(part)
             else:
                 old = {name: values_BT[rows_b] for name, values_BT in statistics.items()}
             metrics = self._optimise(part, old)
@@ -271,7 +275,7 @@ class Loop:
 
     def _optimise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict | None:
         """One optimiser step on some responses; None if nothing would move the weights."""
-        update = self._prepare(rollout, statistics)
+        update = self.prepare(rollout, statistics)
         # A group whose rewards are all equal, and a rejected response, contribute exactly nothing: left out.
         useful_B = ((update.weight_BT != 0) & (update.advantage_BT != 0)).any(dim=1)
         if not useful_B.any():
@@ -348,7 +352,6 @@ def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     if ranks.is_main():
         write_text(metrics_file, metrics)
         loop.recorder.restore(path / RESPONSES)
-        loop.recorder.write(metrics_file.with_name(RESPONSES))
         loop.recorder.write(metrics_file.with_name(RESPONSES))
         print(f"continuing from {path}", file=sys.stderr)
     return [json.loads(line) for line in metrics.splitlines()]

@@ -6,7 +6,7 @@ Variants take turns, round by round, so that a busy machine slows all of them; r
 
 It needs nothing but torch (with triton on a GPU), so that it runs wherever there is a GPU for a few minutes:
 
-    PYTHONPATH=src python -m dvp.benchmark --device cuda
+    PYTHONPATH=src python -m dvp.benchmark.head --device cuda
 
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """

@@ -82,7 +82,9 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     page = {
         "claims": answered["claims"],
         "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
-        "scales": dict.fromkeys(" ".join(one["scale"].split()) for one in answered["experiments"].values()),
+        "scales": dict.fromkeys(
+            " ".join(experiment["scale"].split()) for experiment in answered["experiments"].values()
+        ),
     }
     return {
         name: environment.get_template(f"{name}.j2").render(page) for name in ("claims.md", "claims.html", "table.html")
@@ -157,14 +159,14 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
         "source": claim.source,
         "note": claim.note or "no note",
         "published": value,
-        "verdict": verdict([one["status"] for one in conditions], needs_all=claim.needs_all)
+        "verdict": verdict([condition["status"] for condition in conditions], needs_all=claim.needs_all)
         if conditions
         else NOT_TESTABLE
         if claim.not_testable
         else NOT_TESTED,
         "why": claim.not_testable or claim.not_tested or "",
         "conditions": conditions,
-        "settings": max((one["settings"] for one in conditions), default=0),
+        "settings": max((condition["settings"] for condition in conditions), default=0),
         "figure": figure,
         "image": image,
         "files": files,
@@ -172,8 +174,8 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
 
 
 def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) -> dict[str, Any]:
-    alike = [one for one in report["statistics"] if one["name"] == condition.statistic]
-    fitting = [one for one in alike if condition.where.items() <= one["where"].items()]
+    alike = [statistic for statistic in report["statistics"] if statistic["name"] == condition.statistic]
+    fitting = [statistic for statistic in alike if condition.where.items() <= statistic["where"].items()]
     asked = {"says": condition.says, "statistic": condition.statistic, "where": condition.where, "settings": len(alike)}
     if not fitting:
         return asked | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
@@ -182,16 +184,16 @@ def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) 
             f"claim '{claim}': {condition.statistic}: {len(fitting)} statistics fit {condition.where}; "
             f"tell them apart by {', '.join(sorted(set(fitting[0]['where']) - set(condition.where)))}"
         )
-    [one] = fitting
-    measured = {key: one[key] for key in ("value", "low", "high", "unit", "how", "sources")}
-    return asked | measured | {"status": status(condition, one["low"], one["high"])}
+    [statistic] = fitting
+    measured = {key: statistic[key] for key in ("value", "low", "high", "unit", "how", "sources")}
+    return asked | measured | {"status": status(condition, statistic["low"], statistic["high"])}
 
 
 def _instead(condition: Condition, alike: list[dict[str, Any]]) -> str:
     """What there is of a statistic that is not there as asked for."""
     if not alike:
         return f"{condition.experiment} measures no {condition.statistic}"
-    others = {key: sorted({one["where"].get(key, "none") for one in alike}) for key in condition.where}
+    others = {key: sorted({statistic["where"].get(key, "none") for statistic in alike}) for key in condition.where}
     lacking = [f"{key} {', '.join(others[key])}" for key, value in condition.where.items() if value not in others[key]]
     return f"{condition.experiment} has it of " + ("; ".join(lacking) or "other combinations")
 
@@ -207,8 +209,8 @@ def _interval(condition: dict[str, Any]) -> str:
     return f"{numbers[0]} [{numbers[1]}, {numbers[2]}] {condition['unit']}"
 
 
-def _runs(one: dict[str, Any]) -> str:
-    if not one["files"]:
+def _runs(condition: dict[str, Any]) -> str:
+    if not condition["files"]:
         return "–"
-    commits = dict.fromkeys(origin["git_commit"][:7] for origin in one["files"].values())
-    return f"{len(one['files'])}, commit {', '.join(commits)}"
+    commits = dict.fromkeys(origin["git_commit"][:7] for origin in condition["files"].values())
+    return f"{len(condition['files'])}, commit {', '.join(commits)}"

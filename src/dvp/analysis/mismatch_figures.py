@@ -126,18 +126,18 @@ def _distribution_column(column: np.ndarray, group: Group, *, first: bool) -> No
         if own.empty:
             continue
         densities = {"infer": Density(group, own, "infer"), "train": Density(group, own, "train")}
-        left = min(one.central[0] for one in densities.values())
-        right = max(one.central[1] for one in densities.values())
+        left = min(density.central[0] for density in densities.values())
+        right = max(density.central[1] for density in densities.values())
         margin = max(0.25 * (right - left), 2 * RESOLUTION)
         even = np.linspace(left - margin, right + margin, 200)
-        candidates = np.concatenate([even, *(one.points_G[::4] for one in densities.values())])
+        candidates = np.concatenate([even, *(density.points_G[::4] for density in densities.values())])
         points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])
-        for (weighting, one), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
-            density = one.at(points)[0]
-            axes.plot(points, density / density.max(), color=color, linewidth=1.3)
+        for (weighting, density), color, place in zip(densities.items(), (INFER, TRAIN), (0.5, 1.0), strict=True):
+            height = density.at(points)[0]
+            axes.plot(points, height / height.max(), color=color, linewidth=1.3)
             if weighting == "infer":
-                axes.fill_between(points, density / density.max(), color=color, alpha=0.15, linewidth=0)
-            mode = one.mode()
+                axes.fill_between(points, height / height.max(), color=color, alpha=0.15, linewidth=0)
+            mode = density.mode()
             axes.plot([mode, mode], [0, 1], color=color, linewidth=0.9, linestyle=":")
             axes.text(place, 1.02, f"{mode:+.2g}", transform=axes.transAxes, ha="right", color=color, size=7.5)
         axes.set_xlim(points[0], points[-1])
@@ -239,11 +239,11 @@ def _safe_sets_panels(
     def curve(axes: Axes, name: str, line: str = "-", *, band: bool = True, **where: str) -> None:
         for place, (engine, color) in enumerate(colors.items()):
             at = {"policy": every[0].policy, "engine": engine} | where
-            points = {rho: one for rho in rhos if (one := known(name, at | {"rho": rho}))}
+            points = {rho: statistic for rho in rhos if (statistic := known(name, at | {"rho": rho}))}
             if not points:  # not defined at any ρ
                 continue
             x = np.array(list(map(parse_rho, points)))
-            value, low, high = np.array([[one.value, one.low, one.high] for one in points.values()]).T
+            value, low, high = np.array([[point.value, point.low, point.high] for point in points.values()]).T
             if line == "o":
                 # Of a change its size; one whose interval holds 0 reaches down to the axis.
                 low, high = (

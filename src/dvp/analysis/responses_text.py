@@ -35,13 +35,13 @@ class Colour(StrEnum):
 def choose(runs: list[Recorded], step: int | None, response: int | None) -> tuple[Recorded, dict[str, Any]]:
     """The response to show: what is not asked for is where engine and trainer differ most. Raises DvpError."""
     places = [
-        (float(one.largest[index]), one, index)
-        for one in runs
-        for index in range(len(one.table))
-        if step is None or one.steps[index] == step
+        (float(run.largest[index]), run, index)
+        for run in runs
+        for index in range(len(run.table))
+        if step is None or run.steps[index] == step
     ]
     if not places:
-        known = sorted({value for one in runs for value in one.steps.tolist()})
+        known = sorted({value for run in runs for value in run.steps.tolist()})
         raise DvpError(f"--step {step}: no response of it was recorded; recorded are steps {_list(known)}")
     _, shown, index = max(places, key=lambda place: place[0])
     if response is None:
@@ -179,8 +179,8 @@ def show_responses(
     """Print a recorded response of a run that has begun; see `choose`. Raises DvpError."""
     experiment, folder = directory.experiment, directory.folder
     asked = experiment.runs if run is None else [experiment.run(run)]
-    runs = [one for one in asked if run or responses_files(folder, one)]
-    if not runs:
+    begun = [each for each in asked if run or responses_files(folder, each)]
+    if not begun:
         raise DvpError(f"{folder}/runs: no run has recorded responses yet; the first ones come with a checkpoint")
-    shown, row = choose([recorded(experiment, folder, one) for one in runs], step, response)
+    shown, row = choose([recorded(experiment, folder, each) for each in begun], step, response)
     print_response(shown, row, colour, Console(highlight=False))

@@ -31,7 +31,9 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     does not depend on the scores.
     """
     score_R = replicates(experiment, loaded)
-    return [one for sweep in swept(experiment).items() for one in _contrasts(experiment, loaded, score_R, *sweep)]
+    return [
+        contrast for sweep in swept(experiment).items() for contrast in _contrasts(experiment, loaded, score_R, *sweep)
+    ]
 
 
 def middle(rhos: list[str]) -> list[str]:
@@ -92,11 +94,13 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
             scale = 100 if name == "score" else 1
             for (method, engine), rhos in curves.items():
                 points = {
-                    parse_rho(rho): one for rho in rhos if (one := of(name, method=method, engine=engine, rho=rho))
+                    parse_rho(rho): statistic
+                    for rho in rhos
+                    if (statistic := of(name, method=method, engine=engine, rho=rho))
                 }
                 if points:  # there are none of training for what is measured at the base policy alone
                     x, rows = sorted(points), [points[rho] for rho in sorted(points)]
-                    value, low, high = scale * np.array([(one.value, one.low, one.high) for one in rows]).T
+                    value, low, high = scale * np.array([(row.value, row.low, row.high) for row in rows]).T
                     color = colors[method]
                     name_of_curve = _label(experiment, method, engine)
                     axes.plot(x, value, "o", linestyle=lines[engine], color=color, label=name_of_curve, markersize=5)
@@ -128,8 +132,8 @@ def _horizontal(
     """A line for each grid point without ρ; an exact engine's KL, far below all others, in words."""
     for point in (point for point in grid_points(experiment) if point.rho is None):
         color, line = (GREY, "--") if is_control(experiment, point) else (colors[point.method], ":")
-        one, label = of(name, **where_of(point)), _label(experiment, point.method, point.engine)
-        value = one.value if one else math.nan
+        statistic, label = of(name, **where_of(point)), _label(experiment, point.method, point.engine)
+        value = statistic.value if statistic else math.nan
         if name == "final_k3" and not value >= NEGLIGIBLE:  # rounding may bring it below 0, too
             axes.text(0.02, 0.03, f"{label}: below {NEGLIGIBLE:g}", color=color, transform=axes.transAxes)
         elif math.isfinite(value):

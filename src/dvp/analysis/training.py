@@ -49,7 +49,9 @@ def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[li
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
     trivial = [where_of(None), where_of(reference_point(experiment))]
-    listed = [one for one in found if one.name != "score_change_percent" or one.where not in trivial]
+    listed = [
+        statistic for statistic in found if statistic.name != "score_change_percent" or statistic.where not in trivial
+    ]
     return listed, tables
 
 

@@ -76,19 +76,21 @@ class Case:
 def cases(main: Size, anchors: Size | None, device: str) -> list[Case]:
     """What is measured on a device; `anchors` : the size at which others have reported their times."""
     both = "forward + backward"
-    found = [
+    listed = [
         Case("forward", torch.bfloat16, main, forward_variants),
         Case(both, torch.bfloat16, main, backward_variants),
         Case(f"{both}, few safe", torch.bfloat16, main, pruned_variants, frequencies=True),
     ]
     if device == "cpu":
-        found = [
+        listed = [
             Case("forward", torch.float32, main, forward_variants),
             Case(both, torch.float32, main, backward_variants),
             Case(f"{both}, few safe", torch.float32, main, pruned_variants, frequencies=True),
-            *found[:2],
+            *listed[:2],
         ]
-    return found if anchors is None else [*found, Case(f"{both}, anchors'", torch.bfloat16, anchors, backward_variants)]
+    return (
+        listed if anchors is None else [*listed, Case(f"{both}, anchors'", torch.bfloat16, anchors, backward_variants)]
+    )
 
 
 SIZES = {"cpu": (Size(2048, 1024), None), "cuda": (Size(8192, 4096), Size(4096, 4096, 131_072))}
@@ -277,7 +279,7 @@ def measure(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds
             else:
                 seconds[variant].append(_time(function, device))
     bare = seconds[next(iter(variants))]
-    ratios = {variant: [one / other for one, other in zip(seconds[variant], bare, strict=True)] for variant in variants}
+    ratios = {variant: [own / other for own, other in zip(seconds[variant], bare, strict=True)] for variant in variants}
     return {
         "name": name,
         "dtype": label,

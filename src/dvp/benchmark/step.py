@@ -63,10 +63,10 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
         "ratios": {
             name: {"median": median(values), "values": values}
             for name in RATIOS
-            for values in [[one[name] for one in measured]]
+            for values in [[turn[name] for turn in measured]]
         },
-        "padding": median(one["padding"] for one in measured),
-        "seconds": {name: median(one["seconds"][name] for one in measured) for name in measured[0]["seconds"]},
+        "padding": median(turn["padding"] for turn in measured),
+        "seconds": {name: median(turn["seconds"][name] for turn in measured) for name in measured[0]["seconds"]},
     }
     write_json(output, result)
     print(format_table(result))

@@ -167,7 +167,9 @@ class VllmEngine:
         ]
         self._wake()
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [[self._completion(one, sampling.whole_vocabulary) for one in output.outputs] for output in outputs]
+        return [
+            [self._completion(response, sampling.whole_vocabulary) for response in output.outputs] for output in outputs
+        ]
 
     def _completion(self, output: Any, whole_vocabulary: bool) -> Completion:
         """A completion from an output with flat log-probabilities and without text."""
@@ -282,21 +284,21 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
         raise DvpError("the engine's full log-probabilities do not sum to 1; refusing to train on them")
     gap_V = full_V - full_V.max()
     control = rule.control(CONTROL)
-    for one in (control, rule):
-        reported_V = engine.log_probs(prompt, one)
-        thresholds = [moved.log_rho(full_V[None]).item() for moved in one.moved(TOLERANCE)]
+    for asked in (control, rule):
+        reported_V = engine.log_probs(prompt, asked)
+        thresholds = [moved.log_rho(full_V[None]).item() for moved in asked.moved(TOLERANCE)]
         # The most likely entry is inside even where the threshold is its own gap, 0.
         inside_V = gap_V >= min(max(thresholds) + TOLERANCE, 0.0)
         outside_V = gap_V < min(thresholds) - TOLERANCE
-        if one is control and not outside_V.any():
-            raise DvpError(f"the check of pruning needs a position where {one} prunes; choose another prompt")
+        if asked is control and not outside_V.any():
+            raise DvpError(f"the check of pruning needs a position where {asked} prunes; choose another prompt")
         if reported_V[outside_V].isfinite().any():
-            raise DvpError(f"the engine ignores {one}: it gives probability to tokens outside the safe vocabulary")
+            raise DvpError(f"the engine ignores {asked}: it gives probability to tokens outside the safe vocabulary")
         expected_V = full_V[inside_V] - full_V[reported_V.isfinite()].logsumexp(0)
         error = (reported_V[inside_V] - expected_V).abs().max().item()
         if not error <= TOLERANCE:
             raise DvpError(
-                f"the engine does not report log-probabilities after {one} and renormalising "
+                f"the engine does not report log-probabilities after {asked} and renormalising "
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
     return bool(outside_V.any())

@@ -102,7 +102,9 @@ def lineage(results: Path, key: str) -> dict[str, list[str]]:
         if run is None:
             raise DvpError(f"MLflow store {store_name(results)}: no run has the {KEY} {current}; `dvp track` adds it")
         found.setdefault(run.data.tags[STAGE], []).append(run.info.run_id)
-        waiting += [one for name, value in run.data.tags.items() if name.startswith(UPSTREAM) for one in value.split()]
+        waiting += [
+            linked for name, value in run.data.tags.items() if name.startswith(UPSTREAM) for linked in value.split()
+        ]
     return found
 
 

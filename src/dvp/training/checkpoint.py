@@ -172,9 +172,9 @@ def _newest(folder: Path) -> tuple[Path, str] | None:
                 f"{path}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
                 f"{state['ranks']}, or move {folder} away to start anew"
             )
-        for one, problem in zip(damaged, problems, strict=True):
+        for broken, problem in zip(damaged, problems, strict=True):
             print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
-            os.replace(one, one.with_name(one.name + DAMAGED))
+            os.replace(broken, broken.with_name(broken.name + DAMAGED))
         return path, metrics
     if damaged:
         raise DvpError(

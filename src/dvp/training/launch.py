@@ -186,11 +186,11 @@ def _listen(process: subprocess.Popen) -> tuple[list[dict], list[str]]:
 
 def _raise(reports: list[dict], others: list[str]) -> None:
     """Raise what went wrong first; a rank that loses another one fails as well."""
-    errors = [one for one in reports if not one["bug"] and one["signal"] is None]
+    errors = [report for report in reports if not report["bug"] and report["signal"] is None]
     # These may follow from another rank's end, after which torchrun tells the others to stop.
-    consequences = [one for one in reports if one not in errors]
+    consequences = [report for report in reports if report not in errors]
     if errors:
-        raise DvpError(min(errors, key=lambda one: one["time"])["message"])
+        raise DvpError(min(errors, key=lambda report: report["time"])["message"])
     text = "".join(others)
     ended = [(rank, signal.Signals(-int(code))) for rank, code in ENDED.findall(text) if code.startswith("-")]
     for rank, number in ended:
@@ -199,7 +199,7 @@ def _raise(reports: list[dict], others: list[str]) -> None:
                 f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was there too little memory?"
             )
     if consequences:
-        first = min(consequences, key=lambda one: one["time"])
+        first = min(consequences, key=lambda report: report["time"])
         if first["signal"] is not None:
             raise Stopped(first["message"], first["signal"])
         print(first["traceback"], end="", file=sys.stderr)

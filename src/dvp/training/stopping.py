@@ -73,10 +73,10 @@ class StopRequest:
 
     def requested(self) -> bool:
         """Whether a rank was told to stop; all ranks ask at the same place, as they must leave together."""
-        told = [one for one in ranks.gather(self.signal) if one is not None]
-        if told and self.signal is None:
-            self.signal = told[0]
-        return bool(told)
+        signals = [received for received in ranks.gather(self.signal) if received is not None]
+        if signals and self.signal is None:
+            self.signal = signals[0]
+        return bool(signals)
 
     def saved(self, seconds: float, seconds_step: float) -> None:
         """Say whether there is time to leave, when it is known first, and when it turns out otherwise.

@@ -73,7 +73,7 @@ def test_lint(snakemake):
 @pytest.mark.parametrize(
     ("experiment", "jobs"),
     [
-        ("tiny", {"prepare": 1, "base": 1, "train": 14, "convert": 14, "evaluate": 15, "report_training": 1}),
+        ("tiny", {"prepare": 1, "base": 1, "train": 10, "convert": 10, "evaluate": 11, "report_training": 1}),
         ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
         (
             "paper_8b",

@@ -23,8 +23,9 @@ CLAIMS = CONFIG / "claims.yaml"
 
 
 def make_experiment(**changes) -> Experiment:
-    """The experiment `tiny`, with changes by dotted key (`training__steps=12`)."""
+    """The experiment `tiny` at two ρ, with changes by dotted key (`training__steps=12`)."""
     value = load_experiment("tiny", CONFIG).model_dump(mode="json")
+    value["grid"][-1]["rho"] = ["exp(-13)", "0.01"]
     for key, change in changes.items():
         *parents, last = key.split("__")
         part = value

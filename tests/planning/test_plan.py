@@ -105,7 +105,7 @@ def test_wall_time_lies_between_its_bounds(data):
 @pytest.mark.parametrize(
     ("name", "jobs"),
     [
-        ("tiny", (1, 1, 14, 14, 15, 1)),
+        ("tiny", (1, 1, 10, 10, 11, 1)),
         ("paper_8b", (1, 1, 2, 30, 30, 4 * 31, 1)),
         ("paper_14b", (1, 1, 1, 27, 27, 4 * 28, 1)),
         ("paper_otb", (1, 1, 1, 18, 18, 4 * 19, 1)),
@@ -312,7 +312,7 @@ def sources(plan: dict, name: str) -> list[int]:
 
 def test_without_records_everything_is_estimated(loaded):
     plan = make_plan(loaded, NOWHERE)
-    assert plan["total"]["from"] == {"recorded": 0, "inferred": 0, "estimated": 46}
+    assert plan["total"]["from"] == {"recorded": 0, "inferred": 0, "estimated": 34}
 
 
 def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded, tmp_path):
@@ -322,14 +322,14 @@ def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded,
     record.steps(run, (1.0, 128, 30), (3.0, 128, 50))
     plan = make_plan(loaded, tmp_path)
     # The others of its engine follow it; the exact engine's runs are estimated.
-    assert sources(plan, "train") == [1, 11, 2]
+    assert sources(plan, "train") == [1, 7, 2]
     assert sources(plan, "prepare") == sources(plan, "base") == [1, 0, 0]
     # 32 steps of 128 responses of 40 tokens, 4 / (128·80) s a token; the start as a stage takes it on a CPU.
     expected = 20 + 32 * 128 * 40 * 4 / (128 * 80)
     assert stage(plan, "train")["hours_each"][0] * 3600 == pytest.approx(expected)
     # The recorded length is that of the estimates too.
     exact = Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32").total
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(12 * expected + 2 * (20 + 32 * exact))
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * expected + 2 * (20 + 32 * exact))
 
 
 def test_a_runs_method_comes_before_its_engine(loaded, tmp_path):
@@ -341,11 +341,11 @@ def test_a_runs_method_comes_before_its_engine(loaded, tmp_path):
         method: 20 + 32 * seconds
         for method, seconds in {"rloo": 1.0, "dvp": 3.0, "rloo_mis": 2.0, "dvp_mis": 2.0}.items()
     }
-    counts = {"rloo": 2, "dvp": 4, "rloo_mis": 2, "dvp_mis": 4}
+    counts = {"rloo": 2, "dvp": 2, "rloo_mis": 2, "dvp_mis": 2}
     exact = Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32").total
     total = sum(per_run[method] * counts[method] for method in counts) + 2 * (20 + 32 * exact)
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(total)
-    assert sources(plan, "train") == [2, 10, 2]
+    assert sources(plan, "train") == [2, 6, 2]
 
 
 def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
@@ -355,9 +355,9 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
         record.steps(run, (2.0, 64, 40), (2.0, 64, 40))
         record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=4.0)
     plan = make_plan(experiment("tiny"), tmp_path)
-    assert sources(plan, "train") == [14, 0, 0]
+    assert sources(plan, "train") == [10, 0, 0]
     # The start took 15 − 4 s; 32 steps of 128 responses are 32 times 4 s.
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(14 * (11 + 32 * 4))
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(10 * (11 + 32 * 4))
 
 
 def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
@@ -369,14 +369,14 @@ def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
         gpus = {"gpus": 2} if engine == "fp32" else {}
         write_json(tmp_path / f"preflight/engine~{engine}/preflight.json", record | {"config_hash": config_hash} | gpus)
     plan = make_plan(loaded, tmp_path)
-    assert sources(plan, "train") == [0, 12, 2]
+    assert sources(plan, "train") == [0, 8, 2]
     # 128 responses of up to 64 tokens, 32 on average.
     rehearsed = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
     exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(12 * rehearsed + 2 * (20 + 32 * exact))
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * rehearsed + 2 * (20 + 32 * exact))
     assert {tuple(row["kl"]) for row in plan["kept"] if row["engine"] == "coarse"} == {(1e-3,)}
     other = experiment("tiny", training__learning_rate=1.0)
-    assert sources(make_plan(other, tmp_path), "train") == [0, 0, 14]
+    assert sources(make_plan(other, tmp_path), "train") == [0, 0, 10]
 
 
 def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):
@@ -405,11 +405,11 @@ def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tm
     record.write("evals/base/held_out/scores.json", "evaluate", None, "held_out", seconds=40.0)
     record.write("report/training.json", "report", seconds=50.0)
     plan = make_plan(loaded, tmp_path)
-    assert sources(plan, "convert") == [2, 12, 0]
-    assert sources(plan, "evaluate") == [2, 13, 0]
+    assert sources(plan, "convert") == [2, 8, 0]
+    assert sources(plan, "evaluate") == [2, 9, 0]
     assert sources(plan, "report") == [1, 0, 0]
-    assert stage(plan, "convert")["gpu_hours"] * 3600 == pytest.approx(14 * 15)
-    assert stage(plan, "evaluate")["gpu_hours"] * 3600 == pytest.approx(15 * 35)
+    assert stage(plan, "convert")["gpu_hours"] * 3600 == pytest.approx(10 * 15)
+    assert stage(plan, "evaluate")["gpu_hours"] * 3600 == pytest.approx(11 * 35)
     assert stage(plan, "report")["gpu_hours"] * 3600 == pytest.approx(50)
 
 
@@ -441,7 +441,7 @@ def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"s\th:m:s\tmax_rss\n{seconds}\t0:00:15\t{memory}\n", encoding="utf-8")
     converted = stage(planning.make_plan(loaded, jobs, tmp_path), "convert")
-    assert converted["gpu_hours"] * 3600 == pytest.approx(14 * (15 + 20) / 2)
+    assert converted["gpu_hours"] * 3600 == pytest.approx(10 * (15 + 20) / 2)
     assert converted["peak_memory"] == 300 * 2**20
     file.write_text("nothing\n", encoding="utf-8")
     with pytest.raises(DvpError, match=r"\.tsv: not a benchmark of Snakemake's"):

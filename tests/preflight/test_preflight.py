@@ -92,14 +92,25 @@ def test_too_little_memory_is_refused_in_one_line_and_leaves_no_result(passed, p
     assert read_json(prepared.parent / "tracking/preflight-coarse.json")["status"] == "FAILED"
 
 
-def test_a_save_that_takes_longer_than_slurm_leaves_is_refused(passed):
+def test_a_save_that_takes_longer_than_slurm_leaves_is_judged(passed):
     seconds = {name: measured(passed, "save")[name] for name in ("seconds_leaving", "seconds_update")}
     assert check_save(**seconds, stop_seconds=500).passed
     assert check_save(**seconds, stop_seconds=0).passed  # nobody says
     seconds["seconds_leaving"] += 500
-    verdict = check_save(**seconds, stop_seconds=500)
-    assert not verdict.passed
-    assert verdict.says.endswith("; stop_seconds leaves 500 s")
+    assert not check_save(**seconds, stop_seconds=500).passed
+
+
+@pytest.mark.nightly
+def test_a_save_that_takes_longer_than_slurm_leaves_is_refused_in_one_line(passed, prepared, dvp):
+    """No process saves and leaves within a second."""
+    result = ExperimentDir(prepared).result("preflight", ENGINE)
+    status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--stop-seconds", 1)
+    assert status == 2, errors
+    assert line.startswith("dvp preflight: save: ")
+    assert line.endswith("; stop_seconds leaves 1 s")
+    assert not result.exists()
+    report = read_json(result.with_name("report.json"))
+    assert [one["check"] for one in report["checks"] if not one["passed"]] == ["save"]
 
 
 def test_an_engine_that_no_run_has_is_refused(prepared, dvp):

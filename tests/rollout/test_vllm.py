@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dvp.core.batch import Batch
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.training.backend import Policy
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
@@ -205,6 +207,32 @@ def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, cha
     reloaded = sample_elsewhere(tiny_model, setting, tmp_path)
     fresh = sample_elsewhere(tmp_path, setting)
     assert completions(reloaded) == completions(fresh)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scaling"), [("granite", {"logits_scaling": 4.0}), ("cohere", {"logit_scale": 0.25})]
+)
+def test_the_engine_scales_logits_as_the_trainer_does(model_type, scaling, tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    shape = json.loads((tiny_model / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("intermediate_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    torch.manual_seed(0)
+    options = {name: shape[name] for name in names} | {"bos_token_id": None, "initializer_range": 0.5} | scaling
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = sample_elsewhere(tmp_path, json.dumps({"dtype": "float32"}))
+
+    policy, compared = Policy(model), 0
+    for prompt, group in zip(PROMPTS, completions(engine), strict=True):
+        for response in group:
+            batch = Batch.collate([prompt], [response["token_ids"]], pad=0)
+            with torch.no_grad():
+                log_prob_N = policy(batch, safe=None, temperature=1.0).log_prob
+            torch.testing.assert_close(log_prob_N, torch.tensor(response["log_probs"]), atol=1e-3, rtol=0)
+            compared += len(log_prob_N)
+    assert compared > 100
 
 
 @pytest.fixture

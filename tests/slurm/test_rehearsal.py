@@ -22,21 +22,21 @@ def test_training_waits_for_a_rehearsal_on_two_ranks_and_is_not_begun_when_it_fa
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
     profile = checkout.folder / "slurm/config.yaml"
     shipped = profile.read_text()
-    asked = "mem_mb: threads * 96000\n    runtime: 120\n"
-    assert shipped.count(asked) == 1
-    profile.write_text(shipped.replace(asked, asked.replace("96000", "500")))
+    profile.write_text(shipped.replace("stop_seconds: 600 ", "stop_seconds: 1 "))
+    assert profile.read_text() != shipped
 
     status, output = checkout.snakemake(f"results/smoke/runs/{RUN}/train.json").finish()
     assert status == 1
-    assert "dvp preflight: memory: " in output
-    assert "95% of 1.05 GB are allowed" in output
+    assert "dvp preflight: save: " in (checkout.smoke / "logs/preflight/coarse.log").read_text() + output
     assert not (checkout.folder / TARGET).exists()
     assert not checkout.run_folder(RUN).exists()
     job = slurm.accounts("AllocTRES", "State")[-1]
     assert (job["stage"], job["State"]) == ("preflight", "FAILED")
     assert "gres/gpu=2" in job["AllocTRES"].split(",")
     report = read_json((checkout.folder / TARGET).with_name("report.json"))
-    assert [line["check"] for line in report["checks"] if not line["passed"]] == ["memory"]
+    refused = [line for line in report["checks"] if not line["passed"]]
+    assert [line["check"] for line in refused] == ["save"]
+    assert refused[0]["says"].endswith("; stop_seconds leaves 1 s")
 
     profile.write_text(shipped)
     status, _ = checkout.snakemake(TARGET).finish()

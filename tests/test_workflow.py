@@ -123,6 +123,15 @@ def test_dry_run(snakemake, place, experiment, jobs):
     assert not (place / "results").exists()
 
 
+def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
+    """A profile declares it; without one it is all that the machine has. (Jobs of a dry run have one core.)"""
+    settings = ("-n", "-p", "--config", "experiment=paper_8b", "results=there")
+    for profile, expected in ((("--profile", "slurm"), ["96000", "96000"]), ((), [])):
+        status, out, errors = snakemake(*settings, *profile)
+        assert status == 0, errors
+        assert re.findall(r"dvp preflight .* --memory-mb (\d+)", out + errors) == expected
+
+
 def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(snakemake, place):
     status, out, errors = snakemake("evidence", "-n", "--quiet", "rules", "--config", "results=there")
     assert status == 0, errors

@@ -161,6 +161,12 @@ def base_files(wildcards):
     return expand(stage.output, experiment=wildcards.experiment)
 
 
+def declared_memory(wildcards, resources):
+    """The option that says what a job may take, where a profile declares it: Slurm's own variables do not reach it."""
+    memory = resources.get("mem_mb")
+    return "" if memory is None else f"--memory-mb {memory}"
+
+
 def preflight_files(wildcards):
     """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for."""
     asked = experiment(wildcards.experiment)

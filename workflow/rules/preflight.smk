@@ -19,8 +19,9 @@ rule preflight:
         config=RESOLVED,
         config_hash=config_hash("preflight"),
         version=STAGE_VERSIONS["preflight"],
+        memory=declared_memory,
     message:
         "rehearsing a run with engine {wildcards.engine}"
     shell:
         "dvp preflight --config {params.config:q} --engine {wildcards.engine:q}"
-        " --threads {threads} --stop-seconds {resources.stop_seconds} 2>&1 | tee {log:q}"
+        " --threads {threads} --stop-seconds {resources.stop_seconds} {params.memory} 2>&1 | tee {log:q}"

@@ -7,7 +7,7 @@ import yaml
 
 from dvp.files import read_json
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1800)]
 TARGET = "results/smoke/preflight/engine~coarse/preflight.json"
 RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
 
@@ -25,7 +25,7 @@ def test_training_waits_for_a_rehearsal_on_two_ranks_and_is_not_begun_when_it_fa
     profile.write_text(shipped.replace("stop_seconds: 600 ", "stop_seconds: 1 "))
     assert profile.read_text() != shipped
 
-    status, output = checkout.snakemake(f"results/smoke/runs/{RUN}/train.json").finish()
+    status, output = checkout.snakemake(f"results/smoke/runs/{RUN}/train.json").finish(timeout=900)
     assert status == 1
     assert "dvp preflight: save: " in (checkout.smoke / "logs/preflight/coarse.log").read_text() + output
     assert not (checkout.folder / TARGET).exists()
@@ -39,7 +39,7 @@ def test_training_waits_for_a_rehearsal_on_two_ranks_and_is_not_begun_when_it_fa
     assert refused[0]["says"].endswith("; stop_seconds leaves 1 s")
 
     profile.write_text(shipped)
-    status, _ = checkout.snakemake(TARGET).finish()
+    status, _ = checkout.snakemake(TARGET).finish(timeout=900)
     assert status == 0
     passed = read_json(checkout.folder / TARGET)
     assert (passed["gpus"], passed["nodes"], passed["passed"]) == (2, 1, True)

@@ -50,7 +50,7 @@ check: install
 
 bench: install
 	$(BIN)/python -m dvp.benchmark.head
-	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) -- results/$(EXPERIMENT)/base/manifest.json
+	@$(SNAKEMAKE) results/$(EXPERIMENT)/base/manifest.json --quiet host reason --config experiment=$(EXPERIMENT)
 	$(BIN)/python -m dvp.benchmark.step --config results/$(EXPERIMENT)/config.yaml
 
 format: install

@@ -26,7 +26,8 @@ ROOMS = [
     ("analysis",),
     ("planning",),
     ("preflight",),
-    ("cli", "benchmark"),
+    ("cli",),
+    ("benchmark",),
 ]
 # `core.rows` hands over to its kernels where there is a GPU; they take its types.
 KNOWN = {("core.rows", "core.rows_triton")}

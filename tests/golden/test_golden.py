@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import test_analysis_mismatch
+import test_evidence_page
+import test_sweep
 import torch
+from made_up_bias import bias_experiment, write_cell
+from made_up_results import CLAIMS, Results, make_experiment, training_part
+from test_loop import make_loop  # noqa: F401
+from test_mismatch import experiment_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
@@ -38,14 +45,6 @@ from dvp.versions import STAGE_VERSIONS
 from noisy_engine import NoisyEngine
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / name) for name in ("training", "analysis", "measurement")]
-import test_analysis_mismatch  # noqa: E402
-import test_evidence_page  # noqa: E402
-import test_sweep  # noqa: E402
-from made_up_bias import bias_experiment, write_cell  # noqa: E402
-from made_up_results import CLAIMS, Results, make_experiment, training_part  # noqa: E402
-from test_loop import make_loop  # noqa: E402, F401
-from test_mismatch import experiment_of  # noqa: E402
 
 TOLERANCE = 1e-3
 """Relative, and a thousandth of it absolute."""

@@ -76,18 +76,28 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert logged["results"]["preflight/coarse/mismatch/kl"] == measured(passed, "mismatch")["kl"]
 
 
-def test_too_little_memory_is_refused_in_one_line_and_leaves_no_result(passed, prepared, dvp):
-    """Of what a job may take as declared; the report stays."""
+@pytest.mark.parametrize(
+    ("option", "value", "check", "ending"),
+    [
+        ("--memory-mb", 200, "memory", "95% of 0.21 GB are allowed"),
+        # No process saves and leaves within a second.
+        pytest.param("--stop-seconds", 1, "save", "; stop_seconds leaves 1 s", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_job_with_too_little_is_refused_in_one_line_and_leaves_no_result(
+    passed, prepared, dvp, option, value, check, ending
+):
+    """Of what it was declared to have; the report stays."""
     result = ExperimentDir(prepared).result("preflight", ENGINE)
-    status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--memory-mb", 200)
+    status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, option, value)
     assert status == 2, errors
-    assert line.startswith("dvp preflight: memory: ")
-    assert line.endswith("95% of 0.21 GB are allowed")
+    assert line.startswith(f"dvp preflight: {check}: ")
+    assert line.endswith(ending)
     assert "Traceback" not in errors
     assert not result.exists()
     report = read_json(result.with_name("report.json"))
     assert not report["passed"]
-    assert [one["check"] for one in report["checks"] if not one["passed"]] == ["memory"]
+    assert [one["check"] for one in report["checks"] if not one["passed"]] == [check]
     assert not (result.parent / "work").exists()
     assert read_json(prepared.parent / "tracking/preflight-coarse.json")["status"] == "FAILED"
 
@@ -98,19 +108,6 @@ def test_a_save_that_takes_longer_than_slurm_leaves_is_judged(passed):
     assert check_save(**seconds, stop_seconds=0).passed  # nobody says
     seconds["seconds_leaving"] += 500
     assert not check_save(**seconds, stop_seconds=500).passed
-
-
-@pytest.mark.nightly
-def test_a_save_that_takes_longer_than_slurm_leaves_is_refused_in_one_line(passed, prepared, dvp):
-    """No process saves and leaves within a second."""
-    result = ExperimentDir(prepared).result("preflight", ENGINE)
-    status, line, errors = dvp("preflight", "--config", prepared, "--engine", ENGINE, "--stop-seconds", 1)
-    assert status == 2, errors
-    assert line.startswith("dvp preflight: save: ")
-    assert line.endswith("; stop_seconds leaves 1 s")
-    assert not result.exists()
-    report = read_json(result.with_name("report.json"))
-    assert [one["check"] for one in report["checks"] if not one["passed"]] == ["save"]
 
 
 def test_an_engine_that_no_run_has_is_refused(prepared, dvp):

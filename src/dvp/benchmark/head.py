@@ -350,6 +350,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: expected 1 or more")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dvp.cli import quiet
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
@@ -51,8 +52,8 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     if not directory.result("base").is_file():
         raise DvpError(f"{directory.result('base')}: no such file; `dvp base` makes the model to measure with")
     plain, full = _loops(directory)
-    transformers = PlainTransformers(directory.base, directory.experiment)
-    measured = [_round(plain, full, transformers, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
+    rival = PlainTransformers(directory.base, directory.experiment)
+    measured = [_round(plain, full, rival, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
     settings = directory.experiment.training
     result = {
         "experiment": directory.experiment.name,
@@ -125,8 +126,10 @@ class PlainTransformers:
 def _loops(directory: ExperimentDir) -> tuple["Loop", "Loop"]:
     """The loops of naive RLOO and of DVP + OTB, on one trainer and one engine."""
     import pandas as pd
+    from transformers import AutoTokenizer
 
     from dvp.training.loop import Loop
+    from dvp.training.responses import ResponseRecorder
     from dvp.training.stage import set_up
 
     experiment = directory.experiment
@@ -143,12 +146,16 @@ def _loops(directory: ExperimentDir) -> tuple["Loop", "Loop"]:
         full.problems.pad,
         full.trainer,
         full.engine,
-        full.recorder,
+        ResponseRecorder(
+            experiment.training.keep_responses,
+            experiment.training.steps,
+            AutoTokenizer.from_pretrained(directory.base),
+        ),
     )
     return plain, full
 
 
-def _round(plain: "Loop", full: "Loop", transformers: PlainTransformers, step: int) -> dict[str, Any]:
+def _round(plain: "Loop", full: "Loop", rival: PlainTransformers, step: int) -> dict[str, Any]:
     """The ratios of one step's work, each way."""
     from dvp.training.rollouts import prompt_rows
 
@@ -177,7 +184,7 @@ def _round(plain: "Loop", full: "Loop", transformers: PlainTransformers, step: i
     rollout = full.problems.graded(rows, groups)
     for name, loop in {"": plain, ", DVP + OTB": full}.items():
         coefficient_BT = loop.prepare(rollout, loop.score(rollout)).coefficients()
-        timed(f"update, plain transformers{name}", partial(transformers.update, rollout, coefficient_BT))
+        timed(f"update, plain transformers{name}", partial(rival.update, rollout, coefficient_BT))
         timed(f"update{name}", partial(loop.learn, step, rows, rollout))
 
     def a_token(name: str) -> float:
@@ -230,6 +237,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="processor threads (default: 1)")
     options = parser.parse_args()
+    for name in ("rounds", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
+    quiet()
     try:
         bench(options.config, options.output, options.rounds, options.threads)
     except DvpError as error:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 configure_environment(threads=1)
 torch.set_num_threads(1)
 quiet()
+LINEAR = torch.nn.functional.linear
 
 # What takes longest begins first, so that no worker is left alone with it at the end.
 FIRST = ("slurm", "pipeline", "training", "rollout", "tracking")
@@ -48,9 +49,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """Process groups are global: an engine's or a trainer's of one file would be another's, and go with their maker."""
+def torch_is_as_before() -> Iterator[None]:
+    """What one file's engines and trainers leave in the process would be another file's, and goes with its maker.
+
+    These are the process groups, and the `linear` that DeepSpeed's ZeRO-3 puts in the place of torch's.
+    """
     yield
+    torch.nn.functional.linear = LINEAR
     if not torch.distributed.is_initialized():
         return
     if "vllm.distributed.parallel_state" in sys.modules:

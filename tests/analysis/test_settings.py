@@ -68,7 +68,9 @@ def test_a_table_has_a_column_for_each_setting_that_differs_and_says_which_sizes
         "relative to RLOO (naive), G 16, steps 12, on engine coarse (ref.)" in note
         for note in tables["main_table"].notes
     )
-    [score] = [one for one in statistics if one.name == "score" and one.where.get("steps") == "48"]
+    [score] = [
+        statistic for statistic in statistics if statistic.name == "score" and statistic.where.get("steps") == "48"
+    ]
     assert score.where == {"method": "rloo", "engine": "coarse", "rho": "none", "group_size": "4", "steps": "48"}
 
 
@@ -80,7 +82,7 @@ def test_equal_responses_and_tokens_are_said(tmp_path):
     notes = main_table(same, Results(same, tmp_path).folder).notes
     assert any(
         "Equal in all of them: responses a step (128), steps (12), responses of a run (1,536), sampled tokens of a run "
-        "(62,976), but for 5%. Not equal: prompts a step (8 to 32)." in note
+        "(62,976, within 5 %). Not equal: prompts a step (8 to 32)." in note
         for note in notes
     )
 
@@ -91,7 +93,7 @@ def test_without_axes_there_is_no_column_and_no_note(tmp_path):
     for table in tables.values():
         assert not {"G", "steps"} & set(table.formatted().headings)
         assert not any("differ in training settings" in note for note in table.notes)
-    assert {len(one.where) for one in statistics} == {3}
+    assert {len(statistic.where) for statistic in statistics} == {3}
 
 
 def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
@@ -101,9 +103,9 @@ def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
     }
     statistics, _ = training_part(experiment, results.folder)
     of = {
-        (one.where["group_size"], one.where["steps"], one.name): one
-        for one in statistics
-        if one.where["method"] == "rloo"
+        (statistic.where["group_size"], statistic.where["steps"], statistic.name): statistic
+        for statistic in statistics
+        if statistic.where["method"] == "rloo"
     }
     # 12 steps are too few to tell growth, 48 are not; the end is that of each run.
     assert ("4", "12", "k3_growth") not in of

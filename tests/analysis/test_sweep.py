@@ -81,7 +81,7 @@ def test_training_settings_make_sweeps_of_their_own(experiment, tmp_path):
     for measurement in both.measurements("bias"):
         write_cell(both, results.folder, measurement)
     made = make(both, results.folder, "sweep", CLAIMS)
-    assert [one.where for one in made.statistics[::2]] == [
+    assert [statistic.where for statistic in made.statistics[::2]] == [
         {"method": "dvp_mis", "engine": "coarse", "group_size": size} for size in ("4", "8")
     ]
     panel = made.figures["rho_sweep"].axes[0]

@@ -126,11 +126,11 @@ BEFORE = {
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_grid_without_axes_has_the_paths_and_config_hashes_that_it_had(name):
     loaded = load_experiment(name, ROOT / "config")
-    found = [
+    hashes = [
         (run.path, loaded.config_hash("train", run), loaded.config_hash("evaluate", run, loaded.data.tasks[0]))
         for run in (loaded.runs[0], loaded.runs[-1])
     ]
-    assert (loaded.config_hash("report"), *found) == BEFORE[name]
+    assert (loaded.config_hash("report"), *hashes) == BEFORE[name]
     written = yaml.safe_load(dump_experiment(loaded))
     assert all(set(entry) == {"method", "engine", "rho"} for entry in written["grid"])
     assert set(written["report"]) == {"task", "reference", "declarations"}

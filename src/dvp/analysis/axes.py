@@ -33,15 +33,14 @@ def settings_note(experiment: Experiment, loaded: Training) -> str:
         tokens.append(responses * own["response_tokens_mean"].sum() / own["seed"].nunique())
     equal = [f"{name} ({span(values)})" for name, values in sizes.items() if min(values) == max(values)]
     differing = [f"{name} ({span(values)})" for name, values in sizes.items() if min(values) < max(values)]
-    sampled = f"sampled tokens of a run ({span(tokens)})"
     if max(tokens) - min(tokens) <= CLOSE * max(tokens):
-        equal.append(f"{sampled}, but for {CLOSE:.0%}")
+        equal.append(f"sampled tokens of a run ({span(tokens)}, within {100 * CLOSE:g} %)")
     else:
-        differing.append(sampled)
+        differing.append(f"sampled tokens of a run ({span(tokens)})")
     names = ", ".join(setting_as_read(key) for key in experiment.axes)
     return (
-        f"The rows differ in training settings: {names}. Equal in all of them: {', '.join(equal) or 'no size'}. "
-        f"Not equal: {', '.join(differing) or 'no size'}."
+        f"The rows differ in training settings: {names}. Equal in all of them: {', '.join(equal) or 'nothing'}. "
+        f"Not equal: {', '.join(differing) or 'nothing'}."
     )
 
 

@@ -96,9 +96,7 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
             scale = 100 if name == "score" else 1
             for curve, rhos in curves.items():
                 where = where_of(experiment, curve)
-                points = {
-                    parse_rho(rho): statistic for rho in rhos if (statistic := of(name, **where | {"rho": rho}))
-                }
+                points = {parse_rho(rho): statistic for rho in rhos if (statistic := of(name, **where | {"rho": rho}))}
                 if points:  # there are none of training for what is measured at the base policy alone
                     x, rows = sorted(points), [points[rho] for rho in sorted(points)]
                     value, low, high = scale * np.array([(row.value, row.low, row.high) for row in rows]).T

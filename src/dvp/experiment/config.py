@@ -165,7 +165,7 @@ class Experiment(Strict):
             asked = ", ".join(_written(settings))
             raise ValueError(f"report.reference_training: the grid has no '{method}' with {asked}")
         for point in fitting:
-            alike = [one.path for one in fitting if (one.engine, one.rho) == (point.engine, point.rho)]
+            alike = [other.path for other in fitting if (other.engine, other.rho) == (point.engine, point.rho)]
             if len(alike) > 1:
                 raise ValueError(
                     f"report.reference_training: expected the settings that tell {' and '.join(alike)} apart"

@@ -101,7 +101,7 @@ def settings_path(settings: dict[str, Any]) -> str:
 
 
 def setting_as_written(value: bool | float | str | None) -> str:
-    """A training setting as YAML has it, and as a part of a path that a shell takes without quotes."""
+    """A training setting as text, also as part of a path, which a shell takes without quotes."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

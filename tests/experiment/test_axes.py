@@ -160,7 +160,7 @@ def test_a_preflight_is_of_an_engine_and_the_settings_that_the_grid_gives():
     grid = (RLOO, OTB, {"method": ["otb", "opo"], "engine": "coarse", "training": {"group_size": [2, 8]}})
     made = experiment(*grid, preflight="always")
     assert made.preflights == ["fp32", "coarse/group_size~2", "coarse/group_size~8"]
-    small, large = (made.rehearsed(path) for path in made.preflights[1:])
+    small, large = (made.waiting_for(path) for path in made.preflights[1:])
     assert (small.training.group_size, large.training.group_size) == (2, 8)
     assert [(point.method, point.engine, point.training) for point in small.points] == [
         ("otb", "coarse", {}),
@@ -171,7 +171,7 @@ def test_a_preflight_is_of_an_engine_and_the_settings_that_the_grid_gives():
     alone = experiment(RLOO | {"engine": "coarse"}, preflight="always", training__group_size=2)
     assert alone.config_hash("preflight", engine="coarse") == hashes[1]
     with pytest.raises(DvpError, match=r"no run has engine 'coarse'; those of the grid are fp32, coarse/group_size~2"):
-        made.rehearsed("coarse")
+        made.waiting_for("coarse")
 
 
 # --- names ---

@@ -268,7 +268,7 @@ class Experiment(Strict):
             return []
         return list(dict.fromkeys(point.preflight for point in self.points))
 
-    def rehearsed(self, preflight: str) -> "Experiment":
+    def waiting_for(self, preflight: str) -> "Experiment":
         """Of this experiment the grid that waits for a preflight, as an experiment of one engine and no axes.
 
         Raises DvpError if no run waits for it.

@@ -53,10 +53,10 @@ def settings_of_stage(
     if engine is not None:
         # No more than every run with this engine depends on: training waits for the preflight, and where that is made
         # again, training is.
-        rehearsed = experiment.rehearsed(engine)
-        parts["training"] = rehearsed.training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        waiting = experiment.waiting_for(engine)
+        parts["training"] = waiting.training.model_dump(mode="json", exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
-        parts["engine"] = experiment.engines[rehearsed.points[0].engine].model_dump(mode="json")
+        parts["engine"] = experiment.engines[waiting.points[0].engine].model_dump(mode="json")
     if stage == "evaluate":
         evaluation = experiment.evaluation.model_dump(mode="json")
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}

@@ -49,7 +49,7 @@ def preflight(
     """
     directory = ExperimentDir(config)
     config_hash = directory.experiment.config_hash("preflight", engine=engine)
-    directory.experiment = directory.experiment.rehearsed(engine)
+    directory.experiment = directory.experiment.waiting_for(engine)
     result = directory.result("preflight", engine)
     if process is not None:
         _as_process(directory, config, engine, threads, process)

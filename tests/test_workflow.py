@@ -75,6 +75,7 @@ def test_lint(snakemake):
     [
         ("tiny", {"prepare": 1, "base": 1, "train": 10, "convert": 10, "evaluate": 11, "report_training": 1}),
         ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
+        ("smoke_axes", {"prepare": 1, "base": 1, "train": 5, "convert": 5, "evaluate": 6, "report_training": 1}),
         (
             "paper_8b",
             {
@@ -170,6 +171,38 @@ def test_one_run_can_be_asked_for(snakemake):
     assert "dvp train --config there/smoke/config.yaml --run 'method~dvp_mis/engine~coarse/rho~0.01/seed~0'" in out
     assert out.count("dvp train") == 1
     assert "dvp evaluate" not in out
+
+
+def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_policy_can_be_measured(snakemake, place):
+    """Also as a wildcard of a measurement, which another part of the path follows."""
+    policy = "{method: rloo, engine: fp32, training: {group_size: 2}}"
+    extended = place / "config" / "experiments" / "axes.yaml"
+    extended.write_text(
+        "name: axes\nextends: smoke_axes\npreflight: always\nmismatch: {engines: coarse, problems: 2, responses: 2, "
+        f"rhos: 0.01, margins: [0.1], policies: [base, {policy}]}}\n"
+    )
+    settings = "group_size~2/prompts_per_step~8/steps~2"
+    goals = (
+        f"there/axes/evals/method~otb/engine~fp32/rho~none/{settings}/seed~0/held_out/scores.json",
+        "there/axes/mismatch/method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0/mismatch.json",
+        "there/axes/preflight/engine~fp32/group_size~4/preflight.json",
+    )
+    try:
+        status, out, errors = snakemake(
+            "-n", "--printshellcmds", *goals, "--config", "experiment=axes", "results=there"
+        )
+    finally:
+        extended.unlink()
+    assert status == 0, errors
+    out = out.replace("'", "")
+    assert set(re.findall(r"dvp preflight .* --engine (\S+)", out)) == {
+        *(f"fp32/{settings}", "fp32/group_size~2", "fp32/group_size~4"),
+    }
+    assert set(re.findall(r"dvp train .* --run (\S+)", out)) == {
+        f"method~otb/engine~fp32/rho~none/{settings}/seed~0",
+        "method~rloo/engine~fp32/rho~none/group_size~2/seed~0",
+    }
+    assert "--measurement method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0" in out
 
 
 def test_an_unknown_experiment_is_named_in_one_line(snakemake):

@@ -42,7 +42,9 @@ def _option(metavar: str, help: str, **more: Any) -> Any:
 
 CONFIG = _option("FILE", "results/E/config.yaml")
 Config = Annotated[Path, CONFIG]
-RunPath = Annotated[str, _option("RUN", "method~…/engine~…/rho~…/seed~…")]
+RunPath = Annotated[
+    str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
+]
 MEASURED = _option("MEASUREMENT", "POLICY/by~ENGINE/seed~N; POLICY is base, or RUN without its seed")
 Threads = Annotated[int, _option("N", "CPU threads", min=1)]
 # Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
@@ -147,7 +149,7 @@ MEMORY = _option(
 @app.command(rich_help_panel=MODELS)
 def preflight(
     config: Config,
-    engine: Annotated[str, _option("NAME", "an engine of the grid")],
+    engine: Annotated[str, _option("NAME", "an engine of the grid; with /KEY~VALUE where the grid gives settings")],
     threads: Threads = 1,
     stop_seconds: Annotated[int, STOP] = 0,
     memory_mb: Annotated[float | None, MEMORY] = None,

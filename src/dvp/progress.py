@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 _SUPERSCRIPT = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 _POINT = re.compile(r"method~(?P<method>[^/\s]+)/engine~(?P<engine>[^/\s]+)/rho~(?P<rho>[^/\s]+)")
+_SETTING = re.compile(r"/(?!by~|seed~)([a-z_]+)~([^/\s]+)")
+_SHORT = {"group_size": "G"}
 
 
 def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
     """A text with the paths of runs and measurements in it as a person would write them.
 
     `training method~dvp_mis/engine~coarse/rho~exp-13/seed~0` becomes `training DVP + MIS · coarse · ρ e⁻¹³ · seed 0`.
+    Settings between ρ and seed follow: `…/rho~none/group_size~4/seed~0` becomes `… · G 4 · seed 0`.
     labels : what methods are called; those that it lacks keep their names.
     """
 
@@ -23,7 +26,13 @@ def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
             parts.append("ρ " + (f"e{exponent[1].translate(_SUPERSCRIPT)}" if exponent else match["rho"]))
         return " · ".join(parts)
 
-    return re.sub(r"/(by|seed)~", r" · \1 ", _POINT.sub(point, text))
+    text = _SETTING.sub(lambda match: f" · {setting_as_read(match[1], match[2])}", _POINT.sub(point, text))
+    return re.sub(r"/(by|seed)~", r" · \1 ", text)
+
+
+def setting_as_read(key: str, value: str = "") -> str:
+    """A training setting as a person would write it: `G 4`, `learning rate 0.0001`; without a value its name alone."""
+    return f"{_SHORT.get(key, key.replace('_', ' '))} {value}".rstrip()
 
 
 def duration(seconds: float, *, rough: bool = False) -> str:

@@ -5,6 +5,7 @@ config_hash, commit and the key of its MLflow run, which the next stage links to
 """
 
 import contextlib
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -59,29 +60,41 @@ class Stage:
         """Whether another experiment of the same results has done this work; if so, its files are copied.
 
         A stage's key names its version, its settings and the contents of its inputs: files of the same key are the
-        ones that would be made here. The JSON file keeps commit and seconds of the work itself, and says in
-        `reused_from` where it was done.
+        ones that would be made here. A run may have another path there, as a training setting is part of a path only
+        where a grid gives it. The JSON file keeps commit and seconds of the work itself, and says in `reused_from`
+        where it was done.
         """
-        for other in sorted(self.folder.parent.iterdir()):
-            there = other / self.result.relative_to(self.folder)
-            if other == self.folder or not there.is_file():
-                continue
+        for other, there, run in self._alike():
             # A file that cannot be read is of no use, and for one that cannot be written the work itself will say so.
             with contextlib.suppress(DvpError, OSError):
                 record = read_json(there, KEY, "files")
-                if record[KEY] != self.tracked.key_in(other.name):
+                if record[KEY] != self.tracked.key_in(other.name, run):
                     continue
                 verify_checksums(there.parent, record["files"])
                 for name in [*record["files"], *([record["checkpoint"]] if "checkpoint" in record else [])]:
                     _copy(there.parent / name, self.result.parent / name)
                 source = f"{other.name} {record[KEY]}"
-                self.tracked.adopt(other)
+                self.tracked.adopt(other, run)
                 self.tracked.tag("reused_from", source)
                 print(f"the same as in {other}: copied", flush=True)
+                if run and "run" in record:
+                    record["run"] = self.tracked.run
                 write_json(self.result, record | {KEY: self.tracked.key, "reused_from": source})
                 self.tracked.log_file(self.result)
                 return True
         return False
+
+    def _alike(self) -> Iterator[tuple[Path, Path, str]]:
+        """JSON files that this stage may have written for the same run, each with the experiment's folder that it is in
+        and the run's path there.
+        """
+        own, run = self.result.relative_to(self.folder).as_posix(), self.tracked.run
+        before, _, after = own.partition(run) if run else (own, "", "")
+        with_any_settings = re.sub(r"(/rho~[^/]+)(/.+)?(/seed~)", r"\1/**\3", own)
+        for other in sorted(self.folder.parent.iterdir()):
+            for there in sorted(other.glob(with_any_settings)) if other != self.folder else ():
+                name = there.relative_to(other).as_posix()
+                yield other, there, name[len(before) : len(name) - len(after)]
 
 
 @contextmanager

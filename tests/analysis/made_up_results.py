@@ -61,7 +61,7 @@ class Results:
     def metrics(self, run: Run, rng: np.random.Generator) -> list[dict]:
         exact, pruned = run.engine == "fp32", run.rho is not None
         rows = []
-        for step in range(1, self.experiment.training.steps + 1):
+        for step in range(1, self.experiment.training_of(run).steps + 1):
             skipped = run.method == "rloo_mis" and step == 7
             gain = (0.45 if exact else 0.3 + 0.04 * (run.method == "dvp_mis")) * (1 - np.exp(-step / 18))
             k3 = 1e-2 * (1 + step / 40) * (0.05 if run.rho == "0.01" else 0.8 if pruned else 1) * rng.uniform(0.7, 1.4)

@@ -16,6 +16,7 @@ from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment, parse_experiment
 
 RHOS = ["exp(-17)", "exp(-13)", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as experiments write them
+CURVE = GridPoint(method="dvp_mis", engine="coarse")
 
 
 def experiment_of():
@@ -55,7 +56,7 @@ def measured(experiment, results):
 
 
 def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):
-    assert {curve: set(rhos) for curve, rhos in swept(experiment).items()} == {("dvp_mis", "coarse"): set(RHOS)}
+    assert {curve: set(rhos) for curve, rhos in swept(experiment).items()} == {CURVE: set(RHOS)}
 
 
 def with_grid(experiment, *entries):
@@ -66,7 +67,27 @@ def with_grid(experiment, *entries):
 
 def test_a_sweep_may_be_written_in_several_lines_and_trained_at_more_rhos_than_are_measured(experiment):
     lines = [{"method": ["dvp_mis"], "engine": ["coarse"], "rho": rhos} for rhos in (RHOS[:4], [*RHOS[4:], "exp(-20)"])]
-    assert swept(with_grid(experiment, *lines)) == {("dvp_mis", "coarse"): [*RHOS, "exp(-20)"]}
+    assert swept(with_grid(experiment, *lines)) == {CURVE: [*RHOS, "exp(-20)"]}
+
+
+def test_training_settings_make_sweeps_of_their_own(experiment, tmp_path):
+    both = with_grid(
+        experiment,
+        {"method": ["dvp_mis"], "engine": ["coarse"], "rho": RHOS[:3], "training": {"group_size": [4, 8]}},
+    )
+    small, large = (CURVE.model_copy(update={"training": {"group_size": size}}) for size in (4, 8))
+    assert swept(both) == {small: RHOS[:3], large: RHOS[:3]}
+    results = Results(both, tmp_path)
+    for measurement in both.measurements("bias"):
+        write_cell(both, results.folder, measurement)
+    made = make(both, results.folder, "sweep", CLAIMS)
+    assert [statistic.where for statistic in made.statistics[::2]] == [
+        {"method": "dvp_mis", "engine": "coarse", "group_size": size} for size in ("4", "8")
+    ]
+    panel = made.figures["rho_sweep"].axes[0]
+    drawn = {line.get_label(): line.get_linestyle() for line in panel.lines if line.get_marker() == "o"}
+    assert set(drawn) == {"DVP + MIS, engine coarse, G 4", "DVP + MIS, engine coarse, G 8"}
+    assert len(set(drawn.values())) == 2
 
 
 def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(experiment, tmp_path):

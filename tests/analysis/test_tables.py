@@ -201,7 +201,7 @@ def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
         quoted = [scores["metrics"]["avg@8"][key] for key in ("value", "low", "high")]
         assert quoted[1] < quoted[0] < quoted[2]
         assert frame.loc[name, ["score", "score_low", "score_high"]].tolist() == pytest.approx(quoted, abs=1e-12)
-        [listed] = [one for one in statistics if one.name == "score" and one.where == where_of(point)]
+        [listed] = [one for one in statistics if one.name == "score" and one.where == where_of(experiment, point)]
         assert [listed.value, listed.low, listed.high] == pytest.approx(quoted, abs=1e-12)
         value, low, high = (f"{100 * number:.1f}" for number in quoted)
         assert texts[name] == f"{value} [{low}, {high}]"

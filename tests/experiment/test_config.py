@@ -17,7 +17,7 @@ from dvp.core.importance import PRESETS
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.config_hash import settings_of_stage
-from dvp.experiment.grid import Run, parse_rho, rho_in_path
+from dvp.experiment.grid import Run, parse_rho, rho_in_path, settings_path
 from dvp.experiment.loading import (
     dump_experiment,
     load_experiment,
@@ -558,8 +558,9 @@ def test_rho_keeps_all_its_digits(edit):
 def test_a_runs_path_says_what_it_is_and_finds_it(name):
     experiment = load_experiment(name, ROOT / "config")
     for run in experiment.runs:
-        match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)/seed~([0-9]+)", run.path)
-        method, engine, rho, seed = match.groups()
+        match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)((?:/[a-z_]+~[^/]+)*)/seed~([0-9]+)", run.path)
+        method, engine, rho, settings, seed = match.groups()
+        assert settings == settings_path(run.training)
         assert (method, engine, int(seed)) == (run.method, run.engine, run.seed)
         assert rho == rho_in_path(run.rho)
         assert experiment.run(run.path) == run

@@ -396,6 +396,63 @@ def test_records_of_other_data_or_another_base_count_for_nothing(loaded, tmp_pat
     assert make_plan(loaded, tmp_path) == make_plan(loaded, NOWHERE)
 
 
+# --- training settings as axes ---
+
+
+def test_each_point_counts_with_its_own_settings():
+    axes = experiment("smoke_axes")
+    plan = make_plan(axes, NOWHERE)
+    assert [(row["label"], *row["settings"].values()) for row in plan["methods"]] == [
+        *(("RLOO (naive)", 2, 4, 3), ("RLOO (naive)", 4, 4, 3), ("OTB", 2, 4, 3), ("OTB", 4, 4, 3), ("OTB", 2, 8, 2)),
+    ]
+    seconds = []
+    for point in axes.points:
+        alone = experiment(
+            "smoke",
+            training=axes.training_of(point).model_dump(),
+            grid=[{"method": [point.method], "engine": ["fp32"]}],
+            report__reference=point.method,
+        )
+        seconds.append(Estimate(alone, DEVICES["cpu"], None).work("train", engine="fp32").other)
+    assert seconds[0] < seconds[1]
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(sum(seconds))
+    assert list(plan["step"]) == [
+        "fp32, G 2, prompts per step 4, steps 3",
+        "fp32, G 4, prompts per step 4, steps 3",
+        "fp32, G 2, prompts per step 8, steps 2",
+    ]
+
+
+def test_a_run_of_the_same_settings_tells_more_of_a_run_than_one_of_others(tmp_path):
+    axes = experiment("smoke_axes")
+    record = Recorded(axes, tmp_path)
+    small, large, *_ = axes.runs
+    record.steps(small, (1.0, 8, 40))
+    record.steps(large, (6.0, 16, 40))
+    plan = make_plan(axes, tmp_path)
+    assert sources(plan, "train") == [2, 3, 0]
+    # Of OTB there is no record. RLOO's both count, 1/8 and 6/16 s a response; 24 + 48 responses of RLOO, 104 of OTB.
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(5 * 20 + 24 / 8 + 48 * 6 / 16 + 104 / 4)
+    other = experiment("smoke_axes", seeds=[0, 1])
+    jobs = [
+        *jobs_of("smoke_axes"),
+        replace(jobs_of("smoke_axes")[0], stage="train", wildcards={"run": other.runs[1].path}),
+    ]
+    seconds = planning.make_plan(other, jobs, tmp_path)["stages"]
+    [train] = [row for row in seconds if row["stage"] == "train"]
+    # Another seed of the small group follows that, not the large one.
+    assert train["gpu_hours"] * 3600 == pytest.approx(6 * 20 + 2 * 24 / 8 + 48 * 6 / 16 + 104 / 4)
+
+
+def test_the_text_has_a_column_for_each_setting_that_differs():
+    text = render(make_plan(experiment("smoke_axes"), NOWHERE))
+    [head] = [line for line in text.splitlines() if line.startswith("method ")]
+    assert head.split()[:8] == ["method", "engine", "G", "prompts", "per", "step", "steps", "runs"]
+    [row] = [line.split() for line in text.splitlines() if line.startswith("OTB") and " 8 " in line]
+    assert row[:6] == ["OTB", "fp32", "2", "8", "2", "1"]
+    assert "a training step with engine fp32, G 4, prompts per step 4, steps 3, estimated" in " ".join(text.split())
+
+
 def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tmp_path):
     record = Recorded(loaded, tmp_path)
     first, second = loaded.runs[:2]

@@ -67,6 +67,33 @@ def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder
     assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.parametrize("settings", ["/group_size~4", "/group_size~4/steps~3"])
+def test_a_run_is_the_same_where_its_settings_are_part_of_its_path(folder, other, settings):
+    """There the training section says what here an entry of the grid says."""
+    own = RUN.replace("/seed~", f"{settings}/seed~")
+    theirs = read_json(other / "runs" / RUN / "train.json")
+    write_json(other / "runs" / RUN / "train.json", theirs | {"run": RUN})
+    run = folder / "runs" / own
+    with stage_run(
+        folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", params={"seed": 5}, **(WORK | {"run": own})
+    ) as tracked:
+        assert Stage(folder, run / "train.json", tracked, WORK["config_hash"], started=0.0).reuse()
+    ours = read_json(run / "train.json")
+    assert (ours["run"], ours["reused_from"]) == (own, f"other {theirs['tracking_key']}")
+    assert (run / "checkpoints/0123/step-3/weights").read_text() == "weights"
+    record = read_json(folder / "tracking" / "runs" / own / "train.json")
+    assert record["metrics"] == f"runs/{own}/metrics.jsonl"
+    assert record["params"]["seed"] == "5"  # what says which policy it is, is its own
+    points = contents(folder)[ours["tracking_key"]]["metrics"]["train/reward"]
+    assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
+
+
+def test_a_run_of_another_seed_is_other_work(folder, other):
+    own = RUN.replace("seed~0", "group_size~4/seed~1")
+    with stage_run(folder, EXPERIMENT, "train", **(WORK | {"run": own})) as tracked:
+        assert not Stage(folder, folder / "runs" / own / "train.json", tracked, "abc", started=0.0).reuse()
+
+
 @pytest.mark.parametrize("changes", [{"config_hash": "xyz"}, {"inputs": "xyz"}])
 def test_other_settings_or_inputs_are_other_work(folder, other, changes):
     assert not taken(folder, **changes)

@@ -72,13 +72,16 @@ def begin():
 
 HELD = ExitStack()
 
+# Training settings that the grid gives, one a part of the path.
+SETTINGS = "(?:/[a-z_]+~[^/]+)*"
+
 
 wildcard_constraints:
     experiment="[a-z0-9][a-z0-9_.-]*",
-    run="base|method~[^/]+/engine~[^/]+/rho~[^/]+/seed~[0-9]+",
-    measurement="(base|method~[^/]+/engine~[^/]+/rho~[^/]+)/by~[^/]+/seed~[0-9]+",
+    run=f"base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS}/seed~[0-9]+",
+    measurement=f"(base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS})/by~[^/]+/seed~[0-9]+",
     task="[^/]+",
-    engine="[^/]+",
+    engine=f"[^/]+{SETTINGS}",
 
 
 def config_hash(stage):
@@ -170,11 +173,11 @@ def declared_memory(wildcards, resources):
 def preflight_files(wildcards):
     """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for."""
     asked = experiment(wildcards.experiment)
-    engine = asked.run(wildcards.run).engine
-    if engine not in asked.preflights:
+    preflight = asked.run(wildcards.run).preflight
+    if preflight not in asked.preflights:
         return []
     return expand(
-        rules.preflight.output, experiment=wildcards.experiment, engine=engine
+        rules.preflight.output, experiment=wildcards.experiment, engine=preflight
     )
 
 

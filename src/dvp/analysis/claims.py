@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dvp.errors import DvpError
-from dvp.experiment.grid import rho_as_written
+from dvp.experiment.grid import rho_as_written, setting_as_written
 from dvp.experiment.loading import read_yaml
 from dvp.strict import NAME, Name, Strict
 
@@ -35,7 +35,8 @@ class Condition(Strict):
         """Numbers as texts; a ρ as experiments write it, `none` for a method without."""
         if not isinstance(value, dict):
             return value
-        texts = {key: repr(item) if isinstance(item, float) else item for key, item in value.items()}
+        plain = (bool, int, float)
+        texts = {key: setting_as_written(item) if isinstance(item, plain) else item for key, item in value.items()}
         rho = texts.get("rho", "none")
         return texts if rho == "none" or not isinstance(rho, str) else texts | {"rho": rho_as_written(rho)}
 

@@ -30,7 +30,7 @@ ORIGIN = ("config_hash", "git_commit", "tracking_key")
 # What tables and figures use of a metrics row; the file holds more.
 MEASURED = (
     *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
-    "tokens_per_second",
+    *("tokens_per_second", "response_tokens_mean"),
 )
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
 ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
@@ -211,7 +211,7 @@ class _Reader:
     files: Origins = field(default_factory=dict)
 
     def training(self, run: Run) -> tuple[dict[str, Any], pd.DataFrame]:
-        source, steps = f"runs/{run.path}/train.json", self.experiment.training.steps
+        source, steps = f"runs/{run.path}/train.json", self.experiment.training_of(run).steps
         path = self.results / source
         expected = {"config_hash": self.experiment.config_hash("train", run), "run": run.path, "steps": steps}
         record = self.record(

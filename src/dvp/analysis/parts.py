@@ -1,6 +1,7 @@
 """Of which parts the report of an experiment consists; each is drawn by a rule of its own."""
 
 from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint
 
 FEWEST_RHOS = 3
 
@@ -16,18 +17,17 @@ def parts(experiment: Experiment) -> list[str]:
     return [name for name, wanted in asked.items() if wanted]
 
 
-def swept(experiment: Experiment) -> dict[tuple[str, str], list[str]]:
-    """The ρ that are trained of every sweep, by method and engine: three or more are measured at the base policy."""
+def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
+    """The ρ that are trained of every sweep, a grid point without ρ: three or more are measured at the base policy."""
     if experiment.bias is None or "base" not in experiment.bias.policies:
         return {}
-    trained: dict[tuple[str, str], list[str]] = {}
-    for run in experiment.runs:
-        rhos = trained.setdefault((run.method, run.engine), [])
-        if run.rho is not None and run.rho not in rhos:
-            rhos.append(run.rho)
+    trained: dict[GridPoint, list[str]] = {}
+    for point in experiment.points:
+        if point.rho is not None:
+            trained.setdefault(point.model_copy(update={"rho": None}), []).append(point.rho)
     return {
-        (method, engine): rhos
-        for (method, engine), rhos in trained.items()
-        if engine in experiment.bias.engines
-        and sum((method, rho) in experiment.estimators for rho in rhos) >= FEWEST_RHOS
+        curve: rhos
+        for curve, rhos in trained.items()
+        if curve.engine in experiment.bias.engines
+        and sum((curve.method, rho) in experiment.estimators for rho in rhos) >= FEWEST_RHOS
     }

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dvp.analysis.formats import rho_text
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint
+from dvp.experiment.grid import GridPoint, settings_as_read
 
 BASE = "base"
 
 
 def grid_points(experiment: Experiment) -> list[GridPoint]:
     """The grid points in the order of the file."""
-    return list(dict.fromkeys(GridPoint(method=run.method, engine=run.engine, rho=run.rho) for run in experiment.runs))
+    return experiment.points
 
 
 def is_control(experiment: Experiment, point: GridPoint) -> bool:
@@ -36,7 +36,12 @@ def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str |
 
 def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None:
     """The point on the same engine that differs in having no safe vocabulary; None if there is none."""
-    here = [other for other in grid_points(experiment) if other.engine == point.engine and other.rho is None]
+    training = experiment.training_of(point)
+    here = [
+        other
+        for other in grid_points(experiment)
+        if other.engine == point.engine and other.rho is None and experiment.training_of(other) == training
+    ]
     name = unpruned(experiment, point.method, (other.method for other in here))
     return next((other for other in here if other.method == name), None)
 
@@ -44,11 +49,17 @@ def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None
 def reference_point(experiment: Experiment) -> GridPoint:
     """The point that the others are compared with.
 
-    It is of the method report.reference. Controls are left out unless there is nothing else; of the rest it is the one
-    whose engine most points of the grid share. Raises DvpError if there is none, or if that does not decide.
+    It is of the method report.reference, with report.reference_training. Controls are left out unless there is nothing
+    else; of the rest it is the one whose engine most points of the grid share. Raises DvpError if there is none, or if
+    that does not decide.
     """
     method = experiment.report.reference
-    candidates = [point for point in grid_points(experiment) if point.method == method]
+    settings = experiment.report.reference_training
+    candidates = [
+        point
+        for point in grid_points(experiment)
+        if point.method == method and experiment.has_settings(point, settings)
+    ]
     candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
     if not candidates:
         raise DvpError(f"experiment '{experiment.name}': report.reference: method '{method}' is not in the grid")
@@ -69,7 +80,8 @@ def policy_label(experiment: Experiment, policy: str) -> str:
     for point in (point for part in settings for point in part.policies):
         if point != BASE and point.path == policy:
             rho = "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
-            return f"after {experiment.methods[point.method].label}, {point.engine}{rho}"
+            settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
+            return f"after {experiment.methods[point.method].label}, {point.engine}{rho}{settings}"
     return "base model"
 
 

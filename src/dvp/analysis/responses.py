@@ -24,7 +24,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run
+from dvp.experiment.grid import Run, settings_as_read
 from dvp.files import read_json, verify_checksums, write_text
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
@@ -93,6 +93,7 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
     parts = [experiment.methods[run.method].label, run.engine]
     if run.rho is not None:
         parts.append(f"ρ {rho_text(run.rho)}")
+    parts += settings_as_read(experiment.settings_of(run))
     return Recorded(
         run,
         " · ".join([*parts, f"seed {run.seed}"]),

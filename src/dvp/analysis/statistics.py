@@ -19,7 +19,7 @@ class Statistic:
 
     name: str
     where: dict[str, str]
-    """Of what it is: method, rho, engine, policy, weighting, … as in paths; `none` where there is no ρ."""
+    """Of what it is: method, rho, engine, policy, training settings, … as in paths; `none` where there is no ρ."""
     value: float
     low: float
     high: float

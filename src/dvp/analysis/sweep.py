@@ -16,7 +16,7 @@ from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.training import LAST_STEPS, replicates, score_files, where_of
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint, parse_rho
+from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read, settings_path
 
 TRAINED = ("score", "final_k3")  # what training and evaluation tell; the rest is measured at the base policy
 NEGLIGIBLE = 1e-7  # nats per token: rounding of fp32
@@ -47,11 +47,10 @@ def _contrasts(
     experiment: Experiment,
     loaded: Training,
     score_R: dict[str, np.ndarray],
-    curve: tuple[str, str],
+    curve: GridPoint,
     rhos: list[str],
 ) -> Iterator[Statistic]:
-    method, engine = curve
-    paths = {rho: GridPoint(method=method, engine=engine, rho=rho).path for rho in rhos}
+    paths = {rho: curve.model_copy(update={"rho": rho}).path for rho in rhos}
     ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
     for name, end in (("score_over_small_rho", ordered[0]), ("score_over_large_rho", ordered[-1])):
         contrast_R = np.mean([score_R[paths[rho]] for rho in inside], axis=0) - score_R[paths[end]]
@@ -60,7 +59,7 @@ def _contrasts(
             f"{bootstrap.over(experiment.seeds)}, paired"
         )
         sources = tuple(file for rho in dict.fromkeys([*inside, end]) for file in score_files(loaded, paths[rho]))
-        where = {"method": method, "engine": engine}
+        where = {key: value for key, value in where_of(experiment, curve).items() if key != "rho"}
         yield Statistic(name, where, *bootstrap.estimate(contrast_R), "fraction", how, sources)
 
 
@@ -77,10 +76,13 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
     known = lookup(found)
 
     def of(name: str, **where: str) -> Statistic | None:
-        return known(name, where if name in TRAINED else {"policy": "base"} | where)
+        if name not in TRAINED:  # of the estimators, which have no training settings
+            where = {"policy": "base"} | {key: where[key] for key in ("method", "engine", "rho")}
+        return known(name, where)
 
     curves, colors = _curves(experiment), method_colors(experiment)
-    lines = dict(zip(dict.fromkeys(engine for _, engine in curves), _LINES, strict=False))
+    kinds = dict.fromkeys((curve.engine, settings_path(curve.training)) for curve in curves)
+    lines = {kind: _LINES[index % len(_LINES)] for index, kind in enumerate(kinds)}
     with mpl.rc_context(STYLE):
         figure = new_figure(12.0, 6.2)
         grid = figure.subplots(2, 3, sharex=True)
@@ -92,18 +94,14 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
                 axes.set_yscale("log")
                 plain_log(axes.yaxis)
             scale = 100 if name == "score" else 1
-            for (method, engine), rhos in curves.items():
-                points = {
-                    parse_rho(rho): statistic
-                    for rho in rhos
-                    if (statistic := of(name, method=method, engine=engine, rho=rho))
-                }
+            for curve, rhos in curves.items():
+                where = where_of(experiment, curve)
+                points = {parse_rho(rho): statistic for rho in rhos if (statistic := of(name, **where | {"rho": rho}))}
                 if points:  # there are none of training for what is measured at the base policy alone
                     x, rows = sorted(points), [points[rho] for rho in sorted(points)]
                     value, low, high = scale * np.array([(row.value, row.low, row.high) for row in rows]).T
-                    color = colors[method]
-                    name_of_curve = _label(experiment, method, engine)
-                    axes.plot(x, value, "o", linestyle=lines[engine], color=color, label=name_of_curve, markersize=5)
+                    color, line = colors[curve.method], lines[curve.engine, settings_path(curve.training)]
+                    axes.plot(x, value, "o", linestyle=line, color=color, label=_label(experiment, curve), markersize=5)
                     axes.vlines(x, low, high, color=color, linewidth=1.8, alpha=0.6)
             _horizontal(axes, experiment, name, scale, of, colors)
         handles = {
@@ -115,14 +113,14 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
     return figure
 
 
-def _curves(experiment: Experiment) -> dict[tuple[str, str], list[str]]:
-    """Method and engine of every curve, with its ρ: the sweeps, then what is measured at the base policy alone."""
+def _curves(experiment: Experiment) -> dict[GridPoint, list[str]]:
+    """Every curve, a grid point without ρ, with its ρ: the sweeps, then what is measured at the base policy alone."""
     sweeps = swept(experiment)
-    measured: dict[tuple[str, str], list[str]] = {}
+    measured: dict[GridPoint, list[str]] = {}
     for method, rho in experiment.estimators:
-        for engine in dict.fromkeys(engine for _, engine in sweeps):
-            if rho is not None and (method, engine) not in sweeps:
-                measured.setdefault((method, engine), []).append(rho)
+        for engine in dict.fromkeys(curve.engine for curve in sweeps):
+            if rho is not None and not any((curve.method, curve.engine) == (method, engine) for curve in sweeps):
+                measured.setdefault(GridPoint(method=method, engine=engine), []).append(rho)
     return sweeps | {curve: rhos for curve, rhos in measured.items() if len(rhos) >= FEWEST_RHOS}
 
 
@@ -132,7 +130,7 @@ def _horizontal(
     """A line for each grid point without ρ; an exact engine's KL, far below all others, in words."""
     for point in (point for point in grid_points(experiment) if point.rho is None):
         color, line = (GREY, "--") if is_control(experiment, point) else (colors[point.method], ":")
-        statistic, label = of(name, **where_of(point)), _label(experiment, point.method, point.engine)
+        statistic, label = of(name, **where_of(experiment, point)), _label(experiment, point)
         value = statistic.value if statistic else math.nan
         if name == "final_k3" and not value >= NEGLIGIBLE:  # rounding may bring it below 0, too
             axes.text(0.02, 0.03, f"{label}: below {NEGLIGIBLE:g}", color=color, transform=axes.transAxes)
@@ -140,5 +138,6 @@ def _horizontal(
             axes.axhline(scale * value, color=color, linestyle=line, linewidth=1.5, label=label)
 
 
-def _label(experiment: Experiment, method: str, engine: str) -> str:
-    return f"{experiment.methods[method].label}, engine {engine}"
+def _label(experiment: Experiment, point: GridPoint) -> str:
+    parts = [experiment.methods[point.method].label, f"engine {point.engine}"]
+    return ", ".join([*parts, *settings_as_read(experiment.settings_of(point))])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import stats
 
+from dvp.analysis.axes import settings_note, span
 from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Training
@@ -22,7 +23,8 @@ from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint
+from dvp.experiment.grid import GridPoint, setting_as_written, settings_as_read
+from dvp.progress import setting_as_read
 
 LEVEL = 0.95
 LAST_STEPS = 10
@@ -48,7 +50,7 @@ def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[li
         "mismatch_table": mismatch_table(experiment, loaded),
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
-    trivial = [where_of(None), where_of(reference_point(experiment))]
+    trivial = [where_of(experiment, None), where_of(experiment, reference_point(experiment))]
     listed = [
         statistic for statistic in found if statistic.name != "score_change_percent" or statistic.where not in trivial
     ]
@@ -94,7 +96,7 @@ def _scores(
 
     def statistic(name_: str, value_R: np.ndarray, unit: str, how_: str, *points: str) -> Statistic:
         files = tuple(file for other in dict.fromkeys(points) for file in score_files(loaded, other))
-        return Statistic(name_, where_of(point), *bootstrap.estimate(value_R), unit, how_, files)
+        return Statistic(name_, where_of(experiment, point), *bootstrap.estimate(value_R), unit, how_, files)
 
     yield statistic("score", score_R[name], f"avg@{k}, fraction", how, name)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -109,7 +111,7 @@ def _scores(
 
 
 def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:
-    own, steps = loaded.metrics[loaded.metrics["point"] == point.path], experiment.training.steps
+    own, steps = loaded.metrics[loaded.metrics["point"] == point.path], experiment.training_of(point).steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")
     last = own[own["step"] > steps - LAST_STEPS].groupby("seed")
     sources = train_files(loaded, point.path)
@@ -125,14 +127,14 @@ def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Ite
             continue
         how = f"{what}t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
         numbers = over_seeds(list(values), logarithmic=logarithmic)
-        yield Statistic(name, where_of(point), *numbers, unit, how, sources)
+        yield Statistic(name, where_of(experiment, point), *numbers, unit, how, sources)
 
     runs = loaded.runs[loaded.runs["point"] == point.path]
     collapsed = sum(step is not None for step in runs["collapsed_at"])
     ends = stats.binomtest(collapsed, len(runs)).proportion_ci(LEVEL, method="exact")
     how = f"Clopper-Pearson, {collapsed} of {len(runs)} seeds"
     numbers = (collapsed / len(runs), ends.low, ends.high)
-    yield Statistic("collapsed", where_of(point), *numbers, "fraction of runs", how, sources)
+    yield Statistic("collapsed", where_of(experiment, point), *numbers, "fraction of runs", how, sources)
 
 
 def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, float]:
@@ -152,11 +154,12 @@ def over_seeds(values: Sequence[float], *, logarithmic: bool) -> tuple[float, fl
     return mean, mean - reach, mean + reach
 
 
-def where_of(point: GridPoint | None) -> dict[str, str]:
-    """A point, or the base model, as statistics name it."""
+def where_of(experiment: Experiment, point: GridPoint | None) -> dict[str, str]:
+    """A point, or the base model, as statistics name it: a point also by the settings in which the grid differs."""
     if point is None:
         return {"method": BASE, "engine": "none", "rho": "none"}
-    return {"method": point.method, "engine": point.engine, "rho": point.rho or "none"}
+    settings = {key: setting_as_written(value) for key, value in experiment.settings_of(point).items()}
+    return {"method": point.method, "engine": point.engine, "rho": point.rho or "none"} | settings
 
 
 def train_files(loaded: Training, point: str) -> tuple[str, ...]:
@@ -206,11 +209,11 @@ def main_table(experiment: Experiment, loaded: Training, found: list[Statistic],
             "per_seed": Cell(list(zip(scores["avg"], runs["collapsed_at"], strict=True)), files) if point else None,
         }
         for key in ("score", "score_change_percent", "score_over_unpruned"):
-            rows[name][key.replace("score_", "")] = known(key, where_of(point))
-    reference = where_of(reference_point(experiment))
+            rows[name][key.replace("score_", "")] = known(key, where_of(experiment, point))
+    reference = where_of(experiment, reference_point(experiment))
     change = interval("+.1f")
     columns = [
-        *_point_columns(rows, _MARKS),
+        *_point_columns(experiment, rows, _MARKS),
         Column("k", None),
         Column("score", f"avg@{k} (%) [95 %]", interval(".1f", 100), INTERVAL),
         Column("pass_at_k", f"pass@{k} (%)", number(".1f", 100)),
@@ -228,7 +231,7 @@ def main_table(experiment: Experiment, loaded: Training, found: list[Statistic],
         Column("per_seed", "per seed (%)", _per_seed, shown_only=True),
     ]
     title = f"{experiment.name}: scores on {experiment.report.task}"
-    return Table(title, columns, rows, _main_notes(experiment, rows, published))
+    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, published))
 
 
 def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
@@ -241,7 +244,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
     rows = {}
     for point in grid_points(experiment):
         own, sources = loaded.metrics[loaded.metrics["point"] == point.path], train_files(loaded, point.path)
-        last = own[own["step"] > experiment.training.steps - LAST_STEPS].groupby("seed")
+        last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
         pruned = experiment.methods[point.method].safe_vocabulary is not None
         skipped = int(own["skipped"].sum())
         rows[point.path] = _point_cells(experiment, point) | {
@@ -255,14 +258,16 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
                 seed_values = last[name].agg(one_number)
                 numbers = (seed_values.mean(), seed_values.min(), seed_values.max())
                 how = "mean of the seeds; smallest and largest seed"
-                rows[point.path][name] = Statistic(name, where_of(point), *map(float, numbers), "", how, sources)
+                rows[point.path][name] = Statistic(
+                    name, where_of(experiment, point), *map(float, numbers), "", how, sources
+                )
     several = len(experiment.seeds) > 1
     measured = [
         Column(name, heading, (interval if several else number)(spec), ("min", "max"))
         for name, (heading, spec, _) in _AT_THE_END.items()
     ]
     columns = [
-        *_point_columns(rows, {"control": _MARKS["control"]}),
+        *_point_columns(experiment, rows, {"control": _MARKS["control"]}),
         Column("policies", "policies"),
         *measured[:-1],
         Column("skipped_steps", None),
@@ -270,12 +275,15 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         Column("skipped", "skipped steps", shown_only=True),
         measured[-1],
     ]
+    steps = [experiment.training_of(point).steps for point in grid_points(experiment)]
     title = f"{experiment.name}: mismatch between engine and trainer at the end of training"
     below = notes(
         "mismatch_table",
         experiment,
         evaluation=experiment.evaluation,
-        last=min(LAST_STEPS, experiment.training.steps),
+        last=min(LAST_STEPS, max(steps)),
+        shortest=min(steps),
+        settings=settings_note(experiment, loaded),
         seeds=seeds_text(experiment),
         control=any(row["role"] == "control" for row in rows.values()),
     )
@@ -288,12 +296,16 @@ def _point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
         "label": experiment.methods[point.method].label if point else "base model",
         "engine": point.engine if point else None,
         "rho": point.rho if point else None,
+        **{
+            f"training.{key}": setting_as_written(value)
+            for key, value in (experiment.settings_of(point) if point else {}).items()
+        },
         "role": role(experiment, point),
         "seeds": list(experiment.seeds) if point else [],
     }
 
 
-def _point_columns(rows: dict[str, dict], marks: dict[str, str]) -> list[Column]:
+def _point_columns(experiment: Experiment, rows: dict[str, dict], marks: dict[str, str]) -> list[Column]:
     for row in rows.values():
         row["method"] = row["label"] + marks.get(row["role"], "")
     return [
@@ -302,6 +314,7 @@ def _point_columns(rows: dict[str, dict], marks: dict[str, str]) -> list[Column]
         Column("method", "method", shown_only=True),
         Column("engine", "engine"),
         Column("rho", "ρ", rho_text),
+        *(Column(f"training.{key}", setting_as_read(key)) for key in experiment.axes),
         Column("role", None),
         Column("seeds", None),
     ]
@@ -313,10 +326,13 @@ def _per_seed(cell: list[tuple[float, int | None]]) -> str:
     )
 
 
-def _main_notes(experiment: Experiment, rows: dict[str, dict], published: Claim) -> list[str]:
+def _main_notes(experiment: Experiment, loaded: Training, rows: dict[str, dict], published: Claim) -> list[str]:
     return notes(
         "main_table",
         experiment,
+        steps=span([experiment.training_of(point).steps for point in grid_points(experiment)]),
+        settings=settings_note(experiment, loaded),
+        reference_settings=", ".join(settings_as_read(experiment.settings_of(reference_point(experiment)))),
         evaluation=experiment.evaluation,
         k=rows[BASE]["k"],
         seeds=seeds_text(experiment),

@@ -1,4 +1,7 @@
-"""The figures of training and scores. In all of them colour is by method, line and marker by ρ."""
+"""The figures of training and scores. In all of them colour is by method, line and marker by ρ.
+
+Where the grid's points differ in training settings, curves have a panel for each combination of them.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from dvp.analysis.formats import rho_text
 from dvp.analysis.points import BASE, grid_points, is_control, reference_point
 from dvp.analysis.tables import Table
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint, parse_rho
+from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read
 
 SMOOTHING = 5
 # An exact engine has a KL of 0 up to rounding, which a logarithmic axis cannot show.
@@ -33,6 +36,8 @@ class Style:
     line: str | tuple
     marker: str
     label: str
+    settings: str
+    """The training settings in which the grid differs, as a label ends with them; empty without any."""
 
 
 def styles(experiment: Experiment) -> dict[GridPoint, Style]:
@@ -52,7 +57,8 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
             color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))
         elif several:
             label += f", {point.engine}"
-        result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], label)
+        settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
+        result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], label, settings)
     return result
 
 
@@ -73,9 +79,9 @@ def gradient_norm(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
         axes.set_yscale("log")
         plain_log(axes.yaxis)
         axes.set_ylabel("gradient norm before clipping")
-        clipping = experiment.training.gradient_clipping
-        axes.axhline(clipping, color="black", linewidth=0.8, linestyle=":")
-        _write_at(axes, clipping, f"clipped at {clipping:g}")
+        for clipping in sorted({experiment.training_of(point).gradient_clipping for point in grid_points(experiment)}):
+            axes.axhline(clipping, color="black", linewidth=0.8, linestyle=":")
+            _write_at(axes, clipping, f"clipped at {clipping:g}")
 
     return _curves(experiment, metrics, "gradient_norm", draw=draw, title="Gradient norm")
 
@@ -108,7 +114,9 @@ def scores(experiment: Experiment, table: Table) -> Figure:
         lines = [(rows[BASE], {"color": "black", "linestyle": (0, (1, 1.5))}, "base model")]
         for point, look in style.items():
             if is_control(experiment, point):
-                lines.append((rows[point.path], {"color": look.color, "linestyle": look.line}, look.label))
+                lines.append(
+                    (rows[point.path], {"color": look.color, "linestyle": look.line}, look.label + look.settings)
+                )
         handles = [handle(label, linewidth=1.2, **looks) for _, looks, label in lines]
         for row, looks, _ in lines:
             axes.axvline(100 * row["score"].value, linewidth=1.2, zorder=1, **looks)
@@ -120,7 +128,9 @@ def scores(experiment: Experiment, table: Table) -> Figure:
             for seed in row["seed_scores"].value:
                 axes.plot(100 * seed, height + 0.27, "o", color=look.color, markersize=3.5, mfc="white", zorder=3)
         reference = reference_point(experiment)
-        labels = [style[point].label + (" (ref.)" if point == reference else "") for point in every]
+        labels = [
+            style[point].label + style[point].settings + (" (ref.)" if point == reference else "") for point in every
+        ]
         axes.set_yticks(range(len(every)), labels)
         axes.set_ylim(len(every) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
@@ -137,19 +147,25 @@ def scores(experiment: Experiment, table: Table) -> Figure:
 
 
 def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:
-    """Titles and points of the panels: one for each mismatched engine and ρ.
+    """Titles and points of the panels: one for each mismatched engine, training settings and ρ.
 
-    Arms without ρ are drawn in all panels of their engine, controls in all panels.
+    Points without ρ are drawn in all panels of their engine and settings, controls in those of their settings, or in
+    all panels if there is none of these.
     """
-    every = grid_points(experiment)
+    every, style = grid_points(experiment), styles(experiment)
     controls = [point for point in every if is_control(experiment, point)]
     result = []
-    for engine in dict.fromkeys(point.engine for point in every if point not in controls):
-        own = [point for point in every if point.engine == engine]
+    kinds = dict.fromkeys((point.engine, style[point].settings) for point in every if point not in controls)
+    shown = {settings for _, settings in kinds}
+    for engine, settings in kinds:
+        own = [point for point in every if (point.engine, style[point].settings) == (engine, settings)]
+        beside = [
+            point for point in controls if style[point].settings == settings or style[point].settings not in shown
+        ]
         for rho in _rhos(own) or [None]:
-            title = f"engine {engine}" + (f", ρ = {rho_text(rho)}" if rho else "")
+            title = f"engine {engine}{settings}" + (f", ρ = {rho_text(rho)}" if rho else "")
             result.append(
-                (title, [point for point in every if point in controls or (point in own and point.rho in (None, rho))])
+                (title, [point for point in every if point in beside or (point in own and point.rho in (None, rho))])
             )
     return result
 
@@ -203,7 +219,13 @@ def _curves(
         for axes in grid[bands - 1 :: bands, 0] if controls else []:
             axes.set_ylabel("control")
         set_title(figure, title, width)
-        handles = [handle(look.label, color=look.color, linestyle=look.line, linewidth=2) for look in style.values()]
+        # Points that differ in their settings alone look alike where the panels' titles say them.
+        titled = {look.settings for point, look in style.items() if not is_control(experiment, point)}
+        looks = dict.fromkeys(
+            (look.label + (look.settings if look.settings not in titled else ""), look.color, look.line)
+            for look in style.values()
+        )
+        handles = [handle(label, color=color, linestyle=line, linewidth=2) for label, color, line in looks]
         handles += [
             handle(" ", linewidth=0),
             handle(f"mean over seeds,\ntrailing mean of {SMOOTHING} steps", color=DARK, linewidth=2),

@@ -9,14 +9,23 @@ names that are not defined are refused with one line.
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_stage
 from dvp.experiment.data import DataConfig, GeneratedSource, HubSource, Source
 from dvp.experiment.evaluation import EvaluationConfig, ReportConfig
-from dvp.experiment.grid import BiasConfig, GridEntry, Measurement, MismatchConfig, Run, parse_rho
+from dvp.experiment.grid import (
+    BiasConfig,
+    GridEntry,
+    GridPoint,
+    Measurement,
+    MismatchConfig,
+    Run,
+    parse_rho,
+    setting_as_written,
+)
 from dvp.experiment.methods import Method
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
@@ -88,17 +97,17 @@ class Experiment(Strict):
             _defined("base.source", self.base.source, self.sources)
             if not isinstance(self.sources[self.base.source], GeneratedSource):
                 raise ValueError(f"base.source: expected a generated source, '{self.base.source}' is not one")
-        context = self.base.architecture.max_position_embeddings if self.base.architecture else None
-        if context is None:
-            return self
-        for section, shortest_prompt in (("training", self.training.max_prompt_tokens or 1), ("evaluation", 1)):
-            response = getattr(self, section).max_response_tokens
-            if shortest_prompt + response > context:
-                raise ValueError(
-                    f"{section}.max_response_tokens: a prompt of {shortest_prompt} and a response of {response} tokens "
-                    f"are longer than the model's context, {context} (base.architecture.max_position_embeddings)"
-                )
+        self._check_context("training", self.training.max_prompt_tokens or 1, self.training.max_response_tokens)
+        self._check_context("evaluation", 1, self.evaluation.max_response_tokens)
         return self
+
+    def _check_context(self, where: str, shortest_prompt: int, response: int) -> None:
+        context = self.base.architecture.max_position_embeddings if self.base.architecture else None
+        if context is not None and shortest_prompt + response > context:
+            raise ValueError(
+                f"{where}.max_response_tokens: a prompt of {shortest_prompt} and a response of {response} tokens "
+                f"are longer than the model's context, {context} (base.architecture.max_position_embeddings)"
+            )
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "Experiment":
@@ -122,12 +131,45 @@ class Experiment(Strict):
                         f"grid[{index}].engine: tensor_parallel of '{name}' ({self.engines[name].tensor_parallel}) "
                         f"must divide training.gpus ({self.training.gpus})"
                     )
-            for name in entry.method:
-                self._check_method(f"grid[{index}]", name, entry.rho)
+            for settings in entry.settings:
+                training = self._changed_training(f"grid[{index}].training", settings)
+                for name in entry.method:
+                    self._check_method(f"grid[{index}]", name, entry.rho, training)
         _distinct("grid: run", [run.path for run in self.runs])
-        if all(self.report.reference not in entry.method for entry in self.grid):
-            raise ValueError(f"report.reference: method '{self.report.reference}' is not in the grid")
+        seen: dict[tuple, GridPoint] = {}
+        for point in self.points:
+            same = seen.setdefault((point.method, point.engine, point.rho, str(self.training_of(point))), point)
+            if same is not point:
+                raise ValueError(f"grid: {point.path} and {same.path} have the same settings; remove one of them")
+        self._check_reference()
         return self
+
+    def _changed_training(self, where: str, settings: dict[str, Any]) -> TrainingConfig:
+        """The training section with these settings on top, all of it checked."""
+        try:
+            training = self.training.changed(**settings)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {', '.join(_written(settings))}: {message}") from None
+        self._check_context(where, training.max_prompt_tokens or 1, training.max_response_tokens)
+        return training
+
+    def _check_reference(self) -> None:
+        """That report.reference names no two points of an engine and a ρ, and at least one."""
+        method, settings = self.report.reference, self.report.reference_training
+        own = [point for point in self.points if point.method == method]
+        if not own:
+            raise ValueError(f"report.reference: method '{method}' is not in the grid")
+        fitting = [point for point in own if self.has_settings(point, settings)]
+        if not fitting:
+            asked = ", ".join(_written(settings))
+            raise ValueError(f"report.reference_training: the grid has no '{method}' with {asked}")
+        for point in fitting:
+            alike = [other.path for other in fitting if (other.engine, other.rho) == (point.engine, point.rho)]
+            if len(alike) > 1:
+                raise ValueError(
+                    f"report.reference_training: expected the settings that tell {' and '.join(alike)} apart"
+                )
 
     @model_validator(mode="after")
     def _check_measurements(self) -> "Experiment":
@@ -139,8 +181,16 @@ class Experiment(Strict):
             for name in settings.engines:
                 _defined(f"{stage}.engines", name, self.engines)
             for policy in settings.policies:
-                if policy != "base" and policy.run(self.seeds[0]).path not in trained:
+                if policy == "base":
+                    continue
+                if policy.run(self.seeds[0]).path not in trained:
                     raise ValueError(f"{stage}.policies: {policy.path} is not in the grid, which must train it")
+                own, measured = self.training_of(policy).temperature, self.training.temperature
+                if own != measured:
+                    raise ValueError(
+                        f"{stage}.policies: {policy.path} is trained at temperature {own:g}, but would be measured at "
+                        f"{measured:g} (training.temperature)"
+                    )
             _distinct(f"{stage}:", [measurement.path for measurement in self.measurements(stage)])
         if self.mismatch and self.training.temperature != 1.0:
             raise ValueError(
@@ -148,7 +198,7 @@ class Experiment(Strict):
             )
         for index, entry in enumerate(self.bias.estimators if self.bias else []):
             for name in entry.method:
-                self._check_method(f"bias.estimators[{index}]", name, entry.rho)
+                self._check_method(f"bias.estimators[{index}]", name, entry.rho, self.training)
                 if not self.methods[name].at_fixed_policy:
                     raise ValueError(
                         f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
@@ -157,14 +207,14 @@ class Experiment(Strict):
         _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
         return self
 
-    def _check_method(self, where: str, name: str, rho: list[str] | None) -> None:
+    def _check_method(self, where: str, name: str, rho: list[str] | None, training: TrainingConfig) -> None:
         _defined(f"{where}.method", name, self.methods)
         if self.methods[name].takes_rho != (rho is not None):
             expected = "needs" if self.methods[name].takes_rho else "takes no"
             raise ValueError(f"{where}: method '{name}' {expected} rho")
         for value in rho or [None]:
             try:
-                self.methods[name].sides(value and parse_rho(value), self.training.max_response_tokens)
+                self.methods[name].sides(value and parse_rho(value), training.max_response_tokens)
             except DvpError as error:
                 raise ValueError(f"{where}: method '{name}': {error}") from None
 
@@ -174,13 +224,35 @@ class Experiment(Strict):
         return "bfloat16" if "torch_autocast" in self.deepspeed else "float32"
 
     @property
+    def points(self) -> list[GridPoint]:
+        """Every grid point, in the order of the file."""
+        return [point for entry in self.grid for point in entry.points]
+
+    @property
     def runs(self) -> list[Run]:
         """Every run of the grid, in the order of the file."""
-        return [
-            Run(method=method, engine=engine, rho=rho, seed=seed)
-            for entry in self.grid
-            for method, engine, rho, seed in product(entry.method, entry.engine, entry.rho or [None], self.seeds)
-        ]
+        return [point.run(seed) for point in self.points for seed in self.seeds]
+
+    def training_of(self, point: GridPoint) -> TrainingConfig:
+        """The training settings of a grid point or a run: the section `training`, with those of its entry on top."""
+        return self.training.model_copy(update=point.training) if point.training else self.training
+
+    @property
+    def axes(self) -> list[str]:
+        """The training settings that entries of the grid give and in which its points differ, by name."""
+        given = sorted({key for point in self.points for key in point.training})
+        every = [self.training_of(point) for point in self.points]
+        return [key for key in given if len({getattr(training, key) for training in every}) > 1]
+
+    def settings_of(self, point: GridPoint) -> dict[str, Any]:
+        """A point's values of `axes`: what tables and figures show of its training settings."""
+        training = self.training_of(point)
+        return {key: getattr(training, key) for key in self.axes}
+
+    def has_settings(self, point: GridPoint, settings: dict[str, Any]) -> bool:
+        """Whether a point is trained with these settings."""
+        training = self.training_of(point)
+        return all(getattr(training, key) == value for key, value in settings.items())
 
     def run(self, path: str) -> Run:
         """The run of this path. Raises DvpError if the grid has none."""
@@ -191,10 +263,25 @@ class Experiment(Strict):
 
     @property
     def preflights(self) -> list[str]:
-        """The engines of the grid that have a preflight; none if there is to be none."""
+        """Paths of the preflights, one for each engine and settings of the grid; none if there are to be none."""
         if self.preflight == "never" or (self.preflight == "auto" and isinstance(self.base, TrainedBase)):
             return []
-        return list(dict.fromkeys(run.engine for run in self.runs))
+        return list(dict.fromkeys(point.preflight for point in self.points))
+
+    def waiting_for(self, preflight: str) -> "Experiment":
+        """Of this experiment the grid that waits for a preflight, as an experiment of one engine and no axes.
+
+        Raises DvpError if no run waits for it.
+        """
+        points = [point for point in self.points if point.preflight == preflight]
+        if not points:
+            known = ", ".join(dict.fromkeys(point.preflight for point in self.points))
+            raise DvpError(f"--engine: no run has engine '{preflight}'; those of the grid are {known}")
+        grid = [
+            GridEntry(method=[point.method], engine=[point.engine], rho=None if point.rho is None else [point.rho])
+            for point in points
+        ]
+        return self.model_copy(update={"training": self.training_of(points[0]), "grid": grid})
 
     def measurements(self, stage: str) -> list[Measurement]:
         """Every measurement of the stage `mismatch` or `bias`, in the order of the file; none if not asked for."""
@@ -255,6 +342,10 @@ class Experiment(Strict):
 def _defined(key: str, name: str, table: dict) -> None:
     if name not in table:
         raise ValueError(f"{key}: '{name}' is not defined; known are {', '.join(sorted(table))}")
+
+
+def _written(settings: dict[str, Any]) -> list[str]:
+    return [f"{key} {setting_as_written(value)}" for key, value in settings.items()]
 
 
 def _distinct(key: str, values: list) -> None:

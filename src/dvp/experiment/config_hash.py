@@ -24,7 +24,8 @@ def settings_of_stage(
     """All settings on which the results of a stage depend, upstream stages included; JSON-able.
 
     `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
-    stages `mismatch` and `bias`, `engine` that of a preflight.
+    stages `mismatch` and `bias`, `engine` the path of a preflight. A run has its own training settings, wherever they
+    are written; a measurement samples as the section `training` says, whatever its policy was trained with.
     """
     if stage == "report":
         return experiment.used.model_dump(mode="json", exclude={"preflight"})
@@ -44,17 +45,18 @@ def settings_of_stage(
             parts["base_source"] = experiment.sources[base.source].model_dump(mode="json")
     if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
-        parts["training"] = training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        parts["training"] = experiment.training_of(run).model_dump(mode="json", exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
-        parts["run"] = run.model_dump(mode="json")
+        parts["run"] = run.model_dump(mode="json", exclude={"training"})
         parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")
         parts["method"] = experiment.methods[run.method].model_dump(mode="json", exclude={"label"})
     if engine is not None:
         # No more than every run with this engine depends on: training waits for the preflight, and where that is made
         # again, training is.
-        parts["training"] = training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        waiting = experiment.waiting_for(engine)
+        parts["training"] = waiting.training.model_dump(mode="json", exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
-        parts["engine"] = experiment.engines[engine].model_dump(mode="json")
+        parts["engine"] = experiment.engines[waiting.points[0].engine].model_dump(mode="json")
     if stage == "evaluate":
         evaluation = experiment.evaluation.model_dump(mode="json")
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}

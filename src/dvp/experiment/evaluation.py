@@ -1,9 +1,11 @@
 """Settings of the evaluation, and of what the main table compares."""
 
+from operator import not_
 from typing import Annotated
 
 from pydantic import Field
 
+from dvp.experiment.grid import Settings
 from dvp.strict import Name, Positive, Strict
 
 
@@ -33,5 +35,7 @@ class ReportConfig(Strict):
     """The task whose score is in the main table."""
     reference: Name
     """The method (on its mismatched engine) that the others are set against."""
+    reference_training: Settings = Field({}, exclude_if=not_)
+    """Of that method, training settings of the point that is meant, where the grid has it with several."""
     declarations: list[str] = []
     """Sentences that stand under every table, such as how the base model was made."""

@@ -2,11 +2,20 @@
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import product
+from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from typing_extensions import TypedDict
 
+from dvp.experiment.training import TrainingConfig
+from dvp.progress import setting_as_read
 from dvp.strict import Name, Positive, PositiveFloat, Strict
+
+# Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
+NO_AXES = ("adam_betas", "collapse", "keep_responses", "gpus", "nodes", "deepspeed")
 
 
 def parse_rho(value: object) -> float:
@@ -51,9 +60,56 @@ def _all_as_written(value: Any) -> list[str]:
     return [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
 
 
+def _may_differ(value: Any) -> Any:
+    for key in NO_AXES:
+        if isinstance(value, dict) and key in value:
+            raise ValueError(f"{key} is the same for the whole grid; set it in `training`")
+    return value
+
+
+def _of_training(name: str, *, listed: bool) -> Any:
+    """Some keys of `training` as a dict: each with a value, or with a value or a list of them."""
+    types = {}
+    for key, field in TrainingConfig.model_fields.items():
+        if key not in NO_AXES:
+            kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+            if listed:
+                kind = Annotated[list[kind], Field(min_length=1), BeforeValidator(_one_or_several)]
+            types[key] = kind
+    keys = TypedDict(name, types, total=False)
+    keys.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    value = {"type": "value"}
+    schema = {"type": "object", "additionalProperties": {"anyOf": [value, {"type": "array", "items": value}]}}
+    shown = schema if listed else {"type": "object", "additionalProperties": value}
+    return Annotated[keys, BeforeValidator(_may_differ), WithJsonSchema(shown)]
+
+
+def _one_or_several(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
 Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_as_list)]
 Rho = Annotated[str, BeforeValidator(rho_as_written)]
 Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
+Settings = _of_training("Settings", listed=False)
+Axes = _of_training("Axes", listed=True)
+
+
+def settings_path(settings: dict[str, Any]) -> str:
+    """Training settings as part of a path, in the order of their names: `/group_size~4/steps~96`, or nothing."""
+    return "".join(f"/{key}~{setting_as_written(settings[key])}" for key in sorted(settings))
+
+
+def setting_as_written(value: bool | float | str | None) -> str:
+    """A training setting as text, also as part of a path, which a shell takes without quotes."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def settings_as_read(settings: dict[str, Any]) -> list[str]:
+    """Training settings for a person: `G 4`, `learning rate 0.0001`."""
+    return [setting_as_read(key, setting_as_written(value)) for key, value in settings.items()]
 
 
 class GridEntry(Strict):
@@ -65,6 +121,19 @@ class GridEntry(Strict):
     """An engine or a list of engines."""
     rho: Rhos | None = None
     """One ρ or a list, for methods that take one: 0.01, 1e-2 or exp(-13)."""
+    training: Axes = Field({}, exclude_if=not_)
+    """Numbers, texts and switches of `training` for these runs alone, each a value or a list: axes of the grid."""
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Every combination of `training`, one without any key if there is none."""
+        return [dict(zip(self.training, values, strict=True)) for values in product(*self.training.values())]
+
+    @property
+    def points(self) -> Iterator["GridPoint"]:
+        """Its grid points, in the order of the file."""
+        for method, engine, rho, settings in product(self.method, self.engine, self.rho or [None], self.settings):
+            yield GridPoint(method=method, engine=engine, rho=rho, training=settings)
 
 
 class Estimators(Strict):
@@ -76,25 +145,6 @@ class Estimators(Strict):
     """One ρ or a list, for methods that take one."""
 
 
-class Run(Strict):
-    """One grid point with one seed."""
-
-    method: str
-    engine: str
-    rho: str | None
-    seed: int
-
-    @property
-    def path(self) -> str:
-        """The run as a relative path, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}/seed~{self.seed}"
-
-    @property
-    def rho_value(self) -> float | None:
-        """ρ as a number, None without a safe vocabulary."""
-        return None if self.rho is None else parse_rho(self.rho)
-
-
 class GridPoint(Strict):
     """A grid point without its seed."""
 
@@ -104,15 +154,43 @@ class GridPoint(Strict):
     """The engine that it was trained with."""
     rho: Rho | None = None
     """Its ρ, for a method that takes one."""
+    training: Settings = Field({}, exclude_if=not_)
+    """Its training settings, those of the grid's entry that names it."""
+
+    def __hash__(self) -> int:
+        """Of the path, as settings are a dict."""
+        return hash(self.path)
 
     @property
     def path(self) -> str:
         """The grid point as a relative path, which says what it is."""
-        return f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}"
+        point = f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}"
+        return point + settings_path(self.training)
 
-    def run(self, seed: int) -> Run:
+    @property
+    def rho_value(self) -> float | None:
+        """ρ as a number, None without a safe vocabulary."""
+        return None if self.rho is None else parse_rho(self.rho)
+
+    @property
+    def preflight(self) -> str:
+        """The preflight that its runs wait for, as a path: their engine, and settings that the grid gives."""
+        return self.engine + settings_path(self.training)
+
+    def run(self, seed: int) -> "Run":
         """The grid point with this seed."""
-        return Run(method=self.method, engine=self.engine, rho=self.rho, seed=seed)
+        return Run(method=self.method, engine=self.engine, rho=self.rho, training=self.training, seed=seed)
+
+
+class Run(GridPoint):
+    """One grid point with one seed."""
+
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The run as a relative path, which says what it is."""
+        return f"{super().path}/seed~{self.seed}"
 
 
 class Measurement(Strict):

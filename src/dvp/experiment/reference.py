@@ -130,7 +130,7 @@ def _value(value: dict) -> str:
 
 
 def _default(value: object) -> str:
-    if value is None:
+    if value is None or value == {}:
         return "none"
     if isinstance(value, dict):
         return "as below"

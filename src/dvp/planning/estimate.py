@@ -5,12 +5,14 @@
 with the parts of it in dvp.planning.costs.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 from dvp.errors import DvpError
 from dvp.experiment.base import Architecture, PretrainedArchitecture, TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource, HubSource
+from dvp.experiment.grid import GridPoint
 from dvp.experiment.training import EngineConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
@@ -54,15 +56,22 @@ class Estimate:
         Raises DvpError if the sizes of a pretrained base are not given.
         """
         self.experiment, self.device = experiment, device
+        self.training = experiment.training
         self.model = _model(experiment)
         self._zero: dict = experiment.deepspeed["zero_optimization"]
         self._response_tokens = response_tokens
         generated = isinstance(experiment.sources[experiment.data.train], GeneratedSource)
         self._prompt_tokens = STORY_TOKENS if generated else PROMPT_TOKENS
 
+    def of(self, point: GridPoint) -> "Estimate":
+        """The same with the training settings of a grid point or a run."""
+        own = copy(self)
+        own.training = self.experiment.training_of(point)
+        return own
+
     def lengths(self, longest: int | None = None) -> Lengths:
         """Of sequences whose responses have at most `longest` tokens, by default as in training."""
-        longest = longest or self.experiment.training.max_response_tokens
+        longest = longest or self.training.max_response_tokens
         mean = RESPONSE_SHARE * longest if self._response_tokens is None else min(self._response_tokens, longest)
         return Lengths(self._prompt_tokens, mean, longest)
 
@@ -90,7 +99,7 @@ class Estimate:
         """Of a training step with this engine."""
         return costs.step_seconds(
             self.model,
-            self.experiment.training,
+            self.training,
             self.experiment.engines[engine],
             self.device,
             self.lengths(),
@@ -120,8 +129,8 @@ class Estimate:
             step = self.step(engine)
             return Work(other=4 * self.device.startup + 3 * step.rollout + 2 * step.synchronise)
         if stage == "train":
-            steps = experiment.training.steps * self.step(engine).total
-            kept = experiment.training.keep_checkpoints * self.checkpoint_bytes
+            steps = self.training.steps * self.step(engine).total
+            kept = self.training.keep_checkpoints * self.checkpoint_bytes
             return Work(other=self.device.startup + steps, disk=kept)
         if stage == "convert":  # the checkpoint is checked; its weights read, written, read back, scored and hashed
             moved = self.checkpoint_bytes + 5 * whole
@@ -138,7 +147,7 @@ class Estimate:
             return Work((settings.problems, responses), forward=3 * responses)
         if stage == "bias":  # samples for every safe vocabulary; a gradient of each response for every estimator
             settings, estimators = experiment.bias, experiment.estimators
-            batch = settings.problems * experiment.training.group_size
+            batch = settings.problems * self.training.group_size
             sampled = len({rho for _, rho in estimators}) * settings.batches + settings.reference_batches
             gradients = len(estimators) * settings.batches + settings.reference_batches
             return Work((sampled * settings.problems, sampled * batch), forward=3 * gradients * batch)
@@ -153,15 +162,15 @@ class Estimate:
         experiment = self.experiment
         return costs.update_bytes(
             self.model,
-            experiment.training,
+            self.training,
             self._zero,
-            prompt_tokens=experiment.training.max_prompt_tokens or self._prompt_tokens,
+            prompt_tokens=self.training.max_prompt_tokens or self._prompt_tokens,
             dtype=experiment.trainer_dtype,
         )
 
     def rollout_memory(self, engine: str) -> dict[str, float]:
         """Bytes on each GPU in a rollout with this engine, and how many of the longest sequences its cache holds."""
-        training, settings = self.experiment.training, self.experiment.engines[engine]
+        training, settings = self.training, self.experiment.engines[engine]
         longest = (training.max_prompt_tokens or self._prompt_tokens) + training.max_response_tokens
         return {
             "bytes": costs.state_bytes(self.model, training.ranks, self._zero["stage"])
@@ -172,7 +181,7 @@ class Estimate:
 
     def assumptions(self) -> list[str]:
         """What the estimates rest on."""
-        device, training, dtype = self.device, self.experiment.training, self.experiment.trainer_dtype
+        device, training, dtype = self.device, self.training, self.experiment.trainer_dtype
         lengths = self.lengths()
         link = device.link if training.nodes == 1 else device.network
         linked = f"; GPUs exchange {link / 1e9:.0f} GB/s each way while they compute" if training.ranks > 1 else ""

@@ -15,7 +15,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
-from dvp.experiment.grid import Run
+from dvp.experiment.grid import GridPoint, Run, settings_as_read
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job
 from dvp.planning.estimate import Estimate
@@ -90,11 +90,17 @@ def make_plan(
             head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]}
             stages.append(head | {"peak_memory": max(peaks, default=None)} | total(some))
     methods = []
-    for method, engine in dict.fromkeys((run.method, run.engine) for run in experiment.runs):
-        runs = {run.path for run in experiment.runs if (run.method, run.engine) == (method, engine)}
-        row = {"method": method, "label": experiment.methods[method].label, "engine": engine, "runs": len(runs)}
+    for (method, engine, _), points in _by(experiment, "method", "engine").items():
+        runs = {point.run(seed).path for point in points for seed in experiment.seeds}
+        row = {"method": method, "label": experiment.methods[method].label, "engine": engine}
+        row |= {"settings": experiment.settings_of(points[0]), "runs": len(runs)}
         methods.append(row | total([one for one in costed if one.job.wildcards.get("run") in runs]))
     grid = {run.path for run in experiment.runs}
+    # By engine, and by training settings where they differ.
+    trainings = {
+        ", ".join([engine, *settings]): (engine, estimate.of(points[0]))
+        for (engine, settings), points in _by(experiment, "engine").items()
+    }
     return {
         "experiment": experiment.name,
         "device": device.name,
@@ -109,15 +115,26 @@ def make_plan(
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
-        "step": {run.engine: asdict(estimate.step(run.engine)) for run in experiment.runs},
-        "update_memory": {} if on_cpu else estimate.update_memory(),
+        "step": {name: asdict(own.step(engine)) for name, (engine, own) in trainings.items()},
+        "update_memory": {}
+        if on_cpu
+        else max((own.update_memory() for _, own in trainings.values()), key=lambda parts: sum(parts.values())),
         "rollout_memory": {}
         if on_cpu
-        else {run.engine: estimate.rollout_memory(run.engine) for run in experiment.runs},
+        else {name: own.rollout_memory(engine) for name, (engine, own) in trainings.items()},
         "device_memory": None if on_cpu else device.memory,
         "kept": forecast_kept(experiment, estimate, records),
         "assumptions": estimate.assumptions(),
     }
+
+
+def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
+    """The grid points by these of their values, and by those training settings in which the grid differs, as text."""
+    grouped: dict[tuple, list[GridPoint]] = {}
+    for point in experiment.points:
+        key = (*(getattr(point, name) for name in names), tuple(settings_as_read(experiment.settings_of(point))))
+        grouped.setdefault(key, []).append(point)
+    return grouped
 
 
 def cost_jobs(
@@ -125,6 +142,7 @@ def cost_jobs(
 ) -> list[Costed]:
     """What each job takes; `at_least` is what a job takes that needs no GPU."""
     problems = count_problems(experiment, records)
+    preflights = {point.preflight: point for point in experiment.points}
     recorded = {job.outputs: seconds for job in jobs if (seconds := records.seconds(job)) is not None}
 
     def alike(job: Job) -> list[float]:
@@ -141,11 +159,12 @@ def cost_jobs(
         run = experiment.run(job.wildcards["run"]) if job.stage == "train" else None
         task = job.wildcards.get("task", "")
         samples = experiment.evaluation.samples_per_problem.get(task, 0)
-        work = estimate.work(
+        point = run or preflights.get(job.wildcards.get("engine"))
+        work = (estimate.of(point) if point else estimate).work(
             job.stage,
             problems=problems.get(task, 0),
             samples=samples,
-            engine=run.engine if run else job.wildcards.get("engine", ""),
+            engine=point.engine if point else "",
         )
         if run is not None:
             seconds, source = _training_time(experiment, estimate, records, run) or (work.other, ESTIMATED)
@@ -160,33 +179,34 @@ def cost_jobs(
 
 
 def _training_time(experiment: Experiment, estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
-    """Of one run: by its own seconds per token, else by those of runs with its engine, its method's first.
+    """Of one run: by its own seconds per token, else by those of runs with its engine, its own settings' first.
 
-    Without any, by what the preflight of its engine measured.
+    Without any of them, by what the preflight of its engine measured.
     """
-    training = experiment.training
+    training = experiment.training_of(run)
     startups = [seconds for other in experiment.runs if (seconds := records.startup(other)) is not None]
     for source, is_alike in (
         (RECORDED, lambda other: other == run),
+        (INFERRED, lambda other: (other.preflight, other.method) == (run.preflight, run.method)),
         (INFERRED, lambda other: (other.engine, other.method) == (run.engine, run.method)),
         (INFERRED, lambda other: other.engine == run.engine),
     ):
-        alike = [
-            records.training[other.path]
+        of_response = [
+            trained.seconds_per_token * min(trained.tokens, training.max_response_tokens)
             for other in experiment.runs
-            if is_alike(other) and other.path in records.training
+            if is_alike(other) and (trained := records.training.get(other.path)) is not None
         ]
-        if alike:
+        if of_response:
             responses = training.steps * training.prompts_per_step * training.group_size
             startup = fmean(startups) if startups else estimate.device.startup
-            return startup + responses * fmean(one.seconds_per_token * one.tokens for one in alike), source
-    rehearsed = records.preflight(run.engine)
+            return startup + responses * fmean(of_response), source
+    rehearsed = records.preflight(run.preflight)
     if rehearsed is None:
         return None
     # A rollout takes as many decoding steps as its longest response has tokens; an update is as long as all of them.
-    lengths, seconds = estimate.lengths(), rehearsed["seconds"]
-    of_response = lengths.longest * seconds["rollout_token"] + lengths.response * seconds["update_token"]
-    step = training.prompts_per_step * training.group_size * of_response + seconds["synchronise"]
+    lengths, seconds = estimate.of(run).lengths(), rehearsed["seconds"]
+    of_one = lengths.longest * seconds["rollout_token"] + lengths.response * seconds["update_token"]
+    step = training.prompts_per_step * training.group_size * of_one + seconds["synchronise"]
     return estimate.device.startup + training.steps * step, INFERRED
 
 
@@ -196,9 +216,8 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
     At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
     """
     rows = []
-    lengths = estimate.lengths()
-    for method, engine in dict.fromkeys((run.method, run.engine) for run in experiment.runs):
-        rule = experiment.methods[method].importance
+    for (method, engine, _), points in _by(experiment, "method", "engine").items():
+        rule, lengths = experiment.methods[method].importance, estimate.of(points[0]).lengths()
         if not rejects(rule):
             continue
         alike = [
@@ -206,7 +225,7 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
             for run in experiment.runs
             if run.engine == engine and run.path in records.training and records.training[run.path].kl > 0
         ]
-        rehearsed = records.preflight(engine)
+        rehearsed = records.preflight(points[0].preflight)
         recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
         recorded = recorded or ([rehearsed["kl"]] if rehearsed else [])
         values = [fmean(recorded)] if recorded else ASSUMED_KL
@@ -215,6 +234,7 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
                 "method": method,
                 "label": experiment.methods[method].label,
                 "engine": engine,
+                "settings": experiment.settings_of(points[0]),
                 "recorded": bool(recorded),
                 "kl": list(values),
                 **{

@@ -117,11 +117,11 @@ class Records:
                 ) from None
         return rates
 
-    def preflight(self, engine: str) -> dict | None:
-        """What a preflight with this engine measured (dvp.preflight); None without one of these settings and GPUs."""
-        record = self._read(RESULTS["preflight"].replace("{of}", engine), "config_hash", "seconds", "gpus", "nodes")
+    def preflight(self, path: str) -> dict | None:
+        """What a preflight measured (dvp.preflight); None without one of these settings and GPUs."""
+        record = self._read(RESULTS["preflight"].replace("{of}", path), "config_hash", "seconds", "gpus", "nodes")
         training = self._experiment.training
-        if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=engine):
+        if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=path):
             return None
         if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
             return None

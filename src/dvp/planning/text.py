@@ -5,8 +5,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from dvp.experiment.grid import setting_as_written, settings_as_read
 from dvp.planning.kept import FEW
 from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
+from dvp.progress import setting_as_read
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -26,10 +28,11 @@ def render(plan: dict[str, Any]) -> str:
         memory = "" if row["peak_memory"] is None else _size(row["peak_memory"])
         stages.append([row["stage"], str(row["jobs"]), str(row["gpus_each"]), " to ".join(times), memory, *costs(row)])
     stages.append(["all", str(total["jobs"]), "", "", "", *costs(total)])
-    methods = [["method", "engine", "runs", "jobs", *head]]
+    axes = list(plan["methods"][0]["settings"])
+    methods = [["method", "engine", *map(setting_as_read, axes), "runs", "jobs", *head]]
     for row in plan["methods"]:
-        methods.append([row["label"], row["engine"], str(row["runs"]), str(row["jobs"]), *costs(row)])
-    methods.append(["shared", "", "", str(plan["shared"]["jobs"]), *costs(plan["shared"])])
+        methods.append([row["label"], row["engine"], *_settings(row), str(row["runs"]), str(row["jobs"]), *costs(row)])
+    methods.append(["shared", "", *[""] * len(axes), "", str(plan["shared"]["jobs"]), *costs(plan["shared"])])
     kept = [_table(_kept(plan["kept"]), left=2), ""] if plan["kept"] else []
 
     summary = [
@@ -71,13 +74,20 @@ def _steps(plan: dict[str, Any]) -> list[str]:
 
 
 def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
-    head = [f"kept of {rows[0][name]['tokens']:,.0f} tokens" for name in ("mean", "longest")]
-    table = [["method", "engine", "nats a token", *head]]
+    # How many tokens these are differs where the longest response is an axis, whose column says it.
+    names, axes = ("mean", "longest"), list(rows[0]["settings"])
+    same = all(row[name]["tokens"] == rows[0][name]["tokens"] for row in rows for name in names)
+    head = [f"kept of {rows[0][name]['tokens']:,.0f} tokens" if same else f"kept of the {name}" for name in names]
+    table = [["method", "engine", *map(setting_as_read, axes), "nats a token", *head]]
     for row in rows:
         nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-        shares = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) for name in ("mean", "longest"))
-        table.append([row["label"], row["engine"], nats, *(f"{share} %" for share in shares)])
+        shares = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) for name in names)
+        table.append([row["label"], row["engine"], *_settings(row), nats, *(f"{share} %" for share in shares)])
     return table
+
+
+def _settings(row: dict[str, Any]) -> list[str]:
+    return list(map(setting_as_written, row["settings"].values()))
 
 
 def _few(plan: dict[str, Any]) -> list[str]:
@@ -92,7 +102,8 @@ def _few(plan: dict[str, Any]) -> list[str]:
         worst = [(kl, share) for kl, share in zip(row["kl"], row["mean"]["share"], strict=True) if share < FEW]
         if worst:
             lines.append(
-                f"warning: {row['label']} with engine {row['engine']} would keep {worst[0][1]:.0%} of the responses of "
+                f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
+                f"{row['engine']} would keep {worst[0][1]:.0%} of the responses of "
                 f"{row['mean']['tokens']:,.0f} tokens at {'the recorded' if row['recorded'] else 'a'} KL of "
                 f"{worst[0][0]:.2g}; long responses are then hardly trained on"
             )

@@ -41,29 +41,28 @@ def preflight(
 ) -> None:
     """Rehearse the path of a run with an engine → preflight/engine~ENGINE/preflight.json if nothing failed.
 
+    engine : the engine, followed by the training settings that the grid gives, if any: ENGINE/KEY~VALUE/….
     stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
     memory : bytes that a training job may take on each node; None: as Slurm says, else all of this machine's.
     process : what to do as one of the processes that this call starts.
     Raises DvpError with the line of the check that failed; the report is in report.json beside it.
     """
     directory = ExperimentDir(config)
-    engines = list(dict.fromkeys(run.engine for run in directory.experiment.runs))
-    if engine not in engines:
-        raise DvpError(f"--engine: no run has engine '{engine}'; those of the grid are {', '.join(engines)}")
+    config_hash = directory.experiment.config_hash("preflight", engine=engine)
+    directory.experiment = directory.experiment.waiting_for(engine)
+    result = directory.result("preflight", engine)
     if process is not None:
         _as_process(directory, config, engine, threads, process)
         return
-    result = directory.result("preflight", engine)
     with only_writer(result.parent, "running this preflight"):
         inputs = {"base": directory.result("base"), "prepare": directory.result("prepare")}
-        config_hash = directory.experiment.config_hash("preflight", engine=engine)
         result.unlink(missing_ok=True)
-        with run_stage("preflight", directory, result, config_hash, inputs, task=engine) as stage:
+        with run_stage("preflight", directory, result, config_hash, inputs, task=engine.replace("/", "-")) as stage:
             settings = directory.experiment
             stage.tracked.log_params(
                 {
                     "training": settings.training.model_dump(mode="json"),
-                    "engine": settings.engines[engine].model_dump(mode="json"),
+                    "engine": settings.engines[settings.points[0].engine].model_dump(mode="json"),
                 }
             )
             _Preflight(directory, config, engine, threads, stop_seconds, memory).run(stage)
@@ -84,11 +83,12 @@ def _as_process(directory: ExperimentDir, config: Path, engine: str, threads: in
     if process == "evaluate":
         rehearsal.evaluate(directory, work)
     elif process == "convert":
-        rehearsal.convert(directory, engine, work)
+        rehearsal.convert(directory, directory.experiment.points[0].engine, work)
     else:
         act = rehearsal.train if process == "train" else rehearsal.resume
         command = ["preflight", "--config", str(config), "--engine", engine, "--process", process]
-        launch.on_ranks(directory.experiment.training, work, command, threads, lambda: act(directory, engine, work))
+        name = directory.experiment.points[0].engine
+        launch.on_ranks(directory.experiment.training, work, command, threads, lambda: act(directory, name, work))
 
 
 class _Preflight:
@@ -203,7 +203,7 @@ class _Preflight:
             return None
         return {
             "update": sum(estimate.update_memory().values()),
-            "rollout": estimate.rollout_memory(self._engine)["bytes"],
+            "rollout": estimate.rollout_memory(self._experiment.points[0].engine)["bytes"],
         }
 
     def _estimate(self, notes: dict) -> Estimate | None:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run, rho_as_read
+from dvp.experiment.grid import Run, rho_as_read, setting_as_written, settings_as_read
 
 LAST_STEPS = 10  # final/…: means over the last steps of a run, as in the tables
 # In MLflow's pages a metric's group is what stands before the slash; the first pattern that fits a name decides.
@@ -52,16 +52,23 @@ def policy_title(experiment: Experiment, run: Run | None) -> str:
     if run is None:
         return "base model"
     rho = "" if run.rho is None else f"ρ {rho_as_read(run.rho)}"
-    return " · ".join(filter(None, [experiment.methods[run.method].label, run.engine, rho, f"seed {run.seed}"]))
+    settings = settings_as_read(experiment.settings_of(run))
+    return " · ".join(
+        filter(None, [experiment.methods[run.method].label, run.engine, rho, *settings, f"seed {run.seed}"])
+    )
 
 
 def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | int | None]:
-    """What runs are sorted, filtered and charted by. ρ is a decimal fraction, as the store sorts parameters as text."""
+    """What runs are sorted, filtered and charted by. ρ is a decimal fraction, as the store sorts parameters as text.
+
+    With the training settings in which the grid's points differ, by their names.
+    """
     if run is None:
         return {"method": "base", "label": "base model"}
     rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False, trim="-")
     values = (run.method, experiment.methods[run.method].label, run.engine, rho, run.rho or "none", run.seed)
-    return dict(zip(POLICY, values, strict=True))
+    settings = {key: setting_as_written(value) for key, value in experiment.settings_of(run).items()}
+    return dict(zip(POLICY, values, strict=True)) | settings
 
 
 def stage_name(stage: str, task: str, title: str) -> str:

@@ -52,9 +52,17 @@ class StageRun:
         self._save()
         self._send()
 
-    def key_in(self, experiment: str) -> str:
-        """The key that the same work (stage, version, settings, inputs, run, task) has in another experiment."""
-        return key_of(experiment, self._work)
+    @property
+    def run(self) -> str:
+        """Path of the run that the stage works on; empty without one."""
+        return self._work["run"]
+
+    def key_in(self, experiment: str, run: str) -> str:
+        """The key that the same work (stage, version, settings, inputs, task) has in another experiment.
+
+        run : the path of this run there.
+        """
+        return key_of(experiment, self._work | {"run": run})
 
     def log_params(self, params: dict) -> None:
         """Parameters, flattened to dotted names; what is not set is left out. A re-run has the same ones."""
@@ -95,12 +103,24 @@ class StageRun:
         """Something to find the run by."""
         self._record.tags[name] = value
 
-    def adopt(self, folder: Path) -> None:
-        """Log what the same stage has logged in another experiment's `folder`. Raises DvpError."""
-        other = read_record(folder / self._relative(self._path))
-        self._record.params, self._record.results = dict(other.params), dict(other.results)
-        self._record.files, self._record.metrics = dict(other.files), other.metrics
-        self._record.datasets, self._record.model = other.datasets, other.model
+    def adopt(self, folder: Path, run: str) -> None:
+        """Log what the same stage has logged in another experiment's `folder`, of a run with the path `run` there.
+
+        Raises DvpError.
+        """
+
+        def there(path: str) -> str:
+            return path.replace(f"/{self.run}/", f"/{run}/")
+
+        def here(path: str) -> str:
+            return path.replace(f"/{run}/", f"/{self.run}/")
+
+        other = read_record(folder / there(self._relative(self._path)))
+        self._record.params, self._record.results = other.params | self._record.params, dict(other.results)
+        self._record.files = {here(path): of for path, of in other.files.items()}
+        self._record.metrics = other.metrics and here(other.metrics)
+        self._record.datasets = other.datasets
+        self._record.model = other.model and other.model.model_copy(update={"path": here(f"{other.model.path}/")[:-1]})
         if COLLAPSED in other.tags:
             self.tag(COLLAPSED, other.tags[COLLAPSED])
         if other.metrics:

@@ -36,7 +36,9 @@ def view_tags(experiment: Experiment) -> dict[str, str]:
     task = experiment.report.task
     score = f"{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}"
     widths = {"attributes.`Run Name`": 270, "runDateAndNestInfo": 140, "duration": 75}
-    params = {f"params.`{name}`": width for name, width in (("method", 80), ("engine", 70), ("rho", 105), ("seed", 50))}
+    settings = ((name, 100) for name in experiment.axes)
+    shown = (("method", 80), ("engine", 70), ("rho", 105), *settings, ("seed", 50))
+    params = {f"params.`{name}`": width for name, width in shown}
     metrics = {f"metrics.`{name}`": 100 for name in (score, *(f"final/{name}" for name in FINALS))}
     columns = widths | params | metrics
     view = {

@@ -121,7 +121,7 @@ class Loop:
 
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
-        self.config = experiment.training
+        self.config = experiment.training_of(run)
         self.run = run
         method = experiment.methods[run.method]
         self.safe = method.sides(run.rho_value, self.config.max_response_tokens)

@@ -50,7 +50,11 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
     folder = directory.result("train", path).parent
     launch.on_ranks(
-        directory.experiment.training, folder, command, threads, lambda: _train(directory, run, threads, stop_seconds)
+        directory.experiment.training_of(run),
+        folder,
+        command,
+        threads,
+        lambda: _train(directory, run, threads, stop_seconds),
     )
 
 
@@ -67,7 +71,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
     from dvp.training.responses import RESPONSES
 
     torch.set_num_threads(threads)
-    experiment, settings = directory.experiment, directory.experiment.training
+    experiment, settings = directory.experiment, directory.experiment.training_of(run)
     result = directory.result("train", run.path)
     folder = result.parent
     inputs = {"prepare": directory.result("prepare"), "base": directory.result("base")}
@@ -155,7 +159,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from dvp.training.loop import Loop
     from dvp.training.responses import ResponseRecorder
 
-    experiment, settings = directory.experiment, directory.experiment.training
+    experiment, settings = directory.experiment, directory.experiment.training_of(run)
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
     problems = pd.read_parquet(directory.data / "train.parquet")
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")

@@ -1,4 +1,7 @@
-"""The real sandbox: what programs print comes back, and hostile ones reach nothing and outlive nothing."""
+"""The real sandbox: what programs print comes back, and hostile ones reach nothing and outlive nothing.
+
+A hostile program here does so much and then stops: where the sandbox is broken a test must fail, not the machine.
+"""
 
 import os
 import signal
@@ -107,39 +110,33 @@ def test_no_socket_reaches_anything(python):
 
 
 def test_a_fork_bomb_is_a_few_processes(python):
-    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
-    before = len(psutil.pids())
-    tool = make_tool(SETTINGS.changed(seconds=2.0))
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        assert answer(tool, bomb).text == "(stopped after 2 seconds)"
-    finally:
-        process.kill()
-        process.wait()
-    assert len(psutil.pids()) < before + 50
-    counted = answer(
-        python,
-        "import os, time\nstarted = 0\ntry:\n    while os.fork():\n        started += 1\n    time.sleep(60)\n"
-        "except OSError:\n    print(started)\n",
+    """Each process doubles eight times, and all stay: 256 of them without a limit."""
+    bomb = (
+        "import os, time\nfailed = 0\nfor _ in range(8):\n    try:\n        os.fork()\n"
+        "    except OSError:\n        failed += 1\nos.write(1, b'%d\\n' % failed)\ntime.sleep(60)\n"
     )
-    assert int(counted.text) < SETTINGS.processes
+    before = descendants()
+    stopped = answer(make_tool(SETTINGS.changed(seconds=3.0)), bomb)
+    *lines, last = stopped.text.splitlines()
+    assert last == "(stopped after 3 seconds)"
+    assert len(lines) <= SETTINGS.processes
+    assert all(int(failed) > 0 for failed in lines)
+    assert wait_until(lambda: descendants() <= before)
 
 
 def test_endless_output_is_cut_and_stopped(python):
-    endless = answer(python, "while True:\n    print('y' * 100)")
+    endless = answer(python, "for _ in range(10**5):\n    print('y' * 100)")
     assert endless.failed
     assert endless.text.endswith("\n(stopped: it printed more than 4000 bytes)")
     assert len(endless.text) < 4100
 
 
 def test_memory_is_limited(python):
-    eater = answer(python, "kept = []\nwhile True:\n    kept.append(bytearray(2**24))")
+    """Twice what it may take, if nothing stopped it; of the home's files four times."""
+    eater = answer(python, "kept = [bytearray(2**24) for _ in range(64)]\nprint(len(kept))")
     assert eater.text.endswith("MemoryError")
-    filler = answer(
-        python,
-        "part = bytes(2**20)\nwith open('big', 'wb') as file:\n    for _ in range(64):\n        file.write(part)",
-    )
-    assert filler.failed
+    program = "part = bytes(2**20)\nfor number in range(64):\n    open(str(number), 'wb').write(part)\nprint('all')"
+    assert "No space left on device" in answer(python, program).text
 
 
 def test_time_is_limited(python):
@@ -151,7 +148,10 @@ def test_time_is_limited(python):
     closed = answer(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)")
     assert closed.text == "(stopped after 1 seconds)"
     burner = make_tool(SETTINGS.changed(cpu_seconds=1))
-    assert answer(burner, "while True:\n    pass").text in ("(ended by SIGXCPU)", "(ended by SIGKILL)")
+    assert answer(burner, "import time\nend = time.monotonic() + 15\nwhile time.monotonic() < end:\n    pass").text in (
+        "(ended by SIGXCPU)",
+        "(ended by SIGKILL)",
+    )
 
 
 def descendants():
@@ -166,8 +166,7 @@ def test_what_a_program_leaves_behind_ends_with_it(python):
     assert left.text == "parent ends"
     assert wait_until(lambda: descendants() <= before)
     assert answer(python, "import os\nos.kill(os.getpid(), 11)").text == "(ended by SIGSEGV)"
-    assert answer(python, "import os\nos.kill(1, 9)\nos.kill(-1, 9)").failed
-    assert answer(python, "print('still here')").text == "still here"
+    assert int(answer(python, "import os; print(os.getpid())").text) < 10  # nobody else's process has a number there
 
 
 def test_a_program_ends_with_the_process_that_started_it(python):

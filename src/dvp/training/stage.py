@@ -98,6 +98,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                     "training": settings.model_dump(mode="json"),
                     "engine": experiment.engines[run.engine].model_dump(mode="json"),
                     "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
+                    **({"tools": experiment.tools.model_dump(mode="json")} if experiment.tools else {}),
                 }
             )
 
@@ -150,12 +151,15 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from transformers import AutoTokenizer
 
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
+    from dvp.tools import make_tool
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
     from dvp.training.responses import ResponseRecorder
 
     experiment, settings = directory.experiment, directory.experiment.training
+    tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
     problems = pd.read_parquet(directory.data / "train.parquet")
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
@@ -175,6 +179,8 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         seed=run.seed,
         rules=[safe.engine],
     )
+    if experiment.tools:
+        engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 
-    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
+    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
     return Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder), too_long

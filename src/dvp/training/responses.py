@@ -218,16 +218,15 @@ def read_responses(path: Path) -> pa.Table:
         raise DvpError(f"{path}: no such file; `dvp train` writes it") from None
     except (OSError, pa.ArrowException) as error:
         raise DvpError(f"{path}: not a parquet file that can be read ({' '.join(str(error).split())[:100]})") from None
-    if WRITTEN.name not in table.schema.names and "token_id" in table.schema.names:
-        every = [[True] * len(tokens) for tokens in table["token_id"].to_pylist()]
-        table = table.append_column(WRITTEN, pa.array(every, WRITTEN.type))
-    schema = SCHEMA.append(WRITTEN)
-    for field in schema:
+    for field in (*SCHEMA, WRITTEN):
+        if field is WRITTEN and field.name not in table.schema.names:  # of a run without a tool
+            every = [[True] * length for length in pc.list_value_length(table["token_id"]).to_pylist()]
+            table = table.append_column(WRITTEN, pa.array(every, WRITTEN.type))
         if field.name not in table.schema.names or table.schema.field(field.name).type != field.type:
             raise DvpError(f"{path}: column '{field.name}': expected {field.type}")
         if not field.nullable and table[field.name].null_count:
             raise DvpError(f"{path}: column '{field.name}': a value is missing")
-    table = table.select(schema.names)
+    table = table.select([*SCHEMA.names, WRITTEN.name])
     lengths = [pc.list_value_length(table[name]) for name in (*PER_TOKEN, WRITTEN.name)]
     if not len(table) or any(other != lengths[0] for other in lengths) or pc.any(pc.equal(lengths[0], 0)).as_py():
         raise DvpError(f"{path}: expected rows with as many {', '.join(PER_TOKEN)} as tokens, at least one")

@@ -200,8 +200,9 @@ class _Call:
         self.process.stdout.close()
         os.close(self.ended)
         text = bytes(self._output[: self._output_bytes]).decode("utf-8", errors="replace").strip()
-        # bwrap says 128 + signal, as a shell does.
-        why = self._stopped or (f"ended by {_signal_name(status - 128)}" if status > 128 else "")
+        # bwrap says 128 + signal, as a shell does; of its own end Popen says −signal.
+        number = status - 128 if status > 128 else -status
+        why = self._stopped or (f"ended by {_signal_name(number)}" if status > 128 or status < 0 else "")
         parts = [part for part in (text, f"({why})" if why else "") if part]
         self.answer = Answer("\n".join(parts) or "(it printed nothing)", failed=status != 0)
 

@@ -96,7 +96,7 @@ class PythonTool:
         )
 
     def _command(self, slot: int) -> list[str]:
-        """What runs the file PROGRAM in a sandbox; `--file` and its descriptor come before."""
+        """What runs a program in a sandbox. FILE stands for the descriptor that the program is read from."""
         settings, root = self._settings, os.geteuid() == 0
         limits = {
             "RLIMIT_CPU": settings.cpu_seconds,

@@ -133,6 +133,26 @@ class Experiment(Strict):
         return self
 
     @model_validator(mode="after")
+    def _check_tools(self) -> "Experiment":
+        if self.tools is None:
+            return self
+        for stage in ("mismatch", "bias"):
+            if getattr(self, stage) is not None:
+                raise ValueError(f"{stage}: it measures responses without tools; remove `{stage}` or `tools`")
+        for name in dict.fromkeys([self.evaluation.engine, *(run.engine for run in self.runs)]):
+            if self.engines[name].tensor_parallel > 1:
+                # The ranks of an engine make the same calls, but a program need not print the same on each of them.
+                raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
+        for section in ("training", "evaluation"):
+            longest = getattr(self, section).max_response_tokens
+            if self.tools.max_answer_tokens >= longest:
+                raise ValueError(
+                    f"tools.max_answer_tokens ({self.tools.max_answer_tokens}) must be below "
+                    f"{section}.max_response_tokens ({longest}): an answer is a part of the response"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_measurements(self) -> "Experiment":
         trained = {run.path for run in self.runs}
         for stage in ("mismatch", "bias"):
@@ -158,26 +178,6 @@ class Experiment(Strict):
                         "needs no training; the others cannot be compared at a fixed policy"
                     )
         _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> "Experiment":
-        if self.tools is None:
-            return self
-        for stage in ("mismatch", "bias"):
-            if getattr(self, stage) is not None:
-                raise ValueError(f"{stage}: it measures responses without tools; remove `{stage}` or `tools`")
-        for name in dict.fromkeys([self.evaluation.engine, *(run.engine for run in self.runs)]):
-            if self.engines[name].tensor_parallel > 1:
-                # The ranks of an engine make the same calls, but a program need not print the same on each of them.
-                raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
-        for section in ("training", "evaluation"):
-            longest = getattr(self, section).max_response_tokens
-            if self.tools.max_answer_tokens >= longest:
-                raise ValueError(
-                    f"tools.max_answer_tokens ({self.tools.max_answer_tokens}) must be below "
-                    f"{section}.max_response_tokens ({longest}): an answer is a part of the response"
-                )
         return self
 
     def _check_method(self, where: str, name: str, rho: list[str] | None) -> None:

@@ -124,13 +124,13 @@ class Loop:
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training
-        self.tools = experiment.tools
         self.run = run
         method = experiment.methods[run.method]
         self.safe = method.sides(run.rho_value, self.config.max_response_tokens)
         self.importance = method.importance
         self.advantage = ADVANTAGES[method.advantage]
         self.loss = method.loss
+        self.tools = experiment.tools
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine

@@ -159,13 +159,13 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from dvp.training.responses import ResponseRecorder
 
     experiment, settings = directory.experiment, directory.experiment.training
-    tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
     problems = pd.read_parquet(directory.data / "train.parquet")
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
     kept = short_enough(prompts, settings.max_prompt_tokens)
     too_long = len(prompts) - len(kept)
     problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
+    tool = make_tool(experiment.tools) if experiment.tools else None
 
     torch.manual_seed(run.seed)
     trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)

@@ -393,6 +393,8 @@ def test_impossible_rho(refused, rho, listed):
         ({"tools": {"kind": "calculator", "call": ["<t>"]}}, "tools.call: "),
         ({"tools": {"kind": "calculator", "call": ["|", "|"]}}, "tools.call: expected two different texts, found '|'"),
         ({"tools": {"kind": "calculator"}}, "tools.max_answer_tokens (64) must be below training.max_response_tokens"),
+        ({"tools": TOOLS, "evaluation.engine": "nope"}, "evaluation.engine: 'nope' is not defined"),
+        ({"tools": TOOLS, "grid.0.engine": "nope"}, "grid[0].engine: 'nope' is not defined"),
         ({"tools": TOOLS} | SPREAD, "tools: engine 'fp32' is spread over several GPUs; expected tensor_parallel 1"),
     ],
 )  # fmt: skip

@@ -250,7 +250,7 @@ function show(change, scroll = false) {
   state.response = Math.min(state.response, responses().length - 1);
   options("run", data.runs.map((one) => one.label + (one.collapsed_at == null ? "" : ` ✕ ${one.collapsed_at}`)), state.run);
   options("step", run().steps.map((step) => step + (step === run().collapsed_at ? " ✕ collapse" : "")), state.step);
-  options("response", responses().map((one) => `${one.index}: reward ${number(one.reward)}, ${one.length} tokens, largest ${number(one.largest)}`), state.response);
+  options("response", responses().map((one) => `${one.index}: reward ${number(one.reward)}, ${one.own_length ?? one.length} tokens, largest ${number(one.largest)}`), state.response);
   options("colour", Object.values(colours).map((one) => one.name), Object.keys(colours).indexOf(state.colour));
   drawTimeline();
   drawLegend();

@@ -131,6 +131,17 @@ def test_endless_output_is_cut_and_stopped(python):
     assert len(endless.text) < 4100
 
 
+def test_hostile_calls_leave_the_others_alone(python):
+    programs = [
+        "for _ in range(10**5):\n    print('y' * 100)",
+        "kept = [bytearray(2**24) for _ in range(64)]",
+        "import os\nos.kill(os.getpid(), 9)",
+    ]
+    answers = python.answers([program for hostile in programs for program in (hostile, "print(6 * 7)")])
+    assert [one.failed for one in answers] == [True, False] * 3
+    assert [one.text for one in answers[1::2]] == ["42"] * 3
+
+
 def test_memory_is_limited(python):
     """Twice what it may take, if nothing stopped it; of the home's files four times."""
     eater = answer(python, "kept = [bytearray(2**24) for _ in range(64)]\nprint(len(kept))")

@@ -18,6 +18,7 @@ ROOMS = [
     ("tracking",),
     ("stage",),
     ("data",),
+    ("tools",),
     ("rollout",),
     ("training",),
     ("conversion",),

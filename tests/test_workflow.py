@@ -112,6 +112,18 @@ def test_lint(snakemake):
                 "report_training": 1,
             },
         ),
+        (
+            "paper_otb_tools",
+            {
+                "prepare": 1,
+                "base_linked": 1,
+                "preflight": 1,
+                "train": 18,
+                "convert": 18,
+                "evaluate": 76,
+                "report_training": 1,
+            },
+        ),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):

@@ -21,7 +21,7 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import dump_experiment
 from dvp.files import checksums, write_json, write_text
-from dvp.training.responses import SCHEMA
+from dvp.training.responses import SCHEMA, WRITTEN
 
 HOSTILE = [
     "</script><script>document.title = 'hacked'</script>",
@@ -60,12 +60,14 @@ def row(step: int, index: int, rng: np.random.Generator, length: int = 12, **cha
         "in_safe": safe.tolist(),
         "weight": safe.astype(float).tolist(),
         "advantage": [0.5] * length,
+        "written": [True] * length,
     } | changes
 
 
 def write_run(folder: Path, rows: list[dict], collapsed_at: int | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "responses.parquet")
+    schema = SCHEMA if all(all(one["written"]) for one in rows) else SCHEMA.append(WRITTEN)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "responses.parquet")
     metrics = [
         {"step": step, "reward": 0.5, "k3": 0.01, "gradient_norm": None, "entropy": 2.0}
         | {"collapsed": collapsed_at is not None and step >= collapsed_at}
@@ -248,6 +250,32 @@ def test_the_worst_tokens_are_of_the_safe_vocabulary():
     one["pruned_log_prob"][6] = one["infer_log_prob"][6] - 0.9
     assert worst_tokens(one, 2) == [6, 3]
     assert len(worst_tokens(one, 100)) == 11
+
+
+def with_tool(**changes) -> dict:
+    """A response whose tokens 4 and 5 are a tool's answer."""
+    made = row(1, 0, np.random.default_rng(0), written=[place not in (4, 5) for place in range(12)], **changes)
+    for place in (4, 5):
+        made["in_safe"][place] = True
+        for name in ("infer_log_prob", "log_prob", "pruned_log_prob", "weight", "advantage"):
+            made[name][place] = 0.0
+    return made
+
+
+def test_a_tools_tokens_are_shown_as_such(make_run):
+    one = with_tool()
+    run = make_run([one])
+    (shown,) = page_data([run], 10**6)["runs"][0]["responses"]
+    assert (shown["by_tool"], shown["own_length"], shown["length"]) == ([4, 5], 10, 12)
+    assert not {4, 5} & set(worst_tokens(run.rows([0])[0], 100))
+    assert run.range == make_run([row(1, 0, np.random.default_rng(0))]).range
+    plain = printed(run, run.rows([0])[0])
+    assert "tokens     10\n" in plain
+    assert "by a tool  2 tokens" in plain
+    assert "".join(one["text"]) in plain
+    coloured = printed(run, run.rows([0])[0], force_terminal=True, color_system="truecolor")
+    assert "\x1b[2;3m t4\x1b[0m" in coloured
+    assert "a tool's answer" in coloured
 
 
 # --- the terminal ---

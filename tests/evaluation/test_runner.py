@@ -14,7 +14,10 @@ from dvp.evaluation.lm import EngineLM, sample_seed
 from dvp.evaluation.runner import TASKS, evaluate
 from dvp.experiment.evaluation import EvaluationConfig
 from dvp.experiment.loading import load_experiment
+from dvp.experiment.tools import Calculator
 from dvp.rollout.engine import Completion
+from dvp.rollout.turns import ToolEngine
+from dvp.tools import make_tool
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = {
@@ -255,3 +258,48 @@ def test_every_task_file_is_called_as_its_task_and_shares_the_template():
     for file in files:
         value = yaml.safe_load(file.read_text())
         assert value == {"include": "_math.yaml", "task": file.stem, "metadata": {"version": 1.0}}
+
+
+class Calling(ScriptedEngine):
+    """Calls the tool in its first turn and states the right answer in its second."""
+
+    def generate(self, prompts, sampling, seeds):
+        self.calls.append((prompts, sampling, seeds))
+        completions = []
+        for prompt in prompts:
+            text = "".join(map(chr, prompt))
+            assert sampling.stop == "</tool>"
+            if "<result>" not in text:
+                turn, reason = "<tool>3+4</tool>", "string"
+            else:
+                turn, reason = f"Answer: {text.partition('<result>')[2].partition('</result>')[0]}\n", "stop"
+            completions.append([Completion([ord(character) for character in turn], [0.0] * len(turn), turn, reason)])
+        return completions
+
+
+class Decoding(Tokenizer):
+    def __call__(self, prompt, add_special_tokens=True, split_special_tokens=False):
+        return super().__call__(prompt)
+
+    def decode(self, token_ids, skip_special_tokens, clean_up_tokenization_spaces):
+        return "".join(map(chr, token_ids))
+
+
+def test_a_tool_is_called_in_evaluation_as_in_training(run, experiment, tmp_path):
+    tools = Calculator(kind="calculator", max_answer_tokens=20)
+    engine, tokenizer = Calling(), Decoding()
+    engine.ranks = 1
+    wrapped = ToolEngine(engine, make_tool(tools), tools, tokenizer)
+    scores = run("held_out", wrapped, tokenizer, experiment.model_copy(update={"tools": tools}))
+    samples = pd.read_parquet(tmp_path / "held_out" / "samples.parquet")
+    assert list(samples.columns) == runner.TOOL_SAMPLES.names
+    assert set(samples["response"]) == {"<tool>3+4</tool><result>7</result>Answer: 7\n"}
+    assert set(samples["tokens"]) == {len("<tool>3+4</tool>Answer: 7\n")}
+    assert set(samples["stated_answer"]) == {"7"}
+    assert samples.groupby("problem_id")["correct"].mean().to_dict() == {"p1": 1.0, "p2": 0.0, "p3": 0.0}
+    assert scores["metrics"]["avg@4"]["value"] == pytest.approx(1 / 3)
+    assert (scores["turns_mean"], scores["failed_calls_fraction"], scores["called_fraction"]) == (2.0, 0.0, 1.0)
+    assert scores["mean_response_tokens"] == samples["tokens"].mean()
+    (first, second) = (seeds for _, _, seeds in engine.calls)
+    assert first == samples["seed"].tolist()
+    assert len(set(first + second)) == 24

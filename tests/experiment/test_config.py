@@ -37,6 +37,8 @@ HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "pr
 PLAIN = {"label": "x", "advantage": "rloo"}
 GONE = object()
 LONG = {"training.tokens_per_micro_batch": 10000}
+TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
+SPREAD = {"training.gpus": 2, "engines.fp32": {"dtype": "float32", "tensor_parallel": 2}}
 STAGES = ("prepare", "base", "train", "convert", "evaluate")
 
 
@@ -383,6 +385,17 @@ def test_impossible_rho(refused, rho, listed):
         ({"name": "tiny"}, "name: expected 'smoke', as the file is called, found 'tiny'"),
         ({"name": GONE}, "name: expected 'smoke', as the file is called, found None"),
         ({"a\nb": 1}, "a b: unknown key"),
+        # A tool.
+        ({"tools": {"kind": "shell"}}, "tools: Input tag 'shell'"),
+        ({"tools": {"kind": "calculator", "seconds": 1.0}}, "tools.seconds: unknown key"),
+        ({"tools": {"kind": "python", "processes": 1}}, "tools.processes: "),
+        ({"tools": {"kind": "calculator", "max_turns": 1}}, "tools.max_turns: "),
+        ({"tools": {"kind": "calculator", "call": ["<t>"]}}, "tools.call: "),
+        ({"tools": {"kind": "calculator", "call": ["|", "|"]}}, "tools.call: expected two different texts, found '|'"),
+        ({"tools": {"kind": "calculator"}}, "tools.max_answer_tokens (64) must be below training.max_response_tokens"),
+        ({"tools": TOOLS, "evaluation.engine": "nope"}, "evaluation.engine: 'nope' is not defined"),
+        ({"tools": TOOLS, "grid.0.engine": "nope"}, "grid[0].engine: 'nope' is not defined"),
+        ({"tools": TOOLS} | SPREAD, "tools: engine 'fp32' is spread over several GPUs; expected tensor_parallel 1"),
     ],
 )  # fmt: skip
 def test_what_is_impossible_is_refused_in_one_line_that_names_the_key(refused, changes, message):
@@ -637,6 +650,8 @@ def config_hashes(experiment: Experiment, run: Run) -> dict[str, str]:
         ({"data.held_out": 23}, ALL),
         ({"data.prompt_template": "{problem}"}, ALL),
         ({"data.decontamination.ngram": 12}, ALL),
+        # A base model that is trained here learns how a call is written.
+        ({"tools": {"kind": "calculator", "max_answer_tokens": 20}}, ALL - {"prepare"}),
     ],
 )
 def test_a_stage_depends_on_its_own_parts_and_no_other(changes, changed):
@@ -706,6 +721,18 @@ def test_runs_that_differ_have_different_config_hashes():
         assert len({experiment.config_hash(stage, run) for run in experiment.runs}) == 1
 
 
+def test_a_base_model_depends_on_a_tools_delimiters_only():
+    resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
+    tools = {"kind": "calculator", "max_answer_tokens": 20}
+    before, turns, delimiters = (
+        config_hashes(parse_experiment(put(resolved, {"tools": tools | changes}), Path("x")), RUN)
+        for changes in ({}, {"max_turns": 3}, {"call": ["<<", ">>"]})
+    )
+    assert {stage for stage in before if before[stage] != turns[stage]} == {"evaluate base"} | OF_RUN
+    assert {stage for stage in before if before[stage] != delimiters[stage]} == ALL - {"prepare"}
+    assert "tools" not in resolved  # what there is not is not written
+
+
 def test_any_change_concerns_the_report():
     resolved = yaml.safe_load(dump_experiment(load_experiment("smoke", ROOT / "config")))
     config_hash = parse_experiment(resolved, Path("x")).config_hash("report")
@@ -745,6 +772,7 @@ BIAS = {
         ({"bias": BIAS | {"estimators": [{"method": "dvp"}]}}, "bias.estimators[0]: method 'dvp' needs rho"),
         ({"bias": BIAS | {"estimators": [{"method": "gspo"}]}}, "method 'gspo': expected loss reinforce"),
         ({"bias": BIAS | {"estimators": [{"method": ["rloo", "rloo"]}]}}, "bias.estimators: rloo is listed twice"),
+        ({"tools": TOOLS, "bias": BIAS}, "bias: it measures responses without tools; remove `bias` or `tools`"),
     ],
 )
 def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message):

@@ -24,7 +24,7 @@ from dvp.planning.plan import Costed, wall_seconds
 from dvp.planning.text import render
 
 ROOT = Path(__file__).parents[2]
-PAPER = ("paper_8b", "paper_14b", "paper_otb")
+PAPER = ("paper_8b", "paper_14b", "paper_otb", "paper_otb_tools")
 NOWHERE = Path("no-results-here")
 
 
@@ -109,6 +109,7 @@ def test_wall_time_lies_between_its_bounds(data):
         ("paper_8b", (1, 1, 2, 30, 30, 4 * 31, 1)),
         ("paper_14b", (1, 1, 1, 27, 27, 4 * 28, 1)),
         ("paper_otb", (1, 1, 1, 18, 18, 4 * 19, 1)),
+        ("paper_otb_tools", (1, 1, 1, 18, 18, 4 * 19, 1)),
     ],
 )
 def test_jobs_by_stage(name, jobs):

@@ -16,10 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from dvp.core.batch import Batch
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
 from dvp.errors import DvpError
+from dvp.experiment.tools import Calculator
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
+from dvp.rollout.turns import ToolEngine
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.tools import make_tool
 from dvp.training.backend import Policy
 
 pytestmark = pytest.mark.slow
@@ -164,6 +167,54 @@ def test_the_same_seed_gives_the_same_responses_and_another_does_not(fp32):
     assert fp32.generate(PROMPTS, sampling, SEEDS) == first
     assert fp32.generate(PROMPTS, sampling, [1, 2, 3]) != first
     assert len({tuple(one.token_ids) for one in first[0]}) > 1
+
+
+@pytest.fixture
+def turns(fp32, tiny_model):
+    """The engine with a calculator; a model of random weights writes these delimiters again and again."""
+    settings = Calculator(kind="calculator", call=["a", "e"], max_turns=4, max_answer_tokens=12)
+    return ToolEngine(fp32, make_tool(settings), settings, AutoTokenizer.from_pretrained(tiny_model))
+
+
+@pytest.mark.parametrize("rule", [None, FixedRho(0.02), ENTROPY])
+def test_log_probs_over_turns_are_the_trainers(turns, tiny_model, rule):
+    """Token by token of every turn, with the tool's answers as context only; the trainer scores all turns at once."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    turns.load_weights(model.named_parameters())
+    groups = turns.generate(PROMPTS, Sampling(max_tokens=90, n=6, safe_vocabulary=rule), SEEDS)
+    responses = [response for group in groups for response in group]
+    assert max(response.calls for response in responses) >= 2
+    assert len({response.finish_reason for response in responses}) == 2
+    batch = Batch.collate(
+        [prompt for prompt in PROMPTS for _ in range(6)],
+        [response.token_ids for response in responses],
+        1,
+        [response.written for response in responses],
+    )
+    with torch.no_grad():
+        scored = Policy(model)(batch, safe=rule, temperature=1.0)
+    sampled_N = torch.tensor([value for response in responses for value in response.log_probs])
+    assert len(sampled_N) == len(scored.log_prob) < sum(len(response.token_ids) for response in responses)
+    assert scored.target_in_safe.all()
+    assert (scored.pruned_log_prob - sampled_N).abs().max() <= 1e-5
+
+
+def test_a_rollout_in_turns_can_be_repeated(turns, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    rollouts = []
+    for _ in range(2):
+        turns.load_weights(model.named_parameters())  # as a step begins: with an empty prefix cache
+        rollouts.append(turns.generate(PROMPTS, Sampling(max_tokens=90, n=6), SEEDS))
+    assert rollouts[0] == rollouts[1]
+    groups = rollouts[0]
+    assert len({tuple(response.token_ids) for response in groups[0]}) == 6
+    for response in (response for group in groups for response in group):
+        assert len(response.token_ids) <= 90
+        assert response.written[-1]
+        # Exactly what was written, and the calculator's answers to it.
+        text = turns._decoded(response.token_ids)
+        assert text.count("<result>") == response.calls
+        assert (response.finish_reason == "stop") == (response.token_ids[-1] == model.config.eos_token_id)
 
 
 def test_finish_reasons(fp32, tiny_model):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -13,7 +14,9 @@ from dvp.data.stories import generate
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture
 from dvp.experiment.loading import load_experiment
+from dvp.experiment.tools import Calculator
 from dvp.files import verify_checksums
+from dvp.rollout.turns import ToolEngine
 from dvp.training import base
 from dvp.training.base import check_vocabulary, make_base, train_tokenizer
 
@@ -72,6 +75,20 @@ def test_no_evaluation_problem_is_among_the_documents(experiment, tmp_path):
     assert len(stories) == experiment.base.tokenizer.documents
     assert not evaluated & {story.problem for story in stories}
     assert evaluated & {story.problem for story in base._fresh(source, experiment.base, set())}
+
+
+def test_a_base_model_learns_calls_in_the_ids_in_which_they_are_answered(tiny_model):
+    """And not the answers: those are the tool's."""
+    tools = Calculator(kind="calculator")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    parts = base.segments("<<37 * 48=1776>>\nAnswer: 1776", tools)
+    (ids, plain), (written, all_written) = base._encoded([parts, [("9 + 5 = 14.", True)]], tokenizer)
+    answer = ToolEngine(SimpleNamespace(max_model_len=9, ranks=1), None, tools, tokenizer)._encoded("1776")
+    first, second = (tokenizer(text)["input_ids"] for text in ("<tool>37 * 48</tool>", "\nAnswer: 1776"))
+    assert ids == [*first, *answer, *second, tokenizer.eos_token_id]
+    assert written == [True] * len(first) + [False] * len(answer) + [True] * (len(second) + 1)
+    assert plain == [*tokenizer("9 + 5 = 14.")["input_ids"], tokenizer.eos_token_id]
+    assert all(all_written)
 
 
 @pytest.fixture

@@ -15,13 +15,17 @@ from dvp.errors import DvpError
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
+from dvp.experiment.tools import Calculator
 from dvp.experiment.training import TrainingConfig
 from dvp.rollout.engine import Completion, Sampling
+from dvp.rollout.seeds import derived_seed
+from dvp.rollout.turns import ToolEngine
+from dvp.tools import make_tool
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES, ResponseRecorder, read_responses
-from dvp.training.rollouts import derived_seed, prompt_rows
+from dvp.training.rollouts import prompt_rows
 
 pytestmark = pytest.mark.slow
 SETTINGS = {
@@ -35,6 +39,8 @@ SETTINGS = {
     "deepspeed": "zero1",
     "checkpoint_every": 2,
 }
+CALCULATOR = Calculator(kind="calculator", max_turns=3, max_answer_tokens=16)
+LONG_ENOUGH = {"max_response_tokens": 100, "tokens_per_micro_batch": 220}
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 3))
@@ -88,6 +94,31 @@ class ScriptedEngine:
         self.model.load_state_dict(weights, strict=False)
 
 
+class CallingEngine(ScriptedEngine):
+    """Writes any tokens, and then calls the tool as often as not."""
+
+    max_model_len = 256
+
+    def __init__(self, model, tokenizer, distance):
+        super().__init__(model, distance=distance)
+        self.tokenizer, self.call = tokenizer, tokenizer("<tool>6*7</tool>")["input_ids"]
+
+    def generate(self, prompts, sampling, seeds):
+        groups = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            rng = np.random.default_rng(seed)
+            group = []
+            for _ in range(sampling.n):
+                ids = rng.integers(2, self.vocabulary, rng.integers(3, 9)).tolist()
+                calls = sampling.stop is not None and rng.random() < 0.5
+                ids += self.call if calls else []
+                text = "<tool>6*7</tool>" if calls else f"Answer: {rng.integers(7, 9)}\n"
+                log_probs = (dense_log_probs(self.model, prompt, ids).detach() + self.distance).tolist()
+                group.append(Completion(ids, log_probs, text, "string" if calls else "stop"))
+            groups.append(group)
+        return groups
+
+
 def dense_log_probs(model, prompt, response, rho=None):
     """log p of each response token from dense logits, over the safe vocabulary if ρ is given."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -101,7 +132,7 @@ def make_loop(tiny_model, root, monkeypatch):
     """A loop on the tiny model with real DeepSpeed and the scripted engine."""
     monkeypatch.chdir(root)
 
-    def make(method="rloo", rho=None, distance=0.0, **settings) -> Loop:
+    def make(method="rloo", rho=None, distance=0.0, tools=None, **settings) -> Loop:
         experiment = load_experiment("smoke")
         training = TrainingConfig(**(SETTINGS | settings))
         methods = experiment.methods
@@ -115,7 +146,11 @@ def make_loop(tiny_model, root, monkeypatch):
         trainer = Trainer(tiny_model, training, options)
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         engine = ScriptedEngine(model, distance=distance)
-        recorder = ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(tiny_model))
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        if tools:
+            experiment = experiment.model_copy(update={"tools": tools})
+            engine = ToolEngine(CallingEngine(model, tokenizer, distance), make_tool(tools), tools, tokenizer)
+        recorder = ResponseRecorder(training.keep_responses, training.steps, tokenizer, tools=bool(tools))
         return Loop(experiment, run, problems, prompts, 1, trainer, engine, recorder)
 
     return make
@@ -219,6 +254,47 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
     assert (clipped > 0) == ("loss" in method)
     for name, value in loop.trainer.weights():
         assert torch.allclose(value, reference.get_parameter(name), atol=2e-5), name
+
+
+def test_a_step_with_a_tool_learns_from_the_models_own_tokens(make_loop, tiny_model):
+    """Against plain torch: each own token's log-prob after all that came before it, and nothing of the answers."""
+    loop = make_loop(tools=CALCULATOR, **LONG_ENOUGH)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    chosen = prompt_rows(6, 2, 1, 3)
+    prompts = [loop.problems.prompts[row] for row in chosen]
+    groups = loop.engine.generate(prompts, Sampling(max_tokens=100, n=4), [derived_seed(3, 1, row) for row in chosen])
+    answer = loop.engine._encoded("42")
+    loss, own = 0.0, 0
+    for prompt, group in zip(prompts, groups, strict=True):
+        rewards = [float("Answer: 7\n" in one.text) for one in group]
+        for index, one in enumerate(group):
+            written = torch.tensor(one.written)
+            assert (~written).sum() == one.calls * len(answer)
+            assert [token for token, by_model in zip(one.token_ids, one.written, strict=True) if not by_model] == (
+                answer * one.calls
+            )
+            others = (sum(rewards) - rewards[index]) / 3
+            log_prob = dense_log_probs(reference, prompt, one.token_ids)[written]
+            assert torch.allclose(log_prob, torch.tensor(one.log_probs), atol=1e-5)
+            loss = loss - (rewards[index] - others) * log_prob.sum() / 8
+            own += len(one.log_probs)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    metrics = loop.step(1)
+    every = [one for group in groups for one in group]
+    assert metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["response_tokens_mean"] == own / 8
+    assert metrics["turns_mean"] == 1 + sum(one.calls for one in every) / 8 > 1
+    assert metrics["tool_tokens_mean"] == sum(one.written.count(False) for one in every) / 8
+    assert metrics["failed_calls_fraction"] == 0.0
+    assert abs(metrics["k1"]) < 1e-5
+    for row in loop.recorder.rows:
+        one = every[row["index"]]
+        assert (row["token_id"], row["written"]) == (one.token_ids, one.written)
+        assert all(row["in_safe"])
+        for name in ("infer_log_prob", "log_prob", "weight", "advantage"):
+            values = [value for value, by_model in zip(row[name], one.written, strict=True) if not by_model]
+            assert values == [0.0] * len(values)
 
 
 def test_a_stale_engine_gets_weights_every_so_many_steps(make_loop, tmp_path):
@@ -348,6 +424,7 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
 FEEDBACK = {"rule": "feedback", "signal": "k3", "low": 1e-9, "high": 1e-6, "factor": 2.0, "patience": 1}
 CONTINUED = {
     "plain": {},
+    "tools": {"tools": CALCULATOR, **LONG_ENOUGH, "method": "otb_mis", "distance": 0.01},
     "stale engine, two minibatches, feedback on rho": {
         "method": {"advantage": "otb", "safe_vocabulary": FEEDBACK | {"lowest": 1e-6, "highest": 0.1}},
         "rho": "1e-3",

@@ -69,8 +69,8 @@ def step():
     return [(f"id{row}", row) for row in range(6)], rollout, statistics, update
 
 
-def recorder(steps=20, **settings) -> ResponseRecorder:
-    return ResponseRecorder(KeepResponses(**settings), steps, Characters())
+def recorder(steps=20, tools=False, **settings) -> ResponseRecorder:
+    return ResponseRecorder(KeepResponses(**settings), steps, Characters(), tools=tools)
 
 
 def test_each_number_is_that_of_its_token(step):
@@ -107,6 +107,25 @@ def test_half_are_the_first_and_half_have_the_largest_mismatch(step, per_step, c
     taken = recorder(per_step=per_step)
     taken.record(1, *step)
     assert {row["index"]: row["chosen"] for row in taken.rows} == chosen
+
+
+def test_a_tools_answer_is_recorded_as_such(step, tmp_path):
+    """Between the first and the last token of the model; whatever stands there in the numbers is not recorded."""
+    problems, rollout, statistics, update = step
+    rollout.batch.response_BT[0, PROMPT + 1 : PROMPT + 3] = False
+    taken = recorder(per_step=1, tools=True)
+    taken.record(1, problems, rollout, statistics, update)
+    (row,) = taken.rows
+    assert row["written"] == [True, False, False, True]
+    assert row["token_id"] == rollout.batch.tokens_BT[0, PROMPT : PROMPT + 4].tolist()
+    assert row["in_safe"][1:3] == [True, True]
+    for name in ("infer_log_prob", "log_prob", "pruned_log_prob", "weight", "advantage"):
+        assert row[name][1:3] == [0.0, 0.0]
+        assert row[name][0] != 0.0 or name in ("weight", "advantage")
+    taken.write(tmp_path / "responses.parquet")
+    again = recorder(tools=True)
+    again.restore(tmp_path / "responses.parquet")
+    assert again.rows == taken.rows
 
 
 def test_no_response_is_taken_twice_and_no_more_than_there_are(step):

@@ -46,7 +46,7 @@ class Recorded:
     run: Run
     label: str
     table: pa.Table
-    """As in dvp.training.responses.SCHEMA."""
+    """As `dvp.training.responses.read_responses` gives it."""
     metrics: dict[int, dict[str, Any]]
     """The finished steps' rows of metrics.jsonl."""
 
@@ -61,7 +61,7 @@ class Recorded:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """|log p − log q| of all tokens one after the other, nats; 0 outside the safe vocabulary."""
+        """|log p − log q| of all tokens one after the other, nats; 0 outside the safe vocabulary and at a tool's."""
         trained, sampled, safe = (
             self.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             for name in ("pruned_log_prob", "infer_log_prob", "in_safe")
@@ -77,7 +77,8 @@ class Recorded:
     @property
     def range(self) -> float:
         """Where the colours of log p − log q end, nats: 1, 2 or 5 times a power of ten, with 99 % of tokens below."""
-        high = max(float(np.quantile(self.sizes, 0.99)), SMALLEST_RANGE)
+        written = self.table["written"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        high = max(float(np.quantile(self.sizes[written], 0.99)), SMALLEST_RANGE)
         power = 10.0 ** math.floor(math.log10(high))
         return float(f"{next((step * power for step in (1, 2, 5) if high <= step * power), 10 * power):g}")
 
@@ -120,9 +121,10 @@ def log_ratios(row: dict[str, Any]) -> np.ndarray:
 def worst_tokens(row: dict[str, Any], count: int) -> list[int]:
     """Positions of the tokens with the largest |log p − log q|, the largest first.
 
-    Outside the safe vocabulary log p is a convention (dvp.core.head): such tokens are not among them.
+    Outside the safe vocabulary log p is a convention (dvp.core.head), and a tool's tokens have none: neither are among
+    them.
     """
-    size = np.where(row["in_safe"], np.abs(log_ratios(row)), -1.0)
+    size = np.where(np.logical_and(row["in_safe"], row["written"]), np.abs(log_ratios(row)), -1.0)
     return [int(position) for position in np.argsort(-size, kind="stable")[:count] if size[position] >= 0]
 
 
@@ -258,6 +260,9 @@ def _response(row: dict[str, Any], tokens: dict[tuple[int, str], int]) -> dict[s
         "log_ratio": rounded((ratio[position] for position in kept), 3),
         "outside": [place for place, position in enumerate(kept) if not row["in_safe"][position]],
     }
+    if not all(row["written"]):
+        response["own_length"] = sum(row["written"])
+        response["by_tool"] = [place for place, position in enumerate(kept) if not row["written"][position]]
     if len(kept) < len(ratio):
         response["ranges"] = ranges
     # Without a safe vocabulary this is infer_log_prob + log_ratio.

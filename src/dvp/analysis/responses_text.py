@@ -20,6 +20,7 @@ POSITIVE, NEGATIVE, RARE = (230, 97, 1), (33, 102, 172), (118, 42, 131)
 LOWEST_LOG10 = 4
 FAINTEST = 0.1
 WORST = 8
+TOOLS = Style(dim=True, italic=True)
 
 
 class Colour(StrEnum):
@@ -67,9 +68,11 @@ def print_response(of: Recorded, row: dict[str, Any], colour: Colour, console: C
         ("response", f"{row['index']} of {_list(same_step)}"),
         ("problem", row["problem"]),
         ("answer", f"{row['answer']}   reward {row['reward']:g}"),
-        ("tokens", f"{len(styles)}{', cut off' if row['truncated'] else ''}"),
+        ("tokens", f"{sum(row['written'])}{', cut off' if row['truncated'] else ''}"),
         ("rejected", f"by {row['rejected']}" if row["rejected"] else "no"),
     ]
+    if by_tool := row["written"].count(False):
+        facts.append(("by a tool", f"{by_tool} tokens"))
     for name, value in facts:
         console.print(Text(f"{name:10}", "bold"), Text(visible(value)), soft_wrap=True)
     console.print(Text(f"\n{visible(row['prompt']).rstrip()}\n", "dim"), soft_wrap=True)
@@ -131,8 +134,10 @@ def _styles(of: Recorded, row: dict[str, Any], colour: Colour) -> tuple[list[Sty
         levels = {level: f"{sign}{abs(level) * end:.3g}" for level, sign in levels.items()}
         meaning = "advantage"
     styles = [
-        scale(value) + Style(underline=not is_safe, strike=not kept)
-        for value, is_safe, kept in zip(values.tolist(), safe.tolist(), (weight != 0).tolist(), strict=True)
+        scale(value) + Style(underline=not is_safe, strike=not kept) if own else TOOLS
+        for value, is_safe, kept, own in zip(
+            values.tolist(), safe.tolist(), (weight != 0).tolist(), row["written"], strict=True
+        )
     ]
     legend = Text.assemble(
         *((f" {label} ", scale(level)) for level, label in levels.items()),
@@ -140,6 +145,7 @@ def _styles(of: Recorded, row: dict[str, Any], colour: Colour) -> tuple[list[Sty
         ("pruned", Style(underline=True)),
         "  ",
         ("weight 0", Style(strike=True)),
+        *(() if all(row["written"]) else ("  ", ("a tool's answer", TOOLS))),
     )
     return styles, legend
 

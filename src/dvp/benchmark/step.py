@@ -209,7 +209,7 @@ def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
     """The same requests to vLLM as anybody would make them: its own defaults, and the log-probs of what it sampled."""
     from vllm import SamplingParams
 
-    from dvp.training.rollouts import derived_seed
+    from dvp.rollout.seeds import derived_seed
 
     settings = loop.config
     outputs = loop.engine.llm.generate(

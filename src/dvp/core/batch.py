@@ -4,6 +4,7 @@ Shape suffixes: B responses, T token positions (prompt, response and padding), N
 the responses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,28 @@ class Batch:
     tokens_BT: torch.Tensor
     """int64 token ids."""
     response_BT: torch.Tensor
-    """bool, True at the response's tokens."""
+    """bool, True at the tokens that the model wrote: False at the prompt, at padding, and where a tool's answer stands
+    in a response, which is context like the prompt. The last token of a response is the model's."""
 
     @staticmethod
-    def collate(prompts: list[list[int]], responses: list[list[int]], pad: int) -> "Batch":
-        """Prompts and responses side by side, padded on the right with `pad`."""
+    def collate(
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        pad: int,
+        written: Sequence[list[bool] | None] | None = None,
+    ) -> "Batch":
+        """Prompts and responses side by side, padded on the right with `pad`.
+
+        written : for each response which of its tokens the model wrote; None where it wrote all of them.
+        """
         length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
         tokens_BT = torch.full((len(prompts), length), pad)
         response_BT = torch.zeros((len(prompts), length), dtype=torch.bool)
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             end = len(prompt) + len(response)
             tokens_BT[row, :end] = torch.tensor(prompt + response)
-            response_BT[row, len(prompt) : end] = True
+            own = None if written is None else written[row]
+            response_BT[row, len(prompt) : end] = True if own is None else torch.tensor(own)
         return Batch(tokens_BT, response_BT)
 
     def rows(self, rows_b: torch.Tensor) -> "Batch":
@@ -37,7 +48,7 @@ class Batch:
 
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, prompt and response, (B,)."""
-        # A response is never empty, so a row's last True is its last real token.
+        # A response is never empty and ends with the model's token, so a row's last True is its last real token.
         return (self.response_BT * torch.arange(1, self.response_BT.shape[1] + 1)).amax(dim=1)
 
     def micro_batches(self, tokens: int, rows_b: torch.Tensor | None = None) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dvp.data import stories
+from dvp.data.generators import GENERATORS
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
 from dvp.experiment.data import FileSource, GeneratedSource, HubSource
@@ -38,7 +38,7 @@ def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[R
     deduplication). Raises DvpError, naming the file or data set, and the row and column at fault.
     """
     if isinstance(source, GeneratedSource):
-        generated = stories.generate(source.count, source.seed, source.steps)
+        generated = GENERATORS[source.generator].generate(source.count, source.seed, source.steps)
         return [
             Row(str(number), story.problem, story.answer, story.solution, number)
             for number, story in enumerate(generated, start=1)

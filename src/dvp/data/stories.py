@@ -94,10 +94,10 @@ def careless(story: Story, error_rate: float, rng: random.Random) -> str:
 
 
 def _story(rng: random.Random, steps: int) -> Story:
-    person, other = _NAMES.draw(rng), _NAMES.draw(rng)
+    person, other = NAMES.draw(rng), NAMES.draw(rng)
     while other == person:
-        other = _NAMES.draw(rng)
-    words = {"person": person, "other": other, "things": _THINGS.draw(rng), "place": _PLACES.draw(rng)}
+        other = NAMES.draw(rng)
+    words = {"person": person, "other": other, "things": THINGS.draw(rng), "place": PLACES.draw(rng)}
     value = rng.randint(2, 9)
     sentences = [rng.choice(_STARTS).format(n=value, **words)]
     lines = []
@@ -149,6 +149,6 @@ class _Lexicon:
         return rng.choices(self.words, cum_weights=self.cumulative)[0]
 
 
-_NAMES = _Lexicon(300, ending="", capital=True, seed=1)
-_THINGS = _Lexicon(400, ending="ns", capital=False, seed=2)
-_PLACES = _Lexicon(150, ending="k", capital=True, seed=3)
+NAMES = _Lexicon(300, ending="", capital=True, seed=1)
+THINGS = _Lexicon(400, ending="ns", capital=False, seed=2)
+PLACES = _Lexicon(150, ending="k", capital=True, seed=3)

@@ -9,14 +9,13 @@ from lm_eval.api.model import LM
 from dvp.data.prompts import encode_prompt
 from dvp.errors import DvpError
 from dvp.files import sha256_json
-from dvp.rollout.engine import Engine, Sampling
+from dvp.rollout.engine import Completion, Engine, Sampling
 
 
 class Response(str):
     """A response's text, which lm-eval hands on, with what else grading and the samples' table need."""
 
-    tokens: int
-    finish_reason: str
+    completion: Completion
     seed: int
 
     def __new__(cls, text: str, **attributes: Any) -> "Response":
@@ -27,7 +26,7 @@ class Response(str):
     @property
     def truncated(self) -> bool:
         """Whether the response was cut off at its length limit."""
-        return self.finish_reason == "length"
+        return self.completion.finish_reason == "length"
 
 
 class EngineLM(LM):
@@ -64,12 +63,7 @@ class EngineLM(LM):
         print(f"sampling {len(requests)} responses to {label}", file=sys.stderr, flush=True)
         completions = self._engine.generate(prompts, sampling, seeds)
         return [
-            Response(
-                completion.text,
-                tokens=len(completion.token_ids),
-                finish_reason=completion.finish_reason,
-                seed=seed,
-            )
+            Response(completion.text, completion=completion, seed=seed)
             for (completion,), seed in zip(completions, seeds, strict=True)
         ]
 

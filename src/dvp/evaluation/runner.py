@@ -24,7 +24,8 @@ from dvp.evaluation.lm import EngineLM, Response
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
-from dvp.rollout.engine import Engine
+from dvp.rollout.engine import Completion, Engine
+from dvp.rollout.turns import turn_metrics
 
 TASKS = Path(__file__).parent / "tasks"
 GENERIC = "math"
@@ -45,6 +46,8 @@ SAMPLES = pa.schema(
         "seed": pa.int64(),
     }
 )
+TOOL_SAMPLES = pa.schema([*SAMPLES, pa.field("calls", pa.int32()), pa.field("failed_calls", pa.int32())])
+"""Of an experiment with a tool. `response` has calls and answers, `tokens` counts those that the model wrote."""
 
 
 def evaluate(
@@ -76,7 +79,8 @@ def evaluate(
         tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)
         # Not simple_evaluate: it also lists the system's packages (five seconds) and reseeds numpy.
         results = lm_eval.evaluator.evaluate(model, tasks, bootstrap_iters=0)
-    table = _table(task, results["samples"][task])
+    schema = TOOL_SAMPLES if experiment.tools else SAMPLES
+    table = _table(task, results["samples"][task], schema)
     correct_PK = np.array(table["correct"]).reshape(-1, k)
     answers = np.array(table["stated_answer"], dtype=object).reshape(-1, k)
     reported = results["results"][task]["avg_at_k,all_k"]
@@ -89,7 +93,7 @@ def evaluate(
         correct_PK[by_id_P], answers[by_id_P].tolist(), resamples=settings.bootstrap_resamples, seed=settings.seed
     )
     with atomic_path(folder / "samples.parquet") as temporary:
-        pq.write_table(pa.table(table, schema=SAMPLES), temporary, compression="zstd")
+        pq.write_table(pa.table(table, schema=schema), temporary, compression="zstd")
     return {
         "task": task,
         "model": str(model_dir),
@@ -99,6 +103,7 @@ def evaluate(
         "metrics": metrics,
         "truncated_fraction": table["finish_reason"].count("length") / correct_PK.size,
         "mean_response_tokens": sum(table["tokens"]) / correct_PK.size,
+        **(turn_metrics(_completions(results["samples"][task])) if experiment.tools else {}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "lm_eval_version": version("lm_eval"),
@@ -149,14 +154,19 @@ def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: 
     (scratch / f"{task}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
-def _table(task: str, documents: list[dict[str, Any]]) -> dict[str, list]:
-    """The columns of SAMPLES from lm-eval's log, problem by problem, graded once more, sample by sample."""
+def _completions(documents: list[dict[str, Any]]) -> list[Completion]:
+    return [response.completion for document in documents for response in document["filtered_resps"][0]]
+
+
+def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dict[str, list]:
+    """The columns of `schema` from lm-eval's log, problem by problem, graded once more, sample by sample."""
     rows = []
     for document in documents:
         doc, (responses,) = document["doc"], document["filtered_resps"]
         for sample, response in enumerate(responses):
             if not isinstance(response, Response):
                 raise DvpError(f"{task}: lm-eval returned plain text, which does not say which responses were cut off")
+            completion = response.completion
             answer = stated_answer(response, truncated=response.truncated)
             rows.append(
                 {
@@ -164,16 +174,18 @@ def _table(task: str, documents: list[dict[str, Any]]) -> dict[str, list]:
                     "problem_id": doc["id"],
                     "sample": sample,
                     "prompt": doc["prompt"],
-                    "response": str(response),
+                    "response": completion.transcript or str(response),
                     "reference": doc["answer"],
                     "stated_answer": answer,
                     "correct": grade(response, doc["answer"], truncated=response.truncated),
-                    "tokens": response.tokens,
-                    "finish_reason": response.finish_reason,
+                    "tokens": len(completion.log_probs),
+                    "finish_reason": completion.finish_reason,
                     "seed": response.seed,
+                    "calls": completion.calls,
+                    "failed_calls": completion.failed_calls,
                 }
             )
-    return {name: [row[name] for row in rows] for name in SAMPLES.names}
+    return {name: [row[name] for row in rows] for name in schema.names}
 
 
 @contextmanager

@@ -51,10 +51,13 @@ def sample(experiment: Experiment, task: str, model: Path, eval_parquet: Path, f
 
     from dvp.data.prompts import encode_prompts
     from dvp.evaluation.runner import evaluate as evaluate_model
+    from dvp.rollout.turns import ToolEngine
+    from dvp.tools import make_tool
     from dvp.training.base import check_vocabulary
 
     settings = experiment.evaluation
     check_vocabulary(model)
+    tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(model)
     problems = pd.read_parquet(eval_parquet).query("task == @task")
     encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
@@ -66,6 +69,8 @@ def sample(experiment: Experiment, task: str, model: Path, eval_parquet: Path, f
         max_num_seqs=ENGINE_SEQUENCES,
         seed=settings.seed,
     )
+    if experiment.tools:
+        engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
     return evaluate_model(
         experiment,
         task,

@@ -27,6 +27,7 @@ from dvp.experiment.grid import (
     setting_as_written,
 )
 from dvp.experiment.methods import Method
+from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
 from dvp.strict import Name, Strict
@@ -55,6 +56,8 @@ class Experiment(Strict):
     """The main table."""
     grid: Annotated[list[GridEntry], Field(min_length=1)]
     """What is trained."""
+    tools: Tools | None = Field(default=None, exclude_if=lambda tools: tools is None)
+    """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
     """Whether the whole path is rehearsed before the grid is trained; auto: where the base model is not trained here.
     Training waits for it, so that a change of this key after training asks for all of it again."""
@@ -170,6 +173,26 @@ class Experiment(Strict):
                 raise ValueError(
                     f"report.reference_training: expected the settings that tell {' and '.join(alike)} apart"
                 )
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "Experiment":
+        if self.tools is None:
+            return self
+        for stage in ("mismatch", "bias"):
+            if getattr(self, stage) is not None:
+                raise ValueError(f"{stage}: it measures responses without tools; remove `{stage}` or `tools`")
+        for name in dict.fromkeys([self.evaluation.engine, *(run.engine for run in self.runs)]):
+            if self.engines[name].tensor_parallel > 1:
+                # The ranks of an engine make the same calls, but a program need not print the same on each of them.
+                raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
+        for section in ("training", "evaluation"):
+            longest = getattr(self, section).max_response_tokens
+            if self.tools.max_answer_tokens >= longest:
+                raise ValueError(
+                    f"tools.max_answer_tokens ({self.tools.max_answer_tokens}) must be below "
+                    f"{section}.max_response_tokens ({longest}): an answer is a part of the response"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_measurements(self) -> "Experiment":

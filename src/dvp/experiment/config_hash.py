@@ -43,6 +43,10 @@ def settings_of_stage(
         parts["base"] = base.model_dump(mode="json", exclude=None if made else {"architecture"})
         if made:
             parts["base_source"] = experiment.sources[base.source].model_dump(mode="json")
+        if experiment.tools is not None and (made or stage != "base"):
+            # A base model that is made here learns how a call is written.
+            written = {"call", "answer"} if stage == "base" else None
+            parts["tools"] = experiment.tools.model_dump(mode="json", include=written)
     if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
         parts["training"] = experiment.training_of(run).model_dump(mode="json", exclude={"gpus", "nodes"})

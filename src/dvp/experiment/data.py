@@ -28,8 +28,8 @@ class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories"]
-    """stories: sums told as short stories."""
+    generator: Literal["stories", "products"]
+    """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator."""
     count: Positive
     """Problems."""
     seed: int

@@ -18,8 +18,8 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
+from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
-from dvp.training.rollouts import derived_seed
 
 BUCKETS = 2**20
 SEQUENCES = 16  # gradients of responses at once

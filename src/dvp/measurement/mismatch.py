@@ -38,7 +38,8 @@ from dvp.files import atomic_path, sha256_file
 from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.training.rollouts import Problems, derived_seed
+from dvp.rollout.seeds import derived_seed
+from dvp.training.rollouts import Problems
 
 
 def drawn_problems(available: int, count: int, seed: int) -> list[int]:

@@ -17,7 +17,8 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.data import Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.training.rollouts import Problems, derived_seed, prompt_rows
+from dvp.rollout.seeds import derived_seed
+from dvp.training.rollouts import Problems, prompt_rows
 
 REFERENCE = -1  # in a seed, where the engine's batches have their number
 CALL = 512  # responses that the engine is asked for at once

@@ -15,9 +15,9 @@ from dvp.experiment.grid import rho_in_path
 from dvp.experiment.training import EngineConfig
 from dvp.preflight.report import Verdict
 from dvp.rollout.engine import Engine, Sampling
+from dvp.rollout.seeds import derived_seed
 from dvp.training import ranks
 from dvp.training.backend import Trainer
-from dvp.training.rollouts import derived_seed
 
 FORWARD_LIMIT = 1e-3
 """Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped

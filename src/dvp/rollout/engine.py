@@ -18,7 +18,9 @@ class Sampling:
     """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt.
 
     With `whole_vocabulary` every completion carries the log-probabilities of all tokens at each of its positions. With
-    `to_the_end` a response goes on after an end-of-sequence token, until it has `max_tokens`.
+    `to_the_end` a response goes on after an end-of-sequence token, until it has `max_tokens`. One that writes the text
+    `stop` ends with the token that completes it. `limits` says for each prompt how many tokens its responses may have,
+    where that is not `max_tokens` for all of them.
     """
 
     max_tokens: int
@@ -28,17 +30,23 @@ class Sampling:
     safe_vocabulary: SafeVocabulary | None = None
     whole_vocabulary: bool = False
     to_the_end: bool = False
+    stop: str | None = None
+    limits: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """One sampled response.
 
-    token_ids : the sampled tokens; the end-of-sequence token is the last one when `finish_reason` is "stop".
-    log_probs : log q of each of them, after temperature, masking and renormalising; same length as token_ids.
-    text : the tokens decoded, special tokens left out.
-    finish_reason : "stop" (the model ended its response) or "length" (cut off).
+    token_ids : its tokens; the end-of-sequence token is the last one when `finish_reason` is "stop".
+    log_probs : log q of each token that the model wrote, after temperature, masking and renormalising.
+    text : the tokens decoded, special tokens left out. Of a response with a tool (dvp.rollout.turns): what the model
+        wrote outside its calls, which is what it states.
+    finish_reason : "stop" (the model ended its response), "length" (cut off) or "string" (it wrote `Sampling.stop`).
     vocabulary_log_probs_TV : log q of every token at each position, float32, −inf where pruned; None if not asked for.
+    written : for each token whether the model wrote it; None if it wrote all of them.
+    transcript : with a tool, all tokens decoded; else None.
+    calls, failed_calls : calls of a tool that were answered, and those of them that were mistakes.
     """
 
     token_ids: list[int]
@@ -46,6 +54,10 @@ class Completion:
     text: str
     finish_reason: str
     vocabulary_log_probs_TV: torch.Tensor | None = None
+    written: list[bool] | None = None
+    transcript: str | None = None
+    calls: int = 0
+    failed_calls: int = 0
 
 
 class Engine(Protocol):

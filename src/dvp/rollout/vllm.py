@@ -141,11 +141,12 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
-        for index, prompt in enumerate(prompts):
-            if len(prompt) + sampling.max_tokens > self.max_model_len:
+        limits = sampling.limits or (sampling.max_tokens,) * len(prompts)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if len(prompt) + limit > self.max_model_len:
                 raise DvpError(
-                    f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} tokens of response it "
-                    f"exceeds the engine's {self.max_model_len}"
+                    f"prompt {index} has {len(prompt)} tokens; with {limit} tokens of response it exceeds the "
+                    f"engine's {self.max_model_len}"
                 )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = [
@@ -153,17 +154,19 @@ class VllmEngine:
                 n=sampling.n,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
+                max_tokens=limit,
                 ignore_eos=sampling.to_the_end,
                 seed=seed % 2**62,  # vLLM adds the response's index
                 logprobs=-1 if sampling.whole_vocabulary else 0,  # 0: of the sampled token only
                 # vLLM would make an object, and a text, of each number, and each response's text token by token: a
-                # quarter of the time of a small model's rollout.
+                # quarter of the time of a small model's rollout. It looks for `stop` in that text.
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=sampling.stop is not None,
+                stop=sampling.stop,
+                include_stop_str_in_output=sampling.stop is not None,
                 **self._arguments(sampling.safe_vocabulary),
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits, strict=True)
         ]
         self._wake()
         outputs = self.llm.generate(requests, params, use_tqdm=False)
@@ -172,7 +175,7 @@ class VllmEngine:
         ]
 
     def _completion(self, output: Any, whole_vocabulary: bool) -> Completion:
-        """A completion from an output with flat log-probabilities and without text."""
+        """A completion from an output with flat log-probabilities."""
         token_ids, reported = list(output.token_ids), output.logprobs
         values_TV = None
         if whole_vocabulary:
@@ -187,7 +190,8 @@ class VllmEngine:
             text=self.llm.get_tokenizer().decode(
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             ),
-            finish_reason=output.finish_reason,
+            # An end-of-sequence token is named by its id.
+            finish_reason="string" if isinstance(output.stop_reason, str) else output.finish_reason,
             vocabulary_log_probs_TV=values_TV,
         )
 

@@ -19,11 +19,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dvp.core.batch import Batch
-from dvp.data.stories import Story, careless, generate
+from dvp.data.generators import GENERATORS
+from dvp.data.products import MARK
+from dvp.data.stories import Story
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource
+from dvp.experiment.tools import Tools
 from dvp.files import atomic_path, checksums
 from dvp.progress import Progress
 
@@ -119,7 +122,10 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
     evaluated = set(pd.read_parquet(data / "eval.parquet", columns=["problem"])["problem"])
     stories = list(_fresh(source, base, evaluated))
     tokenizer = train_tokenizer(
-        (f"{story.problem}\n{story.solution}" for story in stories[: base.tokenizer.documents]),
+        (
+            "".join([f"{story.problem}\n", *(text for text, _ in segments(story.solution, experiment.tools))])
+            for story in stories[: base.tokenizer.documents]
+        ),
         base.tokenizer.vocabulary_size,
     )
     torch.manual_seed(base.seed)
@@ -158,6 +164,7 @@ def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> I
     """Stories for the tokenizer and the warm start, none of which is an evaluation problem."""
     wanted = max(base.tokenizer.documents, base.warm_start.steps * base.warm_start.batch_size)
     # Another stream than the experiment's problems, which use source.seed itself.
+    generate = GENERATORS[source.generator].generate
     stories = generate(wanted + len(evaluated), seed=source.seed + 1_000_003, steps=tuple(source.steps))
     return islice((story for story in stories if story.problem not in evaluated), wanted)
 
@@ -171,6 +178,7 @@ def _warm_start(
 ) -> float:
     """Supervised steps on prompt + worked solution, loss on the solution; returns the mean loss of the last 20."""
     settings = base.warm_start
+    careless = GENERATORS[experiment.sources[base.source].generator].careless
     rng = random.Random(base.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     warmup = max(1, settings.steps // 20)
@@ -189,8 +197,8 @@ def _warm_start(
             else story.solution
             for story in examples
         ]
-        answer_ids = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
-        batch = Batch.collate(tokenizer(prompts)["input_ids"], answer_ids, tokenizer.pad_token_id)
+        answer_ids, written = _encoded([segments(answer, experiment.tools) for answer in answers], tokenizer)
+        batch = Batch.collate(tokenizer(prompts)["input_ids"], answer_ids, tokenizer.pad_token_id, written)
         optimizer.zero_grad()
         loss = 0.0
         for rows_b in batch.micro_batches(MICRO_BATCH_TOKENS):
@@ -210,6 +218,34 @@ def _warm_start(
         losses.append(loss)
         progress.step(step + 1, f"loss {losses[-1]:.3f}")
     return sum(losses[-20:]) / len(losses[-20:])
+
+
+def segments(solution: str, tools: Tools | None) -> list[tuple[str, bool]]:
+    """A worked solution as it is written with a tool, in parts that are encoded each by itself; and who writes them.
+
+    That is True for the model, and False for an answer of the tool with its delimiters, as dvp.rollout.turns puts them.
+    """
+    if tools is None:
+        return [(MARK.sub(r"\1 = \2.", solution), True)]
+    parts, start, own = [], 0, ""
+    for mark in MARK.finditer(solution):
+        own += solution[start : mark.start()] + tools.call[0] + mark[1] + tools.call[1]
+        parts += [(own, True), *((part, False) for part in (tools.answer[0], mark[2], tools.answer[1]))]
+        start, own = mark.end(), ""
+    return [*parts, (solution[start:], True)]
+
+
+def _encoded(
+    solutions: list[list[tuple[str, bool]]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[list[int]], list[list[bool]]]:
+    """Token ids of solutions in segments, ended each, and which of them the model writes."""
+    ids = iter(tokenizer([text for parts in solutions for text, _ in parts])["input_ids"])
+    tokens, written = [], []
+    for parts in solutions:
+        pairs = [(token, own) for _, own in parts for token in next(ids)]
+        tokens.append([*(token for token, _ in pairs), tokenizer.eos_token_id])
+        written.append([*(own for _, own in pairs), True])
+    return tokens, written
 
 
 def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:

@@ -31,10 +31,12 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.files import append_line, write_text
 from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.rollout.seeds import derived_seed
+from dvp.rollout.turns import turn_metrics
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Trainer
 from dvp.training.responses import RESPONSES, ResponseRecorder
-from dvp.training.rollouts import Problems, derived_seed, in_a_line, prompt_rows
+from dvp.training.rollouts import Problems, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
 
 
@@ -128,6 +130,7 @@ class Loop:
         self.importance = method.importance
         self.advantage = ADVANTAGES[method.advantage]
         self.loss = method.loss
+        self.tools = experiment.tools
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
         self.engine = engine
@@ -164,6 +167,7 @@ class Loop:
             **metrics,
             "response_tokens_mean": tokens / len(rollout.rewards_B),
             "truncated_fraction": rollout.truncated_B.float().mean().item(),
+            **(turn_metrics([completion for group in completions for completion in group]) if self.tools else {}),
             "tokens_per_second": tokens / (times[-1] - times[0]),
             **dict(zip(("seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync"), seconds, strict=True)),
             "seconds": times[-1] - times[0],

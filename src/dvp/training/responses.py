@@ -55,6 +55,8 @@ SCHEMA = pa.schema(
         ),
     ]
 )
+# Of each token, in a run with a tool: whether the model wrote it. What a tool's token has no value of is 0.
+WRITTEN = pa.field("written", pa.list_(pa.field("element", pa.bool_(), nullable=False)), nullable=False)
 FIRST, WORST = "first", "worst"
 VETO, K3, BOUNDS = "veto", "k3", "bounds"
 # A character is at most four bytes, so at most four tokens.
@@ -109,10 +111,11 @@ class Pieces:
 class ResponseRecorder:
     """What is recorded of a run so far. Each step calls `record`, then `settle`; `write` makes it last."""
 
-    def __init__(self, settings: KeepResponses, steps: int, tokenizer: Any):
-        """`steps` is the run's last step."""
+    def __init__(self, settings: KeepResponses, steps: int, tokenizer: Any, *, tools: bool = False):
+        """`steps` is the run's last step; `tools` says whether its responses may call one."""
         self._settings = settings
         self._steps = steps
+        self._schema = SCHEMA.append(WRITTEN) if tools else SCHEMA
         self._pieces = Pieces(tokenizer)
         self.rows: list[dict[str, Any]] = []
         """As in SCHEMA, ordered by step and index."""
@@ -146,9 +149,15 @@ class ResponseRecorder:
             if len(chosen) < count:
                 chosen.setdefault(index, WORST)
         for index in sorted(chosen):
-            mask_T = mask_BT[index]
+            positions = mask_BT[index].nonzero()[:, 0].tolist()
+            part = slice(positions[0], positions[-1] + 1)
+            written_t = mask_BT[index, part]
+
+            def own(values_BT: "torch.Tensor", index=index, part=part, written_t=written_t) -> list[float]:
+                return values_BT[index, part].masked_fill(~written_t, 0.0).tolist()
+
             token_ids = rollout.batch.tokens_BT[index]
-            response = token_ids[mask_T].tolist()
+            response = token_ids[part].tolist()
             problem, answer = problems[index]
             self.rows.append(
                 {
@@ -156,19 +165,21 @@ class ResponseRecorder:
                     "index": index,
                     "chosen": chosen[index],
                     "problem": str(problem),
-                    "prompt": self._pieces.text(token_ids[: int(mask_T.nonzero()[0])].tolist()),
+                    "prompt": self._pieces.text(token_ids[: part.start].tolist()),
                     "answer": str(answer),
                     "reward": rollout.rewards_B[index].item(),
                     "truncated": bool(rollout.truncated_B[index]),
                     "rejected": _rejected(update, index),
                     "token_id": response,
                     "text": self._pieces.of(response),
-                    "infer_log_prob": rollout.infer_log_prob_BT[index, mask_T].tolist(),
-                    "log_prob": statistics["log_prob"][index, mask_T].tolist(),
-                    "pruned_log_prob": statistics["pruned_log_prob"][index, mask_T].tolist(),
-                    "in_safe": statistics["target_in_safe"][index, mask_T].tolist(),
-                    "weight": update.weight_BT[index, mask_T].tolist(),
-                    "advantage": update.advantage_BT[index, mask_T].tolist(),
+                    "infer_log_prob": own(rollout.infer_log_prob_BT),
+                    "log_prob": own(statistics["log_prob"]),
+                    "pruned_log_prob": own(statistics["pruned_log_prob"]),
+                    # What the model did not write was not pruned.
+                    "in_safe": (statistics["target_in_safe"][index, part] | ~written_t).tolist(),
+                    "weight": own(update.weight_BT),
+                    "advantage": own(update.advantage_BT),
+                    "written": written_t.tolist(),
                 }
             )
 
@@ -188,7 +199,7 @@ class ResponseRecorder:
         """Write the file atomically, with the steps that are held back. Raises DvpError if it cannot be written."""
         try:
             with atomic_path(path) as temporary:
-                pq.write_table(pa.Table.from_pylist(self.rows, schema=SCHEMA), temporary, compression="zstd")
+                pq.write_table(pa.Table.from_pylist(self.rows, schema=self._schema), temporary, compression="zstd")
         except OSError as error:
             raise DvpError(
                 f"{path}: cannot be written ({error.strerror or error}); run again to continue from the last checkpoint"
@@ -200,20 +211,23 @@ class ResponseRecorder:
 
 
 def read_responses(path: Path) -> pa.Table:
-    """A responses.parquet, as in SCHEMA. Raises DvpError for any other file."""
+    """A responses.parquet, as in SCHEMA and with WRITTEN. Raises DvpError for any other file."""
     try:
         table = pq.read_table(path)
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file; `dvp train` writes it") from None
     except (OSError, pa.ArrowException) as error:
         raise DvpError(f"{path}: not a parquet file that can be read ({' '.join(str(error).split())[:100]})") from None
-    for field in SCHEMA:
+    for field in (*SCHEMA, WRITTEN):
+        if field is WRITTEN and field.name not in table.schema.names:  # of a run without a tool
+            every = [[True] * length for length in pc.list_value_length(table["token_id"]).to_pylist()]
+            table = table.append_column(WRITTEN, pa.array(every, WRITTEN.type))
         if field.name not in table.schema.names or table.schema.field(field.name).type != field.type:
             raise DvpError(f"{path}: column '{field.name}': expected {field.type}")
         if not field.nullable and table[field.name].null_count:
             raise DvpError(f"{path}: column '{field.name}': a value is missing")
-    table = table.select(SCHEMA.names)
-    lengths = [pc.list_value_length(table[name]) for name in PER_TOKEN]
+    table = table.select([*SCHEMA.names, WRITTEN.name])
+    lengths = [pc.list_value_length(table[name]) for name in (*PER_TOKEN, WRITTEN.name)]
     if not len(table) or any(other != lengths[0] for other in lengths) or pc.any(pc.equal(lengths[0], 0)).as_py():
         raise DvpError(f"{path}: expected rows with as many {', '.join(PER_TOKEN)} as tokens, at least one")
     return table

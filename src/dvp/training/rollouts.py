@@ -1,6 +1,5 @@
 """From problems to graded rollouts: which problems a step uses, how their samples are seeded, and what they score."""
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +43,8 @@ class Problems:
         problems = [row for row, group in zip(rows, groups, strict=True) for _ in group]
         completions = [completion for group in groups for completion in group]
         tokens = [completion.token_ids for completion in completions]
-        batch = Batch.collate([self.prompts[row] for row in problems], tokens, self.pad)
+        written = [completion.written for completion in completions]
+        batch = Batch.collate([self.prompts[row] for row in problems], tokens, self.pad, written)
         infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
         infer_log_prob_BT[batch.response_BT] = torch.tensor(
             [value for completion in completions for value in completion.log_probs]
@@ -83,11 +83,6 @@ def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
     epoch, position = divmod(step - 1, per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)
     return order[position * batch : (position + 1) * batch].tolist()
-
-
-def derived_seed(*parts: int) -> int:
-    """A seed for the sampler (62 bits) from a run's seed, the step and the problem: the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 2
 
 
 def in_a_line(error: Exception) -> str:

@@ -102,6 +102,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                     "training": settings.model_dump(mode="json"),
                     "engine": experiment.engines[run.engine].model_dump(mode="json"),
                     "method": experiment.methods[run.method].model_dump(mode="json", exclude={"label"}),
+                    **({"tools": experiment.tools.model_dump(mode="json")} if experiment.tools else {}),
                 }
             )
 
@@ -154,7 +155,9 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from transformers import AutoTokenizer
 
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
+    from dvp.tools import make_tool
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
     from dvp.training.responses import ResponseRecorder
@@ -166,6 +169,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     kept = short_enough(prompts, settings.max_prompt_tokens)
     too_long = len(prompts) - len(kept)
     problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
+    tool = make_tool(experiment.tools) if experiment.tools else None
 
     torch.manual_seed(run.seed)
     trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)
@@ -179,6 +183,8 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         seed=run.seed,
         rules=[safe.engine],
     )
+    if experiment.tools:
+        engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 
-    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer)
+    recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
     return Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder), too_long

@@ -12,13 +12,14 @@ const logProb = (response, place) => (response.log_prob ? response.log_prob[plac
 const weight = (response, place) => constantOrList(response.weight, place);
 const advantage = (response, place) => constantOrList(response.advantage, place);
 const isOutside = (response, place) => response.outsideSet.has(place);
+const isTools = (response, place) => response.toolSet.has(place);
 const number = (value, digits = 3) => (value == null ? "–" : value === 0 ? "0" : Number(value.toPrecision(digits)).toString().replace("-", "−").replace("e−", "e-"));
 const signed = (value) => (value > 0 ? "+" : "") + number(value);
 
 function worstOf(response, count) {
   return response.log_ratio
     .map((value, place) => [Math.abs(value), place])
-    .filter(([, place]) => !isOutside(response, place))
+    .filter(([, place]) => !isOutside(response, place) && !isTools(response, place))
     .sort((a, b) => b[0] - a[0])
     .slice(0, count);
 }
@@ -26,6 +27,7 @@ function worstOf(response, count) {
 for (const run of data.runs) {
   for (const response of run.responses) {
     response.outsideSet = new Set(response.outside);
+    response.toolSet = new Set(response.by_tool || []);
     response.worst = worstOf(response, 10);
     response.largest = response.worst.length ? response.worst[0][0] : 0;
   }
@@ -134,6 +136,7 @@ function drawLegend() {
     box.append(swatch);
   }
   fill("legend", box, element("span", text), element("span", "pruned", { class: "outside" }), element("span", "weight 0", { class: "rejected" }));
+  if (run().responses.some((one) => one.toolSet.size)) $("legend").append(element("span", "a tool's answer", { class: "tool" }));
 }
 
 const RULES = { veto: "the veto: a token's ratio is too small", k3: "the K3 filter", bounds: "the bounds on its importance ratio" };
@@ -151,6 +154,10 @@ function drawResponse() {
   const spans = shown.tokens.map((_, place) => {
     const text = textOf(shown, place);
     const span = element("span", text === "" ? "·" : text.replaceAll("\n", "↵\n"), { "data-place": place });
+    if (isTools(shown, place)) {
+      span.classList.add("tool");
+      return span;
+    }
     span.style.backgroundColor = colours[state.colour].of(run(), shown, place);
     if (isOutside(shown, place)) span.classList.add("outside");
     // Of a response that is rejected as a whole, the banner says so.
@@ -172,7 +179,8 @@ function drawResponse() {
     ["problem", shown.problem],
     ["reference answer", shown.answer],
     ["reward", number(shown.reward)],
-    ["tokens", shown.length + (shown.truncated ? ", cut off" : "")],
+    ["tokens", `${shown.own_length ?? shown.length}${shown.truncated ? ", cut off" : ""}`],
+    ...(shown.own_length == null ? [] : [["tokens of a tool", shown.length - shown.own_length]]),
     ["rejected", shown.rejected ? RULES[shown.rejected] || shown.rejected : "no"],
     ["pruned tokens", shown.outside.length + (shown.ranges ? " here" : "")],
     ["why recorded", shown.chosen === "worst" ? "largest mismatch of the step" : "among the first of the step"],
@@ -201,6 +209,14 @@ function drawToken(place) {
   const shown = response();
   const outside = isOutside(shown, place);
   const [id] = data.tokens[shown.tokens[place]];
+  if (isTools(shown, place)) {
+    return rows("token", [
+      ["text", quoted(textOf(shown, place))],
+      ["token id", id],
+      ["position", `${positionOf(shown, place)} of ${shown.length}`],
+      ["written by", "a tool: context, which is not trained on"],
+    ]);
+  }
   const probability = (logarithm) => `${number(Math.exp(logarithm))}   (log ${number(logarithm, 4)})`;
   rows("token", [
     ["text", quoted(textOf(shown, place))],
@@ -234,7 +250,7 @@ function show(change, scroll = false) {
   state.response = Math.min(state.response, responses().length - 1);
   options("run", data.runs.map((one) => one.label + (one.collapsed_at == null ? "" : ` ✕ ${one.collapsed_at}`)), state.run);
   options("step", run().steps.map((step) => step + (step === run().collapsed_at ? " ✕ collapse" : "")), state.step);
-  options("response", responses().map((one) => `${one.index}: reward ${number(one.reward)}, ${one.length} tokens, largest ${number(one.largest)}`), state.response);
+  options("response", responses().map((one) => `${one.index}: reward ${number(one.reward)}, ${one.own_length ?? one.length} tokens, largest ${number(one.largest)}`), state.response);
   options("colour", Object.values(colours).map((one) => one.name), Object.keys(colours).indexOf(state.colour));
   drawTimeline();
   drawLegend();

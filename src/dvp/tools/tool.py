@@ -1,0 +1,27 @@
+"""What the rest of the program knows of a tool: text in, text out.
+
+A new tool is a file here with a class that has a name and `answers`, a strict model of its settings in
+dvp.experiment.tools, and a line in `make_tool`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool says to a call."""
+
+    text: str
+    failed: bool = False
+    """The call was a mistake, and the text says which."""
+
+
+class Tool(Protocol):
+    """Something that a model may call while it writes a response."""
+
+    name: str
+
+    def answers(self, calls: Sequence[str]) -> list[Answer]:
+        """An answer to each call, in their order. A call that fails has an answer too; nothing is raised."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.nightly]
 RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
 TRAINED = f"results/smoke/runs/{RUN}/train.json"
 

@@ -51,11 +51,6 @@ def time_to_leave(slurm):
     slurm("scontrol", "reconfigure")
 
 
-@pytest.fixture
-def checkout(untrained, tmp_path):
-    return untrained.copy(tmp_path / "checkout")
-
-
 def outcome(checkout) -> dict:
     """metrics.jsonl but for the clock's part, and the SHA-256 of weights and optimiser at the end."""
     folder = checkout.run_folder(RUN)
@@ -74,10 +69,13 @@ def edit_profile(checkout, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def caught(checkout, wait_until: Callable) -> int:
-    """Hold the training process half-way; how many steps it has done."""
+def caught(checkout, after: int, wait_until: Callable) -> int:
+    """Hold the training process three steps later than `after`; how many steps it has done."""
     metrics = checkout.run_folder(RUN) / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, "training is half-way")
+    wait_until(
+        lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= after + 3,
+        f"training is past step {after}",
+    )
     for process in psutil.process_iter(["cmdline", "cwd"]):
         command = process.info["cmdline"] or []
         if process.info["cwd"] == str(checkout.folder) and {"train", RUN} <= set(command) and "python" in command[0]:
@@ -95,56 +93,43 @@ def continued_from(checkout) -> int:
     return int(Path(line.removeprefix("continuing from ")).name.removeprefix("step-"))
 
 
-def test_after_scancel_snakemakes_own_retry_goes_on(checkout, result, slurm, wait_until):
-    snakemake = checkout.snakemake(TARGET, "--retries", "1")
-    done = caught(checkout, wait_until)
-    (job,) = slurm.jobs("RUNNING")
-    slurm("scancel", job)
-    status, output = snakemake.finish()
-    assert status == 0
-    assert f"SLURM-job '{job}' failed, SLURM status is: 'CANCELLED'" in output
-    assert continued_from(checkout) >= done
-    assert outcome(checkout) == result
+def test_cancelled_warned_preempted_and_out_of_time_it_ends_as_if_it_had_been_left_alone(
+    untrained, result, slurm, wait_until, tmp_path
+):
+    """Each in turn to the same run, which saves when it is told to leave and goes on from there."""
+    checkout = untrained.copy(tmp_path / "checkout")
+    edit_profile(checkout, "gpu_partition: gpu", "gpu_partition: preemptible")
+    edit_profile(checkout, "stop_seconds: 600", "stop_seconds: 0")  # at its limit, nothing warns it
+    snakemake = checkout.snakemake(TARGET, "--retries", "2")
 
+    done = caught(checkout, 0, wait_until)
+    (cancelled,) = slurm.jobs("RUNNING")
+    slurm("scancel", cancelled)
 
-def test_at_slurms_warning_it_saves_and_leaves_and_the_retry_goes_on(checkout, result, slurm, wait_until):
-    """As `--signal` does some time before the limit: the steps of the job get SIGTERM, its batch script does not."""
-    snakemake = checkout.snakemake(TARGET, "--retries", "1")
-    done = caught(checkout, wait_until)
-    (job,) = slurm.jobs("RUNNING")
-    slurm("scancel", "--signal=TERM", job)
-    slurm("scancel", "--signal=CONT", job)
-    status, output = snakemake.finish()
-    assert status == 0
-    assert f"SLURM-job '{job}' failed, SLURM status is: 'FAILED'" in output
-    assert continued_from(checkout) >= done
-    assert outcome(checkout) == result
+    # As `--signal` does some time before the limit: the steps of the job get SIGTERM, its batch script does not.
+    before, done = done, caught(checkout, done, wait_until)
+    assert continued_from(checkout) >= before
+    (warned,) = slurm.jobs("RUNNING")
+    slurm("scancel", "--signal=TERM", warned)
+    slurm("scancel", "--signal=CONT", warned)
 
+    # Slurm starts the same job again.
+    before, done = done, caught(checkout, done, wait_until)
+    assert continued_from(checkout) >= before
+    (preempted,) = slurm.jobs("RUNNING")
+    slurm("sbatch", "--partition=gpu", "--gres=gpu:2", "--output=/dev/null", "--wrap=sleep 1")
 
-def test_after_the_time_limit_the_same_command_goes_on(checkout, result, slurm, wait_until):
-    edit_profile(checkout, "stop_seconds: 600", "stop_seconds: 0")  # no warning
-    snakemake = checkout.snakemake(TARGET)
-    done = caught(checkout, wait_until)
-    (job,) = slurm.jobs("RUNNING")
-    slurm("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # as if it had been asked for: Slurm's shortest
+    before, done = done, caught(checkout, done, wait_until)
+    assert continued_from(checkout) >= before
+    assert slurm.jobs("RUNNING") == [preempted]
+    slurm("scontrol", "update", f"JobId={preempted}", "TimeLimit=1")  # as if it had been asked for: Slurm's shortest
+
     status, output = snakemake.finish()
     assert status == 1
-    assert "SLURM status is: 'TIMEOUT'" in output
+    for job, state in ((cancelled, "CANCELLED"), (warned, "FAILED"), (preempted, "TIMEOUT")):
+        assert f"SLURM-job '{job}' failed, SLURM status is: '{state}'" in output
+
     status, _ = checkout.snakemake(TARGET).finish()
     assert status == 0
-    assert continued_from(checkout) >= done
-    assert outcome(checkout) == result
-
-
-def test_after_a_preemption_slurm_starts_the_job_again_and_it_goes_on(checkout, result, slurm, wait_until):
-    edit_profile(checkout, "gpu_partition: gpu", "gpu_partition: preemptible")
-    snakemake = checkout.snakemake(TARGET)
-    done = caught(checkout, wait_until)
-    (job,) = slurm.jobs("RUNNING")
-    slurm("sbatch", "--partition=gpu", "--gres=gpu:2", "--output=/dev/null", "--wrap=sleep 1")
-    status, _ = snakemake.finish()
-    assert status == 0
-    assert slurm.accounts("State")[-1]["State"] == "COMPLETED"
-    assert [one["JobID"] for one in slurm.accounts() if one["stage"] == "train"][-1] == job
     assert continued_from(checkout) >= done
     assert outcome(checkout) == result

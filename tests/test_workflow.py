@@ -76,6 +76,7 @@ def test_lint(snakemake):
         ("tiny", {"prepare": 1, "base": 1, "train": 10, "convert": 10, "evaluate": 11, "report_training": 1}),
         ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
         ("smoke_axes", {"prepare": 1, "base": 1, "train": 5, "convert": 5, "evaluate": 6, "report_training": 1}),
+        ("smoke_curve", {"prepare": 1, "base": 1, "train": 4, "convert": 12, "evaluate": 13, "report_training": 1}),
         (
             "paper_8b",
             {
@@ -183,6 +184,22 @@ def test_one_run_can_be_asked_for(snakemake):
     assert "dvp train --config there/smoke/config.yaml --run 'method~dvp_mis/engine~coarse/rho~0.01/seed~0'" in out
     assert out.count("dvp train") == 1
     assert "dvp evaluate" not in out
+
+
+def test_a_step_of_a_run_is_converted_and_evaluated_by_the_same_rules(snakemake):
+    run = "method~otb/engine~fp32/rho~none/seed~1"
+    goal = f"there/smoke_curve/evals/{run}/step~4/held_out/scores.json"
+    arguments = ("-n", "--printshellcmds", goal, "--config", "experiment=smoke_curve", "results=there")
+    status, out, errors = snakemake(*arguments)
+    assert status == 0, errors
+    out = out.replace("'", "")
+    asked = re.findall(r"dvp (train|convert|evaluate) .* --run (\S+)", out)
+    assert asked == [("train", run), ("convert", f"{run}/step~4"), ("evaluate", f"{run}/step~4")]
+    assert f"there/smoke_curve/models/{run}/step~4/conversion.json" in out
+    assert f"there/smoke_curve/benchmarks/convert/{run}/step~4.tsv" in out
+    status, out, errors = snakemake(*(argument.replace("step~4", "step~3") for argument in arguments))
+    assert status == 1
+    assert "this step is not in evaluation.at of experiment 'smoke_curve'" in out + errors
 
 
 def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_policy_can_be_measured(snakemake, place):

@@ -52,6 +52,31 @@ def atomic_path(path: Path) -> Iterator[Path]:
         _remove(temporary)
 
 
+@contextmanager
+def atomic_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, whose files replace those of `folder` when the block ends without an exception.
+
+    Each of them is moved in one step. Folders within `folder` stay: others may be writing there.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    _remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        made = sorted(temporary.iterdir())
+        for file in made:
+            sync(file)
+        folder.mkdir(exist_ok=True)
+        for file in made:
+            os.replace(file, folder / file.name)
+        for old in folder.iterdir():
+            if old.is_file() and old.name not in {file.name for file in made}:
+                old.unlink()
+        sync(folder)
+    finally:
+        _remove(temporary)
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line, unbuffered: where the disk is full, this call raises OSError, and no later one does."""
     data = f"{line}\n".encode()

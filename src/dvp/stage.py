@@ -71,7 +71,8 @@ class Stage:
                 if record[KEY] != self.tracked.key_in(other.name, run):
                     continue
                 verify_checksums(there.parent, record["files"])
-                for name in [*record["files"], *([record["checkpoint"]] if "checkpoint" in record else [])]:
+                checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
+                for name in [*record["files"], *checkpoints, *record.get("kept", {}).values()]:
                     _copy(there.parent / name, self.result.parent / name)
                 source = f"{other.name} {record[KEY]}"
                 self.tracked.adopt(other, run)
@@ -145,8 +146,11 @@ def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: In
     """The policy that a stage makes or works on, as its MLflow run shows it."""
     if isinstance(where, Path) or (run is None and stage != "base" and "base" not in inputs):
         return {}
-    policy = None if run is None else where.experiment.run(run)
-    return {"title": policy_title(where.experiment, policy), "params": policy_params(where.experiment, policy)}
+    policy = None if run is None else where.experiment.policy(run)
+    shown = {"title": policy_title(where.experiment, policy), "params": policy_params(where.experiment, policy)}
+    if stage == "evaluate" and policy is not None:
+        shown["step"] = policy.step or where.experiment.training_of(policy).steps
+    return shown
 
 
 def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]:

@@ -176,6 +176,27 @@ def test_what_works_on_the_base_model_is_below_it(folder):
     assert runs[base.key]["metrics"]["eval/avg_at_8"][0][1] == 0.5
 
 
+def test_scores_along_training_are_a_history_of_the_run_that_was_trained(folder):
+    """Measured in any order: the last step's is the one that a table shows."""
+    trained = train(folder, 1).key
+    keys = {}
+    for step, path in ((48, RUN), (16, f"{RUN}/step~16"), (16, f"{RUN}/step~16")):
+        upstream = {"convert": [convert(folder, trained).key]}
+        with stage_run(
+            folder, EXPERIMENT, "evaluate", config_hash="a", run=path, task="aime25", upstream=upstream, step=step
+        ) as tracked:
+            tracked.log_result({"avg@8": step / 100})
+        keys[step] = tracked.key
+    runs = contents(folder)
+    for step, key in keys.items():
+        assert runs[key]["tags"]["mlflow.parentRunId"] == trained
+        assert [point[:2] for point in runs[key]["metrics"]["eval/aime25/avg_at_8"]] == [(step, step / 100)]
+    assert [point[:2] for point in runs[trained]["metrics"]["eval/aime25/avg_at_8"]] == [(16, 0.16), (48, 0.48)]
+    client = MlflowClient(tracking_uri=store_uri(folder.parent))
+    [run_id] = lineage(folder.parent, trained)["train"]
+    assert client.get_run(run_id).data.metrics["eval/aime25/avg_at_8"] == 0.48
+
+
 def test_runs_can_be_filtered_and_sorted_by_settings_and_scores(folder):
     """What a user types into the field above MLflow's list of runs."""
     keys = {}

@@ -8,6 +8,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from dvp.analysis.parts import parts
+from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer
@@ -74,11 +75,14 @@ HELD = ExitStack()
 
 # Training settings that the grid gives, one a part of the path.
 SETTINGS = "(?:/[a-z_]+~[^/]+)*"
+# A run as it was after one of its steps is converted and evaluated as the whole run is, and is a path in its folder.
+RUN = f"method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS}/seed~[0-9]+"
+POLICY = f"{RUN}(/step~[0-9]+)?"
 
 
 wildcard_constraints:
     experiment="[a-z0-9][a-z0-9_.-]*",
-    run=f"base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS}/seed~[0-9]+",
+    run=RUN,
     measurement=f"(base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS})/by~[^/]+/seed~[0-9]+",
     task="[^/]+",
     engine=f"[^/]+{SETTINGS}",
@@ -94,7 +98,7 @@ def config_hash(stage):
                 stage, measurement=asked.measurement(stage, wildcards.measurement)
             )
         path = wildcards.get("run", "base")
-        run = None if path == "base" else asked.run(path)
+        run = None if path == "base" else asked.policy(path)
         return asked.config_hash(
             stage, run, wildcards.get("task"), engine=wildcards.get("engine")
         )
@@ -192,8 +196,11 @@ def local_files(wildcards):
     ]
 
 
-def outputs(stage, name):
-    """All that a rule makes for an experiment, for every run, task and measurement of it."""
+def outputs(stage, name, along_training=False):
+    """All that a rule makes for an experiment, for every run, task and measurement of it.
+
+    along_training : for every run as it was after its evaluated steps, instead.
+    """
     asked = experiment(name)
     runs, stage_name = [run.path for run in asked.runs], stage.rule.name
     if stage_name in ("mismatch", "bias"):
@@ -201,16 +208,25 @@ def outputs(stage, name):
     elif stage_name == "preflight":
         of = {"engine": asked.preflights}
     elif stage_name == "evaluate":
-        of = {"run": ["base", *runs], "task": asked.data.tasks}
+        runs = (
+            [run.path for run in asked.snapshots] if along_training else ["base", *runs]
+        )
+        of = {"run": runs, "task": asked.data.tasks}
     else:
         of = {"run": runs}
     # A rule without wildcards of its own would give its files as often as there are runs.
     return list(dict.fromkeys(expand(stage.output, experiment=name, **of)))
 
 
-def all_of(stage):
+def all_of(stage, **of):
     """The input function for all that a rule makes for the experiment."""
-    return lambda wildcards: outputs(stage, wildcards.experiment)
+    return lambda wildcards: outputs(stage, wildcards.experiment, **of)
+
+
+def training_files(wildcards):
+    """What the training of a run ends with, also of a run after one of its steps."""
+    run = whole_run(wildcards.run)
+    return expand(rules.train.output, experiment=wildcards.experiment, run=run)
 
 
 def model_files(wildcards):
@@ -232,7 +248,10 @@ def reports(name):
 
 
 def everything(name):
-    """All files of an experiment that a rule or a person reads, so that a missing one is made again."""
+    """All files of an experiment that a rule or a person reads, so that a missing one is made again.
+
+    Not the models along training: they are made for their evaluation, and may be deleted after it.
+    """
     base = "base" if trains_base(name) else "base_linked"
     stages = ["resolve", "prepare", base, "preflight", "train", "convert", "evaluate"]
     stages += [
@@ -240,4 +259,5 @@ def everything(name):
         "bias",
         *[f"report_{part}" for part in parts(experiment(name))],
     ]
-    return [file for stage in stages for file in outputs(getattr(rules, stage), name)]
+    files = [file for stage in stages for file in outputs(getattr(rules, stage), name)]
+    return files + outputs(rules.evaluate, name, along_training=True)

@@ -1,13 +1,15 @@
 rule convert:
     input:
         base=base_files,
-        trained=rules.train.output,
+        trained=training_files,
     output:
         multiext(f"{RESULTS}/models/{{run}}/", "conversion.json", *HUGGING_FACE),
     log:
         f"{LOGS}/runs/{{run}}/convert.log",
     benchmark:
         f"{BENCHMARKS}/convert/{{run}}.tsv"
+    wildcard_constraints:
+        run=POLICY,
     params:
         config=RESOLVED,
         config_hash=config_hash("convert"),

@@ -8,6 +8,8 @@ rule evaluate:
         f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
     benchmark:
         f"{BENCHMARKS}/evaluate/{{run}}/{{task}}.tsv"
+    wildcard_constraints:
+        run=f"base|{POLICY}",
     threads: threads_of(evaluation_gpus)
     resources:
         **gpus(evaluation_gpus),

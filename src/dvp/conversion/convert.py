@@ -8,9 +8,9 @@ finds what no checksum of weights does, such as another architecture or a head t
 One weight at a time is in memory, until the whole model is read back once to be scored.
 """
 
-import json
-import math
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,13 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from dvp.conversion.shards import read_weights
 from dvp.errors import DvpError
-from dvp.files import atomic_path, checksums, read_json, sha256_json
+from dvp.files import atomic_files, checksums, read_json, sha256_json
 from dvp.training import checkpoint
 from dvp.training.backend import TAG, Policy
 from dvp.training.probe import Probe, read_probe
-from dvp.training.weights import WEIGHTS, Fingerprint, difference, fingerprint
+from dvp.training.weights import MODEL, WEIGHTS, Fingerprint, difference, fingerprint, write_weights
 
-MODEL = "model.safetensors"
 GENERATION = "generation_config.json"
 SAME_DEVICE, OTHER_DEVICE = 8, 64
 
@@ -33,6 +32,7 @@ SAME_DEVICE, OTHER_DEVICE = 8, 64
 def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temperature: float) -> dict:
     """Write the model of a verified checkpoint to `folder` and prove it.
 
+    checkpoint_folder : a checkpoint, or the weights that training kept of a step.
     base : the Hugging Face directory that gives architecture and tokenizer.
     probe : what `write_probe` (dvp.training.probe) wrote at the end of training.
     temperature : the one at which the trainer scored the probe.
@@ -47,9 +47,11 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
     config = AutoConfig.from_pretrained(base)
     _check_fit(expected, config, checkpoint_folder, base)
     known = read_probe(probe)
-    with atomic_path(folder) as temporary:
-        temporary.mkdir()
-        _write(temporary / MODEL, expected, checkpoint_folder)
+    with atomic_files(folder) as temporary:
+        if (checkpoint_folder / MODEL).is_file():
+            _link(checkpoint_folder / MODEL, temporary / MODEL)
+        else:
+            write_weights(temporary / MODEL, expected, _read(expected, checkpoint_folder))
         _check_file(temporary / MODEL, expected)
         _write_the_rest(temporary, config, base)
         model = AutoModelForCausalLM.from_pretrained(temporary, dtype=torch.float32).eval()
@@ -61,6 +63,7 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
                 f"{checkpoint_folder}: the converted model has the trainer's weights and scores differently: the "
                 f"log-prob of a token of {probe.name} differs by {delta:.3g} nats, at most {allowed:.3g} is rounding"
             )
+        files = checksums(temporary)
     return {
         "identical_weights": len(expected),
         "parameters": model.num_parameters(),
@@ -69,7 +72,7 @@ def convert(checkpoint_folder: Path, base: Path, probe: Path, folder: Path, temp
         "max_abs_delta_log_prob": delta,
         "tolerance": allowed,
         "devices": {"trained": known.device, "converted": "cpu"},
-        "files": checksums(folder),
+        "files": files,
     }
 
 
@@ -101,27 +104,25 @@ def _check_fit(expected: dict[str, Fingerprint], config: PretrainedConfig, check
         raise DvpError(f"{checkpoint_folder}: parameter '{min(misfits)}' does not fit the base model {base}")
 
 
-def _write(file: Path, expected: dict[str, Fingerprint], checkpoint_folder: Path) -> None:
-    """Write the weights as safetensors, each as soon as it is read and proved to be the trainer's.
-
-    The library's own writer wants all of them in memory. The format: https://github.com/huggingface/safetensors#format
-    """
+def _read(expected: dict[str, Fingerprint], checkpoint_folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a checkpoint one by one, each proved to be the trainer's."""
     weights = read_weights(checkpoint_folder / TAG)
     for name in sorted(set(weights) ^ set(expected)):
         raise DvpError(f"{checkpoint_folder}: parameter '{name}' is in one of {TAG}/ and {WEIGHTS} only")
-    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, known in expected.items():
-        begin, end = end, end + 4 * math.prod(known["shape"])
-        header[name] = {"dtype": "F32", "shape": known["shape"], "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(file, "wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, known in expected.items():
-            value = weights[name]()
-            if differs := difference({name: known}, {name: fingerprint(value)}):
-                raise DvpError(f"{checkpoint_folder}: its weights are not those that the trainer had: {differs}")
-            out.write(value.contiguous().view(-1).numpy())
+        value = weights[name]()
+        if differs := difference({name: known}, {name: fingerprint(value)}):
+            raise DvpError(f"{checkpoint_folder}: its weights are not those that the trainer had: {differs}")
+        yield name, value
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under a second name, so that weights take their space once; a copy where there can be none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    os.utime(target)  # a stage's outputs are newer than its inputs
 
 
 def _check_file(file: Path, expected: dict[str, Fingerprint]) -> None:

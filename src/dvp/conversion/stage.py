@@ -5,30 +5,47 @@ from pathlib import Path
 import torch
 
 from dvp.conversion.convert import convert as convert_checkpoint
+from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import whole_run
 from dvp.files import read_json
 from dvp.stage import run_stage
 from dvp.training.probe import PROBE
 
 
 def convert(config: Path, path: str, threads: int) -> None:
-    """A run's final checkpoint → models/RUN/ and conversion.json in it, with the proof."""
+    """A run's final checkpoint, or the weights it had after a step → models/RUN/ with conversion.json, the proof.
+
+    path : of the run, or of the run after a step: RUN/step~16.
+    """
     torch.set_num_threads(threads)
     directory = ExperimentDir(config)
-    run = directory.experiment.run(path)
-    trained, result = directory.result("train", path), directory.result("convert", path)
+    run = directory.experiment.policy(path)
+    trained, result = directory.result("train", whole_run(path)), directory.result("convert", path)
     inputs = {"train": trained, "base": directory.result("base")}
     config_hash = directory.experiment.config_hash("convert", run)
     with run_stage("convert", directory, result, config_hash, inputs, run=path) as stage:
         if stage.reuse():
             return
+        checkpoint, probe = _trained(trained, run.step)
         proof = convert_checkpoint(
-            trained.parent / read_json(trained, "checkpoint")["checkpoint"],
+            checkpoint,
             directory.base,
-            trained.parent / PROBE,
+            probe,
             result.parent,
             directory.experiment.training_of(run).temperature,
         )
         stage.tracked.log_result({key: proof[key] for key in ("identical_weights", "max_abs_delta_log_prob")})
         stage.tracked.log_model(result.parent, "converted")
         stage.finish({"run": path, **proof})
+
+
+def _trained(result: Path, step: int | None) -> tuple[Path, Path]:
+    """Of a training run the checkpoint, or the weights that it kept of a step, and their probe. Raises DvpError."""
+    if step is None:
+        return result.parent / read_json(result, "checkpoint")["checkpoint"], result.parent / PROBE
+    kept = read_json(result).get("kept", {})
+    if str(step) not in kept:
+        raise DvpError(f"{result}: the weights after step {step} were not kept; train the run again")
+    folder = result.parent / kept[str(step)]
+    return folder, folder / PROBE

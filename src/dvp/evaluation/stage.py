@@ -17,14 +17,14 @@ ENGINE_SEQUENCES = 256  # that the engine samples at once
 def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     """Samples of a model on a task → evals/RUN/TASK/samples.parquet and scores.json.
 
-    path : of the run, or `base`.
+    path : of the run, of the run after a step (RUN/step~16), or `base`.
     """
     configure_environment(threads)
     import torch
 
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.evaluation
-    run = None if path == BASE else experiment.run(path)
+    run = None if path == BASE else experiment.policy(path)
     if task not in experiment.data.tasks:
         raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
     torch.set_num_threads(threads)

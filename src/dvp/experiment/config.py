@@ -25,6 +25,7 @@ from dvp.experiment.grid import (
     Run,
     parse_rho,
     setting_as_written,
+    whole_run,
 )
 from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
@@ -144,6 +145,11 @@ class Experiment(Strict):
             same = seen.setdefault((point.method, point.engine, point.rho, str(self.training_of(point))), point)
             if same is not point:
                 raise ValueError(f"grid: {point.path} and {same.path} have the same settings; remove one of them")
+        for point in self.points:
+            try:
+                self.evaluated_steps(point)
+            except ValueError as error:
+                raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
         self._check_reference()
         return self
 
@@ -283,6 +289,23 @@ class Experiment(Strict):
             if run.path == path:
                 return run
         raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
+
+    def evaluated_steps(self, point: GridPoint) -> list[int]:
+        """The steps after which the runs of a point are evaluated (evaluation.at), in their order, without the last."""
+        return self.evaluation.steps(self.training_of(point).steps)
+
+    @property
+    def snapshots(self) -> list[Run]:
+        """Every run as it was after each of its evaluated steps, the last of which is left out; none by default."""
+        return [run.after(step) for run in self.runs for step in self.evaluated_steps(run)]
+
+    def policy(self, path: str) -> Run:
+        """The run, or the run after an evaluated step, of this path. Raises DvpError if it is not evaluated."""
+        run = self.run(whole_run(path))
+        for step in [None, *self.evaluated_steps(run)]:
+            if run.after(step).path == path:
+                return run.after(step)
+        raise DvpError(f"'{path}': this step is not in evaluation.at of experiment '{self.name}'")
 
     @property
     def preflights(self) -> list[str]:

@@ -54,6 +54,9 @@ def settings_of_stage(
         parts["run"] = run.model_dump(mode="json", exclude={"training"})
         parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")
         parts["method"] = experiment.methods[run.method].model_dump(mode="json", exclude={"label"})
+    if stage == "train" and experiment.evaluation.at is not None:
+        # Weights that were not kept cannot be evaluated later: other steps are another training.
+        parts["kept"] = experiment.evaluated_steps(run)
     if engine is not None:
         # No more than every run with this engine depends on: training waits for the preflight, and where that is made
         # again, training is.
@@ -62,7 +65,7 @@ def settings_of_stage(
         parts["deepspeed"] = experiment.deepspeed
         parts["engine"] = experiment.engines[waiting.points[0].engine].model_dump(mode="json")
     if stage == "evaluate":
-        evaluation = experiment.evaluation.model_dump(mode="json")
+        evaluation = experiment.evaluation.model_dump(mode="json", exclude={"at"})
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
         parts["evaluation"] = evaluation
         parts["evaluation_engine"] = experiment.engines[experiment.evaluation.engine].model_dump(mode="json")

@@ -1,12 +1,34 @@
 """Settings of the evaluation, and of what the main table compares."""
 
 from operator import not_
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dvp.experiment.grid import Settings
 from dvp.strict import Name, Positive, Strict
+
+
+class Every(Strict):
+    """Steps at equal distances."""
+
+    every: Positive
+    """n: after steps n, 2n, 3n, …"""
+
+
+def _steps(value: Any) -> Any:
+    """Refuse what is neither form in one line; of a union pydantic says what is wrong with each form."""
+    if isinstance(value, Every) or value is None:
+        return value
+    form = isinstance(value, list) or (isinstance(value, dict) and list(value) == ["every"])
+    if not form or not value:
+        raise ValueError(f"expected a list of steps or {{every: n}}, found {value!r}")
+    for step in value if isinstance(value, list) else value.values():
+        if type(step) is not int or step < 1:
+            raise ValueError(f"expected whole steps from 1 on, found {step!r}")
+        if isinstance(value, list) and value.count(step) > 1:
+            raise ValueError(f"step {step} is listed twice")
+    return value
 
 
 class EvaluationConfig(Strict):
@@ -22,10 +44,29 @@ class EvaluationConfig(Strict):
     """Of sampling."""
     max_response_tokens: Positive
     """Longest response."""
+    at: Annotated[list[int] | Every | None, BeforeValidator(_steps)] = Field(
+        default=None, exclude_if=lambda at: at is None
+    )
+    """Steps of training that are evaluated beside the last: a list, or {every: n}. Their weights are kept: when this
+    changes, runs are trained again."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
     """Of the intervals in scores.json."""
     seed: int = 0
     """Of sampling and of the bootstrap."""
+
+    def steps(self, last: int) -> list[int]:
+        """Steps after which a run of `last` steps is evaluated, in their order, without the last one.
+
+        Raises ValueError for a step beyond the last.
+        """
+        if self.at is None:
+            return []
+        given = [self.at.every] if isinstance(self.at, Every) else self.at
+        if max(given) > last:
+            raise ValueError(f"step {max(given)} is beyond the last, {last}")
+        return (
+            list(range(self.at.every, last, self.at.every)) if isinstance(self.at, Every) else sorted({*given} - {last})
+        )
 
 
 class ReportConfig(Strict):

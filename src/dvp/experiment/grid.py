@@ -95,6 +95,11 @@ Settings = _of_training("Settings", listed=False)
 Axes = _of_training("Axes", listed=True)
 
 
+def whole_run(path: str) -> str:
+    """Path of the run that the path of a run or of one of its steps names: `RUN` for `RUN/step~16`."""
+    return re.sub(r"/step~\d+$", "", path)
+
+
 def settings_path(settings: dict[str, Any]) -> str:
     """Training settings as part of a path, in the order of their names: `/group_size~4/steps~96`, or nothing."""
     return "".join(f"/{key}~{setting_as_written(settings[key])}" for key in sorted(settings))
@@ -183,14 +188,20 @@ class GridPoint(Strict):
 
 
 class Run(GridPoint):
-    """One grid point with one seed."""
+    """One grid point with one seed: the whole run, or as it was after one of its steps."""
 
     seed: int
+    step: int | None = Field(None, exclude_if=lambda step: step is None)
+    """Of a run as it was after this step; None after the last, with which a run ends."""
 
     @property
     def path(self) -> str:
         """The run as a relative path, which says what it is."""
-        return f"{super().path}/seed~{self.seed}"
+        return f"{super().path}/seed~{self.seed}" + ("" if self.step is None else f"/step~{self.step}")
+
+    def after(self, step: int | None) -> "Run":
+        """The run as it was after a step; None is the whole run."""
+        return self.model_copy(update={"step": step})
 
 
 class Measurement(Strict):

@@ -107,11 +107,12 @@ class Estimate:
             dtype=self.experiment.trainer_dtype,
         )
 
-    def work(self, stage: str, *, problems: int = 0, samples: int = 0, engine: str = "") -> Work:
+    def work(self, stage: str, *, problems: int = 0, samples: int = 0, engine: str = "", kept: int = 0) -> Work:
         """Of a job of any stage but `train`, whose steps are counted by `step`.
 
         problems, samples : of the task that is evaluated.
-        engine : name of the training engine, for the bytes of `train`.
+        engine : name of the training engine, for the steps of `train`.
+        kept : steps whose weights a run keeps, or a model is made from: it is the same file.
         """
         experiment, model = self.experiment, self.model
         whole = costs.MASTER * model.parameters
@@ -130,11 +131,11 @@ class Estimate:
             return Work(other=4 * self.device.startup + 3 * step.rollout + 2 * step.synchronise)
         if stage == "train":
             steps = self.training.steps * self.step(engine).total
-            kept = self.training.keep_checkpoints * self.checkpoint_bytes
-            return Work(other=self.device.startup + steps, disk=kept)
+            checkpoints = self.training.keep_checkpoints * self.checkpoint_bytes
+            return Work(other=self.device.startup + steps + kept * whole / DISK, disk=checkpoints + kept * whole)
         if stage == "convert":  # the checkpoint is checked; its weights read, written, read back, scored and hashed
-            moved = self.checkpoint_bytes + 5 * whole
-            return Work(other=self.device.startup + moved / DISK, disk=whole)
+            moved = 4 * whole if kept else self.checkpoint_bytes + 5 * whole
+            return Work(other=self.device.startup + moved / DISK, disk=0 if kept else whole)
         if stage == "evaluate":
             settings = experiment.evaluation
             longest, responses = settings.max_response_tokens, problems * samples

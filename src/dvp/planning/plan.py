@@ -15,7 +15,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
-from dvp.experiment.grid import GridPoint, Run, settings_as_read
+from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job
 from dvp.planning.estimate import Estimate
@@ -94,7 +94,7 @@ def make_plan(
         runs = {point.run(seed).path for point in points for seed in experiment.seeds}
         row = {"method": method, "label": experiment.methods[method].label, "engine": engine}
         row |= {"settings": experiment.settings_of(points[0]), "runs": len(runs)}
-        methods.append(row | total([one for one in costed if one.job.wildcards.get("run") in runs]))
+        methods.append(row | total([one for one in costed if _run_of(one.job) in runs]))
     grid = {run.path for run in experiment.runs}
     # By engine, and by training settings where they differ.
     trainings = {
@@ -109,7 +109,7 @@ def make_plan(
         "price": price,
         "stages": stages,
         "methods": methods,
-        "shared": total([one for one in costed if one.job.wildcards.get("run") not in grid]),
+        "shared": total([one for one in costed if _run_of(one.job) not in grid]),
         "total": total(costed),
         "hours_wall": wall_seconds(costed, gpus) / 3600,
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
@@ -126,6 +126,11 @@ def make_plan(
         "kept": forecast_kept(experiment, estimate, records),
         "assumptions": estimate.assumptions(),
     }
+
+
+def _run_of(job: Job) -> str:
+    """Path of the run that a job trains or works on, also if it does so after a step; empty without one."""
+    return whole_run(job.wildcards.get("run", ""))
 
 
 def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
@@ -165,6 +170,7 @@ def cost_jobs(
             problems=problems.get(task, 0),
             samples=samples,
             engine=point.engine if point else "",
+            kept=len(experiment.evaluated_steps(run)) if run else job.wildcards.get("run", "") != _run_of(job),
         )
         if run is not None:
             seconds, source = _training_time(experiment, estimate, records, run) or (work.other, ESTIMATED)

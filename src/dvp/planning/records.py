@@ -74,7 +74,7 @@ class Records:
             measurement = experiment.measurement(job.stage, wildcards["measurement"])
             return experiment.config_hash(job.stage, measurement=measurement)
         path = wildcards.get("run", BASE)
-        run = None if path == BASE else experiment.run(path)
+        run = None if path == BASE else experiment.policy(path)
         return experiment.config_hash(job.stage, run, wildcards.get("task"), engine=wildcards.get("engine"))
 
     def _benchmark(self, job: Job) -> dict[str, float] | None:

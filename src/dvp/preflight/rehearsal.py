@@ -87,7 +87,12 @@ def rehearsed(experiment: Experiment) -> Experiment:
         "warmup_steps": 0,
         "learning_rate": max(training.learning_rate, LEARNING_RATE),
     }
-    return experiment.model_copy(update={"training": training.model_copy(update=changed)})
+    return experiment.model_copy(
+        update={
+            "training": training.model_copy(update=changed),
+            "evaluation": experiment.evaluation.model_copy(update={"at": None}),
+        }
+    )
 
 
 class LongestResponses:

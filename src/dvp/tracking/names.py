@@ -53,8 +53,9 @@ def policy_title(experiment: Experiment, run: Run | None) -> str:
         return "base model"
     rho = "" if run.rho is None else f"ρ {rho_as_read(run.rho)}"
     settings = settings_as_read(experiment.settings_of(run))
+    step = "" if run.step is None else f"step {run.step}"
     return " · ".join(
-        filter(None, [experiment.methods[run.method].label, run.engine, rho, *settings, f"seed {run.seed}"])
+        filter(None, [experiment.methods[run.method].label, run.engine, rho, *settings, f"seed {run.seed}", step])
     )
 
 
@@ -68,7 +69,8 @@ def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | in
     rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False, trim="-")
     values = (run.method, experiment.methods[run.method].label, run.engine, rho, run.rho or "none", run.seed)
     settings = {key: setting_as_written(value) for key, value in experiment.settings_of(run).items()}
-    return dict(zip(POLICY, values, strict=True)) | settings
+    step = {} if run.step is None else {"step": run.step}
+    return dict(zip(POLICY, values, strict=True)) | settings | step
 
 
 def stage_name(stage: str, task: str, title: str) -> str:

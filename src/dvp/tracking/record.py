@@ -61,6 +61,8 @@ class Record(BaseModel):
     tags: dict[str, str]
     params: dict[str, str] = {}
     results: dict[str, float] = {}
+    step: int = 0
+    """Of training, after which the results were measured."""
     files: dict[str, str] = {}
     """The folder, among the run's artifacts, of each file to keep with it."""
     metrics: str | None = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dvp.errors import DvpError
+from dvp.experiment.grid import whole_run
 from dvp.provenance import code_hash, git_commit
 from dvp.tracking.names import final_metrics, result_name, stage_name
 from dvp.tracking.record import (
@@ -75,7 +76,7 @@ class StageRun:
             self._record.metrics = self._relative(self._metrics)
 
     def log_result(self, metrics: dict) -> None:
-        """The stage's own numbers, at step 0, as stage/name, nested ones as stage/name/name."""
+        """The stage's own numbers as stage/name, nested ones as stage/name/name."""
         stage, task = self._work["stage"], self._work["task"]
         self._record.results |= {result_name(stage, task, name): float(value) for name, value in _flatten(metrics, "/")}
 
@@ -191,15 +192,17 @@ def stage_run(
     metrics: Path | None = None,
     title: str = "",
     params: dict | None = None,
+    step: int = 0,
 ) -> Iterator[StageRun]:
     """A stage as tracked, begun or continued; marked failed if the block raises. No state of the store ends it.
 
     folder : the experiment's own (results/E); the store is beside it.
     inputs : hash of the files that the stage reads.
-    run : path of the grid point, None for the stages before the grid.
+    run : path of the grid point, None for the stages before the grid; with /step~N of it after a step.
     upstream : for each stage whose output this one reads, the keys of its runs.
     metrics : the metrics.jsonl that has every row given to `log_step`.
     title, params : the policy that the stage makes or works on, in words and as parameters.
+    step : of training, after which the stage measures.
     """
     # Another version of the stage, other settings or other input make another result, and so another run.
     tags = {
@@ -224,7 +227,12 @@ def stage_run(
         tags["slurm_job"] = os.environ["SLURM_JOB_ID"]
     path = folder / FOLDER / (f"runs/{run}" if run else "") / ("-".join(filter(None, [stage, task])) + ".json")
     record = Record(
-        experiment=experiment, name=stage_name(stage, task or "", title), title=title, tags=tags, started=_now()
+        experiment=experiment,
+        name=stage_name(stage, task or "", title),
+        title=title,
+        tags=tags,
+        step=step,
+        started=_now(),
     )
     record.parent = _parent(folder, stage, run, upstream or {})
     if title and record.parent is None:
@@ -250,7 +258,7 @@ def _parent(folder: Path, stage: str, run: str | None, upstream: dict[str, list[
     if stage == "train" or (run is None and "base" not in upstream):
         return None
     with contextlib.suppress(DvpError):  # a model from elsewhere
-        return read_record(folder / FOLDER / (f"runs/{run}/train.json" if run else "base.json")).key
+        return read_record(folder / FOLDER / (f"runs/{whole_run(run)}/train.json" if run else "base.json")).key
     return None
 
 

@@ -136,6 +136,7 @@ class Feed:
         # Whose results these are: the model's that the stage works on, until it has made one.
         self._model = self._source_model(record, {item.model_id for item in run.inputs.model_inputs})
         self._made = False
+        self._scores: dict[str, dict[int, float]] = {}
         self._rows = 0  # of those given to `update`, how many the store has
 
     def update(self, record: Record, rows: list[dict]) -> None:
@@ -242,16 +243,29 @@ class Feed:
             if self._latest.get(item[0]) != item[1] or (of_model is not None and item not in of_model)
         ]
         for batch in _batches(lacking, METRICS):
-            self._log_metrics(self._id, [Metric(name, value, when, 0, **belongs) for name, value in batch])
+            self._log_metrics(self._id, [Metric(name, value, when, record.step, **belongs) for name, value in batch])
         if lacking and self._model is not None:
             self._model = self._client.get_logged_model(self._model.model_id)
         self._latest |= dict(lacking)
         if self._parent is not None:
-            there = self._parent.data.metrics
-            scores = [(name, value) for name, value in record.results.items() if name.startswith(SCORES)]
-            scores = [(name, value) for name, value in scores if there.get(name) != value]
-            self._log_metrics(self._parent.info.run_id, [Metric(name, value, when, 0) for name, value in scores])
-            there |= dict(scores)
+            scores = [
+                (name, value)
+                for name, value in record.results.items()
+                if name.startswith(SCORES) and self._of_parent(name).get(record.step) != value
+            ]
+            parent, step = self._parent.info.run_id, record.step
+            self._log_metrics(parent, [Metric(name, value, when, step) for name, value in scores])
+            for name, value in scores:
+                self._of_parent(name)[step] = value
+
+    def _of_parent(self, name: str) -> dict[int, float]:
+        """A metric of the run below which this one is shown, by step; of a step that was measured twice, the last."""
+        if name not in self._scores:
+            history = self._client.get_metric_history(self._parent.info.run_id, name)
+            self._scores[name] = {
+                point.step: point.value for point in sorted(history, key=lambda point: point.timestamp)
+            }
+        return self._scores[name]
 
     def _log_metrics(self, run_id: str, metrics: list) -> None:
         if metrics:

@@ -14,7 +14,7 @@ from dvp.tracking.record import POLICY_TAG
 PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}&compareRunsMode={mode}&workflowType=machine_learning"
 FINALS = ("reward", "k3", "gradient_norm", "kept_fraction", "collapsed")
 CURVES = (
-    ("Score", "BAR", "{score}", "linear"),
+    ("Score", "{kind}", "{score}", "linear"),
     ("Reward", "LINE", "train/reward", "linear"),
     ("Mismatch: k3 between engine and trainer", "LINE", "mismatch/k3", "log"),
     ("Gradient norm", "LINE", "train/gradient_norm", "log"),
@@ -50,9 +50,11 @@ def view_tags(experiment: Experiment) -> dict[str, str]:
         "columnWidths": columns,
         "runsHiddenMode": "SHOW_ALL",
     }
+    of_scores = "BAR" if experiment.evaluation.at is None else "LINE"
     curves = {
         "compareRunCharts": [
-            _chart(name, kind, metric.format(score=score), scale) for name, kind, metric, scale in CURVES
+            _chart(name, kind.format(kind=of_scores), metric.format(score=score), scale)
+            for name, kind, metric, scale in CURVES
         ],
         "compareRunSections": [{"uuid": "main", "name": "At a glance", "display": True, "isReordered": False}],
         "isAccordionReordered": True,

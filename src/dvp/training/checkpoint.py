@@ -4,6 +4,10 @@ A checkpoint is a folder `step-000020` with DeepSpeed's files, what the weights 
 (weights.json), metrics and responses so far, state.json, and a manifest of their SHA-256 sums. It is written under a
 temporary name, synced, and renamed; a killed process leaves the previous one intact.
 
+The weights of a step that is evaluated (evaluation.at) are kept beside the checkpoints, in a folder `weights-000016`:
+as safetensors, a third or a quarter of a checkpoint, with weights.json, the probe of that step and a manifest. No
+training goes on from them, and they stay when checkpoints go.
+
 It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
 and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
 forward pass has no dropout. Feedback and collapse follow from the metrics.
@@ -14,6 +18,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -22,12 +27,15 @@ from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import TAG, Trainer
-from dvp.training.weights import WEIGHTS, difference, fingerprints
+from dvp.training.probe import PROBE, write_probe
+from dvp.training.weights import MODEL, WEIGHTS, Fingerprint, difference, fingerprints, write_weights
 from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
+STATE = "state.json"
 DAMAGED = ".damaged"
+KEPT = "weights-"
 # DeepSpeed pickles these beside its tensors, and reads them back without weights_only.
 ALLOWED_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -81,12 +89,7 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
     run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
     Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
-    weights, broken = fingerprints(trainer)
-    if broken:
-        # A step measures before it updates: what the last update broke would be seen in the next step only.
-        raise DvpError(
-            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
-        )
+    weights = _finite_weights(trainer, step)
     path = folder / f"step-{step:06d}"
     try:
         if not ranks.is_main():
@@ -105,20 +108,81 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
                 shutil.copyfile(file, temporary / file.name)
             write_json(temporary / WEIGHTS, weights)
             state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
-            write_json(temporary / "state.json", state)
+            write_json(temporary / STATE, state)
             write_json(temporary / MANIFEST, {"files": checksums(temporary, known=sums)})
     except (OSError, RuntimeError) as error:
         # torch's own way to say that a file cannot be written; any other may be the end of another rank.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        raise DvpError(
-            f"{path}: the checkpoint cannot be written ({_reason(error, folder)}); older ones are intact; solve "
-            "this and run again to continue from there"
-        ) from error
+        raise _not_written(path, error) from error
     for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
         shutil.rmtree(old)
     ranks.gather(None)
     return path
+
+
+def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[int]]) -> Path:
+    """Write the weights of `step` below `folder`, with what the trainer says of `prompts` (token ids).
+
+    Returns their path.
+
+    All ranks call this; the caller holds the run's lock. Weights that are there are written again.
+    Raises DvpError if they are not finite or cannot be written.
+    """
+    weights = _finite_weights(trainer, step)
+    path = kept_weights(folder, step)
+    if not ranks.is_main():
+        for _ in trainer.weights():  # gathered by all
+            pass
+        write_probe(path, trainer, prompts)
+        ranks.gather(None)
+        return path
+    try:
+        for abandoned in folder.glob(f".{KEPT}*"):
+            shutil.rmtree(abandoned)
+        with atomic_path(path) as temporary:
+            temporary.mkdir()
+            write_weights(temporary / MODEL, weights, trainer.weights())
+            write_probe(temporary / PROBE, trainer, prompts)
+            write_json(temporary / WEIGHTS, weights)
+            write_json(temporary / STATE, {"step": step, "ranks": ranks.count(), "fingerprint": folder.name})
+            write_json(temporary / MANIFEST, {"files": checksums(temporary)})
+    except OSError as error:
+        raise _not_written(path, error) from error
+    ranks.gather(None)
+    return path
+
+
+def kept_weights(folder: Path, step: int) -> Path:
+    """Where below `folder` the weights of a step are kept."""
+    return folder / f"{KEPT}{step:06d}"
+
+
+def check_kept(folder: Path, steps: Iterable[int]) -> None:
+    """Raise DvpError, naming the first, unless the weights of all these steps are kept below `folder`."""
+    for step in steps:
+        if not kept_weights(folder, step).is_dir():
+            raise DvpError(
+                f"{kept_weights(folder, step)}: missing, although the run was trained beyond this step; to train "
+                f"from the start, move {folder} away"
+            )
+
+
+def _finite_weights(trainer: Trainer, step: int) -> dict[str, Fingerprint]:
+    weights, broken = fingerprints(trainer)
+    if broken:
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        raise DvpError(
+            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
+        )
+    return weights
+
+
+def _not_written(path: Path, error: Exception) -> DvpError:
+    return DvpError(
+        f"{path}: the checkpoint cannot be written ({_reason(error, path.parent)}); older ones are intact; solve "
+        "this and run again to continue from there"
+    )
 
 
 def _write_parts(trainer: Trainer, folder: Path) -> dict[str, str]:
@@ -190,7 +254,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def verify(path: Path) -> dict:
-    """Check every file of a checkpoint and return its state.
+    """Check every file of a checkpoint, or of a step's kept weights, and return its state.
 
     Raises DvpError, naming the file, if one is missing, was altered, is of another run, or holds code that a
     checkpoint has no need of.
@@ -205,7 +269,7 @@ def verify(path: Path) -> dict:
 
 def _verify(path: Path) -> dict:
     manifest = read_json(path / MANIFEST, "files")
-    for name in ("state.json", METRICS, WEIGHTS):
+    for name in (STATE, WEIGHTS, *((MODEL, PROBE) if path.name.startswith(KEPT) else (METRICS,))):
         if name not in manifest["files"]:
             raise DvpError(f"{path / MANIFEST}: does not list {name}")
     verify_checksums(path, manifest["files"])
@@ -218,7 +282,7 @@ def _verify(path: Path) -> dict:
             raise DvpError(f"{file}: not a checkpoint of torch ({' '.join(str(error).split())[:200]})") from None
         if foreign:
             raise DvpError(f"{file}: refuses to be loaded: it would call {', '.join(sorted(foreign))}")
-    state = read_json(path / "state.json", "step", "fingerprint", "ranks")
+    state = read_json(path / STATE, "step", "fingerprint", "ranks")
     if state["fingerprint"] != path.parent.name:
         raise DvpError(f"{path}: a checkpoint of other settings or data ({state['fingerprint']})")
     return state

@@ -35,6 +35,7 @@ from dvp.rollout.seeds import derived_seed
 from dvp.rollout.turns import turn_metrics
 from dvp.training import checkpoint, ranks
 from dvp.training.backend import Trainer
+from dvp.training.probe import PROBE_PROMPTS
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
@@ -58,12 +59,19 @@ def run_loop(
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
+    checkpoint.check_kept(checkpoints, [step for step in loop.kept if step <= len(rows)])
     for row in rows:
         loop.observe(row)
         on_step(row)
     loop.engine.load_weights(loop.trainer.weights())
     folder.mkdir(parents=True, exist_ok=True)
-    saved = len(rows)
+    saved, seconds_keep = len(rows), 0.0
+
+    def keep() -> None:
+        nonlocal seconds_keep
+        began = time.perf_counter()
+        checkpoint.keep_weights(checkpoints, len(rows), loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
+        seconds_keep = max(seconds_keep, time.perf_counter() - began)
 
     def save() -> None:
         nonlocal saved
@@ -76,7 +84,7 @@ def run_loop(
         given_up = loop.engine.ranks == 1  # a rollout is, at once
         stop.saved(
             time.perf_counter() - began,
-            max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows),
+            max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows) + seconds_keep,
         )
 
     with stop:
@@ -94,6 +102,9 @@ def run_loop(
                 _append(metrics_file, row)
                 rows.append(row)
                 on_step(row)
+                # Before the checkpoint: a run that goes on from there has them.
+                if len(rows) in loop.kept:
+                    keep()
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
                     save()
             if stop.requested() and len(rows) < config.steps:
@@ -124,6 +135,7 @@ class Loop:
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)
+        self.kept = experiment.evaluated_steps(run)
         self.run = run
         method = experiment.methods[run.method]
         self.safe = method.sides(run.rho_value, self.config.max_response_tokens)

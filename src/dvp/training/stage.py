@@ -144,9 +144,17 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                 "seconds_training": sum(row["seconds"] for row in rows),
                 "seconds_checkpoint": loop.stop.seconds_save,
                 "checkpoint": str(final.relative_to(folder)),
+                **({"kept": kept} if (kept := _kept(loop, folder, checkpoints)) else {}),
                 "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )
+
+
+def _kept(loop: "Loop", folder: Path, checkpoints: Path) -> dict[str, str]:
+    """Where, relative to the run's folder, the weights of each evaluated step are; a step is text, as in JSON."""
+    from dvp.training.checkpoint import kept_weights
+
+    return {str(step): str(kept_weights(checkpoints, step).relative_to(folder)) for step in loop.kept}
 
 
 def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:

@@ -1,7 +1,10 @@
 """Weights, known by name, type, shape and SHA-256: trainer, checkpoint and converted model have the same ones."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -9,6 +12,7 @@ from dvp.training import ranks
 from dvp.training.backend import Trainer
 
 WEIGHTS = "weights.json"
+MODEL = "model.safetensors"
 Fingerprint = dict[str, str | list[int]]
 
 
@@ -35,6 +39,25 @@ def fingerprints(trainer: Trainer) -> tuple[dict[str, Fingerprint], list[str]]:
             mine[name] = fingerprint(value), bool(value.isfinite().all())
     known = {name: of_one for share in ranks.gather(mine) for name, of_one in share.items()}
     return {name: known[name][0] for name in names}, [name for name in names if not known[name][1]]
+
+
+def write_weights(file: Path, known: Mapping[str, Fingerprint], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write fp32 weights as safetensors, each as soon as it is there.
+
+    known : of all of them, in the order in which they come.
+
+    The library's own writer wants all of them in memory. The format: https://github.com/huggingface/safetensors#format
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, of_one in known.items():
+        begin, end = end, end + 4 * math.prod(of_one["shape"])
+        header[name] = {"dtype": "F32", "shape": of_one["shape"], "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(file, "wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, value in weights:
+            out.write(value.detach().cpu().contiguous().view(-1).numpy())
 
 
 def difference(expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> str | None:

@@ -266,13 +266,16 @@ def bias(
     print(f"\nfull precision, and what the intervals are made from: {output}")
 
 
-PARTS = "training: scores and curves of the grid; mismatch, bias: measurements at fixed policies; sweep: over ρ"
+PARTS = (
+    "training: scores and curves of the grid; curve: scores along training; mismatch, bias: measurements at fixed "
+    "policies; sweep: over ρ"
+)
 
 
 @app.command(rich_help_panel=RESULTS)
 def report(
     config: Config,
-    part: Annotated[Literal["training", "mismatch", "bias", "sweep"], _option("PART", PARTS)] = "training",
+    part: Annotated[Literal["training", "curve", "mismatch", "bias", "sweep"], _option("PART", PARTS)] = "training",
 ) -> None:
     """Make tables and figures.
 

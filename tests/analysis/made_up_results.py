@@ -57,6 +57,9 @@ class Results:
             self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None])
         for run in experiment.runs:
             self.write_training(run, self.metrics(run, rng))
+        for run in experiment.snapshots:
+            level = 0.45 + 0.25 * run.step / experiment.training_of(run).steps
+            self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None])
 
     def metrics(self, run: Run, rng: np.random.Generator) -> list[dict]:
         exact, pruned = run.engine == "fp32", run.rho is not None

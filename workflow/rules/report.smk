@@ -69,6 +69,52 @@ rule report_training:
         "dvp report --config {input.config:q} --part training 2>&1 | tee {log:q}"
 
 
+rule report_curve:
+    input:
+        config=rules.resolve.output,
+        runs=all_of(rules.train),
+        scores=all_of(rules.evaluate),
+        along_training=all_of(rules.evaluate, along_training=True),
+    output:
+        f"{RESULTS}/report/curve.json",
+        multiext(f"{RESULTS}/tables/curve_table", ".csv", ".md", ".tex"),
+        multiext(f"{RESULTS}/tables/score_curve", ".csv", ".md", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["score_curve"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/curve_table.html",
+            caption="../report/curve_table.rst",
+            category="{experiment}",
+            labels={"show": "Final, peak and mean scores, tokens to a score"},
+        ),
+        report(
+            f"{RESULTS}/tables/score_curve.html",
+            caption="../report/score_curve_table.rst",
+            category="{experiment}",
+            labels={"show": "Scores by step"},
+        ),
+        report(
+            f"{RESULTS}/figures/score_curve.svg",
+            caption="../report/score_curve.rst",
+            category="{experiment}",
+            labels={"show": "Scores along training"},
+        ),
+    log:
+        f"{LOGS}/report-curve.log",
+    benchmark:
+        f"{BENCHMARKS}/report_curve.tsv"
+    params:
+        config_hash=config_hash("report"),
+        version=STAGE_VERSIONS["report_curve"],
+    message:
+        "drawing the scores along training of {wildcards.experiment}"
+    shell:
+        "dvp report --config {input.config:q} --part curve 2>&1 | tee {log:q}"
+
+
 rule report_mismatch:
     input:
         config=rules.resolve.output,

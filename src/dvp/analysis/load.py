@@ -1,8 +1,8 @@
 """The one place where the report reads files: what the stages wrote, checked, as tidy data frames.
 
 A file that is missing, altered, of another version of the experiment or of another form is refused in one line that
-names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_mismatch`
-and `load_bias`, and reads nothing else.
+names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_curve`,
+`load_mismatch` and `load_bias`, and reads nothing else.
 
 Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
 stage's JSON file, relative to the experiment's folder `results` (results/E).
@@ -116,6 +116,22 @@ class Training:
 
 
 @dataclass
+class Curve:
+    """Scores along training, on every task; step 0 is the base model, for every run."""
+
+    tokens: pd.DataFrame
+    """A row a run and evaluated step: point, seed, step, tokens (sampled until then)."""
+    scores: pd.DataFrame
+    """A row a run, evaluated step, task and problem: point, seed, step, task, problem; all, odd, even: the share of
+    correct samples among all, those of odd and those of even number (NaN where there are none)."""
+    sources: pd.DataFrame
+    """A row a run, evaluated step and task: point, seed, step, task, source."""
+    runs: pd.DataFrame
+    """A row a run: point, seed, source."""
+    files: Origins
+
+
+@dataclass
 class Mismatch:
     """The tables of the stage `mismatch`, with policy, engine, seed and `unit`, the number of a problem of a seed."""
 
@@ -145,7 +161,7 @@ def load_training(experiment: Experiment, results: Path) -> Training:
         metrics.append(frame.assign(**key))
     for point, run in [(BASE, None), *trained]:
         key = {"point": point, "seed": run.seed if run else -1}
-        row, frame = reader.evaluation(run)
+        row, frame = reader.evaluation(run, experiment.report.task)
         if samples and list(frame["problem"]) != list(samples[0]["problem"]):
             path = (results / row["source"]).with_name("samples.parquet")
             raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
@@ -153,6 +169,42 @@ def load_training(experiment: Experiment, results: Path) -> Training:
         samples.append(frame.assign(**key))
     frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
     return Training(*frames, reader.files)
+
+
+def load_curve(experiment: Experiment, results: Path) -> Curve:
+    """metrics.jsonl of every run, and scores.json and samples.parquet of the steps at which it is evaluated.
+
+    Raises DvpError.
+    """
+    reader = _Reader(experiment, results)
+    runs, tokens, scores, sources = [], [], [], []
+    base = {task: reader.evaluation(None, task) for task in experiment.data.tasks}
+    for run in experiment.runs:
+        key, training = {"point": run.point.path, "seed": run.seed}, experiment.training_of(run)
+        row, metrics = reader.training(run)
+        runs.append(key | {"source": row["source"]})
+        responses = training.prompts_per_step * training.group_size
+        sampled = [0.0, *(responses * metrics["response_tokens_mean"].cumsum())]
+        for step in [0, *experiment.evaluated_steps(run), training.steps]:
+            tokens.append(key | {"step": step, "tokens": sampled[step]})
+            for task in experiment.data.tasks:
+                policy = run.after(None if step == training.steps else step)
+                row, samples = reader.evaluation(policy, task) if step else base[task]
+                of_problems = _by_problem(samples)
+                if list(of_problems["problem"]) != list(dict.fromkeys(base[task][1]["problem"])):
+                    path = (results / row["source"]).with_name("samples.parquet")
+                    raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
+                scores.append(of_problems.assign(step=step, task=task, **key))
+                sources.append(key | {"step": step, "task": task, "source": row["source"]})
+    return Curve(pd.DataFrame(tokens), _joined(scores), pd.DataFrame(sources), pd.DataFrame(runs), reader.files)
+
+
+def _by_problem(samples: pd.DataFrame) -> pd.DataFrame:
+    """The share of correct samples of each problem, in the order of the problems: of all, odd and even samples."""
+    odd = samples["sample"] % 2 == 1
+    parts = {"all": samples, "odd": samples[odd], "even": samples[~odd]}
+    shares = {name: part.groupby("problem")["correct"].mean() for name, part in parts.items()}
+    return pd.DataFrame(shares).astype(float).rename_axis("problem").reset_index()
 
 
 def load_mismatch(experiment: Experiment, results: Path) -> Mismatch:
@@ -232,8 +284,7 @@ class _Reader:
             raise DvpError(f"{path}: skipped_steps: {counts}")
         return {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}, metrics
 
-    def evaluation(self, run: Run | None) -> tuple[dict[str, Any], pd.DataFrame]:
-        task = self.experiment.report.task
+    def evaluation(self, run: Run | None, task: str) -> tuple[dict[str, Any], pd.DataFrame]:
         k, source = self.experiment.evaluation.samples_per_problem[task], f"{evaluation_path(run, task)}/scores.json"
         path = self.results / source
         expected = {"config_hash": self.experiment.config_hash("evaluate", run, task), "task": task}

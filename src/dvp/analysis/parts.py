@@ -7,9 +7,10 @@ FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores and curves of the grid; mismatch and bias: the measurements at fixed policies; sweep: over ρ."""
+    """training: scores of the grid; curve: along training; mismatch, bias: at fixed policies; sweep: over ρ."""
     asked = {
         "training": True,
+        "curve": bool(experiment.snapshots),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
         "sweep": bool(swept(experiment)),

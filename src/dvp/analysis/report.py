@@ -5,11 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis import bias, figures, mismatch, mismatch_figures, sweep, training, training_figures
+from dvp.analysis import bias, curve, figures, mismatch, mismatch_figures, sweep, training, training_figures
 from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.claims import CLAIMS, claim, load_claims
+from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import load_bias, load_mismatch, load_training
+from dvp.analysis.load import load_bias, load_curve, load_mismatch, load_training
 from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
 from dvp.experiment.config import Experiment
@@ -28,9 +29,8 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
     """
-    return {"training": _training, "mismatch": _mismatch, "bias": _bias, "sweep": _sweep}[part](
-        experiment, results, claims
-    )
+    make_part = {"training": _training, "curve": _curve, "mismatch": _mismatch, "bias": _bias, "sweep": _sweep}[part]
+    return make_part(experiment, results, claims)
 
 
 def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
@@ -45,6 +45,14 @@ def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
     }
     origin = {"stage": None, "sha256": sha256_file(claims)}
     return Part(statistics, tables, drawn, loaded.files, {training.PUBLISHED: origin})
+
+
+def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:
+    loaded = load_curve(experiment, results)
+    groups = curve.groups(experiment, loaded)
+    statistics = curve.statistics(experiment, groups)
+    tables = curve.tables(experiment, groups, statistics)
+    return Part(statistics, tables, {"score_curve": score_curve(experiment, groups)}, loaded.files)
 
 
 def _mismatch(experiment: Experiment, results: Path, claims: Path) -> Part:

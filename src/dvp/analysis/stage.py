@@ -46,11 +46,14 @@ def report(config: Path, part: str) -> None:
 def _inputs(directory: ExperimentDir, part: str) -> Inputs:
     experiment = directory.experiment
     inputs: dict[str, list[Path]] = {}
-    if part in ("training", "sweep"):
+    if part in ("training", "curve", "sweep"):
         paths = [run.path for run in experiment.runs]
         inputs["train"] = [directory.result("train", path) for path in paths]
+        tasks = [experiment.report.task]
+        if part == "curve":
+            paths, tasks = [*paths, *(run.path for run in experiment.snapshots)], experiment.data.tasks
         inputs["evaluate"] = [
-            directory.result("evaluate", f"{path}/{experiment.report.task}") for path in [BASE, *paths]
+            directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
         ]
     for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "sweep"))):
         if part in in_parts:

@@ -29,7 +29,7 @@ from dvp.progress import setting_as_read
 LEVEL = 0.95
 LAST_STEPS = 10
 PUBLISHED = "config/claims.yaml"
-_MARKS = {"control": " (control)", "reference": " (ref.)"}
+MARKS = {"control": " (control)", "reference": " (ref.)"}
 # Of the table of the mismatch: heading, format, and how a run's last steps become one number.
 _AT_THE_END = {
     "k1": ("k1", ".1e", "mean"),
@@ -197,7 +197,7 @@ def main_table(experiment: Experiment, loaded: Training, found: list[Statistic],
         scores = loaded.scores[loaded.scores["point"] == name]
         runs = loaded.runs[loaded.runs["point"] == name]
         files = score_files(loaded, name)
-        rows[name] = _point_cells(experiment, point) | {
+        rows[name] = point_cells(experiment, point) | {
             "k": k,
             "pass_at_k": Cell(math.fsum(scores["pass"]) / len(scores), files),
             "maj_at_k": Cell(math.fsum(scores["maj"]) / len(scores), files),
@@ -213,7 +213,7 @@ def main_table(experiment: Experiment, loaded: Training, found: list[Statistic],
     reference = where_of(experiment, reference_point(experiment))
     change = interval("+.1f")
     columns = [
-        *_point_columns(experiment, rows, _MARKS),
+        *point_columns(experiment, rows, MARKS),
         Column("k", None),
         Column("score", f"avg@{k} (%) [95 %]", interval(".1f", 100), INTERVAL),
         Column("pass_at_k", f"pass@{k} (%)", number(".1f", 100)),
@@ -247,7 +247,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
         pruned = experiment.methods[point.method].safe_vocabulary is not None
         skipped = int(own["skipped"].sum())
-        rows[point.path] = _point_cells(experiment, point) | {
+        rows[point.path] = point_cells(experiment, point) | {
             "policies": "pruned" if pruned else "full",
             "skipped_steps": Cell(skipped, sources),
             "steps": Cell(len(own), sources),
@@ -267,7 +267,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         for name, (heading, spec, _) in _AT_THE_END.items()
     ]
     columns = [
-        *_point_columns(experiment, rows, {"control": _MARKS["control"]}),
+        *point_columns(experiment, rows, {"control": MARKS["control"]}),
         Column("policies", "policies"),
         *measured[:-1],
         Column("skipped_steps", None),
@@ -290,7 +290,8 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
     return Table(title, columns, rows, below)
 
 
-def _point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
+def point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
+    """The cells that say of which point a row is, or that it is of the base model."""
     return {
         "point": point.path if point else BASE,
         "label": experiment.methods[point.method].label if point else "base model",
@@ -305,7 +306,8 @@ def _point_cells(experiment: Experiment, point: GridPoint | None) -> dict:
     }
 
 
-def _point_columns(experiment: Experiment, rows: dict[str, dict], marks: dict[str, str]) -> list[Column]:
+def point_columns(experiment: Experiment, rows: dict[str, dict], marks: dict[str, str]) -> list[Column]:
+    """The columns of `point_cells`; `marks` are set behind a method, by the row's role."""
     for row in rows.values():
         row["method"] = row["label"] + marks.get(row["role"], "")
     return [

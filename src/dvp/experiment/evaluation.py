@@ -78,5 +78,7 @@ class ReportConfig(Strict):
     """The method (on its mismatched engine) that the others are set against."""
     reference_training: Settings = Field({}, exclude_if=not_)
     """Of that method, training settings of the point that is meant, where the grid has it with several."""
+    reached_within: Annotated[float, Field(ge=0)] = Field(2.0, exclude_if=lambda points: points == 2.0)
+    """A run has reached the reference's final score when it is at most so many points (%) below it."""
     declarations: list[str] = []
     """Sentences that stand under every table, such as how the base model was made."""

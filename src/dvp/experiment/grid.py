@@ -199,6 +199,11 @@ class Run(GridPoint):
         """The run as a relative path, which says what it is."""
         return f"{super().path}/seed~{self.seed}" + ("" if self.step is None else f"/step~{self.step}")
 
+    @property
+    def point(self) -> GridPoint:
+        """Its grid point."""
+        return GridPoint(method=self.method, engine=self.engine, rho=self.rho, training=self.training)
+
     def after(self, step: int | None) -> "Run":
         """The run as it was after a step; None is the whole run."""
         return self.model_copy(update={"step": step})

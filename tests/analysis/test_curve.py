@@ -1,0 +1,259 @@
+"""Scores along training: known answers of peak, mean and tokens to a score, and the part of the report."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_results import CLAIMS, Results, make_experiment
+from scipy import stats
+
+from dvp.analysis import curve
+from dvp.analysis.claims import Condition
+from dvp.analysis.evidence import MET, _answer_condition
+from dvp.analysis.load import load_curve
+from dvp.analysis.points import reference_point
+from dvp.analysis.reach import mean_weights, peak, tokens_to
+from dvp.analysis.report import make, record, write
+from dvp.errors import DvpError
+from dvp.evaluation import bootstrap
+
+POINT = "method~rloo/engine~coarse/rho~none"
+
+
+# --- known answers ---
+
+
+@pytest.mark.parametrize(
+    ("scores", "score", "tokens"),
+    [
+        ([0.2, 0.4, 0.6, 0.8], 0.5, 150),  # between two evaluations, on a straight line
+        ([0.2, 0.4, 0.6, 0.8], 0.6, 200),
+        ([0.2, 0.4, 0.6, 0.8], 0.81, math.inf),
+        ([0.2, 0.4, 0.6, 0.8], 0.1, 0),  # the base model has it
+        ([0.2, 0.8, 0.4, 0.7], 0.65, 200 + 100 * 0.5),  # the lucky 0.8 is pooled with the 0.4 after it
+        ([0.2, 0.9, 0.1, 0.2], 0.5, math.inf),  # what is lost again is not reached
+        ([0.2, 0.6, 0.6, 0.6], 0.6, 100),
+    ],
+)
+def test_tokens_to_a_score_by_hand(scores, score, tokens):
+    assert tokens_to(score, np.array([0.0, 100, 200, 300]), np.array(scores)) == pytest.approx(tokens)
+
+
+def test_looking_more_often_does_not_reach_a_score_much_earlier():
+    """Of a straight rise with noise: the first evaluation above the score comes early; the regression does not."""
+    rng = np.random.default_rng(0)
+
+    def taken(evaluations):
+        tokens_N = np.linspace(0, 1000, evaluations + 1)
+        noisy = [0.2 + 0.6 * tokens_N / 1000 + rng.normal(0, 0.05, evaluations + 1) for _ in range(400)]
+        first = [tokens_N[np.argmax(score_N >= 0.65)] for score_N in noisy]
+        return np.mean([tokens_to(0.65, tokens_N, score_N) for score_N in noisy]), np.mean(first)
+
+    assert taken(5)[0] == pytest.approx(750, abs=25)
+    smooth, first = taken(50)
+    assert smooth == pytest.approx(750, abs=25)
+    assert first < 700
+
+
+def test_the_mean_over_tokens_is_the_integral_of_the_line():
+    tokens_N, score_N = np.array([0.0, 100, 400, 500]), np.array([0.1, 0.5, 0.3, 0.9])
+    for until in (30.0, 100.0, 250.0, 500.0):
+        weight_N = mean_weights(tokens_N, until)
+        grid = (np.arange(200_000) + 0.5) / 200_000 * until
+        assert weight_N @ score_N == pytest.approx(np.interp(grid, tokens_N, score_N).mean(), abs=1e-6)
+        assert weight_N.sum() == pytest.approx(1)
+    with pytest.raises(ValueError, match="until"):
+        mean_weights(tokens_N, 501)
+
+
+def test_a_peak_is_chosen_by_one_half_and_read_from_the_other():
+    odd_SNP = np.array([[[0.9, 0.9], [0.2, 0.2], [0.6, 0.4]], [[0.0, 0.0], [0.5, 0.7], [0.5, 0.5]]])
+    even_SNP = np.array([[[1.0, 1.0], [0.9, 0.9], [0.3, 0.1]], [[0.0, 0.0], [0.4, 0.2], [1.0, 1.0]]])
+    every = np.ones((1, 2, 2))
+    # The first run's best is its third evaluation (its first is the base model), the second run's its second.
+    value_R, place_RS = peak(every, odd_SNP, even_SNP)
+    assert place_RS.tolist() == [[2, 1]]
+    assert value_R == pytest.approx([(0.2 + 0.3) / 2])
+    # A replicate with the first seed twice, and of its problems the first one twice.
+    value_R, place_RS = peak(np.array([[[4.0, 0.0], [0.0, 0.0]]]), odd_SNP, even_SNP)
+    assert place_RS[0, 0] == 2
+    assert value_R == pytest.approx([0.3])
+
+
+def test_a_peak_of_noise_alone_is_not_above_the_mean():
+    """Where all evaluations are equally good, the largest is too large, and the peak is not."""
+    rng = np.random.default_rng(1)
+    shape = (400, 20, 50)  # runs, evaluations, problems
+    odd, even = (rng.binomial(4, 0.5, shape) / 4 for _ in range(2))
+    value_R, _ = peak(np.ones((1, shape[0], shape[2])), odd, even)
+    assert value_R[0] == pytest.approx(0.5, abs=0.005)
+    assert ((odd + even) / 2)[:, 1:].mean(axis=2).max(axis=1).mean() > 0.54
+
+
+# --- the part ---
+
+
+@pytest.fixture(scope="module")
+def asked():
+    grid = [
+        {"method": "rloo", "engine": "fp32"},
+        {"method": ["rloo", "rloo_mis"], "engine": "coarse", "training": {"group_size": [4, 8]}},
+    ]
+    return make_experiment(
+        training__steps=12,
+        seeds=[0, 1, 2],
+        evaluation__bootstrap_resamples=400,
+        evaluation__at=[4, 8],
+        grid=grid,
+        report__reference_training={"group_size": 8},
+    )
+
+
+@pytest.fixture
+def written(asked, tmp_path):
+    return Results(asked, tmp_path / "results", problems=8)
+
+
+def given_scores(written, asked, scores):
+    """Give runs these scores at steps 4, 8 and 12: that many samples of each problem are right."""
+    k = asked.evaluation.samples_per_problem["held_out"]
+    for run in [*asked.snapshots, *asked.runs]:
+        share = scores(run)[{4: 0, 8: 1, None: 2}[run.step]]
+        written.write_evaluation(run, np.tile(np.arange(k) < round(share * k), (written.problems, 1)))
+
+
+def test_the_curve_is_what_the_files_say(written, asked):
+    loaded = load_curve(asked, written.folder)
+    groups = curve.groups(asked, loaded)
+    assert [group.point for group in groups] == asked.points
+    [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
+    assert group.steps == [0, 4, 8, 12]
+    prompts = asked.training.prompts_per_step
+    assert group.tokens_SN.tolist() == [[0.0, *(steps * 4 * prompts * 41.0 for steps in (4, 8, 12))]] * 3
+    for seed in asked.seeds:
+        for n, step in enumerate(["", "/step~4", "/step~8", None]):
+            policy = f"{group.point.path}/seed~{seed}{step or ''}" if n else "base"
+            samples = pd.read_parquet(written.folder / f"evals/{policy}/held_out/samples.parquet")
+            assert group.score_SN[seed, n] == pytest.approx(samples["correct"].mean())
+    assert group.until == 12 * 4 * prompts * 41
+    # The end of the curve is the score of the main table, interval and all.
+    score = next(
+        s
+        for s in make(asked, written.folder, "training", CLAIMS).statistics
+        if s.name == "score" and s.where == {"method": "rloo", "engine": "coarse", "rho": "none", "group_size": "4"}
+    )
+    assert bootstrap.estimate(group.score_R["final"]) == pytest.approx((score.value, score.low, score.high))
+
+
+def test_statistics_by_hand(written, asked):
+    """With groups of 4 a step takes half the tokens, and the scores of the reference are those of later steps."""
+
+    def scores(run):
+        if run.training.get("group_size") == 8:
+            return (0.5, 0.75, 0.875) if run.method == "rloo" else (0.75, 0.75, 0.5)
+        return (0.75, 0.875, 0.875)
+
+    given_scores(written, asked, scores)
+    groups = curve.groups(asked, load_curve(asked, written.folder))
+    found = curve.statistics(asked, groups)
+
+    def of(name, method, size):
+        where = {"method": method, "engine": "coarse", "rho": "none", "task": "held_out", "group_size": str(size)}
+        [statistic] = [statistic for statistic in found if (statistic.name, statistic.where) == (name, where)]
+        return statistic
+
+    unit = 4 * asked.training.prompts_per_step * 41  # a step with groups of 4
+    reference = reference_point(asked)
+    assert reference.path == f"{POINT}/group_size~8"
+    goal = curve.target(asked, groups, "held_out")
+    assert goal == pytest.approx(0.875 - 0.02)
+    share = (goal - 0.75) / 0.125
+    assert of("tokens_to_score", "rloo", 8).value == pytest.approx(2 * unit * (8 + 4 * share))
+    assert of("tokens_to_score", "rloo", 4).value == pytest.approx(unit * (4 + 4 * share))
+    saved = 100 * (1 - (4 + 4 * share) / (2 * (8 + 4 * share)))
+    numbers = of("tokens_saved_percent", "rloo_mis", 4)
+    assert [numbers.value, numbers.low, numbers.high] == pytest.approx([saved] * 3)
+    assert of("tokens_saved_equal_settings_percent", "rloo_mis", 4).value == pytest.approx(0)
+    # Never reached: said, not left out.
+    assert of("reached_score", "rloo_mis", 8).value == 0
+    assert of("reached_score", "rloo_mis", 4).value == 1
+    assert math.isnan(of("tokens_to_score", "rloo_mis", 8).value)
+    assert "not defined, as 3 of 3 never reach it" in of("tokens_to_score", "rloo_mis", 8).how
+    assert math.isnan(of("tokens_saved_percent", "rloo_mis", 8).value)
+    assert of("median_tokens_to_score", "rloo_mis", 8).value == math.inf
+    assert not [
+        s
+        for s in found
+        if s.name.startswith("tokens_saved")
+        and s.where["method"] == "rloo"
+        and s.where["group_size"] == "8"
+        and s.where["engine"] == "coarse"
+    ]
+    # A collapse after the peak: the peak is that of the run, wherever it was.
+    k = asked.evaluation.samples_per_problem["held_out"]
+    read = np.mean([sample < round(0.75 * k) for sample in range(0, k, 2)])
+    assert of("peak_score", "rloo_mis", 8).value == pytest.approx(read)
+    assert of("mean_score", "rloo", 8).unit == "fraction"
+
+
+def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written):
+    def scores(run):
+        return (0.5, 0.625, (0.75, 0.875, 1.0)[run.seed])
+
+    given_scores(written, asked, scores)
+    groups = curve.groups(asked, load_curve(asked, written.folder))
+    [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
+    taken = curve.tokens_taken(group, 0.7)
+    assert len(set(taken)) == 3
+    [statistic] = [s for s in curve._tokens(asked, group, {"a": None, "b": None}, 0.7) if s.name == "tokens_to_score"]
+    logs = np.log(taken)
+    ends = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
+    assert (statistic.value, statistic.low, statistic.high) == pytest.approx((np.exp(logs.mean()), *np.exp(ends)))
+
+
+def test_tables_figure_and_a_claim(written, asked, tmp_path):
+    made = make(asked, written.folder, "curve", CLAIMS)
+    write(made, tmp_path)
+    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"score_curve.png", "score_curve.svg"}
+    rows = pd.read_csv(tmp_path / "tables" / "score_curve.csv")
+    assert len(rows) == 5 * 4
+    assert (rows["score_low"] <= rows["score"]).all()
+    table = pd.read_csv(tmp_path / "tables" / "curve_table.csv")
+    assert list(table["point"]) == [point.path for point in asked.points]
+    text = (tmp_path / "tables" / "curve_table.md").read_text()
+    assert "chosen by the odd samples of each problem and read from the even ones" in text
+    report = json.loads(json.dumps(record(made)))  # no NaN, no infinity
+    condition = Condition(
+        says="x",
+        experiment="e",
+        statistic="reached_score",
+        where={"method": "rloo", "engine": "coarse", "group_size": 8},
+        within=[-1, 2],
+    )
+    assert _answer_condition("c", condition, report)["status"] == MET
+
+
+def test_one_sample_a_problem_gives_no_peak(tmp_path):
+    asked = make_experiment(training__steps=12, evaluation__at=[4], evaluation__samples_per_problem={"held_out": 1})
+    written = Results(asked, tmp_path / "results", problems=8)
+    made = make(asked, written.folder, "curve", CLAIMS)
+    assert not [statistic for statistic in made.statistics if statistic.name.startswith("peak")]
+    assert "Peak: not given" in " ".join(made.tables["curve_table"].notes)
+
+
+def test_a_step_of_other_problems_is_refused(written, asked):
+    snapshot = asked.snapshots[0]
+    other = Results.__new__(Results)
+    other.experiment, other.folder = asked, written.folder
+    other.write_evaluation(snapshot, np.ones((9, asked.evaluation.samples_per_problem["held_out"]), dtype=bool))
+    with pytest.raises(DvpError, match=r"step~4/held_out/samples.parquet: problem_id: not the problems of the base"):
+        load_curve(asked, written.folder)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(950, "950"), (12_345, "12.3 k"), (1_250_000, "1.25 M"), (999_900, "1.00 M")]
+)
+def test_tokens_as_text(tokens, text):
+    assert curve.tokens_text(tokens) == text

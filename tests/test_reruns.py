@@ -22,10 +22,10 @@ MODELS = {"train": 3, "convert": 3, "evaluate": 3}  # the base model is evaluate
 
 
 class Results:
-    """A working copy, the package among it, in which every job of the smoke experiment seems to be done."""
+    """A working copy, the package among it, in which every job of an experiment seems to be done."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, experiment: str = "smoke"):
+        self.folder, self.experiment = folder, experiment
         for name in ("workflow", "config", "envs", "profiles", "src"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(ROOT / "Snakefile", folder)
@@ -39,7 +39,7 @@ class Results:
 
     def snakemake(self, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "snakemake", *arguments, "--config", "experiment=smoke"],
+            [sys.executable, "-m", "snakemake", *arguments, "--config", f"experiment={self.experiment}"],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(self.folder / "src")},
             check=False,
@@ -69,10 +69,24 @@ def done(tmp_path_factory) -> Results:
     return Results(tmp_path_factory.mktemp("reruns"))
 
 
+@pytest.fixture(scope="module")
+def curve_done(tmp_path_factory) -> Results:
+    return Results(tmp_path_factory.mktemp("curve"), "smoke_curve")
+
+
+@pytest.fixture
+def curve(curve_done) -> Iterator[Results]:
+    yield from put_back(curve_done)
+
+
 @pytest.fixture
 def results(done) -> Iterator[Results]:
+    yield from put_back(done)
+
+
+def put_back(done: Results) -> Iterator[Results]:
     """The same for every test: what one edits or deletes is put back, its age included."""
-    kept = done.folder.with_name("kept")
+    kept = done.folder.with_name(f"{done.folder.name}-kept")
     shutil.copytree(done.folder, kept)
     yield done
     shutil.rmtree(done.folder)
@@ -155,3 +169,23 @@ def test_a_stage_that_is_asked_for_alone_reads_the_settings_of_now(results):
     goal = f"results/smoke/runs/{RUN}/train.json"
     results.snakemake(goal, "--cores", "1")
     assert (results.folder / goal).read_text() == ""  # as `touch` leaves it
+
+
+def test_a_model_along_training_may_go_when_it_has_been_evaluated(curve):
+    assert curve.jobs() == {}
+    run = "method~otb/engine~fp32/rho~none/seed~0/step~2"
+    results = curve.folder / "results/smoke_curve"
+    shutil.rmtree(results / "models" / run)
+    assert curve.jobs() == {}
+    (results / "evals" / run / "held_out/scores.json").unlink()
+    assert curve.jobs() == {"convert": 1, "evaluate": 1, "report_curve": 1}
+
+
+def test_other_steps_are_another_training(curve):
+    """Two runs of five steps, evaluated after each of them, or at the end alone."""
+    experiment = "config/experiments/smoke_curve.yaml"
+    reports = {"resolve": 1, "report_training": 1}
+    curve.edit(experiment, "at: {every: 2}", "at: {every: 1}")
+    assert curve.jobs() == {"train": 2, "convert": 2 * 5, "evaluate": 2 * 5, "report_curve": 1, **reports}
+    curve.edit(experiment, "at: {every: 1}", "at: null")
+    assert curve.jobs() == {"train": 2, "convert": 2, "evaluate": 2, **reports}

@@ -232,7 +232,7 @@ def sums(statistics) -> dict[str, float]:
         for name in ("value", "low", "high"):
             key = f"{statistic.name}.{name}"
             number = getattr(statistic, name)
-            numbers[key] = numbers.get(key, 0.0) + (0.0 if number is None or math.isnan(number) else number)
+            numbers[key] = numbers.get(key, 0.0) + (number if math.isfinite(number) else 0.0)
     return numbers
 
 
@@ -240,6 +240,12 @@ def test_report_training(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
     found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
     check("report_training", sums(found))
+
+
+def test_report_curve(tmp_path):
+    experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400, evaluation__at=[3, 6, 9])
+    Results(experiment, tmp_path)
+    check("report_curve", sums(make(experiment, tmp_path, "curve", CLAIMS).statistics))
 
 
 @pytest.mark.slow

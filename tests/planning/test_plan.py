@@ -404,15 +404,15 @@ def test_evaluated_steps_are_conversions_and_evaluations_of_their_runs():
     curve, plain = experiment("smoke_curve"), experiment("smoke_curve", evaluation__at=None)
     plan = make_plan(curve, NOWHERE)
     assert {row["stage"]: row["jobs"] for row in plan["stages"]} | {"report": 0} == {
-        **{"prepare": 1, "base": 1, "train": 4, "convert": 4 * 3, "evaluate": 1 + 4 * 3, "report": 0},
+        **{"prepare": 1, "base": 1, "train": 2, "convert": 2 * 3, "evaluate": 1 + 2 * 3, "report": 0},
     }
-    assert [(row["runs"], row["jobs"]) for row in plan["methods"]] == [(2, 2 * 7)] * 2
+    assert [(row["runs"], row["jobs"]) for row in plan["methods"]] == [(1, 7)] * 2
     assert sum(row["jobs"] for row in [*plan["methods"], plan["shared"]]) == plan["total"]["jobs"]
     # A step's weights take their space once: a run keeps them, and its model is the same file.
     estimate = Estimate(curve, DEVICES["cpu"], None)
     whole = 4 * estimate.model.parameters
-    without = 4 * (Estimate(plain, DEVICES["cpu"], None).work("train", engine="fp32").disk + whole)
-    assert stage(plan, "train")["disk"] + stage(plan, "convert")["disk"] == pytest.approx(without + 4 * 2 * whole)
+    without = 2 * (Estimate(plain, DEVICES["cpu"], None).work("train", engine="fp32").disk + whole)
+    assert stage(plan, "train")["disk"] + stage(plan, "convert")["disk"] == pytest.approx(without + 2 * 2 * whole)
 
 
 # --- training settings as axes ---

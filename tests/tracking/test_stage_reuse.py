@@ -88,6 +88,21 @@ def test_a_run_is_the_same_where_its_settings_are_part_of_its_path(folder, other
     assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
 
 
+def test_weights_that_were_kept_along_training_are_taken_over(folder, other):
+    there = other / "runs" / RUN
+    kept = "checkpoints/0123/weights-000002"
+    (there / kept).mkdir()
+    (there / kept / "model.safetensors").write_text("weights")
+    write_json(there / "train.json", read_json(there / "train.json") | {"kept": {"2": kept}})
+    assert taken(folder)
+    run = folder / "runs" / RUN
+    assert read_json(run / "train.json")["kept"] == {"2": kept}
+    assert (run / kept / "model.safetensors").read_text() == "weights"
+    shutil.rmtree(run)
+    shutil.rmtree(there / kept)
+    assert not taken(folder)
+
+
 def test_a_run_of_another_seed_is_other_work(folder, other):
     own = RUN.replace("seed~0", "group_size~4/seed~1")
     with stage_run(folder, EXPERIMENT, "train", **(WORK | {"run": own})) as tracked:

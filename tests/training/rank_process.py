@@ -1,8 +1,8 @@
 """Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
 
 usage: rank_process.py MODEL UNTIED FOLDER; leaves FOLDER/NAME/{metrics.jsonl,checkpoints,probe,weights,continued} of
-each file NAME of config/deepspeed. UNTIED is a model whose head has a weight of its own; zero3_bf16 trains it, as it
-would one of eight billion parameters.
+each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one. UNTIED is a model
+whose head has a weight of its own; zero3_bf16 trains it, as it would one of eight billion parameters.
 """
 
 import json
@@ -74,7 +74,7 @@ def make_loop(model: Path, name: str) -> Loop:
     options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text())
     if options["zero_optimization"]["stage"] == 3:
         options["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return Loop(
+    loop = Loop(
         experiment,
         Run(method="own", engine="fp32", rho=None, seed=3),
         pd.DataFrame({"id": range(6), "answer": ["7"] * 6}),
@@ -84,6 +84,8 @@ def make_loop(model: Path, name: str) -> Loop:
         PartlyWrongEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
         ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(model)),
     )
+    loop.kept = [SETTINGS["steps"]]
+    return loop
 
 
 def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:

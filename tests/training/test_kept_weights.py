@@ -9,8 +9,9 @@ from test_loop import make_loop  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from dvp.conversion.convert import convert
+from dvp.conversion.stage import _trained
 from dvp.errors import DvpError
-from dvp.files import read_json
+from dvp.files import read_json, write_json
 from dvp.training import checkpoint
 from dvp.training.loop import run_loop
 from dvp.training.probe import PROBE
@@ -106,6 +107,12 @@ def test_weights_that_are_missing_are_no_silent_hole(make_loop, tmp_path):
     ):
         train(make_loop, tmp_path, [1])
     assert names(tmp_path) == [name for name in before if name != kept.name]
+
+
+def test_a_training_that_did_not_keep_a_step_is_named(tmp_path):
+    write_json(tmp_path / "train.json", {"checkpoint": "checkpoints/0123/step-000004", "kept": {"1": "weights"}})
+    with pytest.raises(DvpError, match=r"train.json: the weights after step 3 were not kept; train the run again"):
+        _trained(tmp_path / "train.json", 3)
 
 
 def test_an_altered_weight_is_named(make_loop, tiny_model, tmp_path):

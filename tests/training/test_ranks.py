@@ -23,6 +23,7 @@ from dvp.errors import DvpError, Stopped
 from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
+from dvp.training.probe import PROBE
 from dvp.training.weights import fingerprint
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,11 @@ def test_what_two_ranks_saved_is_converted_with_its_proof(runs, name, tiny_model
     trained, converted = (load_file(path) for path in (folder / "weights.safetensors", tmp_path / "model" / MODEL))
     assert proof["identical_weights"] == len(trained) == len(converted)
     assert all(torch.equal(converted[name], value) for name, value in trained.items())
+    kept = checkpoint.kept_weights(folder / "checkpoints", 3)
+    of_step = convert(kept, base, kept / PROBE, tmp_path / "step", temperature=1.0)
+    assert {key: of_step[key] for key in ("weights_sha256", "identical_weights")} == {
+        key: proof[key] for key in ("weights_sha256", "identical_weights")
+    }
 
 
 def test_a_run_of_two_ranks_does_not_go_on_as_one(runs, tiny_model, tmp_path):

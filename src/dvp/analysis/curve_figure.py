@@ -13,7 +13,7 @@ from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint
 
-BASELINE = {"color": "black", "linestyle": (0, (1, 1)), "linewidth": 1.4}
+BASELINE = {"color": "black", "linestyle": (0, (4, 1.5)), "linewidth": 1.4}
 
 
 def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
@@ -27,7 +27,7 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
     with mpl.rc_context(STYLE):
         figure = new_figure(10.6, 2.9 * len(shown_in) + 0.6)
         grid = figure.subplots(len(shown_in), 2, squeeze=False, sharex="col")
-        for row, (task, name, shown) in zip(grid, shown_in, strict=True):
+        for place, (row, (task, name, shown)) in enumerate(zip(grid, shown_in, strict=True)):
             own, goal = by_task[task], target(experiment, groups, task)
             for axes, by_tokens in zip(row, (False, True), strict=True):
                 for point in shown:
@@ -36,7 +36,11 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
                 axes.axhline(100 * goal, color=DARK, linewidth=0.8, linestyle=":")
                 axes.set_title(name if len(by_task) == 1 else f"{task}, {name}")
             row[0].set_ylabel(f"score on {task}, %")
-            row[1].sharey(row[0])
+            # Of a task, all panels.
+            first = grid[place - place % (len(shown_in) // len(by_task)), 0]
+            for axes in row:
+                if axes is not first:
+                    axes.sharey(first)
             row[1].tick_params(labelleft=False)
             row[1].xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: tokens_text(tokens)))
         grid[-1, 0].set_xlabel("training step (0: base model)")
@@ -65,12 +69,12 @@ def _draw_reference(axes: Axes, group: Group, by_tokens: bool) -> None:
 
 def _handles(experiment: Experiment, style: dict[GridPoint, Style], reference: GridPoint) -> list:
     looks = dict.fromkeys((look.label, look.color, look.line) for look in style.values())
-    within = experiment.report.reached_within
+    within, settings = experiment.report.reached_within, style[reference].settings
     return [
         *(handle(label, color=color, linestyle=line, linewidth=2) for label, color, line in looks),
         handle(" ", linewidth=0),
         handle("mean over seeds", color=DARK, linewidth=2, marker="o", markersize=3, linestyle="-"),
         handle("one seed", color=DARK, linewidth=0.6, alpha=0.5),
-        handle(f"reference: {style[reference].label}{style[reference].settings}".replace(", ", ",\n"), **BASELINE),
+        handle(f"reference: {style[reference].label}" + settings.replace(", ", "\n", 1), **BASELINE),
         handle(f"its final score\nminus {within:g} points", color=DARK, linewidth=0.8, linestyle=":"),
     ]

@@ -1,9 +1,12 @@
 """Steps of training that are evaluated: what may be written, what is then called how, and what depends on it."""
 
+from pathlib import Path
+
 import pytest
 from test_axes import experiment, refused
 
 from dvp.errors import DvpError
+from dvp.experiment.loading import parse_experiment
 from dvp.progress import readable
 from dvp.tracking.names import policy_params, policy_title
 
@@ -31,28 +34,41 @@ def test_by_default_only_the_last_weights_are_evaluated_and_nothing_depends_on_i
         ({"every": 4}, {12: [4, 8], 48: [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44]}),
         ({"every": 5}, {12: [5, 10], 48: [5, 10, 15, 20, 25, 30, 35, 40, 45]}),
         ({"every": 12}, {12: [], 48: [12, 24, 36]}),
+        ({"times": 4}, {12: [3, 6, 9], 48: [12, 24, 36]}),
+        ({"times": 5}, {12: [2, 5, 7, 10], 48: [10, 19, 29, 38]}),
+        ({"times": 12}, {12: [*range(1, 12)], 48: [*range(4, 48, 4)]}),
+        ({"times": 1}, {12: [], 48: []}),
     ],
 )
 def test_each_run_has_the_steps_of_its_own_length_and_its_last_is_the_run_itself(at, steps):
     made = experiment(LONG, training__steps=48, report__reference_training={"steps": 12}, evaluation__at=at)
     assert {made.training_of(point).steps: made.evaluated_steps(point) for point in made.points} == steps
+    assert parse_experiment(made.model_dump(mode="json"), Path("again.yaml")) == made
     assert [run.step for run in made.snapshots] == [step for own in steps.values() for step in own]
 
 
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ([0], "evaluation.at: expected whole steps from 1 on, found 0"),
-        ([-3], "evaluation.at: expected whole steps from 1 on, found -3"),
-        ([1.5], "evaluation.at: expected whole steps from 1 on, found 1.5"),
-        ([True], "evaluation.at: expected whole steps from 1 on, found True"),
+        ([0], "evaluation.at: expected whole numbers from 1 on, found 0"),
+        ([-3], "evaluation.at: expected whole numbers from 1 on, found -3"),
+        ([1.5], "evaluation.at: expected whole numbers from 1 on, found 1.5"),
+        ([True], "evaluation.at: expected whole numbers from 1 on, found True"),
         ([2, 1, 2], "evaluation.at: step 2 is listed twice"),
-        ([], "evaluation.at: expected a list of steps or {every: n}, found []"),
-        (3, "evaluation.at: expected a list of steps or {every: n}, found 3"),
-        ({"each": 3}, "evaluation.at: expected a list of steps or {every: n}, found {'each': 3}"),
-        ({"every": 0}, "evaluation.at: expected whole steps from 1 on, found 0"),
-        ({"every": "2"}, "evaluation.at: expected whole steps from 1 on, found '2'"),
+        ([], "evaluation.at: expected a list of steps, {every: n} or {times: n}, found []"),
+        (3, "evaluation.at: expected a list of steps, {every: n} or {times: n}, found 3"),
+        ({"each": 3}, "evaluation.at: expected a list of steps, {every: n} or {times: n}, found {'each': 3}"),
+        ({"every": 0}, "evaluation.at: expected whole numbers from 1 on, found 0"),
+        ({"every": "2"}, "evaluation.at: expected whole numbers from 1 on, found '2'"),
         ([2, 13], f"evaluation.at: step 13 is beyond the last, 12, of {PATH.replace('seed~0', 'steps~12')}"),
+        (
+            {"every": 2, "times": 3},
+            "evaluation.at: expected a list of steps, {every: n} or {times: n}, found {'every': 2, 'times': 3}",
+        ),
+        (
+            {"times": 13},
+            f"evaluation.at: 13 times are more than the steps, 12, of {PATH.replace('seed~0', 'steps~12')}",
+        ),
         ({"every": 20}, f"evaluation.at: step 20 is beyond the last, 12, of {PATH.replace('seed~0', 'steps~12')}"),
     ],
 )

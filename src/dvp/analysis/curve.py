@@ -170,8 +170,10 @@ def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None
     share = (reached / len(taken), ends.low, ends.high)
     how = f"{to}: Clopper-Pearson, {reached} of {len(taken)} seeds"
     yield statistic("reached_score", share, "fraction of runs", how)
-    never = "" if reached == len(taken) else f"; not defined, as {len(taken) - reached} of {len(taken)} never reach it"
-    of_log = f"{over}, of the logarithm{never}"
+    undefined = "; not defined, as the base model has it already" if 0 in taken else ""
+    if reached < len(taken):
+        undefined = f"; not defined, as {len(taken) - reached} of {len(taken)} never reach it"
+    of_log = f"{over}, of the logarithm{undefined}"
     numbers = over_seeds(taken, logarithmic=True)
     yield statistic("tokens_to_score", numbers, "tokens", f"sampled in training until {to}; {of_log}")
     middle = (float(np.median(taken)), math.nan, math.nan)
@@ -183,12 +185,11 @@ def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None
         if other is None or other is group:
             continue
         pairs = zip(taken, tokens_taken(other, score), strict=True)
-        # Without an end of a pair there is no ratio.
-        ratios = [a / b if math.isfinite(a) and 0 < b < math.inf else math.nan for a, b in pairs]
+        ratios = [a / b if 0 < a < math.inf and 0 < b < math.inf else math.nan for a, b in pairs]
         value, low, high = over_seeds(ratios, logarithmic=True)
         lacking = sum(map(math.isnan, ratios))
-        never = f"; not defined, as in {lacking} of {len(ratios)} a run never reaches it" if lacking else ""
-        how = f"until {to}, against {other.point.path} with the same seed; {over}, of the ratio's logarithm{never}"
+        why = f"; not defined, as in {lacking} of {len(ratios)} a run has it from the start or never" if lacking else ""
+        how = f"until {to}, against {other.point.path} with the same seed; {over}, of the ratio's logarithm{why}"
         saved = (100 * (1 - value), 100 * (1 - high), 100 * (1 - low))
         yield statistic(name, saved, "%", how, other)
 

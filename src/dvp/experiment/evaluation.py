@@ -9,23 +9,25 @@ from dvp.experiment.grid import Settings
 from dvp.strict import Name, Positive, Strict
 
 
-class Every(Strict):
-    """Steps at equal distances."""
+class Spread(Strict):
+    """Steps at equal distances: one of the two keys."""
 
-    every: Positive
+    every: Positive | None = Field(default=None, exclude_if=lambda every: every is None)
     """n: after steps n, 2n, 3n, …"""
+    times: Positive | None = Field(default=None, exclude_if=lambda times: times is None)
+    """n: so many times a run, the last of them at its last step; for runs of unequal length."""
 
 
 def _steps(value: Any) -> Any:
     """Refuse what is neither form in one line; of a union pydantic says what is wrong with each form."""
-    if isinstance(value, Every) or value is None:
+    if isinstance(value, Spread) or value is None:
         return value
-    form = isinstance(value, list) or (isinstance(value, dict) and list(value) == ["every"])
+    form = isinstance(value, list) or (isinstance(value, dict) and list(value) in (["every"], ["times"]))
     if not form or not value:
-        raise ValueError(f"expected a list of steps or {{every: n}}, found {value!r}")
+        raise ValueError(f"expected a list of steps, {{every: n}} or {{times: n}}, found {value!r}")
     for step in value if isinstance(value, list) else value.values():
         if type(step) is not int or step < 1:
-            raise ValueError(f"expected whole steps from 1 on, found {step!r}")
+            raise ValueError(f"expected whole numbers from 1 on, found {step!r}")
         if isinstance(value, list) and value.count(step) > 1:
             raise ValueError(f"step {step} is listed twice")
     return value
@@ -44,11 +46,11 @@ class EvaluationConfig(Strict):
     """Of sampling."""
     max_response_tokens: Positive
     """Longest response."""
-    at: Annotated[list[int] | Every | None, BeforeValidator(_steps)] = Field(
+    at: Annotated[list[int] | Spread | None, BeforeValidator(_steps)] = Field(
         default=None, exclude_if=lambda at: at is None
     )
-    """Steps of training that are evaluated beside the last: a list, or {every: n}. Their weights are kept: when this
-    changes, runs are trained again."""
+    """Steps of training that are evaluated beside the last: a list, {every: n} or {times: n}. Their weights are
+    kept: when this changes, runs are trained again."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
     """Of the intervals in scores.json."""
     seed: int = 0
@@ -57,16 +59,22 @@ class EvaluationConfig(Strict):
     def steps(self, last: int) -> list[int]:
         """Steps after which a run of `last` steps is evaluated, in their order, without the last one.
 
-        Raises ValueError for a step beyond the last.
+        Raises ValueError for a step beyond the last, or more times than there are steps.
         """
         if self.at is None:
             return []
-        given = [self.at.every] if isinstance(self.at, Every) else self.at
-        if max(given) > last:
-            raise ValueError(f"step {max(given)} is beyond the last, {last}")
-        return (
-            list(range(self.at.every, last, self.at.every)) if isinstance(self.at, Every) else sorted({*given} - {last})
-        )
+        if isinstance(self.at, list):
+            steps = sorted(self.at)
+        elif self.at.every is not None:
+            steps = list(range(self.at.every, max(self.at.every, last) + 1, self.at.every))
+        else:
+            times = self.at.times
+            if times > last:
+                raise ValueError(f"{times} times are more than the steps, {last}")
+            steps = [(2 * place * last + times) // (2 * times) for place in range(1, times + 1)]  # rounded
+        if steps[-1] > last:
+            raise ValueError(f"step {steps[-1]} is beyond the last, {last}")
+        return [step for step in steps if step < last]
 
 
 class ReportConfig(Strict):

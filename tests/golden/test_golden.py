@@ -35,7 +35,7 @@ from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.loading import load_experiment
 from dvp.files import sha256_json
-from dvp.measurement.gradients import Gradients
+from dvp.measurement.gradients import Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.training.backend import Policy
 from dvp.training.base import make_base
@@ -213,7 +213,8 @@ def test_bias(tiny_model):
 
     def gradient(bias: float) -> torch.Tensor:
         coefficient_B = torch.tensor([1.0, -0.5, 0.25, bias]) + 0.1 * torch.randn(4, generator=generator)
-        return gradients.of_responses(batch, coefficient_B[:, None], FixedRho(0.02))[:, 0].double()
+        parts_KBT = position_parts(batch.response_BT, [])
+        return gradients.of_responses(batch, coefficient_B[:, None], FixedRho(0.02), parts_KBT)[:, 0, 0].double()
 
     batches_nD = torch.stack([gradient(0.5) for _ in range(4)])
     reference_mD = torch.stack([gradient(0.0) for _ in range(4)])

@@ -147,12 +147,16 @@ def test_an_oracle_is_measured_and_never_trained_with(tmp_path):
 
 @pytest.mark.parametrize(
     ("bins", "message"),
-    [("[8, 4]", r"bias.position_bins: expected ascending numbers, found \[8, 4\]"), ("[8, 900]", "900 must be below")],
+    [
+        ("[]", "position_bins and norm_responses go together"),
+        ("[8, 4]", r"bias.position_bins: expected ascending numbers, found \[8, 4\]"),
+        ("[8, 900]", "900 must be below"),
+    ],
 )
 def test_bins_of_positions_that_do_not_fit_are_refused(tmp_path, bins, message):
     config = shutil.copytree(ROOT / "config", tmp_path / "config")
     own = config / "experiments" / "own.yaml"
-    own.write_text(f"name: own\nextends: smoke_evidence\nbias: {{position_bins: {bins}}}\n")
+    own.write_text(f"name: own\nextends: smoke_evidence\nbias: {{norm_responses: 4, position_bins: {bins}}}\n")
     with pytest.raises(DvpError, match=message):
         load_experiment("own", config)
 
@@ -160,7 +164,7 @@ def test_bins_of_positions_that_do_not_fit_are_refused(tmp_path, bins, message):
 def test_bins_of_positions_are_named_by_their_ends(tmp_path):
     config = shutil.copytree(ROOT / "config", tmp_path / "config")
     own = config / "experiments" / "own.yaml"
-    own.write_text("name: own\nextends: smoke_evidence\nbias: {position_bins: [1, 8]}\n")
+    own.write_text("name: own\nextends: smoke_evidence\nbias: {norm_responses: 4, position_bins: [1, 8]}\n")
     experiment = load_experiment("own", config)
     assert experiment.positions == ["1-1", "2-8", f"9-{experiment.training.max_response_tokens}"]
     assert load_experiment("estimator_bias", config).positions == []

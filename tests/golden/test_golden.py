@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import test_analysis_mismatch
+import test_analysis_variance
 import test_evidence_page
 import test_sweep
 import torch
@@ -255,6 +256,13 @@ def test_report_bias(tmp_path):
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
     check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
+
+
+def test_report_variance(tmp_path):
+    experiment = bias_experiment(**test_analysis_variance.ASKED)
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
+    check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
 
 
 def test_report_sweep(tmp_path):

@@ -38,9 +38,11 @@ EXPERIMENT = {
         "batches": 12,
         "reference_batches": 24,
         "estimators": [
-            {"method": ["rloo", "rloo_tis", "rloo_mis", "otb"]},
+            {"method": ["rloo", "rloo_tis", "rloo_mis", "otb", "otb_oracle"]},
             {"method": ["dvp", "dvp_tis"], "rho": 0.05},
         ],
+        "position_bins": [2],
+        "norm_responses": 8,
     },
 }
 
@@ -345,6 +347,20 @@ def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
         for name in ("squared_bias", "variance"):
             assert table.loc[method, name] == pytest.approx(naive[name], abs=1e-3 * naive["variance"])
     assert table.loc["dvp", "rho"] == "0.05"
+    variance = pd.read_parquet(folder / "variance.parquet").set_index(["method", "position"])
+    assert set(variance.index.get_level_values("position")) == {"all", "1-2", "3-8"}
+    for method in table.index:
+        whole = variance.loc[(method, "all")]
+        assert whole["variance"] == pytest.approx(table.loc[method, "variance"], rel=1e-6)
+        if math.isfinite(whole["variance_over_signal"]):
+            assert whole["variance_over_signal"] == pytest.approx(whole["variance"] / whole["signal"])
+    assert variance.loc[("rloo", "all"), "signal"] == pytest.approx(
+        1, abs=3 * variance.loc[("rloo", "all"), "signal_se"]
+    )
+    assert table.loc["otb_oracle", "variance"] != table.loc["otb", "variance"]
+    proxy = pd.read_parquet(folder / "proxy.parquet").set_index("position")
+    assert proxy.loc["all", "tokens"] == proxy.loc[["1-2", "3-8"], "tokens"].sum() > 8
+    assert -1 <= proxy.loc["all", "rank_correlation"] <= 1
     assert "gradients: step" in said
 
 
@@ -364,7 +380,9 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
     measurement = experiment.measurements("bias")[0]
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 0, line
-    for name in ("estimators.parquet", "jackknife.parquet"):
+    record = read_json(results / "bias" / measurement.path / "bias.json", "files")
+    assert len(record["files"]) == 5
+    for name in record["files"]:
         pd.testing.assert_frame_equal(
             pd.read_parquet(results / "bias" / measurement.path / name), pd.read_parquet(by_hand[0] / name)
         )

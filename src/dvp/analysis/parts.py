@@ -7,11 +7,15 @@ FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores and curves of the grid; mismatch and bias: the measurements at fixed policies; sweep: over ρ."""
+    """training: scores and curves of the grid; mismatch and bias: the measurements at fixed policies; sweep: over ρ.
+
+    variance: of gradients, by position, where the measurements of `bias` have it.
+    """
     asked = {
         "training": True,
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
+        "variance": bool(experiment.positions),
         "sweep": bool(swept(experiment)),
     }
     return [name for name, wanted in asked.items() if wanted]

@@ -52,7 +52,7 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
         inputs["evaluate"] = [
             directory.result("evaluate", f"{path}/{experiment.report.task}") for path in [BASE, *paths]
         ]
-    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "sweep"))):
+    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "sweep"))):
         if part in in_parts:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
     return inputs

@@ -150,12 +150,10 @@ def gradient_variance(batches_nn: torch.Tensor, reference_mm: torch.Tensor) -> d
         "signal": Jackknifed((mean / norm).item(), mean_n / norm, mean / norm_m),
     }
     own = Jackknifed(mean.item(), mean_n, norm_m[:0])
-    told = own.interval[0] > 0.0
-    ratio = Jackknifed(
-        ((power - mean) / mean).item() if told else math.nan,
-        (power_n - mean_n) / mean_n if told else torch.full_like(mean_n, math.nan),
-        torch.zeros_like(norm_m),
-    )
+    over = (power - mean) / mean if own.interval[0] > 0.0 else torch.tensor(math.nan, dtype=torch.float64)
+    over_n = (power_n - mean_n) / mean_n if own.interval[0] > 0.0 else torch.full_like(mean_n, math.nan)
+    # Nothing of the reference is in it.
+    ratio = Jackknifed(over.item(), over_n, over.expand(others))
     return measured | {"variance_over_signal": ratio}
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
@@ -250,6 +250,12 @@ class BiasConfig(_MeasurementConfig):
     norm_responses: Annotated[int, Field(ge=0)] = Field(0, exclude_if=not_)
     """Responses of the trainer's own policy, at the tokens of which OTB's proxy is held against the true norms of the
     gradients; 0 measures none."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> "BiasConfig":
+        if bool(self.position_bins) != bool(self.norm_responses):
+            raise ValueError("position_bins and norm_responses go together; give both or none")
+        return self
 
     @field_validator("position_bins")
     @classmethod

@@ -10,8 +10,10 @@ from made_up_bias import bias_experiment, write_cell
 from made_up_results import CLAIMS
 from test_analysis_bias import found, rewrite
 
+from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_variance
 from dvp.analysis.parts import parts
+from dvp.analysis.points import unpruned
 from dvp.analysis.report import make, record, write
 from dvp.analysis.variance import rloo_of
 from dvp.errors import DvpError
@@ -55,6 +57,12 @@ def test_the_counterpart_has_rloos_baseline_and_differs_in_nothing_else(experime
     expected = {"rloo": None, "dvp": None, "rloo_mis": None, "otb": "rloo", "otb_oracle": "rloo", "otb_mis": "rloo_mis"}
     expected |= {"dvp_otb": "dvp", "dvp_otb_mis": "dvp_mis"}
     assert {method: rloo_of(experiment, method) for method in expected} == expected
+
+
+def test_the_oracle_is_neither_otbs_counterpart_nor_of_its_colour(experiment):
+    colors = method_colors(experiment)
+    assert colors["otb_oracle"] != colors["otb"]
+    assert unpruned(experiment, "dvp_otb", ["otb_oracle", "otb"]) == "otb"
 
 
 def test_every_estimator_has_its_variance_at_every_position(experiment, measured):

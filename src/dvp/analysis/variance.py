@@ -141,8 +141,8 @@ def _variance_table(experiment: Experiment, measured: list[Statistic]) -> Table:
         Column("gradient_signal", None, interval(digits()), INTERVAL),
         Column("variance_over_signal", "variance / signal [95 %]", interval(digits()), INTERVAL),
         Column("over", None),
-        Column("variance_ratio", "variance, over RLOO's [95 %]", interval(digits()), INTERVAL),
-        Column("variance_over_signal_ratio", "variance / signal, over RLOO's [95 %]", interval(digits()), INTERVAL),
+        Column("variance_ratio", "variance, over RLOO's [95 %]", interval(".2f"), INTERVAL),
+        Column("variance_over_signal_ratio", "variance / signal, over RLOO's [95 %]", interval(".2f"), INTERVAL),
     ]
     title = f"{experiment.name}: variance of the policy gradient by baseline and position in the response"
     below = notes("variance_table", experiment, settings=experiment.bias, count=len(experiment.seeds))

@@ -39,7 +39,7 @@ def variance_by_baseline(experiment: Experiment, measured: list[Statistic]) -> F
             axes.grid(visible=False, axis="y")
             axes.set_xlabel("variance of one batch" if policy == policies[-1] else "")
         handles = [
-            handle("over the squared signal of the same part, |E ĝ|²", color=DARK, marker="o"),
+            handle("over the squared signal, |E ĝ|²", color=DARK, marker="o"),
             handle("over |g|², the exact gradient's", color=DARK, marker="o", mfc="white"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(engines))
@@ -56,18 +56,20 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
     known, colors, positions = lookup(measured), method_colors(experiment), experiment.positions
     names = [(method, rho or "none") for method, rho in experiment.estimators]
     with mpl.rc_context(STYLE):
-        width = 3.4 * len(experiment.bias.engines) + 2.6
-        figure = new_figure(width, 3.0 * len(experiment.bias.policies) + 0.7)
+        width = max(3.4 * len(experiment.bias.engines), 4.6)
+        figure = new_figure(width + 2.6, 3.0 * len(experiment.bias.policies) + 0.9)
         for axes, policy, engine in _panels(figure, experiment):
             for number, (method, rho) in enumerate(names):
                 where = {"policy": policy, "engine": engine, "method": method, "rho": rho}
                 shift = 0.5 * ((number + 0.5) / len(names) - 0.5)
-                every = [known(RATIO, where | {"position": position}) for position in positions]
-                line = [(place + shift, each) for place, each in enumerate(every) if each is not None]
+                line = [known(RATIO, where | {"position": position}) for position in positions]
+                places = [place + shift for place in range(len(positions))]
                 looks = {"color": colors[method], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
-                axes.plot([place for place, _ in line], [each.value for _, each in line], linewidth=0.8, **looks)
-                for place, each in line:
-                    if math.isfinite(each.low):
+                # A line ends at a bin that has no value.
+                values = [math.nan if each is None else each.value for each in line]
+                axes.plot(places, values, linewidth=0.8, **looks)
+                for place, each in zip(places, line, strict=True):
+                    if each is not None and math.isfinite(each.low):
                         ends = [max(each.low, each.value / 10), each.high]
                         axes.plot([place, place], ends, color=colors[method], linewidth=0.8, alpha=0.5)
             axes.set_yscale("log")

@@ -245,7 +245,7 @@ def bias(
     """Measure bias and variance of every estimator of the policy gradient.
 
     At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an experiment;
-    writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json. With --model and --engine: any Hugging
+    writes bias/MEASUREMENT/*.parquet and bias.json. With --model and --engine: any Hugging
     Face directory; prints the table and writes the same files to FOLDER. Run it in the repository's root.
     """
     given = [option is not None for option in (config, measurement, model, engine)]
@@ -268,14 +268,16 @@ def bias(
 
 PARTS = (
     "training: scores and curves of the grid; curve: scores along training; mismatch, bias: measurements at fixed "
-    "policies; sweep: over ρ"
+    "policies; variance: of gradients by position; sweep: over ρ"
 )
 
 
 @app.command(rich_help_panel=RESULTS)
 def report(
     config: Config,
-    part: Annotated[Literal["training", "curve", "mismatch", "bias", "sweep"], _option("PART", PARTS)] = "training",
+    part: Annotated[
+        Literal["training", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
+    ] = "training",
 ) -> None:
     """Make tables and figures.
 

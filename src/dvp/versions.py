@@ -9,11 +9,12 @@ STAGE_VERSIONS = {
     "convert": 2,
     "evaluate": 2,
     "mismatch": 1,
-    "bias": 2,
+    "bias": 3,
     "report_training": 2,
     "report_curve": 1,
     "report_mismatch": 2,
     "report_bias": 2,
+    "report_variance": 1,
     "report_sweep": 2,
     "evidence": 2,
 }

@@ -6,7 +6,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dvp.core.estimator_bias import STATISTICS, estimator_bias, inner_products
+from dvp.core.estimator_bias import (
+    STATISTICS,
+    VARIANCE_STATISTICS,
+    Jackknifed,
+    estimator_bias,
+    gradient_variance,
+    inner_products,
+)
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -31,31 +38,65 @@ def truth(method: str, rho: str | None, engine: str) -> tuple[float, float]:
     return squared_bias, variance
 
 
+def numbers(found: dict[str, Jackknifed], names: tuple[str, ...]) -> dict[str, float]:
+    row = {}
+    for name in names:
+        low, high = found[name].interval
+        row |= {name: found[name].value, f"{name}_se": found[name].se, f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
+def without_batches(found: dict[str, Jackknifed], names: tuple[str, ...], **where) -> list[pd.DataFrame]:
+    parts = []
+    for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
+        part = pd.DataFrame({name: getattr(found[name], attribute).numpy() for name in names})
+        parts.append(part.assign(**where, sample=sample, batch=range(len(part))))
+    return parts
+
+
 def write_cell(experiment: Experiment, results: Path, measurement: Measurement) -> None:
     """What the stage would have written."""
     rng = np.random.default_rng([measurement.seed, len(measurement.path)])
     noise_nD = rng.normal(size=(experiment.bias.batches, LENGTH)) / LENGTH**0.5
     g_D = np.eye(LENGTH)[0]
     y_mD = torch.tensor(g_D + rng.normal(size=(experiment.bias.reference_batches, LENGTH)) * (2 / LENGTH) ** 0.5)
-    rows, parts = [], []
+    rows, parts, variances, replicates = [], [], [], []
     for method, rho in experiment.estimators:
         squared_bias, variance = truth(method, rho, measurement.engine)
         own_nD = noise_nD + 0.2 * rng.normal(size=noise_nD.shape) / LENGTH**0.5
         x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (variance / 1.04) ** 0.5)
         found = estimator_bias(inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD))
-        row = {"method": method, "rho": rho, "label": experiment.methods[method].label}
-        for name in STATISTICS:
-            low, high = found[name].interval
-            row |= {name: found[name].value, f"{name}_se": found[name].se, f"{name}_low": low, f"{name}_high": high}
+        row = {"method": method, "rho": rho, "label": experiment.methods[method].label} | numbers(found, STATISTICS)
         empty = 3 if method.endswith("geo_rs") else 0
         row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
         rows.append(row | {"outside_safe_fraction": 0.0, "reward": 0.4})
-        for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
-            part = pd.DataFrame({name: getattr(found[name], attribute).numpy() for name in STATISTICS})
-            parts.append(part.assign(method=method, rho=rho, sample=sample, batch=range(len(part))))
+        parts += without_batches(found, STATISTICS, method=method, rho=rho)
+        # Of the coordinates a bin has its share, and so of the variance; the signal, the first of them, is the first's.
+        bins = np.array_split(np.arange(LENGTH), len(experiment.positions) or 1)
+        for position, own in [("all", np.arange(LENGTH)), *zip(experiment.positions, bins, strict=False)]:
+            part_nD = x_nD[:, own]
+            measured = gradient_variance(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
+            where = {"method": method, "rho": rho, "position": position}
+            variances.append(where | numbers(measured, VARIANCE_STATISTICS))
+            replicates += without_batches(measured, VARIANCE_STATISTICS, **where)
     folder = results / "bias" / measurement.path
     folder.mkdir(parents=True, exist_ok=True)
-    tables = {"estimators.parquet": pd.DataFrame(rows), "jackknife.parquet": pd.concat(parts, ignore_index=True)}
+    positions = ["all", *experiment.positions] if experiment.positions else []
+    proxy = pd.DataFrame(
+        {
+            "position": pd.Series(positions, dtype=object),
+            "rank_correlation": [0.9 - 0.1 * place + 0.01 * measurement.seed for place in range(len(positions))],
+            "rank_correlation_se": [0.02] * len(positions),
+            "tokens": [100] * len(positions),
+        }
+    )
+    tables = {
+        "estimators.parquet": pd.DataFrame(rows),
+        "jackknife.parquet": pd.concat(parts, ignore_index=True),
+        "variance.parquet": pd.DataFrame(variances),
+        "variance_jackknife.parquet": pd.concat(replicates, ignore_index=True),
+        "proxy.parquet": proxy,
+    }
     for name, table in tables.items():
         table.to_parquet(folder / name)
     record = {

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.core import estimator_bias as module
-from dvp.core.estimator_bias import STATISTICS, estimator_bias, inner_products, squared_norm
+from dvp.core.estimator_bias import (
+    STATISTICS,
+    VARIANCE_STATISTICS,
+    estimator_bias,
+    gradient_variance,
+    inner_products,
+    squared_norm,
+)
 from dvp.errors import DvpError
 
 
@@ -160,3 +167,85 @@ def test_the_reference_alone_gives_the_squared_norm():
     y = torch.tensor(gaussian(rng, np.ones(4), 1.0, 400))
     norm = squared_norm(inner_products(y, y))
     assert abs(norm.value - 4) < 3 * norm.se < 1
+
+
+def variance_of(part_nD, y_mD):
+    part_nD, y_mD = torch.as_tensor(part_nD), torch.as_tensor(y_mD)
+    return gradient_variance(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), n=st.integers(4, 7), m=st.integers(4, 7))
+def test_the_variance_of_a_part_and_its_jackknife_are_those_of_the_definitions(seed, n, m):
+    """(P − A)/C, A/C and (P − A)/A, one product after the other; numpy's own variance says the first again."""
+    rng = np.random.default_rng(seed)
+    g_D = rng.normal(size=6)
+    x, y = gaussian(rng, 3 * g_D, 0.5, n), gaussian(rng, g_D, 0.1 * g_D @ g_D, m)
+
+    def by_definition(x, y):
+        found = by_loops(x, y)
+        norm = math.fsum(float(a @ b) for i, a in enumerate(y) for j, b in enumerate(y) if i != j)
+        signal = math.fsum(float(a @ b) for i, a in enumerate(x) for j, b in enumerate(x) if i != j)
+        signal *= len(y) * (len(y) - 1) / (len(x) * (len(x) - 1) * norm)
+        return {
+            "variance": found["variance"],
+            "signal": signal,
+            "variance_over_signal": found["variance"] / signal,
+        }
+
+    found, expected = variance_of(x, y), by_definition(x, y)
+    assert set(found) == set(VARIANCE_STATISTICS)
+    norm = float(squared_norm(inner_products(torch.tensor(y), torch.tensor(y))).value)
+    assert found["variance"].value == pytest.approx(x.var(axis=0, ddof=1).sum() / norm)
+    without_x = [by_definition(np.delete(x, i, axis=0), y) for i in range(n)]
+    without_y = [by_definition(x, np.delete(y, k, axis=0)) for k in range(m)]
+    for name in VARIANCE_STATISTICS:
+        close = {"rtol": 1e-7, "atol": 1e-9}
+        np.testing.assert_allclose(found[name].value, expected[name], **close)
+        np.testing.assert_allclose(found[name].over_batches_n, [one[name] for one in without_x], **close)
+        spread = sum(
+            (len(part) - 1) * np.var([one[name] for one in part])
+            for part in ([without_x, without_y] if name != "variance_over_signal" else [without_x])
+        )
+        np.testing.assert_allclose(found[name].se, math.sqrt(spread), rtol=1e-6, atol=1e-9)
+
+
+def test_a_scaled_estimate_has_the_same_variance_over_signal():
+    rng = np.random.default_rng(0)
+    x, y = gaussian(rng, np.eye(9)[0], 3.0, 40), gaussian(rng, np.eye(9)[0], 1.0, 80)
+    whole, shrunken = variance_of(x, y), variance_of(0.75 * x, y)
+    assert shrunken["variance"].value == pytest.approx(0.75**2 * whole["variance"].value)
+    assert shrunken["variance_over_signal"].value == pytest.approx(whole["variance_over_signal"].value)
+    assert shrunken["variance_over_signal"].se == pytest.approx(whole["variance_over_signal"].se)
+
+
+def test_intervals_of_the_variance_over_signal_cover_the_truth():
+    rng = np.random.default_rng(2)
+    covered, values = [], []
+    for _ in range(300):
+        part = variance_of(gaussian(rng, 0.7 * np.eye(30)[1], 1.5, 40), gaussian(rng, np.eye(30)[0], 1.0, 80))
+        values.append(part["variance_over_signal"].value)
+        low, high = part["variance_over_signal"].interval
+        covered.append(low < 1.5 / 0.49 < high)
+    assert 0.88 < np.mean(covered) <= 1.0
+    assert np.median(values) == pytest.approx(1.5 / 0.49, rel=0.05)
+
+
+def test_a_part_whose_signal_may_be_zero_has_no_variance_over_it():
+    rng = np.random.default_rng(0)
+    y = gaussian(rng, np.eye(9)[0], 1.0, 80)
+    noise = variance_of(gaussian(rng, np.zeros(9), 3.0, 12), y)
+    assert math.isnan(noise["variance_over_signal"].value)
+    assert math.isnan(noise["variance_over_signal"].se)
+    assert noise["variance"].value == pytest.approx(3.0, rel=0.5)
+    nothing = variance_of(np.zeros((6, 9)), y)  # no response is that long
+    assert nothing["variance"].value == nothing["signal"].value == 0.0
+    assert math.isnan(nothing["variance_over_signal"].value)
+
+
+def test_products_of_other_shapes_are_refused():
+    square = torch.eye(5, dtype=torch.float64)
+    with pytest.raises(DvpError, match=r"expected \(n, n\) and \(m, m\), got \(4, 5\)"):
+        gradient_variance(square[:4], square)
+    with pytest.raises(DvpError, match="batches: expected at least 4, got 3"):
+        gradient_variance(square[:3, :3], square + 1)

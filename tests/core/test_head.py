@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dvp.core.head import token_statistics
+from dvp.core.head import dense_log_prob, token_statistics
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, safe_mask
 from dvp.errors import DvpError
 
@@ -502,3 +502,17 @@ def test_safe_size_is_that_of_the_safe_mask():
     expected = safe_mask(hidden @ weight.T / 2.0, FixedRho(RHO)).sum(dim=1)
     statistics = token_statistics(hidden, weight, targets, safe=FixedRho(RHO), temperature=2.0)
     assert torch.equal(statistics.safe_size, expected.float())
+
+
+@pytest.mark.parametrize("rho", [None, RHO])
+def test_log_probs_from_whole_logits_are_those_of_the_statistics_and_their_gradients_can_be_vectorised(rho):
+    hidden, weight, targets = (tensor.detach() for tensor in random_problem())
+    hidden.requires_grad_(), weight.requires_grad_()
+    expected = dense_float64(hidden.double(), weight.double(), targets, rho, 0.7)["pruned_log_prob"]
+    found = dense_log_prob(hidden, weight, targets, safe=rule(rho), temperature=0.7)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    each = [torch.autograd.grad(one, [hidden, weight], retain_graph=True) for one in expected]
+    together = torch.autograd.grad(found, [hidden, weight], torch.eye(len(found)), is_grads_batched=True)
+    for number, gradients in enumerate(each):
+        for one, several in zip(gradients, together, strict=True):
+            torch.testing.assert_close(several[number], one.float(), atol=1e-5, rtol=1e-4)

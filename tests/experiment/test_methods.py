@@ -116,7 +116,58 @@ def test_every_advantage_correction_loss_and_rule_is_in_the_catalogue_and_every_
     assert all(preset.changed(veto=None) in corrections for preset in PRESETS.values())
     rules = {used.safe_vocabulary.rule for used in methods if used.safe_vocabulary}
     assert rules == {get_args(kind.model_fields["rule"].annotation)[0] for kind in get_args(get_args(Rule)[0])}
-    assert {run.method for run in experiment.runs} == set(experiment.methods) - {"otb_mass"}
+    trained = {name for name, used in experiment.methods.items() if not used.true_norms}
+    assert {run.method for run in experiment.runs} == trained - {"otb_mass"}
+
+
+def test_every_correction_of_otb_is_there_with_and_without_dvp():
+    methods = load_experiment("smoke_methods", ROOT / "config").methods
+    for pruned, start in ((False, "otb"), (True, "dvp_otb")):
+        for correction in ("", "_tis", "_mis"):
+            used, alike = methods[start + correction], methods[("dvp" if pruned else "rloo") + correction]
+            assert used.advantage == "otb"
+            assert (used.safe_vocabulary, used.importance, used.loss) == (
+                alike.safe_vocabulary,
+                alike.importance,
+                alike.loss,
+            )
+
+
+def test_an_oracle_is_measured_and_never_trained_with(tmp_path):
+    with pytest.raises(ValidationError, match="true_norms: advantage rloo weighs no tokens; otb, otb_leave_one_out do"):
+        method(advantage="rloo", true_norms=True)
+    config = shutil.copytree(ROOT / "config", tmp_path / "config")
+    (config / "experiments" / "own.yaml").write_text(
+        "name: own\nextends: smoke\ngrid:\n  - {method: [rloo, otb_oracle], engine: fp32}\n"
+    )
+    message = r"own.yaml: grid\[0\]: method 'otb_oracle' needs the true norms of gradients, which only bias.estimators"
+    with pytest.raises(DvpError, match=message):
+        load_experiment("own", config)
+
+
+@pytest.mark.parametrize(
+    ("bins", "message"),
+    [
+        ("[]", "position_bins and norm_responses go together"),
+        ("[8, 4]", r"bias.position_bins: expected ascending numbers, found \[8, 4\]"),
+        ("[8, 900]", "900 must be below"),
+    ],
+)
+def test_bins_of_positions_that_do_not_fit_are_refused(tmp_path, bins, message):
+    config = shutil.copytree(ROOT / "config", tmp_path / "config")
+    own = config / "experiments" / "own.yaml"
+    own.write_text(f"name: own\nextends: smoke_evidence\nbias: {{norm_responses: 4, position_bins: {bins}}}\n")
+    with pytest.raises(DvpError, match=message):
+        load_experiment("own", config)
+
+
+def test_bins_of_positions_are_named_by_their_ends(tmp_path):
+    config = shutil.copytree(ROOT / "config", tmp_path / "config")
+    own = config / "experiments" / "own.yaml"
+    own.write_text("name: own\nextends: smoke_evidence\nbias: {norm_responses: 4, position_bins: [1, 8]}\n")
+    experiment = load_experiment("own", config)
+    assert experiment.positions == ["1-1", "2-8", f"9-{experiment.training.max_response_tokens}"]
+    assert load_experiment("estimator_bias", config).positions == []
 
 
 # --- the recipes ---

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import test_analysis_mismatch
+import test_analysis_variance
 import test_evidence_page
 import test_sweep
 import torch
@@ -35,7 +36,7 @@ from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.loading import load_experiment
 from dvp.files import sha256_json
-from dvp.measurement.gradients import Gradients
+from dvp.measurement.gradients import Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.training.backend import Policy
 from dvp.training.base import make_base
@@ -213,7 +214,8 @@ def test_bias(tiny_model):
 
     def gradient(bias: float) -> torch.Tensor:
         coefficient_B = torch.tensor([1.0, -0.5, 0.25, bias]) + 0.1 * torch.randn(4, generator=generator)
-        return gradients.of_responses(batch, coefficient_B[:, None], FixedRho(0.02))[:, 0].double()
+        parts_KBT = position_parts(batch.response_BT, [])
+        return gradients.of_responses(batch, coefficient_B[:, None], FixedRho(0.02), parts_KBT)[:, 0, 0].double()
 
     batches_nD = torch.stack([gradient(0.5) for _ in range(4)])
     reference_mD = torch.stack([gradient(0.0) for _ in range(4)])
@@ -260,6 +262,13 @@ def test_report_bias(tmp_path):
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
     check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
+
+
+def test_report_variance(tmp_path):
+    experiment = bias_experiment(**test_analysis_variance.ASKED)
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
+    check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
 
 
 def test_report_sweep(tmp_path):

@@ -19,7 +19,7 @@ from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
 from dvp.measurement import gradients as module
-from dvp.measurement.gradients import Estimator, Gradients
+from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
 from dvp.training.backend import Policy
 
@@ -38,9 +38,11 @@ EXPERIMENT = {
         "batches": 12,
         "reference_batches": 24,
         "estimators": [
-            {"method": ["rloo", "rloo_tis", "rloo_mis", "otb"]},
+            {"method": ["rloo", "rloo_tis", "rloo_mis", "otb", "otb_oracle"]},
             {"method": ["dvp", "dvp_tis"], "rho": 0.05},
         ],
+        "position_bins": [2],
+        "norm_responses": 8,
     },
 }
 
@@ -56,6 +58,10 @@ def batch():
     prompts = [[20, 30, 40], [20, 30, 40], [50, 60, 70, 80, 90], [50, 60, 70, 80, 90]]
     responses = [torch.randint(400, (length,), generator=generator).tolist() for length in (4, 7, 1, 5)]
     return Batch.collate(prompts, responses, 1)
+
+
+def parts_of(batch, bins=()):
+    return position_parts(batch.response_BT, bins)
 
 
 def dense_gradient(model_dir, batch, coefficient_BT, rho, temperature):
@@ -77,8 +83,8 @@ def test_gradients_of_responses_are_those_of_autograd(tiny_model, policy, batch,
     safe = None if rho is None else FixedRho(rho)
     gradients = Gradients(policy, temperature=0.8, tokens=48, seed=0)
     coefficient_BE = torch.tensor([[1.0, 0.5], [0.0, -2.0], [3.0, 0.0], [0.0, 0.25]])
-    found_ED = gradients.of_responses(batch, coefficient_BE, safe)
-    for column, found_D in enumerate(found_ED):
+    found_EKD = gradients.of_responses(batch, coefficient_BE, safe, parts_of(batch))
+    for column, (found_D,) in enumerate(found_EKD):
         coefficient_BT = coefficient_BE[:, column, None] * batch.response_BT
         expected_D, used_BT = dense_gradient(tiny_model, batch, coefficient_BT, rho, 0.8)
         assert (used_BT != batch.response_BT[:, 1:]).any() == (rho is not None)
@@ -92,28 +98,93 @@ def test_gradients_of_token_weights_are_those_of_autograd(tiny_model, policy, ba
     in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
     coefficient_BT = torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(1)) * in_safe_BT
     coefficient_BT[2] = 0  # a response that was rejected
-    found_D = gradients.of_batch(batch, coefficient_BT, safe)
+    (found_D,) = gradients.of_batch(batch, coefficient_BT, safe, parts_of(batch))
     expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT, rho, 1.0)
     torch.testing.assert_close(found_D.double(), expected_D, rtol=1e-3, atol=1e-4 * expected_D.abs().max().item())
 
 
 def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, batch):
     gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
-    assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None).any()
-    assert not gradients.of_responses(batch, torch.zeros(4, 2), None).any()
+    assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None, parts_of(batch)).any()
+    assert not gradients.of_responses(batch, torch.zeros(4, 2), None, parts_of(batch)).any()
 
 
 def test_a_long_gradient_is_sketched_after_it_was_made(policy, batch, monkeypatch):
     coefficient_BT = batch.response_BT.float()
-    whole = Gradients(policy, temperature=1.0, tokens=64, seed=5).of_batch(batch, coefficient_BT, None)
+    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=5)
+    (whole,) = gradients.of_batch(batch, coefficient_BT, None, parts_of(batch))
     monkeypatch.setattr(module, "BUCKETS", 2**12)
     gradients = Gradients(policy, temperature=1.0, tokens=64, seed=5)
     assert not gradients.sketch.exact
-    short = gradients.of_batch(batch, coefficient_BT, None)
+    (short,) = gradients.of_batch(batch, coefficient_BT, None, parts_of(batch))
     assert len(short) == 2**12
     assert (short @ short).item() == pytest.approx((whole @ whole).item(), rel=0.15)
     sizes = [one.numel() for one in policy.parameters()]
     torch.testing.assert_close(short, gradients.sketch(whole.split(sizes)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rho", [None, 0.02])
+def test_parts_by_position_are_the_gradients_of_their_tokens_and_sum_to_the_whole(tiny_model, policy, batch, rho):
+    """Lengths 4, 7, 1 and 5: the bins 1–2, 3–5 and 6 on. One response's third token is a tool's, and has no number."""
+    safe = None if rho is None else FixedRho(rho)
+    batch.response_BT[1, 5] = False
+    parts_KBT = parts_of(batch, [2, 5])
+    assert torch.equal(parts_KBT.sum(dim=0), batch.response_BT.long())
+    assert parts_KBT.sum(dim=2).tolist() == [[2, 2, 1, 2], [2, 3, 0, 3], [0, 1, 0, 0]]
+    assert parts_KBT[1, 1].nonzero()[:, 0].tolist() == [6, 7, 8]
+
+    gradients = Gradients(policy, temperature=0.8, tokens=32, seed=0)
+    in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
+    coefficient_B1 = torch.tensor([[0.5], [-2.0], [3.0], [0.0]])
+    coefficient_BT = coefficient_B1 * batch.response_BT * in_safe_BT
+    by_batch_KD = gradients.of_batch(batch, coefficient_BT, safe, parts_KBT)
+    (by_response_KD,) = gradients.of_responses(batch, coefficient_B1, safe, parts_KBT)
+    for part_BT, *found in zip(parts_KBT, by_batch_KD, by_response_KD, strict=True):
+        expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT * part_BT, rho, 0.8)
+        for found_D in found:
+            close = {"rtol": 1e-3, "atol": 1e-4 * coefficient_BT.abs().max().item()}
+            torch.testing.assert_close(found_D.double(), expected_D, **close)
+    (whole_D,) = gradients.of_batch(batch, coefficient_BT, safe, parts_of(batch))
+    torch.testing.assert_close(by_batch_KD.sum(dim=0), whole_D, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("rho", [None, 0.02])
+def test_true_norms_are_those_of_autograd_token_by_token(tiny_model, policy, batch, rho, monkeypatch):
+    """In float64 from whole logits, a backward pass a token; 0 outside V_S, and where the model did not write."""
+    monkeypatch.setattr(module, "NORM_ELEMENTS", 3 * sum(each.numel() for each in policy.parameters()))
+    safe = None if rho is None else FixedRho(rho)
+    batch.response_BT[1, 5] = False
+    found_BT = Gradients(policy, temperature=0.8, tokens=48, seed=0).squared_norms(batch, safe)
+    assert not found_BT[~batch.response_BT].any()
+    for row, column in batch.response_BT.nonzero().tolist():
+        only_BT = torch.zeros(batch.tokens_BT.shape)
+        only_BT[row, column] = 1.0
+        expected_D, used_BT = dense_gradient(tiny_model, batch, only_BT, rho, 0.8)
+        expected = expected_D.square().sum().item() if used_BT[row, column - 1] else 0.0
+        assert found_BT[row, column].item() == pytest.approx(expected, rel=1e-3)
+    outside = (found_BT == 0) & batch.response_BT
+    assert outside.any() == (rho is not None)
+
+
+def test_the_oracle_weighs_tokens_by_their_true_norms(root, tmp_path, policy, batch):
+    """Its coefficients are those of OTB with the norms as w, and others than OTB's."""
+    experiment = small_experiment(root, tmp_path)
+    oracle, otb = Estimator(experiment, "otb_oracle", None), Estimator(experiment, "otb", None)
+    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=0)
+    statistics, norm_BT = gradients.score(batch, None), gradients.squared_norms(batch, None)
+    infer_BT = statistics["log_prob"] * batch.response_BT
+    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    found_BT = oracle.update(rollout, statistics, norm_BT).advantage_BT
+    lengths, rewards = batch.response_BT.sum(dim=1).tolist(), rollout.rewards_B.tolist()
+    energy = [norm_BT[row][batch.response_BT[row]].double().cumsum(0) for row in range(4)]
+    for row, length in enumerate(lengths):
+        for k in range(length):
+            alive = [other for other in range(4) if lengths[other] > k]
+            total = sum(energy[other][k].item() for other in alive)
+            baseline = sum(rewards[other] * energy[other][k].item() for other in alive) / total
+            expected = rewards[row] - (baseline if len(alive) > 1 else 0.0)
+            assert found_BT[row][batch.response_BT[row]][k].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert not torch.allclose(found_BT, otb.update(rollout, statistics, norm_BT).advantage_BT, atol=1e-3)
 
 
 def small_experiment(root, folder):
@@ -276,6 +347,20 @@ def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
         for name in ("squared_bias", "variance"):
             assert table.loc[method, name] == pytest.approx(naive[name], abs=1e-3 * naive["variance"])
     assert table.loc["dvp", "rho"] == "0.05"
+    variance = pd.read_parquet(folder / "variance.parquet").set_index(["method", "position"])
+    assert set(variance.index.get_level_values("position")) == {"all", "1-2", "3-8"}
+    for method in table.index:
+        whole = variance.loc[(method, "all")]
+        assert whole["variance"] == pytest.approx(table.loc[method, "variance"], rel=1e-6)
+        if math.isfinite(whole["variance_over_signal"]):
+            assert whole["variance_over_signal"] == pytest.approx(whole["variance"] / whole["signal"])
+    assert variance.loc[("rloo", "all"), "signal"] == pytest.approx(
+        1, abs=3 * variance.loc[("rloo", "all"), "signal_se"]
+    )
+    assert table.loc["otb_oracle", "variance"] != table.loc["otb", "variance"]
+    proxy = pd.read_parquet(folder / "proxy.parquet").set_index("position")
+    assert proxy.loc["all", "tokens"] == proxy.loc[["1-2", "3-8"], "tokens"].sum() > 8
+    assert -1 <= proxy.loc["all", "rank_correlation"] <= 1
     assert "gradients: step" in said
 
 
@@ -295,7 +380,9 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
     measurement = experiment.measurements("bias")[0]
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 0, line
-    for name in ("estimators.parquet", "jackknife.parquet"):
+    record = read_json(results / "bias" / measurement.path / "bias.json", "files")
+    assert len(record["files"]) == 5
+    for name in record["files"]:
         pd.testing.assert_frame_equal(
             pd.read_parquet(results / "bias" / measurement.path / name), pd.read_parquet(by_hand[0] / name)
         )

@@ -56,7 +56,7 @@ def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(c
 
 def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, answered):
     found = lineage(copy.results, answered["tracking_key"])
-    parts = {"report_training", "report_mismatch", "report_bias", "report_sweep"}
+    parts = {"report_training", "report_mismatch", "report_bias", "report_variance", "report_sweep"}
     assert set(found) == {"prepare", "base", "train", "convert", "evaluate", "mismatch", "bias", "evidence"} | parts
     [run_id] = found["evidence"]
     run = MlflowClient(tracking_uri=store_uri(copy.results)).get_run(run_id)
@@ -67,9 +67,19 @@ def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, an
 
 def test_tables_and_figures_of_every_part_are_there_and_in_the_report(copy):
     folder = copy.results / NAME
-    for name in ("main_table", "mismatch_table", "engines_table", "safe_sets_table", "bias_table"):
+    tables = (
+        "main_table",
+        "mismatch_table",
+        "engines_table",
+        "safe_sets_table",
+        "bias_table",
+        "variance_table",
+        "proxy_table",
+    )
+    for name in tables:
         assert len(pd.read_csv(folder / f"tables/{name}.csv")) > 0
     figures = ("bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets", "bias_variance", "rho_sweep")
+    figures += ("variance_by_baseline", "variance_by_position")
     for name in figures:
         assert (folder / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
     report = (copy.results / "evidence/report.html").read_text()
@@ -86,7 +96,8 @@ def test_a_second_run_has_nothing_to_do_and_a_changed_line_measures_what_depends
     assert "Nothing to be done" in copy.snakemake("evidence").stdout
     path = copy.folder / f"config/experiments/{NAME}.yaml"
     original = path.read_text()
-    reports = {"resolve", "report_training", "report_mismatch", "report_bias", "report_sweep", "evidence"}
+    reports = {"resolve", "report_training", "report_mismatch", "report_bias", "report_variance", "report_sweep"}
+    reports |= {"evidence"}
     for change, expected in [
         (lambda value: value["bias"].update(engines=["coarse", "bf16"]), {"bias"}),
         (lambda value: value["mismatch"].update(rhos=[0.5, 0.2]), {"mismatch"}),

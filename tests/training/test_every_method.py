@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.experiment.loading import load_experiment
-from dvp.measurement.gradients import Estimator, Gradients
+from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop
 from dvp.training.responses import ResponseRecorder
@@ -69,7 +69,8 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
     assert torch.equal(coefficient_BT, loop.prepare(rollout, statistics).coefficients())
     gradients = Gradients(trainer.policy, temperature=1.0, tokens=64, seed=0)
     assert gradients.sketch.exact
-    expected = gradients.of_batch(rollout.batch, coefficient_BT, loop.safe.trainer).norm().item()
+    whole_1BT = position_parts(rollout.batch.response_BT, [])
+    expected = gradients.of_batch(rollout.batch, coefficient_BT, loop.safe.trainer, whole_1BT).norm().item()
     metrics = loop._optimise(rollout, statistics)
     if metrics is None:
         assert expected == 0

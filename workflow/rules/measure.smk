@@ -39,6 +39,9 @@ rule bias:
             "bias.json",
             "estimators.parquet",
             "jackknife.parquet",
+            "variance.parquet",
+            "variance_jackknife.parquet",
+            "proxy.parquet",
         ),
     log:
         f"{LOGS}/bias/{{measurement}}.log",

@@ -219,6 +219,60 @@ rule report_bias:
         "dvp report --config {input.config:q} --part bias 2>&1 | tee {log:q}"
 
 
+rule report_variance:
+    input:
+        config=rules.resolve.output,
+        measurements=all_of(rules.bias),
+    output:
+        f"{RESULTS}/report/variance.json",
+        expand(
+            f"{RESULTS}/tables/{{table}}.{{suffix}}",
+            table=["variance_table", "proxy_table"],
+            suffix=["csv", "md", "tex"],
+            allow_missing=True,
+        ),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["variance_by_baseline", "variance_by_position"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/variance_table.html",
+            caption="../report/variance_table.rst",
+            category="{experiment}",
+            labels={"show": "Variance of the gradient"},
+        ),
+        report(
+            f"{RESULTS}/tables/proxy_table.html",
+            caption="../report/proxy_table.rst",
+            category="{experiment}",
+            labels={"show": "OTB's proxy against true norms"},
+        ),
+        report(
+            f"{RESULTS}/figures/variance_by_baseline.svg",
+            caption="../report/variance_by_baseline.rst",
+            category="{experiment}",
+            labels={"show": "Variance by baseline"},
+        ),
+        report(
+            f"{RESULTS}/figures/variance_by_position.svg",
+            caption="../report/variance_by_position.rst",
+            category="{experiment}",
+            labels={"show": "Variance by position"},
+        ),
+    log:
+        f"{LOGS}/report-variance.log",
+    benchmark:
+        f"{BENCHMARKS}/report_variance.tsv"
+    params:
+        config_hash=config_hash("report"),
+        version=STAGE_VERSIONS["report_variance"],
+    message:
+        "drawing the variance of gradients of {wildcards.experiment}"
+    shell:
+        "dvp report --config {input.config:q} --part variance 2>&1 | tee {log:q}"
+
+
 rule report_sweep:
     input:
         config=rules.resolve.output,

@@ -1,7 +1,7 @@
 """Bias and variance of the gradient estimators: the stage `bias`, pooled over seeds, as statistics and table."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -43,7 +43,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
         rows = estimators.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name in ESTIMATED:
-            numbers = _over_seeds(rows[name], rows[f"{name}_se"])
+            numbers = over_seeds(rows[name], rows[f"{name}_se"])
             if math.isfinite(numbers[0]):
                 yield Statistic(name, where, *numbers, _UNITS[name], spread, sources)
         if partner is None:
@@ -52,11 +52,11 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
         for name in CHANGES:
             values = [rows.loc[seed, name] - estimators.loc[(*other, seed), name] for seed in experiment.seeds]
             errors = [
-                _jackknife_error(jackknife.loc[(*key, seed)], jackknife.loc[(*other, seed)], name)
+                jackknife_error(jackknife.loc[(*key, seed)], jackknife.loc[(*other, seed)], name)
                 for seed in experiment.seeds
             ]
             how = f"{spread}; paired with {partner}, the same seeds of the sampler"
-            yield Statistic(f"{name}_change", where, *_over_seeds(values, errors), _UNITS[name], how, sources)
+            yield Statistic(f"{name}_change", where, *over_seeds(values, errors), _UNITS[name], how, sources)
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
@@ -78,14 +78,15 @@ def partner_of(experiment: Experiment, method: str) -> str | None:
     return unpruned(experiment, method, (name for name, _ in experiment.estimators))
 
 
-def _jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
+def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
     """Standard error of a difference, by the jackknife over what both share."""
     batches = ["sample", "batch"]
     differences = own.set_index(batches)[name] - other.set_index(batches)[name]
     return math.sqrt(sum((len(part) - 1) * part.var(ddof=0) for _, part in differences.groupby("sample")))
 
 
-def _over_seeds(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
+def over_seeds(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and normal interval, from the larger of the mean squared error and the variance between seeds."""
     within, count = float(np.mean(np.square(errors))), len(values)
     between = float(np.var(values, ddof=1)) if count > 1 else 0.0
     value = float(np.mean(values))
@@ -96,7 +97,7 @@ def _over_seeds(values: Sequence[float], errors: Sequence[float]) -> tuple[float
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def _digits(sign: str = "") -> object:
+def digits(sign: str = "") -> Callable[[float], str]:
     """Two digits, or whole numbers; no exponent above 10."""
     return lambda value: f"{value:{sign}.0f}" if abs(value) >= 10 else f"{value:{sign}.2g}"
 
@@ -136,9 +137,9 @@ def bias_table(experiment: Experiment, loaded: Bias, found: list[Statistic]) -> 
         Column("policy", None),
         Column("policy_label", "policy" if several else None, shown_only=True),
         Column("seeds", None),
-        *(Column(name, heading, interval(_digits()), INTERVAL) for name, heading in _HEADINGS.items()),
-        Column("squared_bias_change", "bias² change [95 %]", interval(_digits("+")), INTERVAL),
-        Column("variance_change", "variance change [95 %]", interval(_digits("+")), INTERVAL),
+        *(Column(name, heading, interval(digits()), INTERVAL) for name, heading in _HEADINGS.items()),
+        Column("squared_bias_change", "bias² change [95 %]", interval(digits("+")), INTERVAL),
+        Column("variance_change", "variance change [95 %]", interval(digits("+")), INTERVAL),
         *(Column(name, "kept (%)" if name == "kept_fraction" else None, number(".0f", 100)) for name in KEPT),
         Column("batches", None),
         Column("empty_batches", None),
@@ -154,14 +155,14 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
 
     def cell(row: dict, name: str) -> str:
         numbers = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
-        return interval(_digits())(Statistic(name, {}, *numbers, "", "", ()))
+        return interval(digits())(Statistic(name, {}, *numbers, "", "", ()))
 
     rows = [
         [
             row["label"],
             EMPTY if pd.isna(row["rho"]) else rho_text(row["rho"]),
             *(cell(row, name) for name in ("squared_bias", "cosine", "variance")),
-            number(_digits())(row["mse"]),
+            number(digits())(row["mse"]),
             f"{100 * row['kept_fraction']:.0f}",
             str(row["empty_batches"]),
         ]

@@ -2,7 +2,7 @@
 
 A file that is missing, altered, of another version of the experiment or of another form is refused in one line that
 names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_curve`,
-`load_mismatch` and `load_bias`, and reads nothing else.
+`load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
 
 Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
 stage's JSON file, relative to the experiment's folder `results` (results/E).
@@ -21,7 +21,7 @@ from pandera.errors import SchemaError, SchemaErrorReason
 from dvp.analysis.points import BASE, grid_points
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Measurement, Run
+from dvp.experiment.grid import WHOLE, Measurement, Run
 from dvp.files import read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
@@ -69,6 +69,21 @@ _ESTIMATORS = _schema(
 )
 _JACKKNIFE = _schema(
     _columns(str, "method rho sample"), _columns(int, "batch"), _columns(float, " ".join(CHANGES), nullable=True)
+)
+_VARIANCE = _schema(
+    _columns(str, "method rho position"),
+    _columns(float, "variance variance_se signal signal_se", _finite),
+    _columns(float, "variance_over_signal variance_over_signal_se", nullable=True),  # may be undefined
+)
+_VARIANCE_JACKKNIFE = _schema(
+    _columns(str, "method rho position sample"),
+    _columns(int, "batch"),
+    _columns(float, "variance variance_over_signal", nullable=True),
+)
+_PROXY = _schema(
+    _columns(str, "position"),
+    _columns(float, "rank_correlation rank_correlation_se", nullable=True),
+    _columns(int, "tokens"),
 )
 # Of a mismatch measurement: sums over pairs or positions, by problem.
 _BY_SOURCE = _columns(str, "problem source")
@@ -146,6 +161,18 @@ class Bias:
     estimators: pd.DataFrame
     jackknife: pd.DataFrame
     """Values without a batch: of `sample` (engine or reference) and `batch`, CHANGES."""
+    files: Origins
+
+
+@dataclass
+class Variance:
+    """Of the stage `bias` what it says of positions in the response, with policy, engine and seed; rho is `none` where
+    there is none, position `all` or a bin."""
+
+    variance: pd.DataFrame
+    jackknife: pd.DataFrame
+    """Values without a batch: of `sample` (engine or reference) and `batch`, variance and variance_over_signal."""
+    proxy: pd.DataFrame
     files: Origins
 
 
@@ -238,6 +265,25 @@ def load_bias(experiment: Experiment, results: Path) -> Bias:
                 raise DvpError(f"{where}: method, rho: not the experiment's estimators in their order")
             frames[name].append(frame.assign(source=path.relative_to(results).as_posix(), **key))
     return Bias(_joined(frames["estimators"]), _joined(frames["jackknife"]), reader.files)
+
+
+def load_variance(experiment: Experiment, results: Path) -> Variance:
+    """What every measurement of the stage `bias` says of positions. Raises DvpError."""
+    reader = _Reader(experiment, results)
+    schemas = {"variance": _VARIANCE, "variance_jackknife": _VARIANCE_JACKKNIFE, "proxy": _PROXY}
+    frames: dict[str, list[pd.DataFrame]] = {name: [] for name in schemas}
+    positions = [WHOLE, *experiment.positions]
+    estimated = [(method, rho or "none", position) for method, rho in experiment.estimators for position in positions]
+    for measurement in experiment.measurements("bias"):
+        key, path, read = reader.measurement("bias", measurement, schemas)
+        for name, frame in read.items():
+            columns = ["position"] if name == "proxy" else ["method", "rho", "position"]
+            rows = list(dict.fromkeys(frame[columns].itertuples(index=False, name=None)))
+            if rows != ([(position,) for position in positions] if name == "proxy" else estimated):
+                where = path.with_name(f"{name}.parquet")
+                raise DvpError(f"{where}: {', '.join(columns)}: not those of the experiment in their order")
+            frames[name].append(frame.assign(source=path.relative_to(results).as_posix(), **key))
+    return Variance(*(_joined(parts) for parts in frames.values()), reader.files)
 
 
 def evaluation_path(run: Run | None, task: str) -> str:

@@ -7,12 +7,16 @@ FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores of the grid; curve: along training; mismatch, bias: at fixed policies; sweep: over ρ."""
+    """training: scores of the grid; curve: along training; mismatch, bias: at fixed policies; sweep: over ρ.
+
+    variance: of gradients, by position, where the measurements of `bias` have it.
+    """
     asked = {
         "training": True,
         "curve": bool(experiment.snapshots),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
+        "variance": bool(experiment.positions),
         "sweep": bool(swept(experiment)),
     }
     return [name for name, wanted in asked.items() if wanted]

@@ -28,8 +28,8 @@ def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str |
         return None
     for name in among:
         other = experiment.methods[name]
-        same = (other.advantage, other.importance, other.loss) == (own.advantage, own.importance, own.loss)
-        if other.safe_vocabulary is None and same:
+        same = ("advantage", "importance", "loss", "true_norms")
+        if other.safe_vocabulary is None and all(getattr(other, key) == getattr(own, key) for key in same):
             return name
     return None
 

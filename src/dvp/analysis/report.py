@@ -5,12 +5,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis import bias, curve, figures, mismatch, mismatch_figures, sweep, training, training_figures
+from dvp.analysis import (
+    bias,
+    curve,
+    figures,
+    mismatch,
+    mismatch_figures,
+    sweep,
+    training,
+    training_figures,
+    variance,
+    variance_figures,
+)
 from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.claims import CLAIMS, claim, load_claims
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import load_bias, load_curve, load_mismatch, load_training
+from dvp.analysis.load import load_bias, load_curve, load_mismatch, load_training, load_variance
 from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
 from dvp.experiment.config import Experiment
@@ -29,8 +40,15 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
     """
-    make_part = {"training": _training, "curve": _curve, "mismatch": _mismatch, "bias": _bias, "sweep": _sweep}[part]
-    return make_part(experiment, results, claims)
+    makers = {
+        "training": _training,
+        "curve": _curve,
+        "mismatch": _mismatch,
+        "bias": _bias,
+        "variance": _variance,
+        "sweep": _sweep,
+    }
+    return makers[part](experiment, results, claims)
 
 
 def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
@@ -68,6 +86,16 @@ def _bias(experiment: Experiment, results: Path, claims: Path) -> Part:
     statistics = bias.statistics(experiment, loaded)
     tables = {"bias_table": bias.bias_table(experiment, loaded, statistics)}
     return Part(statistics, tables, {"bias_variance": bias_variance(experiment, statistics)}, loaded.files)
+
+
+def _variance(experiment: Experiment, results: Path, claims: Path) -> Part:
+    loaded = load_variance(experiment, results)
+    statistics = variance.statistics(experiment, loaded)
+    drawn = {
+        "variance_by_baseline": variance_figures.variance_by_baseline(experiment, statistics),
+        "variance_by_position": variance_figures.variance_by_position(experiment, statistics),
+    }
+    return Part(statistics, variance.tables(experiment, loaded, statistics), drawn, loaded.files)
 
 
 def _sweep(experiment: Experiment, results: Path, claims: Path) -> Part:

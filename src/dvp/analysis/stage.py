@@ -55,7 +55,7 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
         inputs["evaluate"] = [
             directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
         ]
-    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "sweep"))):
+    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "sweep"))):
         if part in in_parts:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
     return inputs

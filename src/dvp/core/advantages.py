@@ -55,7 +55,8 @@ class Responses:
     group_size: int
     """G ≥ 1."""
     proxy_BT: torch.Tensor
-    """w_t of `optimal_token_proxy`; any value, NaN too, where mask_BT is False."""
+    """w_t of `optimal_token_proxy`, or what it stands for: a token's true squared gradient norm. Any value, NaN too,
+    where mask_BT is False."""
     ratio_BT: torch.Tensor
     """The importance weights r_t that the loss applies, which enter W as squares; ones when there is no correction.
     Any value, NaN too, where mask_BT is False."""

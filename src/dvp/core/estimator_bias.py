@@ -9,6 +9,13 @@ With A = |E x|², B = ⟨E x, g⟩, C = |g|² and P = E|x|²:
     variance      (P − A) / C         E|ĝ − E ĝ|² / |g|² of one batch: the trace of the covariance
     mse           (P − 2B + C) / C    their sum, E|ĝ − g|² / |g|²
 
+What part of the gradient comes from some of the tokens alone has statistics of its own (`gradient_variance`). With A
+and P of that part, and C of the whole gradient:
+
+    variance              (P − A) / C
+    signal                A / C
+    variance_over_signal  (P − A) / A    which a baseline does not change by scaling the estimate
+
 A, B and C are U-statistics (products of different batches only), hence unbiased, numerators with them: where the bias
 is 0 the estimate of its square is negative half of the time. A plain |x̄ − ȳ|² would have the noise of both means in it.
 Where the bias is near 0 the jackknife's standard error of its square is too large, by up to √2 (the U-statistic is then
@@ -25,6 +32,7 @@ import torch
 from dvp.errors import DvpError
 
 STATISTICS = ("squared_bias", "cosine", "variance", "mse")
+VARIANCE_STATISTICS = ("variance", "signal", "variance_over_signal")
 NORMAL_95 = 1.959964
 FEWEST = 4  # batches: deleting one leaves enough for products of different ones and a spread
 COLUMNS = 2**16  # coordinates that are widened to float64 at once
@@ -104,8 +112,7 @@ def estimator_bias(
     cross = total / cross_nm.numel()
     cross_n = (total - cross_nm.sum(dim=1)) / ((count - 1) * others)
     cross_m = (total - cross_nm.sum(dim=0)) / (count * (others - 1))
-    power = batches_nn.trace() / count
-    power_n = (batches_nn.trace() - batches_nn.diagonal()) / (count - 1)
+    power, power_n = _power(batches_nn)
     values = _statistics(mean, cross, norm, power)
     over_batches = _statistics(mean_n, cross_n, norm, power_n)
     over_reference = _statistics(mean, cross_m, norm_m, power)
@@ -113,6 +120,41 @@ def estimator_bias(
         name: Jackknifed(values[name].item(), over_batches[name].expand(count), over_reference[name].expand(others))
         for name in STATISTICS
     }
+
+
+def gradient_variance(batches_nn: torch.Tensor, reference_mm: torch.Tensor) -> dict[str, Jackknifed]:
+    """Each of VARIANCE_STATISTICS, of estimates of the gradient or of a part of it.
+
+    variance_over_signal is NaN where the 95 % interval of the squared signal holds 0: nothing can be given relative to
+    it.
+
+    Args:
+        batches_nn: ⟨x_i, x_j⟩ of the part, float64.
+        reference_mm: ⟨y_k, y_l⟩ of the whole gradient.
+
+    Raises:
+        DvpError: as `estimator_bias`.
+    """
+    count, others = len(batches_nn), len(reference_mm)
+    if batches_nn.shape != (count, count) or reference_mm.shape != (others, others):
+        raise DvpError(
+            f"inner products: expected (n, n) and (m, m), got {tuple(batches_nn.shape)} and {tuple(reference_mm.shape)}"
+        )
+    _check("batches", count)
+    squared_norm(reference_mm)
+    mean, mean_n = _squared_mean(batches_nn)
+    norm, norm_m = _squared_mean(reference_mm)
+    power, power_n = _power(batches_nn)
+    measured = {
+        "variance": Jackknifed(((power - mean) / norm).item(), (power_n - mean_n) / norm, (power - mean) / norm_m),
+        "signal": Jackknifed((mean / norm).item(), mean_n / norm, mean / norm_m),
+    }
+    own = Jackknifed(mean.item(), mean_n, norm_m[:0])
+    over = (power - mean) / mean if own.interval[0] > 0.0 else torch.tensor(math.nan, dtype=torch.float64)
+    over_n = (power_n - mean_n) / mean_n if own.interval[0] > 0.0 else torch.full_like(mean_n, math.nan)
+    # Nothing of the reference is in it.
+    ratio = Jackknifed(over.item(), over_n, over.expand(others))
+    return measured | {"variance_over_signal": ratio}
 
 
 def _statistics(
@@ -134,6 +176,12 @@ def _squared_mean(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     total = products_nn.sum() - own_n.sum()
     without_n = total - 2 * (products_nn.sum(dim=1) - own_n)
     return total / (count * (count - 1)), without_n / ((count - 1) * (count - 2))
+
+
+def _power(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E|x|², and without each batch in turn."""
+    own_n = products_nn.diagonal()
+    return own_n.mean(), (own_n.sum() - own_n) / (len(own_n) - 1)
 
 
 def _variance(without_n: torch.Tensor) -> float:

@@ -119,6 +119,28 @@ def token_statistics(
     )
 
 
+def dense_log_prob(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    safe: SafeVocabulary | None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """log p^mp(y) (nats) of the targets from whole logits in fp32, (N,), as plain operations of PyTorch.
+
+    The same as pruned_log_prob of `token_statistics`, whose backward pass cannot be vectorised over gradients. For a
+    few rows: all their logits are held, and their gradients. A target outside V_S has the mask value there too.
+    """
+    logits_NV = torch.nn.functional.linear(hidden_NH, weight_VH).float() / temperature
+    shifted_NV = logits_NV - logits_NV.detach().amax(dim=1, keepdim=True)
+    safe_NV = shifted_NV.detach() >= _log_rho(logits_NV.detach(), safe)[:, None]
+    target_N = shifted_NV.gather(1, targets_N[:, None])[:, 0]
+    in_safe_N = safe_NV.gather(1, targets_N[:, None])[:, 0]
+    normaliser_N = shifted_NV.masked_fill(~safe_NV, -torch.inf).logsumexp(dim=1)
+    return torch.where(in_safe_N, target_N, MASK_LOGIT) - normaliser_N
+
+
 class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 

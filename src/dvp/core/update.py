@@ -41,6 +41,7 @@ def make_update(
     importance: Correction,
     advantage: Callable[[Responses], torch.Tensor],
     group_size: int,
+    squared_norm_BT: torch.Tensor | None = None,
 ) -> Update:
     """Weights and advantages of some responses: whole groups, as advantages compare their members.
 
@@ -50,6 +51,8 @@ def make_update(
         importance: the correction.
         advantage: one of dvp.core.advantages.
         group_size: responses to a prompt.
+        squared_norm_BT: ‖∇ log p^mp(y_t)‖² over the policy's parameters, where it was measured; the advantage then gets
+            it instead of OTB's proxy.
 
     Raises:
         DvpError: a log-ratio that is not finite.
@@ -57,6 +60,8 @@ def make_update(
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
     weights = importance.weights(rollout, statistics)
     weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
-    proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
+    proxy_BT = squared_norm_BT
+    if proxy_BT is None:
+        proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
     responses = Responses(rollout.rewards_B, mask_BT, group_size, proxy_BT, weight_BT)
     return Update(weights, weight_BT, responses, advantage(responses))

@@ -6,7 +6,7 @@ an entry). `load_experiment` resolves the two into one self-contained `Experimen
 names that are not defined are refused with one line.
 """
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -139,6 +139,11 @@ class Experiment(Strict):
                 training = self._changed_training(f"grid[{index}].training", settings)
                 for name in entry.method:
                     self._check_method(f"grid[{index}]", name, entry.rho, training)
+                    if self.methods[name].true_norms:
+                        raise ValueError(
+                            f"grid[{index}]: method '{name}' needs the true norms of gradients, which only "
+                            "bias.estimators can have"
+                        )
         _distinct("grid: run", [run.path for run in self.runs])
         seen: dict[tuple, GridPoint] = {}
         for point in self.points:
@@ -233,6 +238,11 @@ class Experiment(Strict):
                         f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
                         "needs no training; the others cannot be compared at a fixed policy"
                     )
+        if self.bias and self.bias.position_bins[-1:] >= [self.training.max_response_tokens]:
+            raise ValueError(
+                f"bias.position_bins: {self.bias.position_bins[-1]} must be below training.max_response_tokens "
+                f"({self.training.max_response_tokens})"
+            )
         _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
         return self
 
@@ -354,6 +364,14 @@ class Experiment(Strict):
             for entry in (self.bias.estimators if self.bias else [])
             for pair in product(entry.method, entry.rho or [None])
         ]
+
+    @property
+    def positions(self) -> list[str]:
+        """The bins of response tokens for which the stage `bias` gives variances, as `1-8`; none if not asked for."""
+        if self.bias is None or not self.bias.position_bins:
+            return []
+        ends = [*self.bias.position_bins, self.training.max_response_tokens]
+        return [f"{start + 1}-{end}" for start, end in pairwise([0, *ends])]
 
     @property
     def used(self) -> "Experiment":

@@ -7,7 +7,7 @@ from itertools import product
 from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
@@ -16,6 +16,8 @@ from dvp.strict import Name, Positive, PositiveFloat, Strict
 
 # Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
 NO_AXES = ("adam_betas", "collapse", "keep_responses", "gpus", "nodes", "deepspeed")
+
+WHOLE = "all"  # tokens of a response, beside bins of positions
 
 
 def parse_rho(value: object) -> float:
@@ -259,3 +261,21 @@ class BiasConfig(_MeasurementConfig):
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
     estimators: Annotated[list[Estimators], Field(min_length=1)]
     """What is compared."""
+    position_bins: list[Positive] = Field([], exclude_if=not_)
+    """Variance by position in the response: the last token of each bin but the last, as [8, 16, 32]."""
+    norm_responses: Annotated[int, Field(ge=0)] = Field(0, exclude_if=not_)
+    """Responses of the trainer's own policy, at the tokens of which OTB's proxy is held against the true norms of the
+    gradients; 0 measures none."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> "BiasConfig":
+        if bool(self.position_bins) != bool(self.norm_responses):
+            raise ValueError("position_bins and norm_responses go together; give both or none")
+        return self
+
+    @field_validator("position_bins")
+    @classmethod
+    def _ascending(cls, value: list[int]) -> list[int]:
+        if value != sorted(set(value)):
+            raise ValueError(f"expected ascending numbers, found {value}")
+        return value

@@ -3,9 +3,10 @@
 Each part is a strict model, or for an advantage a name, that stands in dvp.core beside its mathematics.
 """
 
+from operator import not_
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.importance import PRESETS, Correction, ImportanceRule
@@ -27,6 +28,9 @@ class Method(Strict):
     """dvp.core.importance: a correction by its settings or by the name of a preset, which `preset` changes."""
     loss: Loss = Reinforce()
     """dvp.core.objective: a loss by its settings or by its name."""
+    true_norms: bool = Field(False, exclude_if=not_)
+    """Whether OTB weighs tokens by the true squared norms of their gradients instead of its proxy: an oracle, which
+    `bias` can measure and nothing can train with."""
 
     @field_validator("advantage")
     @classmethod
@@ -56,6 +60,14 @@ class Method(Strict):
         """`loss: clip_higher` or `{kind: clip_higher, clip_low: 0.1}`."""
         value = {"kind": value} if isinstance(value, str) else value
         return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) and "kind" in value else value
+
+    @model_validator(mode="after")
+    def _weighs_tokens(self) -> "Method":
+        if self.true_norms and self.advantage not in BY_TOKEN:
+            raise ValueError(
+                f"true_norms: advantage {self.advantage} weighs no tokens; {', '.join(sorted(BY_TOKEN))} do"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_value_a_sequence(self) -> "Method":

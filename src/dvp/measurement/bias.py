@@ -5,7 +5,10 @@ RLOO without any correction is then unbiased. The estimators get batches of the 
 weights, advantages and safe vocabularies as training has them; their i-th batches have the same seeds whatever the safe
 vocabulary, so that differences between estimators are paired.
 
-Shape suffixes: B responses of a batch, T tokens, E estimators, n and m batches, D coordinates.
+Where the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy
+is held against what it stands for, the true squared norms of single tokens' gradients.
+
+Shape suffixes: B responses of a batch, T tokens, N some of them, E estimators, K parts, n and m batches, D coordinates.
 """
 
 import math
@@ -17,16 +20,27 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dvp.core.advantages import Responses, rloo
+from dvp.core.advantages import Responses, optimal_token_proxy, rloo
 from dvp.core.batch import Rollout
-from dvp.core.estimator_bias import STATISTICS, Jackknifed, estimator_bias, inner_products, squared_norm
+from dvp.core.estimator_bias import (
+    STATISTICS,
+    VARIANCE_STATISTICS,
+    Jackknifed,
+    estimator_bias,
+    gradient_variance,
+    inner_products,
+    squared_norm,
+)
+from dvp.core.rank_correlation import clustered_rank_correlation
 from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import rho_in_path
+from dvp.experiment.grid import WHOLE, rho_in_path
 from dvp.files import atomic_path, sha256_file
-from dvp.measurement.gradients import Estimator, Gradients
+from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
 from dvp.progress import Progress
+from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training.backend import Policy
 from dvp.training.base import check_vocabulary
@@ -44,17 +58,32 @@ class BiasTables:
     mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward."""
     jackknife: pd.DataFrame
     """STATISTICS of each method and rho without one batch: of the engine's (sample `engine`) or of the reference."""
+    variance: pd.DataFrame
+    """method, rho and position: `all`, and each bin of the experiment's; each of VARIANCE_STATISTICS of the gradient
+    that the tokens there contribute, with _se, _low and _high."""
+    variance_jackknife: pd.DataFrame
+    """VARIANCE_STATISTICS of each method, rho and position without one batch, as `jackknife`."""
+    proxy: pd.DataFrame
+    """position; rank_correlation of OTB's proxy with the true squared norms of the tokens' gradients, and its _se, by
+    the jackknife over problems; tokens. No rows if not asked for."""
     summary: dict
     """Problems, batches, model, and the reference's own numbers; JSON-able."""
 
     def results(self) -> dict[str, dict[str, float]]:
-        """The statistics that are defined, by estimator."""
-        return {
-            f"{row['method']}.{rho_in_path(row['rho'])}": {
-                name: row[name] for name in STATISTICS if math.isfinite(row[name])
-            }
-            for row in self.estimators.to_dict("records")
+        """The statistics that are defined, by estimator; and the proxy's rank correlation, by position."""
+        results: dict[str, dict[str, float]] = {}
+        for table, names in ((self.estimators, STATISTICS), (self.variance, VARIANCE_STATISTICS[1:])):
+            for row in table.to_dict("records"):
+                own = results.setdefault(f"{row['method']}.{rho_in_path(row['rho'])}", {})
+                position = row.get("position", WHOLE)
+                end = "" if position == WHOLE else f".{position}"
+                own |= {f"{name}{end}": row[name] for name in names if math.isfinite(row[name])}
+        correlations = {
+            row["position"]: row["rank_correlation"]
+            for row in self.proxy.to_dict("records")
+            if math.isfinite(row["rank_correlation"])
         }
+        return results | ({"proxy_rank_correlation": correlations} if correlations else {})
 
 
 def measure_bias(
@@ -109,12 +138,14 @@ def measure_bias(
     policy = Policy(network)
     policy.check(fixed.prompts)
     gradients = Gradients(policy, training.temperature, training.tokens_per_micro_batch, seed)
-    return _compare(estimators, rollouts, exact, gradients, fixed, name)
+    proxy = _proxy(experiment, exact, gradients, fixed, seed, name)
+    return _compare(experiment, estimators, rollouts, exact, gradients, fixed, proxy, name)
 
 
 def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
-    """Write estimators.parquet and jackknife.parquet; their SHA-256 by name."""
-    tables = {"estimators.parquet": measured.estimators, "jackknife.parquet": measured.jackknife}
+    """Write every table as NAME.parquet; their SHA-256 by file name."""
+    names = ("estimators", "jackknife", "variance", "variance_jackknife", "proxy")
+    tables = {f"{name}.parquet": getattr(measured, name) for name in names}
     for name, table in tables.items():
         with atomic_path(folder / name) as temporary:
             table.to_parquet(temporary)
@@ -122,11 +153,13 @@ def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
 
 
 def _compare(
+    experiment: Experiment,
     estimators: list[Estimator],
     rollouts: dict[SafeVocabulary | None, list[Rollout]],
     exact: list[Rollout],
     gradients: Gradients,
     fixed: FixedProblems,
+    proxy: pd.DataFrame,
     name: str,
 ) -> BiasTables:
     """Gradients of all batches, and what follows from their inner products."""
@@ -138,28 +171,35 @@ def _compare(
 
     reference_mD = torch.empty(len(exact), gradients.sketch.length)
     for number, rollout in enumerate(exact, start=1):
-        reference_mD[number - 1] = gradients.of_batch(rollout.batch, _exact_coefficients(rollout, fixed), None)
+        whole_1BT = position_parts(rollout.batch.response_BT, [])
+        coefficient_BT = _exact_coefficients(rollout, fixed)
+        reference_mD[number - 1] = gradients.of_batch(rollout.batch, coefficient_BT, None, whole_1BT)[0]
         progress.step(number, "reference")
     reference_mm = inner_products(reference_mD, reference_mD)
     norm = squared_norm(reference_mm)
 
     statistics: dict[Estimator, dict[str, Jackknifed]] = {}
+    variances: dict[Estimator, dict[str, dict[str, Jackknifed]]] = {}
     rows: dict[Estimator, dict] = {}
+    bins = experiment.bias.position_bins
     for number, ((safe, rule), members) in enumerate(together.items()):
-        gradient_EnD = torch.empty(len(members), batches, gradients.sketch.length)
+        gradient_EnKD = torch.empty(len(members), batches, len(bins) + 1, gradients.sketch.length)
         notes: dict[Estimator, list[dict]] = {estimator: [] for estimator in members}
         for index, rollout in enumerate(rollouts[rule]):
-            kept = _fill(gradient_EnD[:, index], members, rollout, safe, gradients)
+            kept = _fill(gradient_EnKD[:, index], members, rollout, safe, gradients, bins)
             for estimator, note in zip(members, kept, strict=True):
                 notes[estimator].append(note)
             progress.step(len(exact) + number * batches + index + 1, f"safe vocabulary {rule}")
-        cross_Enm = inner_products(gradient_EnD.flatten(0, 1), reference_mD).view(len(members), batches, -1)
-        for estimator, gradient_nD, cross_nm in zip(members, gradient_EnD, cross_Enm, strict=True):
+        for estimator, gradient_nKD in zip(members, gradient_EnKD, strict=True):
+            gradient_nD = gradient_nKD.sum(dim=1)
             batches_nn = inner_products(gradient_nD, gradient_nD)
-            statistics[estimator] = estimator_bias(batches_nn, cross_nm, reference_mm)
+            statistics[estimator] = estimator_bias(batches_nn, inner_products(gradient_nD, reference_mD), reference_mm)
+            variances[estimator] = {WHOLE: gradient_variance(batches_nn, reference_mm)}
+            for position, part_nD in zip(experiment.positions, gradient_nKD.unbind(dim=1), strict=False):
+                variances[estimator][position] = gradient_variance(inner_products(part_nD, part_nD), reference_mm)
             rows[estimator] = _row(estimator, statistics[estimator], notes[estimator])
             rows[estimator]["reward"] = _mean_reward(rollouts[rule])
-        del gradient_EnD, gradient_nD  # before the next ones
+        del gradient_EnKD, gradient_nKD  # before the next ones
 
     lengths = torch.cat([rollout.batch.response_BT.sum(dim=1) for rollout in exact]).float()
     summary = {
@@ -178,13 +218,62 @@ def _compare(
             "truncated_fraction": torch.cat([rollout.truncated_B for rollout in exact]).float().mean().item(),
         },
     }
+    variance = [
+        {"method": estimator.method, "rho": estimator.rho, "position": position} | _numbers(measured)
+        for estimator in estimators
+        for position, measured in variances[estimator].items()
+    ]
+    variance_replicates = [
+        _replicates(estimator, measured).assign(position=position)
+        for estimator in estimators
+        for position, measured in variances[estimator].items()
+    ]
     return BiasTables(
-        pd.DataFrame([rows[estimator] for estimator in estimators]).assign(
-            rho=pd.Series([estimator.rho for estimator in estimators], dtype=object)
-        ),
+        _table([rows[estimator] for estimator in estimators]),
         pd.concat([_replicates(estimator, statistics[estimator]) for estimator in estimators], ignore_index=True),
+        _table(variance),
+        pd.concat(variance_replicates, ignore_index=True),
+        proxy,
         summary,
     )
+
+
+def _table(rows: list[dict]) -> pd.DataFrame:
+    """A ρ is a text, or None without one."""
+    return pd.DataFrame(rows).assign(rho=pd.Series([row["rho"] for row in rows], dtype=object))
+
+
+def _proxy(
+    experiment: Experiment, exact: list[Rollout], gradients: Gradients, fixed: FixedProblems, seed: int, name: str
+) -> pd.DataFrame:
+    """OTB's proxy against the true norms, at all tokens of some of the reference's responses."""
+    wanted, bins = experiment.bias.norm_responses, experiment.bias.position_bins
+    available = len(exact) * fixed.responses
+    if wanted > available:
+        raise DvpError(f"bias.norm_responses: {wanted} are more than the reference has ({available})")
+    columns = ["position", "rank_correlation", "rank_correlation_se", "tokens"]
+    if not wanted:
+        return pd.DataFrame({column: pd.Series(dtype=object if column == "position" else float) for column in columns})
+    generator = torch.Generator().manual_seed(derived_seed(seed))
+    chosen = torch.randperm(available, generator=generator)[:wanted].tolist()
+    progress = Progress(f"{name}: norms of single tokens' gradients", wanted)
+    proxies, norms, problems, places = [], [], [], []
+    for number, response in enumerate(chosen, start=1):
+        row = response % fixed.responses
+        batch = exact[response // fixed.responses].batch.rows(torch.tensor([row]))
+        scored, mask_BT = gradients.score(batch, None), batch.response_BT
+        proxies.append(optimal_token_proxy(scored["log_prob"], scored["sum_p_squared"])[mask_BT])
+        norms.append(gradients.squared_norms(batch, None)[mask_BT])
+        places.append(position_parts(mask_BT, bins).int().argmax(dim=0)[mask_BT])
+        problems.append(torch.full_like(places[-1], row // fixed.group_size))
+        progress.step(number, f"{len(norms[-1])} tokens")
+    proxy_N, norm_N, problem_N, place_N = (torch.cat(parts) for parts in (proxies, norms, problems, places))
+    rows = []
+    for place, position in enumerate([WHOLE, *experiment.positions], start=-1):
+        here_N = (place_N == place) if position != WHOLE else torch.ones_like(place_N, dtype=torch.bool)
+        value, error = clustered_rank_correlation(proxy_N[here_N], norm_N[here_N], problem_N[here_N])
+        rows.append(dict(zip(columns, (position, value, error, int(here_N.sum())), strict=True)))
+    return pd.DataFrame(rows)
 
 
 def _exact_coefficients(rollout: Rollout, fixed: FixedProblems) -> torch.Tensor:
@@ -195,21 +284,26 @@ def _exact_coefficients(rollout: Rollout, fixed: FixedProblems) -> torch.Tensor:
 
 
 def _fill(
-    gradient_ED: torch.Tensor,
+    gradient_EKD: torch.Tensor,
     members: list[Estimator],
     rollout: Rollout,
     safe: SafeVocabulary | None,
     gradients: Gradients,
+    bins: list[int],
 ) -> list[dict]:
     """Write a batch's gradient of each estimator that shares its samples and safe vocabularies; what they kept."""
     mask_BT, batch = rollout.batch.response_BT, rollout.batch
+    parts_KBT = position_parts(mask_BT, bins)
     statistics = gradients.score(batch, safe)
     in_safe_BT = mask_BT & statistics["target_in_safe"]
+    squared_norm_BT = None
+    if any(estimator.true_norms for estimator in members):
+        squared_norm_BT = gradients.squared_norms(batch, safe)
     # A response's first token in V_S; one without any has no gradient, and a coefficient of 0 there.
     first_B1 = in_safe_BT.float().argmax(dim=1, keepdim=True)
     notes, of_responses, places = [], [], []
     for place, estimator in enumerate(members):
-        update = estimator.update(rollout, statistics)
+        update = estimator.update(rollout, statistics, squared_norm_BT)
         weights, coefficient_BT = update.weights, update.coefficients()
         notes.append(
             {
@@ -220,37 +314,38 @@ def _fill(
             }
         )
         if estimator.by_token:
-            gradient_ED[place] = gradients.of_batch(batch, coefficient_BT, safe)
+            gradient_EKD[place] = gradients.of_batch(batch, coefficient_BT, safe, parts_KBT)
         else:
             of_responses.append(coefficient_BT.gather(1, first_B1)[:, 0])
             places.append(place)
     if places:
-        gradient_ED[places] = gradients.of_responses(batch, torch.stack(of_responses, dim=1), safe)
+        coefficient_BE = torch.stack(of_responses, dim=1)
+        gradient_EKD[places] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
     return notes
 
 
 def _row(estimator: Estimator, statistics: dict[str, Jackknifed], notes: list[dict]) -> dict:
-    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label}
-    for name in STATISTICS:
-        low, high = statistics[name].interval
-        row |= {
-            name: statistics[name].value,
-            f"{name}_se": statistics[name].se,
-            f"{name}_low": low,
-            f"{name}_high": high,
-        }
+    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(statistics)
     row |= {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
     means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
     return row | {name: fmean(note[name] for note in notes) for name in means}
 
 
+def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:
+    """Value, standard error and interval of each statistic."""
+    row = {}
+    for name, statistic in statistics.items():
+        low, high = statistic.interval
+        row |= {name: statistic.value, f"{name}_se": statistic.se, f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
 def _replicates(estimator: Estimator, statistics: dict[str, Jackknifed]) -> pd.DataFrame:
     parts = []
     for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
-        values = {name: getattr(statistics[name], attribute).numpy() for name in STATISTICS}
-        part = pd.DataFrame(values)
+        part = pd.DataFrame({name: getattr(statistic, attribute).numpy() for name, statistic in statistics.items()})
         parts.append(part.assign(method=estimator.method, rho=estimator.rho, sample=sample, batch=range(len(part))))
-    return pd.concat(parts, ignore_index=True)[["method", "rho", "sample", "batch", *STATISTICS]]
+    return pd.concat(parts, ignore_index=True)[["method", "rho", "sample", "batch", *statistics]]
 
 
 def _mean_reward(rollouts: list[Rollout]) -> float:

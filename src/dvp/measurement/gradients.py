@@ -3,9 +3,12 @@
 Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
 made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.core.count_sketch).
 
-Shape suffixes: B responses of a batch, T tokens, E estimators, D coordinates.
+A gradient comes in parts that sum to it: what the tokens of each bin of positions contribute.
+
+Shape suffixes: B responses of a batch, T tokens, E estimators, K parts, D coordinates, n some tokens of a response.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -23,6 +26,19 @@ from dvp.training.backend import Policy
 
 BUCKETS = 2**20
 SEQUENCES = 16  # gradients of responses at once
+NORM_ELEMENTS = 2**24  # of gradients of single tokens at once
+
+
+def position_parts(response_BT: torch.Tensor, bins: Sequence[int]) -> torch.Tensor:
+    """Which response tokens lie in each bin of positions, (K, B, T) bool; every response token in one of them.
+
+    A token's position is its number among those that the model wrote, from 1.
+
+    Args:
+        bins: the last position of each bin but the last one, ascending; none gives one part.
+    """
+    place_BT = torch.bucketize(response_BT.long().cumsum(dim=1), torch.tensor(bins, dtype=torch.long))
+    return torch.stack([response_BT & (place_BT == number) for number in range(len(bins) + 1)])
 
 
 class Estimator:
@@ -35,17 +51,24 @@ class Estimator:
         self.safe = settings.sides(None if rho is None else parse_rho(rho), experiment.training.max_response_tokens)
         self._advantage = ADVANTAGES[settings.advantage]
         self._group_size = experiment.training.group_size
+        self.true_norms = settings.true_norms
         self.by_token = self.importance.by_token or settings.advantage in BY_TOKEN
         """Whether the tokens of a response may have different coefficients."""
 
-    def update(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
-        """As training has it: its coefficients are what multiplies each token's ∇log p."""
+    def update(
+        self, rollout: Rollout, statistics: dict[str, torch.Tensor], squared_norm_BT: torch.Tensor | None = None
+    ) -> Update:
+        """As training has it: its coefficients are what multiplies each token's ∇log p.
+
+        squared_norm_BT : see `make_update`; for an estimator with true_norms.
+        """
         return make_update(
             rollout,
             statistics,
             importance=self.importance,
             advantage=self._advantage,
             group_size=self._group_size,
+            squared_norm_BT=squared_norm_BT if self.true_norms else None,
         )
 
 
@@ -71,34 +94,83 @@ class Gradients:
             for name in names
         }
 
-    def of_batch(self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
-        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), (D,); with V_S constant, and no term where c is 0."""
-        total_D = torch.zeros(self.sketch.length)
+    def of_batch(
+        self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+    ) -> torch.Tensor:
+        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D); with V_S constant, and no term where c is 0."""
+        total_KD = torch.zeros(len(parts_KBT), self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
         for rows in batch.micro_batches(self._tokens, useful):
             part = batch.rows(rows)
-            coefficient_N = coefficient_BT[rows, : part.tokens_BT.shape[1]][part.response_BT].to(self._device)
-            total_D += self._gradient(self._statistics(part, safe).pruned_log_prob, coefficient_N)
-        return total_D
+            coefficient_KBT = (parts_KBT * coefficient_BT)[:, rows, : part.tokens_BT.shape[1]]
+            log_prob_N = self._statistics(part, safe).pruned_log_prob
+            total_KD += self._gradients(log_prob_N, coefficient_KBT[:, part.response_BT].to(self._device))
+        return total_KD
 
-    def of_responses(self, batch: Batch, coefficient_BE: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:
-        """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, (E, D): one backward pass a response serves all."""
-        total_ED = torch.zeros(coefficient_BE.shape[1], self.sketch.length)
+    def of_responses(
+        self, batch: Batch, coefficient_BE: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+    ) -> torch.Tensor:
+        """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, a sum over t for each part, (E, K, D).
+
+        One forward pass a response, with a backward pass for each part, serves all.
+        """
+        total_EkD = torch.zeros(coefficient_BE.shape[1], len(parts_KBT) * self.sketch.length)
         useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
         for rows in useful.split(SEQUENCES) if len(useful) else ():
-            gradient_bD = torch.stack([self._of_response(batch.rows(row[None]), safe) for row in rows])
-            total_ED.addmm_(coefficient_BE[rows].T, gradient_bD)
-        return total_ED
+            gradient_bKD = torch.stack([self._of_response(batch, row, safe, parts_KBT) for row in rows])
+            total_EkD.addmm_(coefficient_BE[rows].T, gradient_bKD.flatten(1))
+        return total_EkD.view(-1, len(parts_KBT), self.sketch.length)
 
-    def _of_response(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
-        statistics = self._statistics(batch, safe)
-        return self._gradient(statistics.pruned_log_prob, statistics.target_in_safe.float())
+    def squared_norms(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
+        """‖∇ log p^mp(y_bt)‖² over the parameters at each response token, (B, T), 0 elsewhere. Exact.
 
-    def _gradient(self, log_prob_N: torch.Tensor, coefficient_N: torch.Tensor) -> torch.Tensor:
-        parts = torch.autograd.grad(
-            log_prob_N, self._parameters, coefficient_N, allow_unused=True, materialize_grads=True
-        )
-        return self.sketch(parts).cpu()
+        A vectorised backward pass over a response for some of its tokens at a time: the work of as many backward passes
+        as there are tokens. 0 for a token outside V_S, which has no gradient.
+        """
+        norm_BT = torch.zeros(batch.tokens_BT.shape)
+        size = sum(parameter.numel() for parameter in self._parameters)
+        for row in range(len(batch.tokens_BT)):
+            part = batch.rows(torch.tensor([row])).to(self._device)
+            log_prob_N = self._policy.dense_log_prob(part, safe=safe, temperature=self._temperature)
+            norms = []
+            for choice_nN in torch.eye(len(log_prob_N), device=self._device).split(max(1, NORM_ELEMENTS // size)):
+                gradients = torch.autograd.grad(
+                    log_prob_N,
+                    self._parameters,
+                    choice_nN,
+                    retain_graph=True,
+                    is_grads_batched=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                norms.append(sum(gradient.flatten(1).square().sum(dim=1) for gradient in gradients))
+            norm_BT[row, batch.response_BT[row]] = torch.cat(norms).cpu()
+        if safe is not None:
+            norm_BT *= self.score(batch, safe)["target_in_safe"]
+        return norm_BT
+
+    def _of_response(
+        self, batch: Batch, row: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+    ) -> torch.Tensor:
+        part = batch.rows(row[None])
+        statistics = self._statistics(part, safe)
+        parts_KN = parts_KBT[:, row, : part.tokens_BT.shape[1]][:, part.response_BT[0]].to(self._device)
+        return self._gradients(statistics.pruned_log_prob, parts_KN * statistics.target_in_safe.float())
+
+    def _gradients(self, log_prob_N: torch.Tensor, coefficient_KN: torch.Tensor) -> torch.Tensor:
+        """∇ Σ_N c log p for each row of coefficients, (K, D)."""
+        gradients = []
+        for number, coefficient_N in enumerate(coefficient_KN, start=1):
+            parts = torch.autograd.grad(
+                log_prob_N,
+                self._parameters,
+                coefficient_N,
+                retain_graph=number < len(coefficient_KN),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            gradients.append(self.sketch(parts).cpu())
+        return torch.stack(gradients)
 
     def _statistics(self, batch: Batch, safe: SafeVocabulary | None) -> TokenStatistics:
         return self._policy(batch.to(self._device), safe=safe, temperature=self._temperature)

@@ -78,7 +78,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
 def bias(config: Path, path: str, threads: int) -> None:
     """Every gradient estimator against the exact gradient at a policy of the experiment.
 
-    Writes bias/MEASUREMENT/estimators.parquet, jackknife.parquet and bias.json.
+    Writes bias/MEASUREMENT/*.parquet (the tables of dvp.measurement.bias.BiasTables) and bias.json.
     """
     configure_environment(threads)
     import torch
@@ -100,7 +100,8 @@ def bias(config: Path, path: str, threads: int) -> None:
         )
         stage.tracked.log_result(measured.results())
         files = write_tables(measured, stage.result.parent)
-        stage.tracked.log_file(stage.result.parent / "estimators.parquet")
+        for name in ("estimators.parquet", "variance.parquet", "proxy.parquet"):
+            stage.tracked.log_file(stage.result.parent / name)
         stage.finish({"measurement": path, **measured.summary, "files": files})
 
 

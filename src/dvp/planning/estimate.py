@@ -150,8 +150,13 @@ class Estimate:
             settings, estimators = experiment.bias, experiment.estimators
             batch = settings.problems * self.training.group_size
             sampled = len({rho for _, rho in estimators}) * settings.batches + settings.reference_batches
-            gradients = len(estimators) * settings.batches + settings.reference_batches
-            return Work((sampled * settings.problems, sampled * batch), forward=3 * gradients * batch)
+            passes = 1 + 2 * (len(settings.position_bins) + 1)
+            forward = (passes * len(estimators) * settings.batches + 3 * settings.reference_batches) * batch
+            oracles = sum(experiment.methods[method].true_norms for method, _ in estimators)
+            tokens = self.lengths(self.training.max_response_tokens).response
+            # The norm of each token's gradient takes a backward pass.
+            forward += (1 + 2 * tokens) * (settings.norm_responses + oracles * settings.batches * batch)
+            return Work((sampled * settings.problems, sampled * batch), forward=forward)
         return Work(other=REPORT_SECONDS)
 
     @property

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dvp.core.batch import Batch, unflatten_parts
-from dvp.core.head import TokenStatistics, token_statistics
+from dvp.core.head import TokenStatistics, dense_log_prob, token_statistics
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
@@ -85,6 +85,18 @@ class Policy(torch.nn.Module):
                 product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
                 logits_dtype=torch.float32 if self._head_dtype == "float32" else None,
             )
+        )
+
+    def dense_log_prob(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> torch.Tensor:
+        """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
+        hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        scored_BT = batch.response_BT[:, 1:]
+        return dense_log_prob(
+            hidden_BTH[scored_BT],
+            self.model.get_output_embeddings().weight,
+            batch.tokens_BT[:, 1:][scored_BT],
+            safe=safe,
+            temperature=temperature / self._logit_scale,
         )
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ WRITES = {
     "train": ["runs/RUN/metrics.jsonl", "runs/RUN/train.json"],
     "convert": ["models/RUN/", "models/RUN/conversion.json"],
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
-    "bias": ["estimators.parquet", "jackknife.parquet", "bias.json"],
+    "bias": ["bias/MEASUREMENT/*.parquet", "bias.json"],
     "mismatch": ["mismatch/MEASUREMENT/*.parquet", "mismatch.json"],
     "report": ["tables/", "figures/", "report/PART.json"],
     "evidence": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
@@ -140,8 +140,8 @@ def test_help_imports_no_library_that_takes_long():
         ),
         (
             ["report", "--config", "x", "--part", "y"],
-            "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'mismatch', 'bias', 'sweep'; "
-            "see `dvp report --help`",
+            "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'mismatch', 'bias', 'variance', "
+            "'sweep'; see `dvp report --help`",
         ),
     ],
 )

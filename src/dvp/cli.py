@@ -245,8 +245,8 @@ def bias(
     """Measure bias and variance of every estimator of the policy gradient.
 
     At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an experiment;
-    writes bias/MEASUREMENT/*.parquet and bias.json. With --model and --engine: any Hugging
-    Face directory; prints the table and writes the same files to FOLDER. Run it in the repository's root.
+    writes bias/MEASUREMENT/*.parquet and bias.json. With --model and --engine: any Hugging Face directory; prints the
+    table and writes the same files to FOLDER. Run it in the repository's root.
     """
     given = [option is not None for option in (config, measurement, model, engine)]
     if given not in ([True, True, False, False], [False, False, True, True]):

@@ -13,7 +13,7 @@ STAGE_VERSIONS = {
     "report_training": 2,
     "report_curve": 1,
     "report_mismatch": 2,
-    "report_bias": 2,
+    "report_bias": 3,
     "report_variance": 1,
     "report_sweep": 2,
     "evidence": 2,

@@ -80,6 +80,19 @@ def test_every_estimator_has_its_variance_at_every_position(experiment, measured
     assert whole.low < 6.0 < whole.high
 
 
+def test_what_a_seed_leaves_undefined_is_not_pooled_over_the_others(tmp_path):
+    """A pandas mean would skip it, and count it all the same."""
+    experiment = bias_experiment(**ASKED | {"engines": ["coarse"]})
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
+    folder = tmp_path / "bias" / "base" / "by~coarse" / "seed~1"
+    rewrite(folder, "variance.parquet", lambda table: table.assign(variance_over_signal=math.nan))
+    rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan))
+    assert "cosine" not in {one.name for one in make(experiment, tmp_path, "bias", CLAIMS).statistics}
+    named = {one.name for one in make(experiment, tmp_path, "variance", CLAIMS).statistics}
+    assert named == {"gradient_variance", "gradient_signal", "variance_ratio", "proxy_rank_correlation"}
+
+
 def test_ratios_by_hand(folder, measured):
     """The geometric mean over seeds; the interval of its logarithm from the paired jackknife, or between seeds."""
     for name, column in (("variance_ratio", "variance"), ("variance_over_signal_ratio", "variance_over_signal")):

@@ -207,7 +207,7 @@ def test_what_corrections_keep_is_forecast_and_a_small_share_is_warned_of(tmp_pa
 def test_measurements_are_jobs_with_records_of_their_own(tmp_path):
     loaded = load_experiment("smoke_evidence", ROOT / "config")
     plan = make_plan(loaded, tmp_path)
-    assert [stage(plan, name)["jobs"] for name in ("mismatch", "bias", "report")] == [1, 1, 4]
+    assert [stage(plan, name)["jobs"] for name in ("mismatch", "bias", "report")] == [1, 1, 5]
     assert all(stage(plan, name)["gpu_hours"] > 0 for name in ("mismatch", "bias"))
     [measurement] = loaded.measurements("bias")
     record = {"config_hash": loaded.config_hash("bias", measurement=measurement), "seconds_stage": 36.0}

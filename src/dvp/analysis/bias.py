@@ -87,6 +87,8 @@ def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
 
 def over_seeds(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
     """Mean and normal interval, from the larger of the mean squared error and the variance between seeds."""
+    # Not as pandas would: what one seed leaves undefined is undefined.
+    values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
     within, count = float(np.mean(np.square(errors))), len(values)
     between = float(np.var(values, ddof=1)) if count > 1 else 0.0
     value = float(np.mean(values))

@@ -37,8 +37,9 @@ def contents(folder, step):
 
 
 def test_the_asked_steps_are_kept_and_checkpoints_go_as_ever(make_loop, tmp_path):
-    """Also a step that has no checkpoint, and one whose checkpoint is deleted."""
-    train(make_loop, tmp_path, [1, 2])
+    """Also a step that has no checkpoint, and one whose checkpoint is deleted; and the run is the same."""
+    kept, plain = train(make_loop, tmp_path, [1, 2]), train(make_loop, tmp_path / "plain", [])
+    assert fingerprints(kept.trainer) == fingerprints(plain.trainer)
     assert names(tmp_path) == ["step-000004", "weights-000001", "weights-000002"]
     for step in (1, 2):
         path = checkpoint.kept_weights(tmp_path / "checkpoints", step)

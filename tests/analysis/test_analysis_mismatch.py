@@ -243,6 +243,7 @@ def test_tables_have_a_row_for_each_engine_and_rho(measured):
     assert safe.formatted().headings[-1] == "with ε̂ = 0.5"
 
 
+@pytest.mark.slow
 def test_figures_show_every_policy(measured, tmp_path):
     assert list(measured.figures) == FIGURES
     for name, figure in measured.figures.items():
@@ -252,6 +253,7 @@ def test_figures_show_every_policy(measured, tmp_path):
         assert svg.stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experiment, results, measured, tmp_path):
     """The rule that draws them expects every figure."""
     exact = [

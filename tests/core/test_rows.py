@@ -96,6 +96,7 @@ def test_the_compiled_form_agrees_with_the_plain_one(dtype):
     torch.testing.assert_close(logits, expected, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_plain_form_runs_and_says_so():
     """In a process of its own, whose PATH has no C++ compiler and whose cache is empty."""
     code = (
@@ -142,6 +143,7 @@ def interpreted(code):
     assert result.stdout.strip().endswith("agreed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_triton_kernels_agree_with_the_plain_form(dtype):
     interpreted(f"""
@@ -175,6 +177,7 @@ print("agreed")
 """)
 
 
+@pytest.mark.slow
 def test_a_row_whose_maximum_is_guessed_is_read_once():
     interpreted("""
 import torch
@@ -197,6 +200,7 @@ print("agreed")
 """)
 
 
+@pytest.mark.slow
 def test_the_head_on_tritons_kernels_has_the_gradients_of_confident_tokens():
     """All of the head in bf16, of tokens whose 1 − p rounds to 0, as the kernels and not the functions make it."""
     interpreted("""

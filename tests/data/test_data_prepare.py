@@ -16,6 +16,7 @@ def tables(folder):
     return pd.read_parquet(folder / "train.parquet"), pd.read_parquet(folder / "eval.parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("train", "held_out", "distinct"), [("stories", 200, 4000), ("gsm8k", 100, 7473)])
 def test_real_sources(tmp_path, real_sources, train, held_out, distinct):
     data = DataConfig(train=train, held_out=held_out, evaluation=TASKS, prompt_template="Q: {problem}\nA:")

@@ -56,6 +56,7 @@ def test_aime_answers_in_every_form(shared, file):
             assert not any(graded), form
 
 
+@pytest.mark.slow
 def test_math500_solutions(shared):
     rows = read(shared / "math500.jsonl")
     assert sum(grade(row["solution"], row["answer"]) for row in rows) == 500

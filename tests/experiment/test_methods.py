@@ -192,6 +192,7 @@ bias:
 """
 
 
+@pytest.mark.slow
 def test_the_recipes_for_an_advantage_and_a_rule_for_rho_are_one_file_each(tmp_path, tiny_model):
     """docs/extend.md, followed to the letter in a copy of the package: read without torch, trained for two steps."""
     advantage, rule = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)

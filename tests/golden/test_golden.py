@@ -257,6 +257,7 @@ def test_report_mismatch(tiny_model, tmp_path):
     check("report_mismatch", sums(make(experiment, tmp_path, "mismatch", CLAIMS).statistics))
 
 
+@pytest.mark.slow
 def test_report_bias(tmp_path):
     experiment = bias_experiment()
     for measurement in experiment.measurements("bias"):
@@ -264,6 +265,7 @@ def test_report_bias(tmp_path):
     check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
 
 
+@pytest.mark.slow
 def test_report_variance(tmp_path):
     experiment = bias_experiment(**test_analysis_variance.ASKED)
     for measurement in experiment.measurements("bias"):
@@ -271,6 +273,7 @@ def test_report_variance(tmp_path):
     check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
 
 
+@pytest.mark.slow
 def test_report_sweep(tmp_path):
     experiment = test_sweep.experiment_of()
     test_sweep.make_all(experiment, tmp_path)

@@ -573,6 +573,7 @@ sys.exit(f"imported {heavy}" if heavy else status)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAPER)
 def test_a_plan_at_the_papers_scale_needs_neither_gpu_nor_network(name):
     done = subprocess.run(

@@ -218,8 +218,8 @@ def wait_until(condition, seconds=30):
 
 
 def test_an_exception_ends_the_calls(python, monkeypatch):
-    """As training does when it is told to stop in the midst of a rollout."""
-    before = descendants()
+    """As training does when it is told to stop in the midst of a rollout. Nothing is left of them, no zombie either."""
+    before, files = descendants(), len(os.listdir("/proc/self/fd"))
     seen = []
 
     def interrupt(*_):
@@ -235,6 +235,7 @@ def test_an_exception_ends_the_calls(python, monkeypatch):
         signal.signal(signal.SIGALRM, previous)
     assert seen[0]
     assert wait_until(lambda: descendants() <= before)
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_without_bubblewrap_it_is_refused_in_one_line(monkeypatch, tmp_path):

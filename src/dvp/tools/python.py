@@ -136,6 +136,8 @@ class _Call:
 
     answer: Answer | None = None
     process: subprocess.Popen | None = None
+    ended: int | None = None
+    """A descriptor that can be read when the process has ended."""
 
     def __init__(self, command: list[str], program: str, output_bytes: int, seconds: float):
         self._command, self._program = command, program
@@ -198,7 +200,8 @@ class _Call:
         if not self._stopped:
             self.read()
         self.process.stdout.close()
-        os.close(self.ended)
+        if self.ended is not None:
+            os.close(self.ended)
         text = bytes(self._output[: self._output_bytes]).decode("utf-8", errors="replace").strip()
         # bwrap says 128 + signal, as a shell does; of its own end Popen says −signal.
         number = status - 128 if status > 128 else -status
@@ -238,6 +241,8 @@ def _run(calls: list[_Call], together: int) -> list[Answer]:
         finally:
             for call in running:
                 call.stop("stopped")
+                if call.process is not None:
+                    call.finish()
     return [call.answer for call in calls]
 
 

@@ -9,7 +9,7 @@ import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
 from dvp.analysis.load import evaluation_path
-from dvp.analysis.points import grid_points, reference_point
+from dvp.analysis.points import reference_point
 from dvp.analysis.training import where_of
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
@@ -195,7 +195,7 @@ def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
     statistics, tables = training_part(experiment, results.folder)
     frame = tables["main_table"].frame().set_index("point")
     texts = dict(zip(frame.index, (row[3] for row in tables["main_table"].formatted().rows), strict=True))
-    for point in (None, *grid_points(experiment)):
+    for point in (None, *experiment.points):
         name, run = (point.path, point.run(0)) if point else ("base", None)
         scores = json.loads((results.folder / evaluation_path(run, "held_out") / "scores.json").read_text())
         quoted = [scores["metrics"]["avg@8"][key] for key in ("value", "low", "high")]

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_results import Results, make_experiment, training_part
 
-from dvp.analysis.points import grid_points
 from dvp.analysis.training import over_seeds
 
 
@@ -67,21 +66,19 @@ def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     found, tables = training_part(experiment, results.folder)
     rows = tables["main_table"].rows
     names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
-    for point in grid_points(experiment):
+    for point in experiment.points:
         own = {one.name: one for one in found if all(point.path in source for source in one.sources)}
         assert set(own) == names
         assert own["score"] == rows[point.path]["score"]
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
     changes = [one for one in found if one.name == "score_change_percent"]
-    assert len(changes) == len(grid_points(experiment)) - 1
+    assert len(changes) == len(experiment.points) - 1
     for one in changes:  # of the point and of the reference, each seed's
         assert len(set(one.sources)) == 2 * len(experiment.seeds)
         assert sum("method~rloo/engine~coarse" in source for source in one.sources) == len(experiment.seeds)
     pruned = [one for one in found if one.name == "score_over_unpruned"]
-    assert [one.where["rho"] for one in pruned] == [
-        point.rho for point in grid_points(experiment) if point.rho is not None
-    ]
+    assert [one.where["rho"] for one in pruned] == [point.rho for point in experiment.points if point.rho is not None]
     [base] = [one for one in found if one.where["method"] == "base"]
     assert base.name == "score"
-    assert len(found) == 1 + len(grid_points(experiment)) * (len(names) + 1) - 1 + len(pruned)
+    assert len(found) == 1 + len(experiment.points) * (len(names) + 1) - 1 + len(pruned)

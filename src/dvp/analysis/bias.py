@@ -43,7 +43,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
         rows = estimators.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name in ESTIMATED:
-            numbers = over_seeds(rows[name], rows[f"{name}_se"])
+            numbers = pooled(rows[name], rows[f"{name}_se"])
             if math.isfinite(numbers[0]):
                 yield Statistic(name, where, *numbers, _UNITS[name], spread, sources)
         if partner is None:
@@ -56,7 +56,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
                 for seed in experiment.seeds
             ]
             how = f"{spread}; paired with {partner}, the same seeds of the sampler"
-            yield Statistic(f"{name}_change", where, *over_seeds(values, errors), _UNITS[name], how, sources)
+            yield Statistic(f"{name}_change", where, *pooled(values, errors), _UNITS[name], how, sources)
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
@@ -85,7 +85,7 @@ def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
     return math.sqrt(sum((len(part) - 1) * part.var(ddof=0) for _, part in differences.groupby("sample")))
 
 
-def over_seeds(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
+def pooled(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
     """Mean and normal interval, from the larger of the mean squared error and the variance between seeds."""
     # Not as pandas would: what one seed leaves undefined is undefined.
     values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)

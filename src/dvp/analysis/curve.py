@@ -10,7 +10,7 @@ from scipy import stats
 from dvp.analysis.formats import EMPTY
 from dvp.analysis.load import Curve
 from dvp.analysis.pages import notes
-from dvp.analysis.points import grid_points, reference_point, seeds_text
+from dvp.analysis.points import reference_point, seeds_text
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
@@ -55,9 +55,7 @@ def groups(experiment: Experiment, loaded: Curve) -> list[Group]:
     """Every grid point on every task, task by task, in the order of the experiment."""
     until = loaded.tokens.groupby(["point", "seed"])["tokens"].max().min()
     return [
-        _group(experiment, loaded, task, point, until)
-        for task in experiment.data.tasks
-        for point in grid_points(experiment)
+        _group(experiment, loaded, task, point, until) for task in experiment.data.tasks for point in experiment.points
     ]
 
 
@@ -147,10 +145,10 @@ def _scores(experiment: Experiment, group: Group, rivals: dict[str, Group | None
             yield Statistic(name, where, *value, "fraction", says[key] + how, group.sources)
         for suffix, other in rivals.items():
             if other is not None and other is not group:
-                told = f"{says[key]}minus that of {other.point.path}; {how}, paired"
+                compared = f"{says[key]}minus that of {other.point.path}; {how}, paired"
                 value = bootstrap.estimate(group.score_R[key] - other.score_R[key])
                 sources = tuple(dict.fromkeys([*group.sources, *other.sources]))
-                yield Statistic(f"{name}_{suffix}", where, *value, "fraction", told, sources)
+                yield Statistic(f"{name}_{suffix}", where, *value, "fraction", compared, sources)
 
 
 def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None], score: float) -> Iterator[Statistic]:

@@ -18,7 +18,7 @@ import pandera.pandas as pa
 import pyarrow
 from pandera.errors import SchemaError, SchemaErrorReason
 
-from dvp.analysis.points import BASE, grid_points
+from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, Measurement, Run
@@ -180,7 +180,7 @@ def load_training(experiment: Experiment, results: Path) -> Training:
     """train.json, metrics.jsonl, scores.json and samples.parquet of every run. Raises DvpError."""
     reader = _Reader(experiment, results)
     runs, metrics, scores, samples = [], [], [], []
-    trained = [(point.path, point.run(seed)) for point in grid_points(experiment) for seed in experiment.seeds]
+    trained = [(point.path, point.run(seed)) for point in experiment.points for seed in experiment.seeds]
     for point, run in trained:
         key = {"point": point, "seed": run.seed}
         row, frame = reader.training(run)

@@ -10,15 +10,10 @@ from dvp.experiment.grid import GridPoint, settings_as_read
 BASE = "base"
 
 
-def grid_points(experiment: Experiment) -> list[GridPoint]:
-    """The grid points in the order of the file."""
-    return experiment.points
-
-
 def is_control(experiment: Experiment, point: GridPoint) -> bool:
     """Whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
     exact = experiment.evaluation.engine
-    return point.engine == exact and any(other.engine != exact for other in grid_points(experiment))
+    return point.engine == exact and any(other.engine != exact for other in experiment.points)
 
 
 def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str | None:
@@ -39,7 +34,7 @@ def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None
     training = experiment.training_of(point)
     here = [
         other
-        for other in grid_points(experiment)
+        for other in experiment.points
         if other.engine == point.engine and other.rho is None and experiment.training_of(other) == training
     ]
     name = unpruned(experiment, point.method, (other.method for other in here))
@@ -56,14 +51,12 @@ def reference_point(experiment: Experiment) -> GridPoint:
     method = experiment.report.reference
     settings = experiment.report.reference_training
     candidates = [
-        point
-        for point in grid_points(experiment)
-        if point.method == method and experiment.has_settings(point, settings)
+        point for point in experiment.points if point.method == method and experiment.has_settings(point, settings)
     ]
     candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
     if not candidates:
         raise DvpError(f"experiment '{experiment.name}': report.reference: method '{method}' is not in the grid")
-    engines = [point.engine for point in grid_points(experiment)]
+    engines = [point.engine for point in experiment.points]
     most = max(engines.count(point.engine) for point in candidates)
     chosen = [point for point in candidates if engines.count(point.engine) == most]
     if len(chosen) > 1:

@@ -13,7 +13,6 @@ from dvp.analysis.load import Training
 from dvp.analysis.pages import notes
 from dvp.analysis.points import (
     BASE,
-    grid_points,
     is_control,
     reference_point,
     seeds_text,
@@ -66,7 +65,7 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     where a run has not twice ten steps.
     """
     score_R = replicates(experiment, loaded)
-    points = grid_points(experiment)
+    points = experiment.points
     return [
         *_scores(experiment, loaded, score_R, None),
         *(statistic for point in points for statistic in _scores(experiment, loaded, score_R, point)),
@@ -192,7 +191,7 @@ def main_table(experiment: Experiment, loaded: Training, found: list[Statistic],
     known = lookup(found)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     rows = {}
-    for point in (None, *grid_points(experiment)):
+    for point in (None, *experiment.points):
         name = point.path if point else BASE
         scores = loaded.scores[loaded.scores["point"] == name]
         runs = loaded.runs[loaded.runs["point"] == name]
@@ -242,7 +241,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
     are: pruned with a safe vocabulary, else full. skipped_steps counts all steps of all seeds, out of `steps`.
     """
     rows = {}
-    for point in grid_points(experiment):
+    for point in experiment.points:
         own, sources = loaded.metrics[loaded.metrics["point"] == point.path], train_files(loaded, point.path)
         last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
         pruned = experiment.methods[point.method].safe_vocabulary is not None
@@ -275,7 +274,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         Column("skipped", "skipped steps", shown_only=True),
         measured[-1],
     ]
-    steps = [experiment.training_of(point).steps for point in grid_points(experiment)]
+    steps = [experiment.training_of(point).steps for point in experiment.points]
     title = f"{experiment.name}: mismatch between engine and trainer at the end of training"
     below = notes(
         "mismatch_table",
@@ -332,7 +331,7 @@ def _main_notes(experiment: Experiment, loaded: Training, rows: dict[str, dict],
     return notes(
         "main_table",
         experiment,
-        steps=span([experiment.training_of(point).steps for point in grid_points(experiment)]),
+        steps=span([experiment.training_of(point).steps for point in experiment.points]),
         settings=settings_note(experiment, loaded),
         reference_settings=", ".join(settings_as_read(experiment.settings_of(reference_point(experiment)))),
         evaluation=experiment.evaluation,

@@ -16,7 +16,7 @@ from matplotlib.ticker import NullFormatter
 from dvp.analysis.claims import Claim
 from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
-from dvp.analysis.points import BASE, grid_points, is_control, reference_point
+from dvp.analysis.points import BASE, is_control, reference_point
 from dvp.analysis.tables import Table
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read
@@ -42,7 +42,7 @@ class Style:
 
 def styles(experiment: Experiment) -> dict[GridPoint, Style]:
     """Colour by method, line and marker by ρ in the order of the grid; controls dashed and grey."""
-    every, colors = grid_points(experiment), method_colors(experiment)
+    every, colors = experiment.points, method_colors(experiment)
     methods, rhos = list(dict.fromkeys(point.method for point in every)), [None, *_rhos(every)]
     several = len({point.engine for point in every if not is_control(experiment, point)}) > 1
     result = {}
@@ -79,7 +79,7 @@ def gradient_norm(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
         axes.set_yscale("log")
         plain_log(axes.yaxis)
         axes.set_ylabel("gradient norm before clipping")
-        for clipping in sorted({experiment.training_of(point).gradient_clipping for point in grid_points(experiment)}):
+        for clipping in sorted({experiment.training_of(point).gradient_clipping for point in experiment.points}):
             axes.axhline(clipping, color="black", linewidth=0.8, linestyle=":")
             _write_at(axes, clipping, f"clipped at {clipping:g}")
 
@@ -107,7 +107,7 @@ def mismatch_curves(experiment: Experiment, metrics: pd.DataFrame, bound: Claim)
 
 def scores(experiment: Experiment, table: Table) -> Figure:
     """avg@k of every grid point with its interval and its seeds, `table` as of `training.main_table`."""
-    every, style, rows = grid_points(experiment), styles(experiment), table.rows
+    every, style, rows = experiment.points, styles(experiment), table.rows
     with mpl.rc_context(STYLE):
         figure = new_figure(8.6, 1.6 + 0.42 * len(every))
         axes = figure.subplots()
@@ -152,7 +152,7 @@ def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:
     Points without ρ are drawn in all panels of their engine and settings, controls in those of their settings, or in
     all panels if there is none of these.
     """
-    every, style = grid_points(experiment), styles(experiment)
+    every, style = experiment.points, styles(experiment)
     controls = [point for point in every if is_control(experiment, point)]
     result = []
     kinds = dict.fromkeys((point.engine, style[point].settings) for point in every if point not in controls)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dvp.analysis.bias import digits, estimator_places, jackknife_error, over_seeds
+from dvp.analysis.bias import digits, estimator_places, jackknife_error, pooled
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Variance
 from dvp.analysis.pages import notes
@@ -69,7 +69,7 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
         rows = measured.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name, column in MEASURED.items():
-            numbers = over_seeds(rows[column], rows[f"{column}_se"])
+            numbers = pooled(rows[column], rows[f"{column}_se"])
             if math.isfinite(numbers[0]):
                 how = f"{mean.format('mean')}; {spread}"
                 yield Statistic(name, where, *numbers, UNITS[name], how, sources)
@@ -86,7 +86,7 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
                     for part in (jackknife.loc[(*key, seed)], jackknife.loc[(*other, seed)])
                 )
                 errors.append(jackknife_error(own, theirs, column))
-            numbers = tuple(math.exp(number) for number in over_seeds(values, errors))
+            numbers = tuple(math.exp(number) for number in pooled(values, errors))
             if math.isfinite(numbers[0]):
                 how = f"{mean.format('geometric mean')}, over {partner} from the same responses (paired); {spread}"
                 how += ", of logarithms"
@@ -97,7 +97,7 @@ def _proxy(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
     # The trainer's own policy wrote the tokens: the same, and the same numbers, whatever engine is measured beside it.
     first = loaded.proxy[loaded.proxy["engine"] == experiment.bias.engines[0]]
     for (policy, position), rows in first.groupby(["policy", "position"], sort=False):
-        numbers = over_seeds(rows["rank_correlation"], rows["rank_correlation_se"])
+        numbers = pooled(rows["rank_correlation"], rows["rank_correlation_se"])
         if math.isfinite(numbers[0]):
             how = "Spearman; normal interval: the larger of the jackknife over problems and the variance between seeds"
             where = {"policy": policy, "position": position}

@@ -28,8 +28,9 @@ class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories", "products"]
-    """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator."""
+    generator: Literal["stories", "products", "chains"]
+    """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
+    many small sums, in numbered steps."""
     count: Positive
     """Problems."""
     seed: int

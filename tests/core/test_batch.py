@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, unflatten, unflatten_parts
+from dvp.experiment.loading import load_experiment
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
@@ -43,6 +44,24 @@ def test_little_is_padded(spread):
     batch = batch_of([(40, 20 + more) for more in extra])
     computed = sum(batch.rows(rows).tokens_BT.numel() for rows in batch.micro_batches(2048))
     assert computed * (0.95 if spread else 0.99) <= int(batch.lengths().sum())
+
+
+@pytest.mark.parametrize("median", [500, 1000, 2000, 4000])
+def test_at_the_papers_lengths_hardly_anything_is_padded(root, median):
+    """A step of paper_8b: 64 prompts, log-normal responses of up to its longest; less than 2 %."""
+    training = load_experiment("paper_8b", root / "config").training
+    generator = torch.Generator().manual_seed(0)
+    count, longest = training.prompts_per_step * training.group_size, training.max_response_tokens
+    prompts = torch.randint(50, 300, (training.prompts_per_step,), generator=generator).repeat_interleave(
+        training.group_size
+    )
+    responses = (torch.randn(count, generator=generator) * 0.7).exp() * median
+    lengths = prompts + responses.long().clamp(1, longest)
+    tokens_BT = torch.zeros(count, int(lengths.max()), dtype=torch.int32)
+    batch = Batch(tokens_BT, torch.arange(tokens_BT.shape[1]) < lengths[:, None])
+    parts = batch.micro_batches(training.tokens_per_micro_batch)
+    computed = sum(len(rows) * int(lengths[rows].max()) for rows in parts)
+    assert computed * 0.98 <= int(lengths.sum()) <= computed
 
 
 @given(SHAPES, st.integers(1, 60))

@@ -46,7 +46,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(SNAKEMAKE) --lint
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow" --hypothesis-profile quick
 
 bench: install
 	$(BIN)/python -m dvp.benchmark.head

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dvp.cli import quiet
 from dvp.rollout.vllm import configure_environment
@@ -19,6 +20,7 @@ configure_environment(threads=1)
 torch.set_num_threads(1)
 quiet()
 LINEAR = torch.nn.functional.linear
+settings.register_profile("quick", max_examples=20)  # for `make check`; 100 otherwise
 
 # What takes longest begins first, so that no worker is left alone with it at the end.
 FIRST = ("slurm", "pipeline", "training", "rollout", "tracking")

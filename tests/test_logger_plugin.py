@@ -13,6 +13,8 @@ from dvp.progress import duration, readable
 from snakemake_logger_plugin_dvp import LogHandler
 from snakemake_logger_plugin_dvp.estimate import Estimate, recorded_seconds
 
+pytestmark = pytest.mark.slow
+
 RUN = "method~dvp_mis/engine~coarse/rho~exp-13/seed~0"
 
 

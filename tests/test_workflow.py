@@ -11,6 +11,8 @@ import pytest
 
 from dvp.experiment.loading import load_experiment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 CURVE = {"report_training": 1, "report_curve": 1}
@@ -65,14 +67,12 @@ def test_format():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_lint(snakemake):
     status, out, errors = snakemake("--lint")
     assert status == 0, out + errors
     assert "Congratulations, your workflow is in a good condition!" in out + errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "jobs"),
     [
@@ -140,7 +140,6 @@ def test_dry_run(snakemake, place, experiment, jobs):
     assert not (place / "results").exists()
 
 
-@pytest.mark.slow
 def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
     """A profile declares it; without one it is all that the machine has. (Jobs of a dry run have one core.)"""
     settings = ("-n", "-p", "--config", "experiment=paper_8b", "results=there")
@@ -150,7 +149,6 @@ def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
         assert re.findall(r"dvp preflight .* --memory-mb (\d+)", out + errors) == expected
 
 
-@pytest.mark.slow
 def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(snakemake, place):
     status, out, errors = snakemake("evidence", "-n", "--quiet", "rules", "--config", "results=there")
     assert status == 0, errors
@@ -204,7 +202,6 @@ def test_a_step_of_a_run_is_converted_and_evaluated_by_the_same_rules(snakemake)
     assert f"there/smoke_curve/logs/runs/{run}/step~4/convert.log" in out
 
 
-@pytest.mark.slow
 def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_policy_can_be_measured(snakemake, place):
     """Also as a wildcard of a measurement, which another part of the path follows."""
     policy = "{method: rloo, engine: fp32, training: {group_size: 2}}"

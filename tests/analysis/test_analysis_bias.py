@@ -13,6 +13,8 @@ from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
 from dvp.files import dump_json, sha256_file, write_json
 
+pytestmark = pytest.mark.slow
+
 TRAINED = "method~rloo/engine~fp32/rho~none"
 
 

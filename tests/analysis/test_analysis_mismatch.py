@@ -23,6 +23,8 @@ from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.mismatch_files import TABLES
 from noisy_engine import NoisyEngine
 
+pytestmark = pytest.mark.slow
+
 SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 ARM = {"method": "rloo", "engine": "fp32", "rho": None}
@@ -243,7 +245,6 @@ def test_tables_have_a_row_for_each_engine_and_rho(measured):
     assert safe.formatted().headings[-1] == "with ε̂ = 0.5"
 
 
-@pytest.mark.slow
 def test_figures_show_every_policy(measured, tmp_path):
     assert list(measured.figures) == FIGURES
     for name, figure in measured.figures.items():
@@ -253,7 +254,6 @@ def test_figures_show_every_policy(measured, tmp_path):
         assert svg.stat().st_size > 20_000
 
 
-@pytest.mark.slow
 def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experiment, results, measured, tmp_path):
     """The rule that draws them expects every figure."""
     exact = [

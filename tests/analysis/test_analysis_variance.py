@@ -19,6 +19,8 @@ from dvp.analysis.variance import rloo_of
 from dvp.errors import DvpError
 from dvp.files import dump_json
 
+pytestmark = pytest.mark.slow
+
 ESTIMATORS = [
     {"method": ["rloo", "rloo_mis", "otb", "otb_mis", "otb_oracle"]},
     {"method": ["dvp", "dvp_mis", "dvp_otb", "dvp_otb_mis"], "rho": "0.01"},

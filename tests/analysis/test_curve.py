@@ -19,6 +19,8 @@ from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 
+pytestmark = pytest.mark.slow
+
 POINT = "method~rloo/engine~coarse/rho~none"
 
 

@@ -15,6 +15,8 @@ from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 from dvp.files import sha256_file, write_json
 
+pytestmark = pytest.mark.slow
+
 CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
 TABLES = ("main_table", "mismatch_table")

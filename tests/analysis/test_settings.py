@@ -14,6 +14,8 @@ from dvp.analysis.points import policy_label, reference_point, unpruned_point
 from dvp.analysis.report import make
 from dvp.errors import DvpError
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"group_size": [4, 16]}
 LONG = {"group_size": 4, "steps": 48}
 RLOO = "method~rloo/engine~coarse/rho~none"

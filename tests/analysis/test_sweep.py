@@ -15,6 +15,8 @@ from dvp.analysis.sweep import middle
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment, parse_experiment
 
+pytestmark = pytest.mark.slow
+
 RHOS = ["exp(-17)", "exp(-13)", "0.0001", "0.001", "0.01", "0.03", "0.1", "0.3"]  # as experiments write them
 CURVE = GridPoint(method="dvp_mis", engine="coarse")
 

@@ -22,6 +22,7 @@ head.main()
 """
 
 
+@pytest.mark.slow
 def test_it_runs_with_nothing_but_torch(tmp_path):
     output = tmp_path / "bench" / "cpu.json"
     arguments = ["--device", "cpu", "--output", str(output), "--rounds", "1"]
@@ -39,6 +40,7 @@ def test_it_runs_with_nothing_but_torch(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "dvp.benchmark.head", "--device", "cuda"], capture_output=True, text=True, check=False

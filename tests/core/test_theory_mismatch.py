@@ -245,6 +245,7 @@ def skew_correction(p_V, token):
     return 1.5 * SIGMA**2 * variance / squared_distance(p_V, token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [HEAD, SECOND, TAIL])
 def test_proposition_4_3_selection_shifts_d_by_sigma_squared_times_the_squared_distance(
     engine_sampled, trainer_sampled, token
@@ -257,6 +258,7 @@ def test_proposition_4_3_selection_shifts_d_by_sigma_squared_times_the_squared_d
     assert_near(mean(engine_sampled.of(token)), without + SIGMA**2 * squared_distance(P_V, token), REMAINDER)
 
 
+@pytest.mark.slow
 def test_proposition_4_3_the_mode_is_positive_for_sampled_tail_tokens_and_not_for_the_controls(
     engine_sampled, trainer_sampled
 ):
@@ -274,6 +276,7 @@ def test_proposition_4_3_the_mode_is_positive_for_sampled_tail_tokens_and_not_fo
     assert SIGMA**2 * squared_distance(P_V, TAIL) > value + 6.0 * error
 
 
+@pytest.mark.slow
 def test_proposition_4_3_in_a_flat_policy_the_mode_is_half_of_d_star():
     """A statistical check: p = 1/V: the normaliser is all but constant, log Σ p e^ε ≈ σ²/2, and d ~ N(σ²/2, σ²)."""
     flat_V = np.full(VOCABULARY, 1.0 / VOCABULARY)
@@ -283,6 +286,7 @@ def test_proposition_4_3_in_a_flat_policy_the_mode_is_half_of_d_star():
     assert value + 6.0 * error < 0.75 * SIGMA**2 * squared_distance(flat_V, 0)
 
 
+@pytest.mark.slow
 def test_proposition_4_3_the_mean_is_slightly_negative_for_the_top_token(engine_sampled):
     """A statistical check: −0.11 σ² here, against +0.86 σ² in the tail. Not for every policy: the sign is
     that of 1 − 2 p_a + Σ p² − ½ (1 − Σ p²)."""
@@ -291,6 +295,7 @@ def test_proposition_4_3_the_mean_is_slightly_negative_for_the_top_token(engine_
     assert abs(value) < 0.25 * mean(engine_sampled.of(TAIL))[0]
 
 
+@pytest.mark.slow
 def test_proposition_4_3_the_mode_goes_to_zero_as_p_goes_to_one():
     """Statistical, at p = 0.3, 0.9, 0.99, 0.999: the top token's is below 2 (1 − p) σ² within 6 standard errors."""
     previous = math.inf
@@ -303,6 +308,7 @@ def test_proposition_4_3_the_mode_goes_to_zero_as_p_goes_to_one():
         previous = abs(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampled_from", "sign"), [("engine", 1.0), ("trainer", -1.0)])
 def test_proposition_4_3_with_independent_noise_on_both_sides_the_mode_is_d_star_and_flips_with_the_sampler(
     sampled_from, sign

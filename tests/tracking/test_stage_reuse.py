@@ -15,6 +15,8 @@ from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store
 from dvp.versions import STAGE_VERSIONS
 
+pytestmark = pytest.mark.slow
+
 WORK = {"config_hash": "abc", "inputs": "def", "run": RUN}
 STEPS = 3
 

@@ -17,6 +17,8 @@ from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import create_store, lineage, reason_of, store_name, store_uri
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_store_is_where_it_is_said_to_be(folder, monkeypatch):
     results = folder.parent
@@ -309,7 +311,6 @@ def one_of_many(folder: Path, number: int) -> None:
     train(folder, 40, run=f"{RUN}{number}")
 
 
-@pytest.mark.slow
 def test_eight_jobs_write_at_once_without_losing_a_metric(folder, capfd):
     """8 × 40 steps × 24 numbers into one SQLite file, flushed every step."""
     context = multiprocessing.get_context("spawn")

@@ -15,6 +15,8 @@ from dvp.tracking.stage import stage_run
 from dvp.tracking.store import Feed, create_store
 from dvp.tracking.track import track as track_here
 
+pytestmark = pytest.mark.slow
+
 RECORD = f"tracking/runs/{RUN}/train.json"
 
 
@@ -93,7 +95,6 @@ def test_files_that_were_lost_or_changed_are_kept_again(stages):
     assert contents(stages)[key]["files"][1] == ("results/train.json", copy.stat().st_size)
 
 
-@pytest.mark.slow
 def test_a_killed_stage_is_fed_as_far_as_it_came_and_continued(folder):
     """SIGKILL in the middle of a line, without a store; then the store, then the rest of the run."""
     code = (

@@ -1,13 +1,18 @@
-"""Chains: a long horizon that a tiny model can learn, sums with a running state, a numbered line a step.
+"""Chains: a long horizon that a tiny model can learn, many small sums with a running state.
 
-Twenty to forty steps make a solution of about 300 to 600 tokens. Each is easy: its number finds the sentence that it
-carries out, and the value stands at the end of the line above.
+Three people change the same number in turn, for seven to thirteen rounds, and a solution writes every sum: 300 to 600
+tokens. Each is easy: who is next and what they do stands in the round before, and the value in the line above.
 
-    Bomira has 9 tesons. 1. Lavu gives 5. 2. Doriko takes 3. How many tesons are left?
+    Bomira has 9 tesons. In each of 7 rounds Lavu gives 5, Doriko takes 2 and Kuku takes 4. How many tesons are left?
 
-    1. Lavu 9 + 5 = 14.
-    2. Doriko 14 - 3 = 11.
-    Answer: 11
+    Round 1
+    Lavu 9 + 5 = 14.
+    Doriko 14 - 2 = 12.
+    Kuku 12 - 4 = 8.
+    Round 2
+    Lavu 8 + 5 = 13.
+    […]
+    Answer: 2
 """
 
 import random
@@ -19,15 +24,16 @@ from dvp.data.stories import NAMES, THINGS, Story
 
 LARGEST = 19
 """No number of a correct solution exceeds this."""
+PEOPLE = 3  # steps of a round
 
-_CHANGES = {"+": ("gives", "brings", "adds"), "-": ("takes", "wants", "loses")}
+_CHANGES = {1: ("gives", "brings", "adds"), -1: ("takes", "wants", "loses")}
 _QUESTIONS = ("How many {things} are left?", "How many {things} is that?")
-_STEP = re.compile(r"\d+\. (\w+) (\d+) ([-+]) (\d+) = (\d+)\.")
+_STEP = re.compile(r"^(\w+) (\d+) ([-+]) (\d+) = \d+\.$", re.MULTILINE)
 _SLIPS = (-2, -1, 1, 2)
 
 
-def generate(count: int, seed: int, steps: Sequence[int] = (20, 40)) -> Iterator[Story]:
-    """Yield `count` chains of steps[0] to steps[1] steps.
+def generate(count: int, seed: int, steps: Sequence[int] = (7, 13)) -> Iterator[Story]:
+    """Yield `count` chains of steps[0] to steps[1] rounds.
 
     The same arguments give the same chains in every process; a larger count extends a smaller one.
     """
@@ -46,43 +52,56 @@ def careless(chain: Story, error_rate: float, rng: random.Random) -> str:
     what it says; the stated answer is consistent with the lines above it. No number falls below 1. Two slips may cancel
     each other.
     """
-    steps = [(name, sign, int(number)) for name, _, sign, number, _ in _STEP.findall(chain.solution)]
-    value = int(_STEP.search(chain.solution)[2])
-    lines = []
-    for index, (name, sign, number) in enumerate(steps):
-        result, word = _apply(value, sign, number), "="
+    steps = _STEP.findall(chain.solution)
+    names = [name for name, *_ in steps]
+    changes = [int(sign + number) for _, _, sign, number in steps]
+    value, written = int(steps[0][1]), []
+    for index, change in enumerate(changes):
+        result, word = value + change, "="
         if rng.random() < 0.5:
             word = "is"
             if rng.random() < error_rate:
-                rest = [number if sign == "+" else -number for _, sign, number in steps[index + 1 :]]
-                lowest = min(accumulate(rest, initial=result))
+                lowest = min(accumulate(changes[index + 1 :], initial=result))
                 result += rng.choice([slip for slip in _SLIPS if lowest + slip >= 1])
-        lines.append(f"{index + 1}. {name} {value} {sign} {number} {word} {result}.")
+        written.append(_line(names[index], value, change, word, result))
         value = result
-    return "\n".join([*lines, f"Answer: {value}"])
+    return _solution(written, value)
 
 
-def _chain(rng: random.Random, steps: int) -> Story:
-    things, value = THINGS.draw(rng), rng.randint(2, 9)
-    sentences, lines = [f"{NAMES.draw(rng)} has {value} {things}."], []
-    for index in range(1, steps + 1):
+def _chain(rng: random.Random, rounds: int) -> Story:
+    things = THINGS.draw(rng)
+    people: list[str] = []
+    while len(people) < 1 + PEOPLE:
         name = NAMES.draw(rng)
-        sign, number = _change(rng, value)
-        result = _apply(value, sign, number)
-        sentences.append(f"{index}. {name} {rng.choice(_CHANGES[sign])} {number}.")
-        lines.append(f"{index}. {name} {value} {sign} {number} = {result}.")
-        value = result
-    sentences.append(rng.choice(_QUESTIONS).format(things=things))
-    return Story(" ".join(sentences), "\n".join([*lines, f"Answer: {value}"]), str(value))
-
-
-def _change(rng: random.Random, value: int) -> tuple[str, int]:
-    """A step that keeps the value between 1 and LARGEST."""
+        if name not in people:
+            people.append(name)
+    owner, *others = people
     while True:
-        sign, number = rng.choice("+-"), rng.randint(2, 5)
-        if 1 <= _apply(value, sign, number) <= LARGEST:
-            return sign, number
+        start = rng.randint(1, LARGEST)
+        changes = [rng.choice((1, -1)) * rng.randint(2, 5) for _ in range(PEOPLE)]
+        values = list(accumulate(changes * rounds, initial=start))
+        # If a round came back to where it began, whole rounds could be copied.
+        if sum(changes) and min(values) >= 1 and max(values) <= LARGEST:
+            break
+    *first, last = (
+        f"{name} {rng.choice(_CHANGES[1 if change > 0 else -1])} {abs(change)}"
+        for name, change in zip(others, changes, strict=True)
+    )
+    question = rng.choice(_QUESTIONS).format(things=things)
+    problem = f"{owner} has {start} {things}. In each of {rounds} rounds {', '.join(first)} and {last}. {question}"
+    lines = [
+        _line(name, value, change, "=", value + change)
+        for name, change, value in zip(others * rounds, changes * rounds, values[:-1], strict=True)
+    ]
+    return Story(problem, _solution(lines, values[-1]), str(values[-1]))
 
 
-def _apply(value: int, sign: str, number: int) -> int:
-    return value + number if sign == "+" else value - number
+def _line(name: str, value: int, change: int, word: str, result: int) -> str:
+    return f"{name} {value} {'+' if change > 0 else '-'} {abs(change)} {word} {result}."
+
+
+def _solution(lines: list[str], value: int) -> str:
+    """Lines of steps with a heading above every round, and the answer."""
+    rounds = [lines[first : first + PEOPLE] for first in range(0, len(lines), PEOPLE)]
+    parts = ["\n".join([f"Round {number}", *steps]) for number, steps in enumerate(rounds, 1)]
+    return "\n".join([*parts, f"Answer: {value}"])

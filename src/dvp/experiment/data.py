@@ -30,12 +30,12 @@ class GeneratedSource(Strict):
     kind: Literal["generated"]
     generator: Literal["stories", "products", "chains"]
     """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
-    many small sums, in numbered steps."""
+    rounds of three small sums."""
     count: Positive
     """Problems."""
     seed: int
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
-    """Fewest and most steps of a problem."""
+    """Fewest and most steps of a problem, rounds of `chains`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "GeneratedSource":

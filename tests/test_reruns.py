@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dvp.versions import STAGE_VERSIONS
+from recipes import METHODS, follow
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -101,14 +102,26 @@ def test_a_comment_in_the_code_runs_nothing_again(results):
     assert results.jobs() == {}
 
 
-def test_the_recipe_for_a_new_advantage_runs_nothing_but_what_uses_it(results):
-    with open(results.folder / "src/dvp/core/advantages.py", "a", encoding="utf-8") as file:
-        file.write("\n\n@by_response\ndef new(responses):\n    return dr_grpo(responses)\n")
+def test_the_documented_recipes_run_nothing_but_what_uses_them(results):
+    """A new advantage and a new rule for ρ, as docs/extend.md has them."""
+    follow(results.folder / "src/dvp")
     with open(results.folder / "config/catalogue/methods.yaml", "a", encoding="utf-8") as file:
-        file.write("\nnew: {label: A new advantage, advantage: new}\n")
+        file.write(METHODS)
     assert results.jobs() == {}
-    results.edit(EXPERIMENT, "\ngrid:\n", "\ngrid:\n  - {method: new, engine: fp32}\n")
-    assert results.jobs() == REPORTS | {"train": 1, "convert": 1, "evaluate": 1}
+    grid = "\ngrid:\n"
+    for method, rho, path in (("half_rloo", "null", "none"), ("confident_rloo", "1e-2", "0.01")):
+        point = f"{grid}  - {{method: {method}, engine: coarse, rho: {rho}}}\n"
+        results.edit(EXPERIMENT, grid, point)
+        listed = results.snakemake("--dry-run")
+        run = f"method~{method}/engine~coarse/rho~{path}/seed~0"
+        assert set(re.findall(r"^Job \d+: (.*)$", listed, flags=re.MULTILINE)) == {
+            "resolving the experiment smoke",
+            f"training {run}",
+            f"converting {run}",
+            f"evaluating {run} on held_out",
+            "drawing training and scores of smoke",
+        }
+        results.edit(EXPERIMENT, point, grid)
 
 
 def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):

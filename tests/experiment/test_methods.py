@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudge
 from dvp.errors import DvpError
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
+from recipes import follow
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,17 +195,9 @@ bias:
 @pytest.mark.slow
 def test_the_recipes_for_an_advantage_and_a_rule_for_rho_are_one_file_each(tmp_path, tiny_model):
     """docs/extend.md, followed to the letter in a copy of the package: read without torch, trained for two steps."""
-    advantage, rule = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "config", tmp_path / "config")
-    core = tmp_path / "src" / "dvp" / "core"
-    with (core / "advantages.py").open("a") as file:
-        file.write(f"\n\n{advantage}")
-    rules = (core / "safe_vocabulary.py").read_text()
-    union = "Rule = Annotated[Fixed | "
-    assert union in rules
-    rules = rules.replace(union, f"{rule}\n\nRule = Annotated[ConfidentRule | Fixed | ")
-    (core / "safe_vocabulary.py").write_text(rules)
+    follow(tmp_path / "src" / "dvp")
     (tmp_path / "config" / "experiments" / "own.yaml").write_text(EXPERIMENT)
     program = Path(__file__).with_name("recipe_process.py")
     done = subprocess.run(

@@ -20,7 +20,7 @@ import test_sweep
 import torch
 from made_up_bias import bias_experiment, write_cell
 from made_up_results import CLAIMS, Results, make_experiment, training_part
-from test_loop import make_loop  # noqa: F401
+from test_loop import SETTINGS, ScriptedEngine
 from test_mismatch import experiment_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,14 +34,16 @@ from dvp.data.prepare import prepare
 from dvp.data.stories import generate
 from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
 from dvp.files import sha256_json
 from dvp.measurement.gradients import Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
-from dvp.training.backend import Policy
+from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
 from dvp.training.probe import write_probe
+from dvp.training.stage import set_up
 from dvp.versions import STAGE_VERSIONS
 from noisy_engine import NoisyEngine
 
@@ -52,6 +54,7 @@ TOLERANCE = 1e-3
 # Rounding error alone, and the clock.
 LEFT_OUT = ("second", "noise", "shape", "bf16")
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
+WORDS = ["bafi", "dogu", "kelo", "mipa"]
 RESPONSES = ("Answer: 7", "7", "Answer: \\frac{14}{2}", "Answer: 7.0\n", "Answer: 8", "Answer: 7 or 8")
 
 
@@ -142,11 +145,57 @@ def test_base(root, tmp_path):
     )
 
 
+@pytest.fixture
+def set_up_run(root, tiny_model, tmp_path, monkeypatch):
+    """A run's loop as its stage sets it up, with an engine that samples uniformly in the place of vLLM.
+
+    And what trainer and engine were given: a seed may move none of the few numbers here.
+    """
+    value = load_experiment("smoke", root / "config").model_dump(mode="json")
+    value["training"] |= {name: SETTINGS[name] for name in SETTINGS if name != "deepspeed"}
+    value["training"] |= {"steps": 2, "max_prompt_tokens": 16}
+    value["methods"]["own"] = {
+        "label": "own",
+        "advantage": "otb",
+        "importance": "tis",
+        "safe_vocabulary": {"rule": "fixed"},
+    }
+    value |= {"seeds": [3], "grid": [{"method": "own", "engine": "coarse", "rho": 0.01}]}
+    value["report"] |= {"reference": "own"}
+    write_resolved(parse_experiment(value, tmp_path), tmp_path / "golden")
+    directory = ExperimentDir(tmp_path / "golden" / "config.yaml")
+    directory.base.symlink_to(tiny_model)
+    directory.data.mkdir()
+    prompts = [" ".join([WORDS[row % 4], WORDS[row // 4], "nuri"][: 2 + row % 2]) for row in range(6)]
+    prompts += [" ".join(WORDS * 3)]
+    table = pd.DataFrame({"id": [str(row) for row in range(7)], "answer": "7", "prompt": prompts})
+    table.to_parquet(directory.data / "train.parquet")
+    given: dict[str, float] = {}
+
+    class RecordedTrainer(Trainer):
+        def __init__(self, base, config, options, prompts):
+            given["trainer.seed"] = torch.initial_seed()
+            given["trainer.zero_stage"] = options["zero_optimization"]["stage"]
+            given["trainer.prompt_tokens"] = sum(map(len, prompts))
+            super().__init__(base, config, options, prompts)
+
+    def engine(model, config, *, rules, **arguments):
+        (rule,) = rules
+        given.update({f"engine.{name}": argument for name, argument in arguments.items()})
+        given.update({"engine.rho": rule.rho, "engine.bits": torch.finfo(getattr(torch, config.dtype)).bits})
+        return ScriptedEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), distance=0.05)
+
+    monkeypatch.setattr("dvp.training.backend.Trainer", RecordedTrainer)
+    monkeypatch.setattr("dvp.rollout.vllm.VllmEngine", engine)
+    (run,) = directory.experiment.runs
+    loop, too_long = set_up(directory, run)
+    return loop, {f"given.{name}": float(value) for name, value in given.items()} | {"too_long": too_long}
+
+
 @pytest.mark.slow
-def test_train_and_convert(make_loop, tiny_model, tmp_path):  # noqa: F811
+def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     """Two steps with an engine that is off by 0.05 nats a token, and the model that they end in."""
-    method = {"advantage": "otb", "importance": "tis", "safe_vocabulary": {"rule": "fixed"}}
-    loop = make_loop(method=method, rho="0.01", distance=0.05, steps=2)
+    loop, given = set_up_run
     before = {name: value.clone() for name, value in loop.trainer.weights()}
     final, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     numbers = {
@@ -156,7 +205,7 @@ def test_train_and_convert(make_loop, tiny_model, tmp_path):  # noqa: F811
         if isinstance(value, int | float) and name != "step" and not any(part in name for part in LEFT_OUT)
     }
     moved_by = size_of((name, value - before[name]) for name, value in loop.trainer.weights())
-    check("train", numbers | {"weights_moved_by": moved_by})
+    check("train", given | numbers | {"weights_moved_by": moved_by})
     write_probe(tmp_path / "probe.safetensors", loop.trainer, PROMPTS)
     proof = convert(final, tiny_model, tmp_path / "probe.safetensors", tmp_path / "model", temperature=1.0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

@@ -1,7 +1,8 @@
 """The numbers of every stage's first steps, on tiny shapes: when they move, the stage's version must be bumped.
 
-A JSON file a stage, beside this one, holds the numbers and the version that they were made with. After a bump,
-`DVP_GOLDEN=make pytest tests/golden` writes them anew. The tolerance is wide enough for the rounding of other machines.
+A JSON file a stage, or a part of one, holds the numbers beside this file and the version that they were made with.
+After a bump, `DVP_GOLDEN=make pytest tests/golden` writes them anew. The tolerance is wide enough for the rounding of
+other machines.
 """
 
 import json
@@ -30,8 +31,8 @@ from dvp.conversion.convert import convert
 from dvp.core.batch import Batch
 from dvp.core.estimator_bias import estimator_bias
 from dvp.core.safe_vocabulary import FixedRho
+from dvp.data.generators import GENERATORS
 from dvp.data.prepare import prepare
-from dvp.data.stories import generate
 from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.folder import ExperimentDir
@@ -58,12 +59,14 @@ WORDS = ["bafi", "dogu", "kelo", "mipa"]
 RESPONSES = ("Answer: 7", "7", "Answer: \\frac{14}{2}", "Answer: 7.0\n", "Answer: 8", "Answer: 7 or 8")
 
 
-def check(stage: str, numbers: dict[str, float]) -> None:
-    file, version = HERE / f"{stage}.json", STAGE_VERSIONS[stage]
+def check(stage: str, numbers: dict[str, float], part: str = "") -> None:
+    file, version = HERE / f"{stage}{part and '-'}{part}.json", STAGE_VERSIONS[stage]
     if os.environ.get("DVP_GOLDEN") == "make":
         file.write_text(json.dumps({"version": version, "numbers": numbers}, indent=2) + "\n", encoding="utf-8")
-    golden = json.loads(file.read_text(encoding="utf-8"))
     remake = f"remake them with: DVP_GOLDEN=make pytest tests/golden -k {stage}"
+    if not file.exists():
+        pytest.fail(f"no numbers of stage {stage} are kept in {file.name}; {remake}")
+    golden = json.loads(file.read_text(encoding="utf-8"))
     if golden["version"] != version:
         pytest.fail(f"STAGE_VERSIONS['{stage}'] is {version}, the numbers of {golden['version']} are kept; {remake}")
     kept = golden["numbers"]
@@ -104,17 +107,35 @@ def test_a_bumped_version_with_the_numbers_of_the_old_one_fails(a_stage, monkeyp
         check("a_stage", {"loss": 1.5})
 
 
+def test_a_part_without_numbers_fails(a_stage):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"^no numbers of stage a_stage are kept in a_stage-new.json; remake"
+    ):
+        check("a_stage", {"loss": 1.5}, "new")
+
+
 def test_every_stage_that_makes_numbers_has_some_here():
     """`resolve` writes an experiment down, and `preflight` measures the machine."""
-    assert {file.stem for file in HERE.glob("*.json")} == set(STAGE_VERSIONS) - {"resolve", "preflight"}
+    assert {file.stem.partition("-")[0] for file in HERE.glob("*.json")} == set(STAGE_VERSIONS) - {
+        "resolve",
+        "preflight",
+    }
 
 
 def size_of(weights) -> float:
     return math.sqrt(sum(value.double().square().sum().item() for _, value in weights))
 
 
-def test_prepare(root, tmp_path):
+def experiment_with(root, generator: str):
+    """The smoke test with problems of another generator."""
     experiment = load_experiment("smoke", root / "config")
+    source = experiment.sources[experiment.data.train].model_copy(update={"generator": generator})
+    return experiment.model_copy(update={"sources": experiment.sources | {experiment.data.train: source}})
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_prepare(root, tmp_path, generator):
+    experiment = experiment_with(root, generator)
     manifest = prepare(experiment.data, experiment.sources, tmp_path)
     contents = [sha256_json(pd.read_parquet(tmp_path / name).to_dict("list")) for name in manifest["files"]]
     counts = manifest["counts"]
@@ -123,15 +144,19 @@ def test_prepare(root, tmp_path):
         {"train": counts["train"], "held_out": counts["evaluation"]["held_out"]}
         # No rounding is in them: one digit more or less is another text.
         | {f"contents_{index}": int(digest[:4], 16) for index, digest in enumerate(contents)},
+        generator,
     )
 
 
 @pytest.mark.slow
-def test_base(root, tmp_path):
-    experiment = load_experiment("smoke", root / "config")
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_base(root, tmp_path, generator):
+    experiment = experiment_with(root, generator)
     warm_start = experiment.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
     experiment = experiment.model_copy(update={"base": experiment.base.model_copy(update={"warm_start": warm_start})})
-    pd.DataFrame({"problem": [story.problem for story in generate(3, seed=1)]}).to_parquet(tmp_path / "eval.parquet")
+    pd.DataFrame({"problem": [story.problem for story in GENERATORS[generator].generate(3, seed=1)]}).to_parquet(
+        tmp_path / "eval.parquet"
+    )
     manifest = make_base(experiment, tmp_path, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     check(
@@ -142,6 +167,7 @@ def test_base(root, tmp_path):
             "weights": size_of(model.named_parameters()),
             "vocabulary": len(AutoTokenizer.from_pretrained(tmp_path / "base")),
         },
+        generator,
     )
 
 

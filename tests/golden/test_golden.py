@@ -23,12 +23,14 @@ from made_up_bias import bias_experiment, write_cell
 from made_up_results import CLAIMS, Results, make_experiment, training_part
 from test_loop import SETTINGS, ScriptedEngine
 from test_mismatch import experiment_of
+from test_runner import ScriptedEngine as RunnerEngine
+from test_runner import _eval_parquet, _experiment, _run  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
 from dvp.analysis.report import make
 from dvp.conversion.convert import convert
-from dvp.core.batch import Batch
+from dvp.core.batch import Batch, Rollout
 from dvp.core.estimator_bias import estimator_bias
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.generators import GENERATORS
@@ -38,7 +40,8 @@ from dvp.evaluation.metrics import summarise
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
 from dvp.files import sha256_json
-from dvp.measurement.gradients import Gradients, position_parts
+from dvp.measurement.bias import _fill
+from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
@@ -56,6 +59,10 @@ TOLERANCE = 1e-3
 LEFT_OUT = ("second", "noise", "shape", "bf16")
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
 WORDS = ["bafi", "dogu", "kelo", "mipa"]
+ESTIMATORS = {
+    None: ["rloo", "rloo_tis", "rloo_mis", "otb", "otb_oracle"],
+    "0.02": ["dvp", "dvp_tis", "dvp_otb_mis"],
+}
 RESPONSES = ("Answer: 7", "7", "Answer: \\frac{14}{2}", "Answer: 7.0\n", "Answer: 8", "Answer: 7 or 8")
 
 
@@ -239,8 +246,13 @@ def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     check("convert", {"tokens": proof["tokens_scored"], "weights_moved_by": moved_by})
 
 
-def test_evaluate():
-    """Grading and scoring; the engine has tests of its own."""
+def test_evaluate(run):
+    """Grading and scoring, alone and through lm-eval with a scripted engine."""
+    engine = RunnerEngine()
+    scored = run("held_out", engine)
+    ((_, sampling, seeds),) = engine.calls
+    asked = {name: getattr(sampling, name) for name in ("n", "temperature", "top_p", "max_tokens")}
+    asked |= {f"seed_{index}": seed / 2**60 for index, seed in enumerate(seeds[:5])}
     graded = [float(grade(response, "7", truncated=False)) for response in RESPONSES]
     rng = np.random.default_rng(0)
     correct_PK = rng.random((12, 4)) < 0.4
@@ -249,8 +261,15 @@ def test_evaluate():
     check(
         "evaluate",
         dict(zip(RESPONSES, graded, strict=True))
-        | {f"{name}.{key}": float(value) for name, metric in scores.items() for key, value in metric.items()},
+        | flat(scores)
+        | {f"sampling.{name}": value for name, value in asked.items()}
+        | {f"runner.{name}": value for name, value in flat(scored["metrics"]).items()}
+        | {f"runner.{name}": scored[name] for name in ("samples", "truncated_fraction", "mean_response_tokens")},
     )
+
+
+def flat(metrics: dict[str, dict]) -> dict[str, float]:
+    return {f"{name}.{key}": float(value) for name, metric in metrics.items() for key, value in metric.items()}
 
 
 @pytest.mark.slow
@@ -279,8 +298,8 @@ def test_mismatch(root, tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_bias(tiny_model):
-    """Gradients of batches under a safe vocabulary, and what is made of their inner products."""
+def test_bias(root, tiny_model):
+    """Gradients, what is made of their inner products, and each kind of estimator on one batch."""
     policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
     gradients = Gradients(policy, temperature=0.8, tokens=64, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -295,11 +314,23 @@ def test_bias(tiny_model):
     batches_nD = torch.stack([gradient(0.5) for _ in range(4)])
     reference_mD = torch.stack([gradient(0.0) for _ in range(4)])
     found = estimator_bias(batches_nD @ batches_nD.T, batches_nD @ reference_mD.T, reference_mD @ reference_mD.T)
-    check(
-        "bias",
-        {f"norm_{index}": value.norm().item() for index, value in enumerate(batches_nD)}
-        | {name: float(jackknifed.value) for name, jackknifed in found.items()},
-    )
+    numbers = {f"norm_{index}": value.norm().item() for index, value in enumerate(batches_nD)}
+    numbers |= {name: float(jackknifed.value) for name, jackknifed in found.items()}
+
+    experiment = load_experiment("smoke", root / "config")
+    noise_BT = 0.3 * torch.randn(batch.tokens_BT.shape, generator=generator)
+    rewards_B = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    for rho, methods in ESTIMATORS.items():
+        estimators = [Estimator(experiment, method, rho) for method in methods]
+        safe = estimators[0].safe.trainer
+        infer_BT = (gradients.score(batch, safe)["pruned_log_prob"] + noise_BT) * batch.response_BT
+        rollout = Rollout(batch, infer_BT, rewards_B, torch.zeros(4, dtype=torch.bool))
+        gradient_EKD = torch.empty(len(estimators), 2, gradients.sketch.length)
+        notes = _fill(gradient_EKD, estimators, rollout, safe, gradients, [2])
+        for method, note, gradient_KD in zip(methods, notes, gradient_EKD, strict=True):
+            numbers |= {f"{method}.{name}": float(value) for name, value in note.items()}
+            numbers |= {f"{method}.norm_{part}": value.norm().item() for part, value in enumerate(gradient_KD)}
+    check("bias", numbers)
 
 
 def sums(statistics) -> dict[str, float]:

@@ -181,6 +181,21 @@ def test_memory_of_an_update_of_the_8b_experiment_is_what_one_adds_up_by_hand():
         assert f"{name} {part / 1e9:.3g} GB" in text
 
 
+def test_the_gathers_of_a_step_are_counted_and_shown():
+    """64 responses a GPU, 2 of 4,246 tokens in 9,216; 8,190,735,360 fp32 weights over a link of 450 GB/s, or 50."""
+    text = " ".join(render(make_plan(experiment("paper_8b"), NOWHERE)).split())
+    seconds = 32 * (3 + 1) * 8_190_735_360 * 4 / 450e9
+    assert f"{seconds:.3g}" == "9.32"
+    assert (
+        "in the update each GPU gathers the weights (32.8 GB) 96 times and scatters gradients as large 32 times: "
+        "9.32 s beside 57.6 s of arithmetic, which adds 0 s" in text
+    )
+    # Over two nodes a GPU has half the responses, and a network in place of the link: 41.9 s, and 57.6 / 2.
+    apart = " ".join(render(make_plan(experiment("paper_8b", training__nodes=2), NOWHERE)).split())
+    assert "48 times and scatters gradients as large 16 times: 41.9 s beside 28.8 s of arithmetic, which adds" in apart
+    assert "gathers the weights" not in render(make_plan(experiment(), NOWHERE))
+
+
 def test_what_corrections_keep_is_forecast_and_a_small_share_is_warned_of(tmp_path):
     loaded = experiment("paper_8b")
     plan = make_plan(loaded, NOWHERE)

@@ -6,6 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from dvp.experiment.grid import setting_as_written, settings_as_read
+from dvp.planning.costs import GATHERS, MASTER
 from dvp.planning.kept import FEW
 from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
 from dvp.progress import setting_as_read
@@ -66,11 +67,22 @@ def render(plan: dict[str, Any]) -> str:
 
 
 def _steps(plan: dict[str, Any]) -> list[str]:
-    return [
-        f"a training step with engine {engine}, estimated: rollout {step['rollout']:.3g} s, update "
-        f"{step['update']:.3g} s, weights to the engine {step['synchronise']:.2g} s"
-        for engine, step in plan["step"].items()
-    ]
+    """Seconds of a training step, and what ZeRO-3 exchanges in it."""
+    lines = []
+    for engine, step in plan["step"].items():
+        line = (
+            f"a training step with engine {engine}, estimated: rollout {step['rollout']:.3g} s, update "
+            f"{step['update']:.3g} s, weights to the engine {step['synchronise']:.2g} s"
+        )
+        if step["exchange"]:
+            count, weights = step["micro_batches"], _size(MASTER * plan["parameters"])
+            line += (
+                f"; in the update each GPU gathers the weights ({weights}) {GATHERS * count} times and scatters "
+                f"gradients as large {count} times: {step['exchange']:.3g} s beside {step['arithmetic']:.3g} s of "
+                f"arithmetic, which adds {step['update'] - step['arithmetic']:.3g} s"
+            )
+        lines.append(line)
+    return lines
 
 
 def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:

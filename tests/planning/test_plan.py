@@ -376,23 +376,80 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(10 * (11 + 32 * 4))
 
 
+def rehearsed(loaded: Experiment, folder: Path, engine: str, **changes) -> None:
+    """Write what a preflight leaves of what a plan reads, with made-up figures."""
+    record = {
+        "config_hash": loaded.config_hash("preflight", engine=engine),
+        "seconds": {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5},
+        "kl": 1e-3,
+        "kept": {"rloo_rho_none": 1.0},
+        "kept_at": loaded.training.max_response_tokens,
+        "utilisation": None,
+        "device": "cpu",
+        "gpus": loaded.training.gpus,
+        "nodes": loaded.training.nodes,
+        "seconds_stage": 60.0,
+        "checks": [
+            {"check": "memory", "measured": {"host": 2.2e9, "declared": 9e9}},
+            {"check": "save", "measured": {"seconds_leaving": 7.0, "seconds_update": 3.2, "stop_seconds": 500}},
+        ],
+    }
+    write_json(folder / f"preflight/engine~{engine}/preflight.json", record | changes)
+
+
 def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
     """With the same settings and GPUs; a rollout lasts as long as its longest response."""
-    seconds = {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5}
-    record = {"seconds": seconds, "kl": 1e-3, "gpus": 1, "nodes": 1}
-    for engine in ("coarse", "fp32"):
-        config_hash = loaded.config_hash("preflight", engine=engine)
-        gpus = {"gpus": 2} if engine == "fp32" else {}
-        write_json(tmp_path / f"preflight/engine~{engine}/preflight.json", record | {"config_hash": config_hash} | gpus)
+    kept = {"rloo_rho_none": 1.0, "rloo_mis_rho_none": 0.08, "dvp_rho_exp-13": 1.0, "dvp_mis_rho_exp-13": 0.75}
+    rehearsed(loaded, tmp_path, "coarse", kept=kept)
+    rehearsed(loaded, tmp_path, "fp32", gpus=2)
     plan = make_plan(loaded, tmp_path)
     assert sources(plan, "train") == [0, 8, 2]
     # 128 responses of up to 64 tokens, 32 on average.
-    rehearsed = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
+    seconds = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
     exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * rehearsed + 2 * (20 + 32 * exact))
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * seconds + 2 * (20 + 32 * exact))
     assert {tuple(row["kl"]) for row in plan["kept"] if row["engine"] == "coarse"} == {(1e-3,)}
+    assert [row["longest"] for row in plan["kept"]] == [{"tokens": 64, "share": [share]} for share in (0.08, 0.75)]
+    text = " ".join(render(plan).split())
+    assert (
+        "a training step with engine coarse, by its preflight on cpu: rollout 1.64 s, update 1.23 s, weights to the "
+        "engine 0.5 s; 2.2 GB of the machine's memory; 7 s to save and leave, after up to 3.2 s of an update that has "
+        "begun; the scheduler warns 500 s before the end" in text
+    )
+    assert " 8 % (measured) " in text
+    assert "warning: RLOO + MIS with engine coarse would keep 8% of the responses of 64 tokens as its preflight" in text
+    assert "warning: DVP + MIS" not in text
+    # Of another length, or without the method, nothing was measured: a forecast from the KL takes its place.
+    for changes in ({"kept": kept, "kept_at": 32}, {}):
+        rehearsed(loaded, tmp_path, "coarse", **changes)
+        assert not any(row["measured"] for row in make_plan(loaded, tmp_path)["kept"])
     other = experiment("tiny", training__learning_rate=1.0)
     assert sources(make_plan(other, tmp_path), "train") == [0, 0, 10]
+    # The KL of steps comes before what was measured without them.
+    rehearsed(loaded, tmp_path, "coarse", kept=kept)
+    Recorded(loaded, tmp_path).steps(of(loaded, "rloo_mis", "coarse"), (1.0, 128, 40), kl=4e-4)
+    assert [(row["measured"], row["kl"]) for row in make_plan(loaded, tmp_path)["kept"]] == [(False, [4e-4])] * 2
+
+
+def test_a_preflights_memory_stands_beside_the_plans_and_is_believed_on_the_same_gpu(tmp_path):
+    loaded = experiment("paper_14b", training__tokens_per_micro_batch=2 * 9216)
+    warning = "warning: training with engine bf16 does not fit on this GPU"
+    assert warning in " ".join(render(make_plan(loaded, NOWHERE, gpu="h100")).split())
+    memory = {"host": 4e11, "declared": 9e11, "update": 7e10, "rollout": 6.5e10, "gpu_total": 8.5e10}
+    save = {"seconds_leaving": 90.0, "seconds_update": 60.0, "stop_seconds": 0}
+    checks = [{"check": "memory", "measured": memory}, {"check": "save", "measured": save}]
+    for device, beside, fits in (("NVIDIA H100 80GB HBM3", True, True), ("NVIDIA H200", False, False)):
+        rehearsed(loaded, tmp_path, "bf16", device=device, utilisation=0.35, checks=checks)
+        plan = make_plan(loaded, tmp_path, gpu="h100")
+        text = " ".join(render(plan).split())
+        planned = sum(plan["update_memory"].values()) / 1e9, plan["rollout_memory"]["bf16"]["bytes"] / 1e9
+        update, rollout = (f" (planned {bytes_:.3g} GB)" if beside else "" for bytes_ in planned)
+        assert (
+            f"400 GB of the machine's memory; of a GPU's 85 GB, 70 GB in an update{update} and 65 GB in a "
+            f"rollout{rollout}; 90 s to save and leave, after up to 60 s of an update that has begun - " in text
+        )
+        assert "(35% of the GPUs' peak)" in text
+        assert (warning not in text) is fits
 
 
 def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):

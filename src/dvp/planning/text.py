@@ -47,6 +47,7 @@ def render(plan: dict[str, Any]) -> str:
         f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time",
         *_steps(plan),
         *_memory(plan),
+        *_preflights(plan),
         *_few(plan),
         "memory: of the machine, the most that a recorded job held",
         "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it",
@@ -93,8 +94,9 @@ def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "engine", *map(setting_as_read, axes), "nats a token", *head]]
     for row in rows:
         nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-        shares = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) for name in names)
-        table.append([row["label"], row["engine"], *_settings(row), nats, *(f"{share} %" for share in shares)])
+        mean, longest = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) + " %" for name in names)
+        longest += " (measured)" if row["measured"] else ""
+        table.append([row["label"], row["engine"], *_settings(row), nats, mean, longest])
     return table
 
 
@@ -108,17 +110,49 @@ def _few(plan: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "kept: the share of tokens that a correction does not reject where trainer and engine differ by Gaussian noise "
-        "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, else assumed"
+        "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, or by the preflight, else "
+        "assumed; measured: by the preflight, for each ρ"
     ]
     for row in plan["kept"]:
-        worst = [(kl, share) for kl, share in zip(row["kl"], row["mean"]["share"], strict=True) if share < FEW]
-        if worst:
+        # Where each response was drawn from what was measured, the longest are known best.
+        responses = row["longest" if row["measured"] else "mean"]
+        few = [index for index, share in enumerate(responses["share"]) if share < FEW]
+        if few:
+            why = f"at {'the recorded' if row['recorded'] else 'a'} KL of {row['kl'][few[0]]:.2g}"
             lines.append(
                 f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
-                f"{row['engine']} would keep {worst[0][1]:.0%} of the responses of "
-                f"{row['mean']['tokens']:,.0f} tokens at {'the recorded' if row['recorded'] else 'a'} KL of "
-                f"{worst[0][0]:.2g}; long responses are then hardly trained on"
+                f"{row['engine']} would keep {responses['share'][few[0]]:.0%} of the responses of "
+                f"{responses['tokens']:,.0f} tokens {'as its preflight measured' if row['measured'] else why}; long "
+                "responses are then hardly trained on"
             )
+    return lines
+
+
+def _preflights(plan: dict[str, Any]) -> list[str]:
+    """What was measured of a step, of memory and of the time that leaving takes."""
+    lines = []
+    for engine, measured in plan["preflights"].items():
+        step, memory, save, planned = (measured[name] for name in ("step", "memory", "save", "planned"))
+        reached = "" if measured["utilisation"] is None else f" ({measured['utilisation']:.0%} of the GPUs' peak)"
+        parts = [
+            f"rollout {step['rollout']:.3g} s, update {step['update']:.3g} s{reached}, weights to the engine "
+            f"{step['synchronise']:.2g} s",
+            f"{_size(memory['host'])} of the machine's memory",
+        ]
+        if "gpu_total" in memory:
+            peaks = (
+                f"{_size(memory[name])} in {phrase}" + (f" (planned {_size(planned[name])})" if planned else "")
+                for name, phrase in (("update", "an update"), ("rollout", "a rollout"))
+            )
+            parts.append(f"of a GPU's {_size(memory['gpu_total'])}, {' and '.join(peaks)}")
+        warned = f"; the scheduler warns {save['stop_seconds']} s before the end" if save["stop_seconds"] else ""
+        parts.append(
+            f"{save['seconds_leaving']:.3g} s to save and leave, after up to {save['seconds_update']:.3g} s of an "
+            f"update that has begun{warned}"
+        )
+        lines.append(
+            f"a training step with engine {engine}, by its preflight on {measured['device']}: {'; '.join(parts)}"
+        )
     return lines
 
 
@@ -135,7 +169,9 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"in a rollout with engine {engine}: {_size(sampling['bytes'])}; its cache holds "
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
-        if max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1:
+        # A preflight that has passed on such a GPU has shown that it fits.
+        rehearsed = engine in plan["preflights"] and plan["preflights"][engine]["planned"]
+        if not rehearsed and (max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1):
             lines.append(f"warning: training with engine {engine} does not fit on this GPU")
     return lines
 

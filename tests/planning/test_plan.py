@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from dvp.planning import plan as planning
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job, read_jobs
 from dvp.planning.estimate import Estimate
+from dvp.planning.kept import ASSUMED_KL, kept_share
 from dvp.planning.plan import Costed, wall_seconds
 from dvp.planning.text import render
 
@@ -629,6 +631,64 @@ def test_the_text_warns_of_what_does_not_fit():
     assert "warning: training with engine bf16 does not fit on this GPU" in render(
         make_plan(no_room, NOWHERE, gpu="h100")
     )
+
+
+# --- as docs/cluster.md has it ---
+
+
+def documented(head: str) -> list[list[str]]:
+    """The rows of the table of docs/cluster.md whose first column is called `head`."""
+    lines = (ROOT / "docs/cluster.md").read_text(encoding="utf-8").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"| {head} |"))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_document_has_todays_plan_of_the_8b_experiment():
+    """Every number of it, but those of before."""
+    plan = make_plan(experiment("paper_8b"), NOWHERE)
+    prose = " ".join((ROOT / "docs/cluster.md").read_text(encoding="utf-8").split())
+    shown = render(plan)
+    rows = documented("stage")
+    assert [row[0] for row in rows] == [*(row["stage"] for row in plan["stages"]), "all"]
+    for *row, _, _ in rows:
+        printed = next(line for line in shown.splitlines() if line.startswith(f"{row[0]} "))
+        words = " ".join(row).split()
+        assert printed.split()[: len(words)] == words
+    assert f"the plan says {shown.splitlines()[0].partition(': ')[2].partition(',')[0]}" in prose
+    assert f"and {plan['total']['disk'] / 1e12:.3g} TB of disk" in prose
+    engines = experiment("paper_8b").model_dump(mode="json")["engines"]
+    eager = {name: engine | {"cuda_graphs": False} for name, engine in engines.items()}
+    total = make_plan(experiment("paper_8b", engines=eager), NOWHERE)["total"]["gpu_hours"]
+    assert f"with `cuda_graphs: false` the plan still says {total:,.0f}." in prose
+
+    step, parts = plan["step"]["bf16"], plan["update_memory"]
+    [rollout] = {sampling["bytes"] for sampling in plan["rollout_memory"].values()}
+    assert [row[1] for row in documented("a training step, or a GPU's memory")] == [
+        *(f"{seconds:.3g} s" for seconds in (step["rollout"], plan["step"]["fp32"]["rollout"], step["update"])),
+        *(f"{seconds:.3g} s" for seconds in (step["arithmetic"], step["exchange"])),
+        *(f"{bytes_ / 1e9:.3g} GB" for bytes_ in (sum(parts.values()), rollout)),
+    ]
+    count, weights = step["micro_batches"], f"{4 * plan['parameters'] / 1e9:.3g} GB"
+    gathers = f"gathers the weights ({weights}) {3 * count} times and scatters gradients as large {count} times"
+    assert f"In an update each GPU {gathers}, at {DEVICES['h200'].link / 1e9:.0f} GB/s." in prose
+    assert f"add {step['update'] - step['arithmetic']:.3g} s." in prose
+    twice = experiment("paper_8b", training__tokens_per_micro_batch=2 * 9216)
+    more = sum(make_plan(twice, NOWHERE)["update_memory"].values())
+    assert f"(with twice the tokens, {more / 1e9:.3g} GB)" in prose
+    assert {name: size for name, size, _ in documented("part")} == {
+        name: f"{bytes_ / 1e9:.1f}" for name, bytes_ in parts.items()
+    }
+
+    mis = experiment("paper_8b").methods["rloo_mis"].importance
+    assert mis == experiment("paper_8b").methods["dvp_mis"].importance
+    assert documented("KL, nats a token") == [
+        [written, *(f"{100 * kept_share(mis, kl, tokens):.0f} %" for tokens in (2000, 4096, 8192))]
+        for written, kl in zip(("1e-4", "4e-4", "1e-3"), ASSUMED_KL, strict=True)
+    ]
+    assert [row[name]["tokens"] for row in plan["kept"] for name in ("mean", "longest")] == [4096, 8192] * 2
+    times = [f"{60 * hours:.0f}" for hours in stage(plan, "preflight")["hours_each"]]
+    assert f"on 8 H200s the plan says {' to '.join(times)} minutes" in prose
 
 
 # --- from outside ---

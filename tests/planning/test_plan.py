@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ from dvp.planning.estimate import Estimate
 from dvp.planning.kept import ASSUMED_KL, kept_share
 from dvp.planning.plan import Costed, wall_seconds
 from dvp.planning.text import render
+from dvp.preflight.report import check_memory, check_save
 
 ROOT = Path(__file__).parents[2]
 PAPER = ("paper_8b", "paper_14b", "paper_otb", "paper_otb_tools")
@@ -378,8 +379,9 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(10 * (11 + 32 * 4))
 
 
-def rehearsed(loaded: Experiment, folder: Path, engine: str, **changes) -> None:
+def rehearsed(loaded: Experiment, folder: Path, engine: str, gpu=None, planned=None, **changes) -> None:
     """Write what a preflight leaves of what a plan reads, with made-up figures."""
+    gpu = gpu or {"gpu_total": 0}
     record = {
         "config_hash": loaded.config_hash("preflight", engine=engine),
         "seconds": {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5},
@@ -392,8 +394,11 @@ def rehearsed(loaded: Experiment, folder: Path, engine: str, **changes) -> None:
         "nodes": loaded.training.nodes,
         "seconds_stage": 60.0,
         "checks": [
-            {"check": "memory", "measured": {"host": 2.2e9, "declared": 9e9}},
-            {"check": "save", "measured": {"seconds_leaving": 7.0, "seconds_update": 3.2, "stop_seconds": 500}},
+            {"check": name, **asdict(verdict)}
+            for name, verdict in (
+                ("memory", check_memory({"host": 2.2e9} | gpu, 1e12, planned)),
+                ("save", check_save(7.0, 3.2, 500)),
+            )
         ],
     }
     write_json(folder / f"preflight/engine~{engine}/preflight.json", record | changes)
@@ -415,8 +420,8 @@ def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
     text = " ".join(render(plan).split())
     assert (
         "a training step with engine coarse, by its preflight on cpu: rollout 1.64 s, update 1.23 s, weights to the "
-        "engine 0.5 s; 2.2 GB of the machine's memory; 7 s to save and leave, after up to 3.2 s of an update that has "
-        "begun; the scheduler warns 500 s before the end" in text
+        "engine 0.5 s; memory: 2.2 GB of the host's memory, 95% of 1e+03 GB are allowed; to save and leave: 7 s from "
+        "SIGTERM to the end, and 3.2 s of an update that has just begun: 10.2 s; stop_seconds leaves 500 s - " in text
     )
     assert " 8 % (measured) " in text
     assert "warning: RLOO + MIS with engine coarse would keep 8% of the responses of 64 tokens as its preflight" in text
@@ -437,19 +442,16 @@ def test_a_preflights_memory_stands_beside_the_plans_and_is_believed_on_the_same
     loaded = experiment("paper_14b", training__tokens_per_micro_batch=2 * 9216)
     warning = "warning: training with engine bf16 does not fit on this GPU"
     assert warning in " ".join(render(make_plan(loaded, NOWHERE, gpu="h100")).split())
-    memory = {"host": 4e11, "declared": 9e11, "update": 7e10, "rollout": 6.5e10, "gpu_total": 8.5e10}
-    save = {"seconds_leaving": 90.0, "seconds_update": 60.0, "stop_seconds": 0}
-    checks = [{"check": "memory", "measured": memory}, {"check": "save", "measured": save}]
-    for device, beside, fits in (("NVIDIA H100 80GB HBM3", True, True), ("NVIDIA H200", False, False)):
-        rehearsed(loaded, tmp_path, "bf16", device=device, utilisation=0.35, checks=checks)
-        plan = make_plan(loaded, tmp_path, gpu="h100")
-        text = " ".join(render(plan).split())
-        planned = sum(plan["update_memory"].values()) / 1e9, plan["rollout_memory"]["bf16"]["bytes"] / 1e9
-        update, rollout = (f" (planned {bytes_:.3g} GB)" if beside else "" for bytes_ in planned)
+    gpu = {"update": 7e10, "rollout": 6.5e10, "gpu_total": 8.5e10}
+    planned = {"update": 7.5e10, "rollout": 6e10}
+    for device, fits in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", False)):
+        rehearsed(loaded, tmp_path, "bf16", gpu, planned, device=device, utilisation=0.35)
+        text = " ".join(render(make_plan(loaded, tmp_path, gpu="h100")).split())
         assert (
-            f"400 GB of the machine's memory; of a GPU's 85 GB, 70 GB in an update{update} and 65 GB in a "
-            f"rollout{rollout}; 90 s to save and leave, after up to 60 s of an update that has begun - " in text
+            "70 GB of a GPU's memory, 95% of 85 GB are allowed; 70 GB in an update (planned 75) and 65 GB in a rollout "
+            "(planned 60); to save and leave: " in text
         )
+        assert f"by its preflight on {device}: " in text
         assert "(35% of the GPUs' peak)" in text
         assert (warning not in text) is fits
 

@@ -124,7 +124,13 @@ def make_plan(
         else {name: own.rollout_memory(point.engine) for name, (point, own) in trainings.items()},
         "device_memory": None if on_cpu else device.memory,
         "preflights": {
-            name: _rehearsed(rehearsed, point, own)
+            name: {
+                "device": rehearsed["device"],
+                "is_this_device": device.name.split()[0] in rehearsed["device"],
+                "step": _rehearsed_step(rehearsed, own),
+                "utilisation": rehearsed["utilisation"],
+                "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
+            }
             for name, (point, own) in trainings.items()
             if (rehearsed := records.preflight(point.preflight)) is not None
         },
@@ -229,24 +235,6 @@ def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, 
         "rollout": responses * lengths.longest * seconds["rollout_token"],
         "update": responses * lengths.response * seconds["update_token"],
         "synchronise": seconds["synchronise"],
-    }
-
-
-def _rehearsed(rehearsed: dict[str, Any], point: GridPoint, estimate: Estimate) -> dict[str, Any]:
-    """What a preflight measured: a step, memory, the time that leaving takes; on the plan's own GPU beside its plan."""
-    planned = None
-    if estimate.device.name.split()[0] in rehearsed["device"]:
-        planned = {
-            "update": sum(estimate.update_memory().values()),
-            "rollout": estimate.rollout_memory(point.engine)["bytes"],
-        }
-    return {
-        "device": rehearsed["device"],
-        "step": _rehearsed_step(rehearsed, estimate),
-        "utilisation": rehearsed["utilisation"],
-        "memory": rehearsed["checks"]["memory"],
-        "planned": planned,
-        "save": rehearsed["checks"]["save"],
     }
 
 

@@ -118,8 +118,7 @@ class Records:
         return rates
 
     def preflight(self, path: str) -> dict | None:
-        """What a preflight measured (dvp.preflight), with the figures of its checks; None without one of these settings
-        and GPUs."""
+        """What a preflight measured, its checks by name; None without one of these settings and GPUs."""
         keys = ("config_hash", "seconds", "kl", "kept", "kept_at", "utilisation", "device", "gpus", "nodes", "checks")
         record = self._read(RESULTS["preflight"].replace("{of}", path), *keys)
         training = self._experiment.training
@@ -127,7 +126,7 @@ class Records:
             return None
         if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
             return None
-        return record | {"checks": {line["check"]: line["measured"] for line in record["checks"]}}
+        return record | {"checks": {line["check"]: line for line in record["checks"]}}
 
     def startup(self, run: Run) -> float | None:
         """Seconds of a finished training job outside its steps."""

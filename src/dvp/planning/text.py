@@ -132,26 +132,13 @@ def _preflights(plan: dict[str, Any]) -> list[str]:
     """What was measured of a step, of memory and of the time that leaving takes."""
     lines = []
     for engine, measured in plan["preflights"].items():
-        step, memory, save, planned = (measured[name] for name in ("step", "memory", "save", "planned"))
-        reached = "" if measured["utilisation"] is None else f" ({measured['utilisation']:.0%} of the GPUs' peak)"
-        parts = [
-            f"rollout {step['rollout']:.3g} s, update {step['update']:.3g} s{reached}, weights to the engine "
-            f"{step['synchronise']:.2g} s",
-            f"{_size(memory['host'])} of the machine's memory",
-        ]
-        if "gpu_total" in memory:
-            peaks = (
-                f"{_size(memory[name])} in {phrase}" + (f" (planned {_size(planned[name])})" if planned else "")
-                for name, phrase in (("update", "an update"), ("rollout", "a rollout"))
-            )
-            parts.append(f"of a GPU's {_size(memory['gpu_total'])}, {' and '.join(peaks)}")
-        warned = f"; the scheduler warns {save['stop_seconds']} s before the end" if save["stop_seconds"] else ""
-        parts.append(
-            f"{save['seconds_leaving']:.3g} s to save and leave, after up to {save['seconds_update']:.3g} s of an "
-            f"update that has begun{warned}"
-        )
+        step, checks, share = measured["step"], measured["checks"], measured["utilisation"]
+        reached = "" if share is None else f" ({share:.0%} of the GPUs' peak)"
         lines.append(
-            f"a training step with engine {engine}, by its preflight on {measured['device']}: {'; '.join(parts)}"
+            f"a training step with engine {engine}, by its preflight on {measured['device']}: rollout "
+            f"{step['rollout']:.3g} s, update {step['update']:.3g} s{reached}, weights to the engine "
+            f"{step['synchronise']:.2g} s; memory: {checks['memory']['says']}; to save and leave: "
+            f"{checks['save']['says']}"
         )
     return lines
 
@@ -170,8 +157,10 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
         # A preflight that has passed on such a GPU has shown that it fits.
-        rehearsed = engine in plan["preflights"] and plan["preflights"][engine]["planned"]
-        if not rehearsed and (max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1):
+        rehearsed = plan["preflights"].get(engine, {"is_this_device": False})
+        if not rehearsed["is_this_device"] and (
+            max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1
+        ):
             lines.append(f"warning: training with engine {engine} does not fit on this GPU")
     return lines
 

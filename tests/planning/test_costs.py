@@ -237,6 +237,8 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     assert update() == pytest.approx(4 * 4 * SMALL.parameters * 4 / 20)
     assert update(tokens_per_micro_batch=2 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
     assert update(nodes=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 2)  # 4 GPUs, over the network
+    # The last micro-batch is a whole one: 4 responses, 3 at once, are 2 micro-batches.
+    assert update(tokens_per_micro_batch=3 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
     narrow = costs.step_seconds(
         SMALL, training(gpus=2), FP32, device, FIXED, zero_stage=3, dtype="bfloat16"
     )  # gathers are fp32 all the same

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from dvp.planning import plan as planning
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job, read_jobs
 from dvp.planning.estimate import Estimate
+from dvp.planning.kept import ASSUMED_KL, kept_share
 from dvp.planning.plan import Costed, wall_seconds
 from dvp.planning.text import render
+from dvp.preflight.report import check_memory, check_save
 
 ROOT = Path(__file__).parents[2]
 PAPER = ("paper_8b", "paper_14b", "paper_otb", "paper_otb_tools")
@@ -179,6 +182,21 @@ def test_memory_of_an_update_of_the_8b_experiment_is_what_one_adds_up_by_hand():
     text = " ".join(render(make_plan(experiment("paper_8b"), NOWHERE)).split())
     for name, part in parts.items():
         assert f"{name} {part / 1e9:.3g} GB" in text
+
+
+def test_the_gathers_of_a_step_are_counted_and_shown():
+    """64 responses a GPU, 2 of 4,246 tokens in 9,216; 8,190,735,360 fp32 weights over a link of 450 GB/s, or 50."""
+    text = " ".join(render(make_plan(experiment("paper_8b"), NOWHERE)).split())
+    seconds = 32 * (3 + 1) * 8_190_735_360 * 4 / 450e9
+    assert f"{seconds:.3g}" == "9.32"
+    assert (
+        "in the update each GPU gathers the weights (32.8 GB) 96 times and scatters gradients as large 32 times: "
+        "9.32 s beside 57.6 s of arithmetic, which adds 0 s" in text
+    )
+    # Over two nodes a GPU has half the responses, and a network in place of the link: 41.9 s, and 57.6 / 2.
+    apart = " ".join(render(make_plan(experiment("paper_8b", training__nodes=2), NOWHERE)).split())
+    assert "48 times and scatters gradients as large 16 times: 41.9 s beside 28.8 s of arithmetic, which adds" in apart
+    assert "gathers the weights" not in render(make_plan(experiment(), NOWHERE))
 
 
 def test_what_corrections_keep_is_forecast_and_a_small_share_is_warned_of(tmp_path):
@@ -361,23 +379,81 @@ def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(10 * (11 + 32 * 4))
 
 
+def rehearsed(loaded: Experiment, folder: Path, engine: str, gpu=None, planned=None, **changes) -> None:
+    """Write what a preflight leaves of what a plan reads, with made-up figures."""
+    gpu = gpu or {"gpu_total": 0}
+    record = {
+        "config_hash": loaded.config_hash("preflight", engine=engine),
+        "seconds": {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5},
+        "kl": 1e-3,
+        "kept": {"rloo_rho_none": 1.0},
+        "kept_at": loaded.training.max_response_tokens,
+        "utilisation": None,
+        "device": "cpu",
+        "gpus": loaded.training.gpus,
+        "nodes": loaded.training.nodes,
+        "seconds_stage": 60.0,
+        "checks": [
+            {"check": name, **asdict(verdict)}
+            for name, verdict in (
+                ("memory", check_memory({"host": 2.2e9} | gpu, 1e12, planned)),
+                ("save", check_save(7.0, 3.2, 500)),
+            )
+        ],
+    }
+    write_json(folder / f"preflight/engine~{engine}/preflight.json", record | changes)
+
+
 def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
     """With the same settings and GPUs; a rollout lasts as long as its longest response."""
-    seconds = {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5}
-    record = {"seconds": seconds, "kl": 1e-3, "gpus": 1, "nodes": 1}
-    for engine in ("coarse", "fp32"):
-        config_hash = loaded.config_hash("preflight", engine=engine)
-        gpus = {"gpus": 2} if engine == "fp32" else {}
-        write_json(tmp_path / f"preflight/engine~{engine}/preflight.json", record | {"config_hash": config_hash} | gpus)
+    kept = {"rloo_rho_none": 1.0, "rloo_mis_rho_none": 0.08, "dvp_rho_exp-13": 1.0, "dvp_mis_rho_exp-13": 0.75}
+    rehearsed(loaded, tmp_path, "coarse", kept=kept)
+    rehearsed(loaded, tmp_path, "fp32", gpus=2)
     plan = make_plan(loaded, tmp_path)
     assert sources(plan, "train") == [0, 8, 2]
     # 128 responses of up to 64 tokens, 32 on average.
-    rehearsed = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
+    seconds = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
     exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * rehearsed + 2 * (20 + 32 * exact))
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * seconds + 2 * (20 + 32 * exact))
     assert {tuple(row["kl"]) for row in plan["kept"] if row["engine"] == "coarse"} == {(1e-3,)}
+    assert [row["longest"] for row in plan["kept"]] == [{"tokens": 64, "share": [share]} for share in (0.08, 0.75)]
+    text = " ".join(render(plan).split())
+    assert (
+        "a training step with engine coarse, by its preflight on cpu: rollout 1.64 s, update 1.23 s, weights to the "
+        "engine 0.5 s; memory: 2.2 GB of the host's memory, 95% of 1e+03 GB are allowed; to save and leave: 7 s from "
+        "SIGTERM to the end, and 3.2 s of an update that has just begun: 10.2 s; stop_seconds leaves 500 s - " in text
+    )
+    assert " 8 % (measured) " in text
+    assert "warning: RLOO + MIS with engine coarse would keep 8% of the responses of 64 tokens as its preflight" in text
+    assert "warning: DVP + MIS" not in text
+    # Of another length, or without the method, nothing was measured: a forecast from the KL takes its place.
+    for changes in ({"kept": kept, "kept_at": 32}, {}):
+        rehearsed(loaded, tmp_path, "coarse", **changes)
+        assert not any(row["measured"] for row in make_plan(loaded, tmp_path)["kept"])
     other = experiment("tiny", training__learning_rate=1.0)
     assert sources(make_plan(other, tmp_path), "train") == [0, 0, 10]
+    # The KL of steps comes before what was measured without them.
+    rehearsed(loaded, tmp_path, "coarse", kept=kept)
+    Recorded(loaded, tmp_path).steps(of(loaded, "rloo_mis", "coarse"), (1.0, 128, 40), kl=4e-4)
+    assert [(row["measured"], row["kl"]) for row in make_plan(loaded, tmp_path)["kept"]] == [(False, [4e-4])] * 2
+
+
+def test_a_preflights_memory_stands_beside_the_plans_and_is_believed_on_the_same_gpu(tmp_path):
+    loaded = experiment("paper_14b", training__tokens_per_micro_batch=2 * 9216)
+    warning = "warning: training with engine bf16 does not fit on this GPU"
+    assert warning in " ".join(render(make_plan(loaded, NOWHERE, gpu="h100")).split())
+    gpu = {"update": 7e10, "rollout": 6.5e10, "gpu_total": 8.5e10}
+    planned = {"update": 7.5e10, "rollout": 6e10}
+    for device, fits in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", False)):
+        rehearsed(loaded, tmp_path, "bf16", gpu, planned, device=device, utilisation=0.35)
+        text = " ".join(render(make_plan(loaded, tmp_path, gpu="h100")).split())
+        assert (
+            "70 GB of a GPU's memory, 95% of 85 GB are allowed; 70 GB in an update (planned 75) and 65 GB in a rollout "
+            "(planned 60); to save and leave: " in text
+        )
+        assert f"by its preflight on {device}: " in text
+        assert "(35% of the GPUs' peak)" in text
+        assert (warning not in text) is fits
 
 
 def test_the_start_of_a_continued_job_is_not_known(loaded, tmp_path):
@@ -557,6 +633,64 @@ def test_the_text_warns_of_what_does_not_fit():
     assert "warning: training with engine bf16 does not fit on this GPU" in render(
         make_plan(no_room, NOWHERE, gpu="h100")
     )
+
+
+# --- as docs/cluster.md has it ---
+
+
+def documented(head: str) -> list[list[str]]:
+    """The rows of the table of docs/cluster.md whose first column is called `head`."""
+    lines = (ROOT / "docs/cluster.md").read_text(encoding="utf-8").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"| {head} |"))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_document_has_todays_plan_of_the_8b_experiment():
+    """Every number of it, but those of before."""
+    plan = make_plan(experiment("paper_8b"), NOWHERE)
+    prose = " ".join((ROOT / "docs/cluster.md").read_text(encoding="utf-8").split())
+    shown = render(plan)
+    rows = documented("stage")
+    assert [row[0] for row in rows] == [*(row["stage"] for row in plan["stages"]), "all"]
+    for *row, _, _ in rows:
+        printed = next(line for line in shown.splitlines() if line.startswith(f"{row[0]} "))
+        words = " ".join(row).split()
+        assert printed.split()[: len(words)] == words
+    assert f"the plan says {shown.splitlines()[0].partition(': ')[2].partition(',')[0]}" in prose
+    assert f"and {plan['total']['disk'] / 1e12:.3g} TB of disk" in prose
+    engines = experiment("paper_8b").model_dump(mode="json")["engines"]
+    eager = {name: engine | {"cuda_graphs": False} for name, engine in engines.items()}
+    total = make_plan(experiment("paper_8b", engines=eager), NOWHERE)["total"]["gpu_hours"]
+    assert f"with `cuda_graphs: false` the plan still says {total:,.0f}." in prose
+
+    step, parts = plan["step"]["bf16"], plan["update_memory"]
+    [rollout] = {sampling["bytes"] for sampling in plan["rollout_memory"].values()}
+    assert [row[1] for row in documented("a training step, or a GPU's memory")] == [
+        *(f"{seconds:.3g} s" for seconds in (step["rollout"], plan["step"]["fp32"]["rollout"], step["update"])),
+        *(f"{seconds:.3g} s" for seconds in (step["arithmetic"], step["exchange"])),
+        *(f"{bytes_ / 1e9:.3g} GB" for bytes_ in (sum(parts.values()), rollout)),
+    ]
+    count, weights = step["micro_batches"], f"{4 * plan['parameters'] / 1e9:.3g} GB"
+    gathers = f"gathers the weights ({weights}) {3 * count} times and scatters gradients as large {count} times"
+    assert f"In an update each GPU {gathers}, at {DEVICES['h200'].link / 1e9:.0f} GB/s." in prose
+    assert f"add {step['update'] - step['arithmetic']:.3g} s." in prose
+    twice = experiment("paper_8b", training__tokens_per_micro_batch=2 * 9216)
+    more = sum(make_plan(twice, NOWHERE)["update_memory"].values())
+    assert f"(with twice the tokens, {more / 1e9:.3g} GB)" in prose
+    assert {name: size for name, size, _ in documented("part")} == {
+        name: f"{bytes_ / 1e9:.1f}" for name, bytes_ in parts.items()
+    }
+
+    mis = experiment("paper_8b").methods["rloo_mis"].importance
+    assert mis == experiment("paper_8b").methods["dvp_mis"].importance
+    assert documented("KL, nats a token") == [
+        [written, *(f"{100 * kept_share(mis, kl, tokens):.0f} %" for tokens in (2000, 4096, 8192))]
+        for written, kl in zip(("1e-4", "4e-4", "1e-3"), ASSUMED_KL, strict=True)
+    ]
+    assert [row[name]["tokens"] for row in plan["kept"] for name in ("mean", "longest")] == [4096, 8192] * 2
+    times = [f"{60 * hours:.0f}" for hours in stage(plan, "preflight")["hours_each"]]
+    assert f"on 8 H200s the plan says {' to '.join(times)} minutes" in prose
 
 
 # --- from outside ---

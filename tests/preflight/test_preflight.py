@@ -14,6 +14,9 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment
 from dvp.files import read_json
+from dvp.planning.dag import Job
+from dvp.planning.plan import make_plan
+from dvp.planning.text import render
 from dvp.preflight import rehearsal
 from dvp.preflight.checks import Positions, check_forward, check_same_engine, kept_by_method
 from dvp.preflight.report import CHECKS, Report, check_memory, check_save, check_steps
@@ -68,6 +71,14 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert measured(passed, "synchronise")["apart"] < 0.1 * measured(passed, "synchronise")["moved"]
     assert measured(passed, "evaluate")["problems"] == 4
     assert set(passed["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
+    # A plan reads it.
+    report = Job("report", {}, 0, (), None, ())
+    plan = make_plan(ExperimentDir(prepared).experiment, [report], prepared.parent)
+    [rehearsed] = plan["preflights"].values()
+    assert [line["check"] for line in rehearsed["checks"].values()] == ["memory", "save"]
+    kept = {row["method"]: row["longest"]["share"] for row in plan["kept"] if row["measured"]}
+    assert kept == {"dvp_mis": [passed["kept"]["dvp_mis_rho_0.01"]], "otb_mass": [passed["kept"]["otb_mass_rho_none"]]}
+    assert "with engine coarse, by its preflight on cpu: " in " ".join(render(plan).split())
     assert min(passed["seconds"].values()) > 0
     folder = ExperimentDir(prepared).result("preflight", ENGINE).parent
     assert [file.name for file in folder.iterdir() if not file.name.startswith(".")] == ["preflight.json"]

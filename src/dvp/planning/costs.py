@@ -24,6 +24,8 @@ RUNTIME = 4e9
 """Bytes of a GPU that CUDA, NCCL and a sleeping engine with its graphs keep."""
 PARALLEL_SAMPLES = 256
 """Responses that an evaluation samples at once."""
+GATHERS = 3
+"""Times that ZeRO-3 gathers the weights for a micro-batch: to score it, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,13 @@ class StepSeconds:
 
     rollout: float
     update: float
+    """The longer of the next two, which overlap."""
+    arithmetic: float
+    exchange: float
+    """ZeRO-3's gathers of weights and scatters of gradients; 0 without them."""
     synchronise: float
+    micro_batches: int
+    """Of a GPU. Each gathers all weights `GATHERS` times and scatters all gradients once."""
 
     @property
     def total(self) -> float:
@@ -202,8 +210,8 @@ def step_seconds(
     """One step on training.ranks GPUs: rollout, score and update of every response, weights to the engine.
 
     Responses that carry no gradient, and are left out of the update, count in full; padding does not. ZeRO-3 gathers
-    the weights for the forward and the backward pass of each micro-batch and scatters its gradients, in fp32, beside
-    the arithmetic: the slower of the two counts. What further minibatches of a batch are scored for is left out.
+    weights and scatters gradients in fp32, beside the arithmetic: the slower of the two counts. What further
+    minibatches of a batch are scored for is left out.
     """
     responses = training.prompts_per_step * training.group_size
     engines = training.ranks / engine.tensor_parallel
@@ -219,15 +227,14 @@ def step_seconds(
     share = responses / training.ranks
     passes = 1 + 3 + training.gradient_checkpointing
     forward = share * model.forward_flops(lengths.sequence, lengths.sequence_squared)
-    update = device.compute_seconds(passes * forward, dtype)
+    arithmetic = device.compute_seconds(passes * forward, dtype)
     link = device.link if training.nodes == 1 else device.network
-    if training.ranks > 1 and zero_stage == 3:
-        at_once = max(1, training.tokens_per_micro_batch // lengths.sequence)
-        exchanged = (1 + 3) * share / at_once * model.parameters * MASTER
-        update = max(update, exchanged / link)
+    micro_batches = math.ceil(share / max(1, training.tokens_per_micro_batch // lengths.sequence))
     weights = model.parameters * MASTER
+    gathered = training.ranks > 1 and zero_stage == 3
+    exchange = micro_batches * (GATHERS + 1) * weights / link if gathered else 0.0
     synchronise = weights / link if training.ranks > 1 else device.memory_seconds(weights)
-    return StepSeconds(rollout, update, synchronise)
+    return StepSeconds(rollout, max(arithmetic, exchange), arithmetic, exchange, synchronise, micro_batches)
 
 
 def state_bytes(model: Model, ranks: int, zero_stage: int) -> float:

@@ -15,7 +15,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
-from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
+from dvp.experiment.grid import GridPoint, Run, rho_in_path, settings_as_read, whole_run
 from dvp.planning.costs import DEVICES
 from dvp.planning.dag import Job
 from dvp.planning.estimate import Estimate
@@ -98,7 +98,7 @@ def make_plan(
     grid = {run.path for run in experiment.runs}
     # By engine, and by training settings where they differ.
     trainings = {
-        ", ".join([engine, *settings]): (engine, estimate.of(points[0]))
+        ", ".join([engine, *settings]): (points[0], estimate.of(points[0]))
         for (engine, settings), points in _by(experiment, "engine").items()
     }
     return {
@@ -115,14 +115,25 @@ def make_plan(
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
-        "step": {name: asdict(own.step(engine)) for name, (engine, own) in trainings.items()},
+        "step": {name: asdict(own.step(point.engine)) for name, (point, own) in trainings.items()},
         "update_memory": {}
         if on_cpu
         else max((own.update_memory() for _, own in trainings.values()), key=lambda parts: sum(parts.values())),
         "rollout_memory": {}
         if on_cpu
-        else {name: own.rollout_memory(engine) for name, (engine, own) in trainings.items()},
+        else {name: own.rollout_memory(point.engine) for name, (point, own) in trainings.items()},
         "device_memory": None if on_cpu else device.memory,
+        "preflights": {
+            name: {
+                "device": rehearsed["device"],
+                "is_this_device": device.name.split()[0] in rehearsed["device"],
+                "step": _rehearsed_step(rehearsed, own),
+                "utilisation": rehearsed["utilisation"],
+                "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
+            }
+            for name, (point, own) in trainings.items()
+            if (rehearsed := records.preflight(point.preflight)) is not None
+        },
         "kept": forecast_kept(experiment, estimate, records),
         "assumptions": estimate.assumptions(),
     }
@@ -209,17 +220,29 @@ def _training_time(experiment: Experiment, estimate: Estimate, records: Records,
     rehearsed = records.preflight(run.preflight)
     if rehearsed is None:
         return None
-    # A rollout takes as many decoding steps as its longest response has tokens; an update is as long as all of them.
-    lengths, seconds = estimate.of(run).lengths(), rehearsed["seconds"]
-    of_one = lengths.longest * seconds["rollout_token"] + lengths.response * seconds["update_token"]
-    step = training.prompts_per_step * training.group_size * of_one + seconds["synchronise"]
-    return estimate.device.startup + training.steps * step, INFERRED
+    step = _rehearsed_step(rehearsed, estimate.of(run))
+    return estimate.device.startup + training.steps * sum(step.values()), INFERRED
+
+
+def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:
+    """Seconds of a training step by what a preflight measured.
+
+    A rollout takes as many decoding steps as its longest response has tokens; an update is as long as all of them.
+    """
+    training, lengths, seconds = estimate.training, estimate.lengths(), rehearsed["seconds"]
+    responses = training.prompts_per_step * training.group_size
+    return {
+        "rollout": responses * lengths.longest * seconds["rollout_token"],
+        "update": responses * lengths.response * seconds["update_token"],
+        "synchronise": seconds["synchronise"],
+    }
 
 
 def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) -> list[dict[str, Any]]:
     """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
 
-    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
+    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed. The
+    preflight's own shares of the longest responses, one for each ρ, come before a forecast from its KL.
     """
     rows = []
     for (method, engine, _), points in _by(experiment, "method", "engine").items():
@@ -233,8 +256,14 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
         ]
         rehearsed = records.preflight(points[0].preflight)
         recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
-        recorded = recorded or ([rehearsed["kl"]] if rehearsed else [])
+        measured = []
+        if rehearsed and not recorded:
+            recorded = [rehearsed["kl"]]
+            names = [f"{method}_rho_{rho_in_path(point.rho)}" for point in points]
+            if rehearsed["kept_at"] == lengths.longest and rehearsed["kept"].keys() >= set(names):
+                measured = [rehearsed["kept"][name] for name in names]
         values = [fmean(recorded)] if recorded else ASSUMED_KL
+        mean, longest = ([kept_share(rule, kl, n) for kl in values] for n in (lengths.response, lengths.longest))
         rows.append(
             {
                 "method": method,
@@ -242,11 +271,10 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
                 "engine": engine,
                 "settings": experiment.settings_of(points[0]),
                 "recorded": bool(recorded),
+                "measured": bool(measured),
                 "kl": list(values),
-                **{
-                    name: {"tokens": tokens, "share": [kept_share(rule, kl, tokens) for kl in values]}
-                    for name, tokens in (("mean", lengths.response), ("longest", lengths.longest))
-                },
+                "mean": {"tokens": lengths.response, "share": mean},
+                "longest": {"tokens": lengths.longest, "share": measured or longest},
             }
         )
     return rows

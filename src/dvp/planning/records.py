@@ -118,14 +118,15 @@ class Records:
         return rates
 
     def preflight(self, path: str) -> dict | None:
-        """What a preflight measured (dvp.preflight); None without one of these settings and GPUs."""
-        record = self._read(RESULTS["preflight"].replace("{of}", path), "config_hash", "seconds", "gpus", "nodes")
+        """What a preflight measured, its checks by name; None without one of these settings and GPUs."""
+        keys = ("config_hash", "seconds", "kl", "kept", "kept_at", "utilisation", "device", "gpus", "nodes", "checks")
+        record = self._read(RESULTS["preflight"].replace("{of}", path), *keys)
         training = self._experiment.training
         if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=path):
             return None
         if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
             return None
-        return record
+        return record | {"checks": {line["check"]: line for line in record["checks"]}}
 
     def startup(self, run: Run) -> float | None:
         """Seconds of a finished training job outside its steps."""

@@ -6,6 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from dvp.experiment.grid import setting_as_written, settings_as_read
+from dvp.planning.costs import GATHERS, MASTER
 from dvp.planning.kept import FEW
 from dvp.planning.plan import ESTIMATED, INFERRED, RECORDED
 from dvp.progress import setting_as_read
@@ -46,6 +47,7 @@ def render(plan: dict[str, Any]) -> str:
         f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time",
         *_steps(plan),
         *_memory(plan),
+        *_preflights(plan),
         *_few(plan),
         "memory: of the machine, the most that a recorded job held",
         "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it",
@@ -66,11 +68,22 @@ def render(plan: dict[str, Any]) -> str:
 
 
 def _steps(plan: dict[str, Any]) -> list[str]:
-    return [
-        f"a training step with engine {engine}, estimated: rollout {step['rollout']:.3g} s, update "
-        f"{step['update']:.3g} s, weights to the engine {step['synchronise']:.2g} s"
-        for engine, step in plan["step"].items()
-    ]
+    """Seconds of a training step, and what ZeRO-3 exchanges in it."""
+    lines = []
+    for engine, step in plan["step"].items():
+        line = (
+            f"a training step with engine {engine}, estimated: rollout {step['rollout']:.3g} s, update "
+            f"{step['update']:.3g} s, weights to the engine {step['synchronise']:.2g} s"
+        )
+        if step["exchange"]:
+            count, weights = step["micro_batches"], _size(MASTER * plan["parameters"])
+            line += (
+                f"; in the update each GPU gathers the weights ({weights}) {GATHERS * count} times and scatters "
+                f"gradients as large {count} times: {step['exchange']:.3g} s beside {step['arithmetic']:.3g} s of "
+                f"arithmetic, which adds {step['update'] - step['arithmetic']:.3g} s"
+            )
+        lines.append(line)
+    return lines
 
 
 def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -81,8 +94,9 @@ def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "engine", *map(setting_as_read, axes), "nats a token", *head]]
     for row in rows:
         nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-        shares = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) for name in names)
-        table.append([row["label"], row["engine"], *_settings(row), nats, *(f"{share} %" for share in shares)])
+        mean, longest = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) + " %" for name in names)
+        longest += " (measured)" if row["measured"] else ""
+        table.append([row["label"], row["engine"], *_settings(row), nats, mean, longest])
     return table
 
 
@@ -96,17 +110,36 @@ def _few(plan: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "kept: the share of tokens that a correction does not reject where trainer and engine differ by Gaussian noise "
-        "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, else assumed"
+        "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, or by the preflight, else "
+        "assumed; measured: by the preflight, for each ρ"
     ]
     for row in plan["kept"]:
-        worst = [(kl, share) for kl, share in zip(row["kl"], row["mean"]["share"], strict=True) if share < FEW]
-        if worst:
+        # Where each response was drawn from what was measured, the longest are known best.
+        responses = row["longest" if row["measured"] else "mean"]
+        few = [index for index, share in enumerate(responses["share"]) if share < FEW]
+        if few:
+            why = f"at {'the recorded' if row['recorded'] else 'a'} KL of {row['kl'][few[0]]:.2g}"
             lines.append(
                 f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
-                f"{row['engine']} would keep {worst[0][1]:.0%} of the responses of "
-                f"{row['mean']['tokens']:,.0f} tokens at {'the recorded' if row['recorded'] else 'a'} KL of "
-                f"{worst[0][0]:.2g}; long responses are then hardly trained on"
+                f"{row['engine']} would keep {responses['share'][few[0]]:.0%} of the responses of "
+                f"{responses['tokens']:,.0f} tokens {'as its preflight measured' if row['measured'] else why}; long "
+                "responses are then hardly trained on"
             )
+    return lines
+
+
+def _preflights(plan: dict[str, Any]) -> list[str]:
+    """What was measured of a step, of memory and of the time that leaving takes."""
+    lines = []
+    for engine, measured in plan["preflights"].items():
+        step, checks, share = measured["step"], measured["checks"], measured["utilisation"]
+        reached = "" if share is None else f" ({share:.0%} of the GPUs' peak)"
+        lines.append(
+            f"a training step with engine {engine}, by its preflight on {measured['device']}: rollout "
+            f"{step['rollout']:.3g} s, update {step['update']:.3g} s{reached}, weights to the engine "
+            f"{step['synchronise']:.2g} s; memory: {checks['memory']['says']}; to save and leave: "
+            f"{checks['save']['says']}"
+        )
     return lines
 
 
@@ -123,7 +156,11 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"in a rollout with engine {engine}: {_size(sampling['bytes'])}; its cache holds "
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
-        if max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1:
+        # A preflight that has passed on such a GPU has shown that it fits.
+        rehearsed = plan["preflights"].get(engine, {"is_this_device": False})
+        if not rehearsed["is_this_device"] and (
+            max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1
+        ):
             lines.append(f"warning: training with engine {engine} does not fit on this GPU")
     return lines
 

@@ -264,8 +264,12 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
             rollouts[name] = timed(f"reward, {name}", partial(full.problems.graded, rows, groups[name]))
     tokens = {name: sum(len(one.token_ids) for group in value for one in group) for name, value in groups.items()}
 
-    # All learn from the same responses: those that DVP's engine sampled.
+    # All learn from the same responses: those that DVP's engine sampled. Groups that are all right count as all wrong:
+    # OTB has an advantage for the longest right response even there, RLOO has none, and both must update from as many.
     rollout = rollouts["full"]
+    wrong_PG = rollout.rewards_B.reshape(-1, settings.group_size) == 0
+    mixed_B = wrong_PG.any(dim=1).repeat_interleave(settings.group_size)
+    rollout = dataclasses.replace(rollout, rewards_B=rollout.rewards_B * mixed_B)
     updates = {name: loop.prepare(rollout, loop.score(rollout)) for name, loop in loops.items()}
     useful_B = {name: update.coefficients().any(dim=1) for name, update in updates.items()}
     advantage_BT = updates["mis"].advantage_BT

@@ -104,9 +104,9 @@ def digits(sign: str = "") -> Callable[[float], str]:
     return lambda value: f"{value:{sign}.0f}" if abs(value) >= 10 else f"{value:{sign}.2g}"
 
 
-def bias_table(experiment: Experiment, loaded: Bias, found: list[Statistic]) -> Table:
-    """A row for every estimator at every policy and engine, `found` as of `statistics`."""
-    known, rows = lookup(found), {}
+def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) -> Table:
+    """A row for every estimator at every policy and engine, `measured` as of `statistics`."""
+    known, rows = lookup(measured), {}
     estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho"]).sort_index()
     shown = [*ESTIMATED, *(f"{name}_change" for name in CHANGES)]
     for where in estimator_places(experiment):

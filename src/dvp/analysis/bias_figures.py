@@ -19,9 +19,9 @@ from dvp.experiment.grid import parse_rho
 LINEAR = 0.1  # |squared bias| up to which the figure's axis is linear
 
 
-def bias_variance(experiment: Experiment, found: list[Statistic]) -> Figure:
-    """A panel a policy and engine, `found` as of `bias.statistics`; an arrow from each estimator to itself with DVP."""
-    known, places, colors = lookup(found), estimator_places(experiment), method_colors(experiment)
+def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
+    """A panel a policy and engine, with `bias.statistics`; an arrow from each estimator to itself with DVP."""
+    known, places, colors = lookup(measured), estimator_places(experiment), method_colors(experiment)
     engines, policies = experiment.bias.engines, list(dict.fromkeys(where["policy"] for where in places))
     prunings = _prunings(experiment)
     markers = dict(zip(prunings, cycle(MARKERS[1:]), strict=False))

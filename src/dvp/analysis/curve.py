@@ -200,17 +200,17 @@ def tokens_taken(group: Group, score: float) -> list[float]:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def tables(experiment: Experiment, groups: list[Group], found: list[Statistic]) -> dict[str, Table]:
+def tables(experiment: Experiment, groups: list[Group], measured: list[Statistic]) -> dict[str, Table]:
     """`curve_table`: a row a grid point and task; `score_curve`: a row an evaluation of it."""
     return {
-        "curve_table": _curve_table(experiment, groups, found),
+        "curve_table": _curve_table(experiment, groups, measured),
         "score_curve": _score_curve(experiment, groups),
     }
 
 
-def _curve_table(experiment: Experiment, groups: list[Group], found: list[Statistic]) -> Table:
+def _curve_table(experiment: Experiment, groups: list[Group], measured: list[Statistic]) -> Table:
     """In the CSV scores are fractions; `peak_steps` has the step that was chosen for each seed."""
-    known, rows = lookup(found), {}
+    known, rows = lookup(measured), {}
     for group in groups:
         where = where_of(experiment, group.point) | group.where
         taken = tokens_taken(group, target(experiment, groups, group.task))

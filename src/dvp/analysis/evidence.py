@@ -121,20 +121,20 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
     experiment = read_resolved(folder / "config.yaml")
-    reports, files, found, figures = {}, {}, [], []
+    reports, files, statistics, figures = {}, {}, [], []
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
         part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
         check_fresh(path, part, experiment.config_hash("report"))
         reports[name] = part["tracking_key"]
         files |= part["files"]
-        found += part["statistics"]
+        statistics += part["statistics"]
         figures += part["figures"]
     return {
         "scale": experiment.scale,
         "reports": reports,
         "files": files,
-        "statistics": found,
+        "statistics": statistics,
         "figures": figures,
     }
 

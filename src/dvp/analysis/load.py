@@ -420,8 +420,8 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
         if error.reason_code == SchemaErrorReason.COLUMN_NOT_IN_DATAFRAME:
             raise DvpError(f"{path}: column '{cases}' is missing") from None
         wanted = getattr(error.check, "error", None) or getattr(error.schema, "dtype", "")
-        found = ""
+        place = ""
         if isinstance(cases, pd.DataFrame) and len(cases):
             row, value = cases[["index", "failure_case"]].iloc[0]
-            found = f", found {value!r}" + ("" if pd.isna(row) else f" in row {row + 1}")
-        raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{found}") from None
+            place = f", found {value!r}" + ("" if pd.isna(row) else f" in row {row + 1}")
+        raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{place}") from None

@@ -318,9 +318,9 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             yield from statistic(name, value_R, unit, f"{what}, {weights}", **where)
 
 
-def tables(experiment: Experiment, every: list[Group], found: list[Statistic]) -> dict[str, Table]:
+def tables(experiment: Experiment, every: list[Group], known_values: list[Statistic]) -> dict[str, Table]:
     """engines_table, a row a policy and engine; safe_sets_table, a row for each ρ of these."""
-    known = lookup(found)
+    known = lookup(known_values)
     first = [Column("policy", None), Column("label", "policy", shown_only=True), Column("engine", "engine")]
     margins = [f"{margin:g}" for margin in experiment.mismatch.margins]
     # A column for each statistic, under its name and what else it is of.

@@ -63,8 +63,8 @@ def _contrasts(
         yield Statistic(name, where, *bootstrap.estimate(contrast_R), "fraction", how, sources)
 
 
-def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
-    """Five panels against ρ, `found` as of training and bias; horizontal lines are grid points without ρ."""
+def rho_sweep(experiment: Experiment, statistics: list[Statistic]) -> Figure:
+    """Five panels against ρ, `statistics` as of training and bias; horizontal lines are grid points without ρ."""
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     panels = {
         "score": ("after training: score", f"avg@{k} on {experiment.report.task}, %"),
@@ -73,7 +73,7 @@ def rho_sweep(experiment: Experiment, found: list[Statistic]) -> Figure:
         "variance": ("base policy: variance of a batch's gradient", "units of |g|²"),
         "mse": ("base policy: squared bias + variance", "units of |g|²"),
     }
-    known = lookup(found)
+    known = lookup(statistics)
 
     def of(name: str, **where: str) -> Statistic | None:
         if name not in TRAINED:  # of the estimators, which have no training settings

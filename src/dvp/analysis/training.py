@@ -43,15 +43,17 @@ _AT_THE_END = {
 
 def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[list[Statistic], dict[str, Table]]:
     """The statistics that the report lists, and the tables `main_table` and `mismatch_table`."""
-    found = statistics(experiment, loaded)
+    measured = statistics(experiment, loaded)
     tables = {
-        "main_table": main_table(experiment, loaded, found, published),
+        "main_table": main_table(experiment, loaded, measured, published),
         "mismatch_table": mismatch_table(experiment, loaded),
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
     trivial = [where_of(experiment, None), where_of(experiment, reference_point(experiment))]
     listed = [
-        statistic for statistic in found if statistic.name != "score_change_percent" or statistic.where not in trivial
+        statistic
+        for statistic in measured
+        if statistic.name != "score_change_percent" or statistic.where not in trivial
     ]
     return listed, tables
 
@@ -105,8 +107,8 @@ def _scores(
     yield statistic("score_change_percent", change_R, "%", f"{how}, paired with the reference", name, reference.path)
     if without is not None:
         over_R = score_R[name] - score_R[without.path]
-        told = f"score minus that of {without.method} on the same engine; {how}, paired"
-        yield statistic("score_over_unpruned", over_R, "fraction", told, name, without.path)
+        compared = f"score minus that of {without.method} on the same engine; {how}, paired"
+        yield statistic("score_over_unpruned", over_R, "fraction", compared, name, without.path)
 
 
 def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:
@@ -182,13 +184,13 @@ def role(experiment: Experiment, point: GridPoint | None) -> str:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def main_table(experiment: Experiment, loaded: Training, found: list[Statistic], published: Claim) -> Table:
-    """Scores on report.task: the base model, then a row a grid point, `found` as of `statistics`.
+def main_table(experiment: Experiment, loaded: Training, measured: list[Statistic], published: Claim) -> Table:
+    """Scores on report.task: the base model, then a row a grid point, `measured` as of `statistics`.
 
     In the CSV scores are fractions and changes percent; a row's role is `base`, `control`, `reference` or empty, and
     `collapsed_at` holds the step at which each seed's run collapsed, None where it did not.
     """
-    known = lookup(found)
+    known = lookup(measured)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     rows = {}
     for point in (None, *experiment.points):

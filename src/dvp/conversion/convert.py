@@ -128,8 +128,8 @@ def _link(source: Path, target: Path) -> None:
 def _check_file(file: Path, expected: dict[str, Fingerprint]) -> None:
     """Read the weights back, one at a time. Raises DvpError, naming the first that differs."""
     with safe_open(file, "pt") as weights:
-        found = {name: fingerprint(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
-    if differs := difference(expected, found):
+        written = {name: fingerprint(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
+    if differs := difference(expected, written):
         raise DvpError(f"{file}: what was written is not what is read back: {differs}")
 
 

@@ -129,8 +129,8 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tu
         differing = {answer: number for answer, number in answers.items() if not equal(first[key].answer, answer)}
         if differing:
             row = first.pop(key)
-            found = {row.answer: row.number} | differing
-            conflicts.append({"id": row.id, "answers": list(found), "rows": list(found.values())})
+            answer_rows = {row.answer: row.number} | differing
+            conflicts.append({"id": row.id, "answers": list(answer_rows), "rows": list(answer_rows.values())})
     return list(first.values()), {
         "description": _description(source),
         "rows_read": len(rows),
@@ -179,19 +179,19 @@ def _decontaminated(
     shared: dict[int, list[str]] = {}
     progress = tqdm(rows, desc="comparing with the tasks", unit=" problems", delay=3, mininterval=1)
     for index, row in enumerate(progress):
-        if found := [ngram for ngram in _ngrams(row.problem, n) if ngram in owners]:
-            shared[index] = found
-    counts = Counter(ngram for found in shared.values() for ngram in found)
+        if matching := [ngram for ngram in _ngrams(row.problem, n) if ngram in owners]:
+            shared[index] = matching
+    counts = Counter(ngram for matching in shared.values() for ngram in matching)
 
     clean, contaminated = [], []
     for index, row in enumerate(rows):
-        found = shared.get(index, [])
-        telling = [ngram for ngram in found if counts[ngram] <= COMMON]
-        overlap = Counter(owner for ngram in found for owner in owners[ngram])
+        matching = shared.get(index, [])
+        telling = [ngram for ngram in matching if counts[ngram] <= COMMON]
+        overlap = Counter(owner for ngram in matching for owner in owners[ngram])
         copied = [owner for owner, count in overlap.items() if 2 * count >= sizes[owner]]
         if telling or copied:
             task, problem = copied[0] if copied else owners[telling[0]][0]
-            ngram = next(ngram for ngram in telling + found if (task, problem) in owners[ngram])
+            ngram = next(ngram for ngram in telling + matching if (task, problem) in owners[ngram])
             contaminated.append({"id": row.id, "task": task, "task_id": problem, "ngram": ngram.removeprefix("= ")})
         else:
             clean.append(row)

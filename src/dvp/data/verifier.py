@@ -67,9 +67,9 @@ def equal(reference: str, answer: str) -> bool:
     """Whether two answers are mathematically equal."""
     if not answer:
         return False
-    expected, found = _integer(reference), _integer(answer)
-    if expected is not None and found is not None:
-        return expected == found
+    expected, stated = _integer(reference), _integer(answer)
+    if expected is not None and stated is not None:
+        return expected == stated
     if reference.strip() == answer.strip():
         return True
     if _unwieldy(answer) or _unwieldy(reference):

@@ -47,8 +47,8 @@ def reason_of(error: Exception, results: Path) -> str:
     uri = store_uri(results)
     lines = (line for line in str(error).split("[SQL:")[0].splitlines() if not line.startswith("(raised as a result"))
     text = " ".join(" ".join(lines).split()).replace(uri, store_name(results)) or type(error).__name__
-    found = re.findall(r"://[^:/@]*:(.*)@", uri) + re.findall(r"[?&]password=([^&]*)", uri)
-    for password in filter(None, [*found, *map(unquote, found)]):
+    passwords = re.findall(r"://[^:/@]*:(.*)@", uri) + re.findall(r"[?&]password=([^&]*)", uri)
+    for password in filter(None, [*passwords, *map(unquote, passwords)]):
         text = text.replace(password, "***")
     return text if len(text) <= 200 else f"{text[:70]} … {text[-120:]}"  # the cause comes last
 
@@ -89,8 +89,8 @@ def lineage(results: Path, key: str) -> dict[str, list[str]]:
     Raises DvpError if a linked run is not in the store.
     """
     client = _client(results)
-    experiments = [found.experiment_id for found in client.search_experiments()]
-    found: dict[str, list[str]] = {}
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs: dict[str, list[str]] = {}
     seen: set[str] = set()
     waiting = [key]
     while waiting:
@@ -101,11 +101,11 @@ def lineage(results: Path, key: str) -> dict[str, list[str]]:
         run = _find(client, experiments, current)
         if run is None:
             raise DvpError(f"MLflow store {store_name(results)}: no run has the {KEY} {current}; `dvp track` adds it")
-        found.setdefault(run.data.tags[STAGE], []).append(run.info.run_id)
+        runs.setdefault(run.data.tags[STAGE], []).append(run.info.run_id)
         waiting += [
             linked for name, value in run.data.tags.items() if name.startswith(UPSTREAM) for linked in value.split()
         ]
-    return found
+    return runs
 
 
 class Feed:
@@ -302,26 +302,26 @@ class Feed:
             self.sent["descriptions"] += 1
 
     def _parent_run(self, key: str):
-        found = _find(self._client, [self._experiment], key)
-        if found is None:  # the store missed it, or lost it
+        run = _find(self._client, [self._experiment], key)
+        if run is None:  # the store missed it, or lost it
             with contextlib.suppress(DvpError):
                 for record in read_records(self._folder):
                     if record.key == key:
                         return self._find_or_create(record)
-        return found
+        return run
 
     def _find_or_create(self, record: Record):
-        found = _find(self._client, [self._experiment], record.key)
-        if found is None:
-            found = self._client.create_run(
+        run = _find(self._client, [self._experiment], record.key)
+        if run is None:
+            run = self._client.create_run(
                 self._experiment, start_time=record.started, tags=record.tags, run_name=record.name
             )
             self.sent["runs"] += 1
-        return self._client.get_run(found.info.run_id)  # with its inputs, which a search leaves out
+        return self._client.get_run(run.info.run_id)  # with its inputs, which a search leaves out
 
     def _find_model(self, key: str):
-        found = self._client.search_logged_models([self._experiment], f"tags.{KEY} = '{key}'", max_results=1)
-        return found[0] if found else None
+        models = self._client.search_logged_models([self._experiment], f"tags.{KEY} = '{key}'", max_results=1)
+        return models[0] if models else None
 
 
 def _client(results: Path):
@@ -347,9 +347,9 @@ def _lock(results: Path) -> FileLock:
 
 
 def _experiment(client, results: Path, name: str):
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return found
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return experiment
     # A server has its own place for artifacts; a bare SQLite file would put them in the current folder.
     location = None
     if store_uri(results).startswith("sqlite:"):
@@ -358,10 +358,10 @@ def _experiment(client, results: Path, name: str):
 
 
 def _find(client, experiments: list[str], key: str):
-    found = client.search_runs(
+    runs = client.search_runs(
         experiments, f"tags.{KEY} = '{key}'", max_results=1, order_by=["attributes.start_time ASC"]
     )
-    return found[0] if found else None
+    return runs[0] if runs else None
 
 
 def _batches(items: list, size: int) -> list[list]:

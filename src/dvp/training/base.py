@@ -87,9 +87,9 @@ def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     for key, value in expected.model_dump(exclude_none=True).items():
         name = CONFIG_NAMES.get(key, key)
-        found = getattr(config, name, None)
-        if found != value:
-            raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {found}")
+        actual = getattr(config, name, None)
+        if actual != value:
+            raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {actual}")
 
 
 def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

@@ -172,11 +172,11 @@ def _listen(process: subprocess.Popen) -> tuple[list[dict], list[str]]:
     """Print what the ranks print. Returns the reports of those that failed, and the lines of nobody."""
     reports, others = [], []
     for line in process.stdout:
-        found = OF_RANK.search(line)
-        if found is None:
+        match = OF_RANK.search(line)
+        if match is None:
             others.append(line)
             continue
-        rank, text = found.groups()
+        rank, text = match.groups()
         if text.startswith(REPORT):
             reports.append(json.loads(text.removeprefix(REPORT)) | {"rank": rank})
         else:

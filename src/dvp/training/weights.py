@@ -60,14 +60,14 @@ def write_weights(file: Path, known: Mapping[str, Fingerprint], weights: Iterabl
             out.write(value.detach().cpu().contiguous().view(-1).numpy())
 
 
-def difference(expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> str | None:
+def difference(expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint]) -> str | None:
     """In which parameter two models differ first, and how; None if they are the same to the last bit."""
-    for name in [*expected, *(name for name in found if name not in expected)]:
-        if name not in found:
+    for name in [*expected, *(name for name in actual if name not in expected)]:
+        if name not in actual:
             return f"parameter '{name}' is missing"
         if name not in expected:
             return f"parameter '{name}' is one too many"
         for key, what in (("dtype", "type"), ("shape", "shape"), ("sha256", "SHA-256")):
-            if found[name][key] != expected[name][key]:
-                return f"parameter '{name}': {what} {found[name][key]}, expected {expected[name][key]}"
+            if actual[name][key] != expected[name][key]:
+                return f"parameter '{name}': {what} {actual[name][key]}, expected {expected[name][key]}"
     return None

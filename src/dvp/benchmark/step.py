@@ -262,7 +262,10 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
         groups[name] = timed(f"rollout, {name}", sample)
         if name in loops:
             rollouts[name] = timed(f"reward, {name}", partial(full.problems.graded, rows, groups[name]))
-    tokens = {name: sum(len(one.token_ids) for group in value for one in group) for name, value in groups.items()}
+    tokens = {
+        name: sum(len(completion.token_ids) for group in value for completion in group)
+        for name, value in groups.items()
+    }
 
     # All learn from the same responses: those that DVP's engine sampled. Groups that are all right count as all wrong:
     # OTB has an advantage for the longest right response even there, RLOO has none, and both must update from as many.
@@ -313,19 +316,19 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     lengths_B = rollout.batch.lengths()
     passes = rollout.batch.micro_batches(settings.tokens_per_micro_batch)
     computed = sum(len(rows_b) * int(lengths_B[rows_b].max()) for rows_b in passes)
-    two, one = "update, two passes", "update, one pass"
+    two_passes, one_pass = "update, two passes", "update, one pass"
     return {
         "update": seconds["update, plain transformers"] / seconds["update, plain"],
         "rollout": seconds["rollout, vLLM alone"] / tokens["vLLM alone"] * tokens["plain"] / seconds["rollout, plain"],
         "step": a_token("full") / a_token("plain"),
         "padding": 1 - lengths_B.sum().item() / computed,
         "one_pass": {
-            "all": seconds[two] / seconds[f"{one}, all"],
-            "all, all useful": seconds[f"{two}, all useful"] / seconds[f"{one}, all"],
-            "advantage": seconds[two] / seconds[f"{one}, advantage"],
-            "advantage, half rejected": seconds[f"{two}, half rejected"] / seconds[f"{one}, advantage"],
+            "all": seconds[two_passes] / seconds[f"{one_pass}, all"],
+            "all, all useful": seconds[f"{two_passes}, all useful"] / seconds[f"{one_pass}, all"],
+            "advantage": seconds[two_passes] / seconds[f"{one_pass}, advantage"],
+            "advantage, half rejected": seconds[f"{two_passes}, half rejected"] / seconds[f"{one_pass}, advantage"],
         },
-        "forward": seconds["update, scoring"] / seconds[f"{one}, all"],
+        "forward": seconds["update, scoring"] / seconds[f"{one_pass}, all"],
         "useful": {
             "advantage": has_advantage_B.float().mean().item(),
             **{name: value_B.float().mean().item() for name, value_B in useful_B.items()},

@@ -186,11 +186,17 @@ def test_the_benchmark_of_a_step_measures_this_experiment(copy, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(output.read_text())
-    assert set(result["ratios"]) == {"update", "rollout", "step"}
-    for ratio in result["ratios"].values():
-        assert ratio["median"] == ratio["values"][0] > 0
-    assert 0 <= result["padding"] < 0.5
-    assert "step, seconds a token: DVP + OTB + diagnostics over plain log-probs" in done.stdout
+    assert set(result["ratios"]) == {"update", "rollout", "step", "padding"}
+    for ratio in [*result["ratios"].values(), *result["one_pass"].values(), result["forward"]]:
+        assert ratio["median"] == ratio["values"][0] >= 0
+    # What is compared does the same work: as many responses in both updates, one gradient whether in one pass or two.
+    assert result["useful"]["plain"] == result["useful"]["full"] == result["useful"]["advantage"]
+    assert result["gradient_difference"] < 1e-3
+    lines = done.stdout.splitlines()
+    [line] = [line for line in lines if "DVP + OTB + diagnostics over plain log-probs" in line]
+    assert "≤ 1.05" in line
+    assert line.endswith("yes" if result["ratios"]["step"]["median"] <= 1.05 else "no")
+    assert sum("one pass over" in line for line in lines) == 2
 
 
 def test_a_change_runs_again_what_depends_on_it_and_nothing_else(copy):

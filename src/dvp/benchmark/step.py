@@ -3,11 +3,19 @@
     python -m dvp.benchmark.step --config results/tiny/config.yaml
 
 It takes an experiment whose base model is made, and its own engine, trainer and problems. Beside them stand vLLM as
-anybody would call it, and transformers with PyTorch's AdamW and whole logits. What is compared takes turns, round by
-round, so that a busy machine slows all of it; ratios are medians over the rounds.
+anybody would call it, and transformers with PyTorch's AdamW and whole logits. A step with plain log-probs and one with
+DVP, OTB and all diagnostics have the same engine and trainer, and learn from the same responses. The learning rate
+is 0, so that every round does the work of the base model.
+
+What is compared takes turns, in an order that rotates from round to round, so that a busy machine slows all of it;
+ratios are medians over the rounds.
+
+It also measures what training does not do: to differentiate the forward pass that the weights come from, in place of a
+scoring pass and an update.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dvp.cli import quiet
+from dvp.core.batch import unflatten
+from dvp.core.objective import policy_loss
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
@@ -30,17 +40,46 @@ from dvp.rollout.vllm import configure_environment
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout
+    from dvp.core.head import TokenStatistics
     from dvp.training.loop import Loop
 
-PLAIN = Method(label="RLOO", advantage="rloo")
-FULL = Method(label="DVP + OTB", advantage="otb", safe_vocabulary="fixed")
+METHODS = {
+    "plain": Method(label="RLOO", advantage="rloo"),
+    "mis": Method(label="RLOO + MIS", advantage="rloo", importance="mis"),
+    "full": Method(label="DVP + OTB", advantage="otb", safe_vocabulary="fixed"),
+}
 RHO = "exp(-13)"
 WARM_UP = 2  # rounds that are not counted: libraries take their memory, and choose their kernels
-# What each ratio is of, in the order of the table.
-RATIOS = {
-    "update": "update, tokens/s: this trainer over plain transformers",
-    "rollout": "rollout, tokens/s: in the loop over vLLM alone",
-    "step": "step, seconds a token: DVP + OTB + diagnostics over plain log-probs",
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a ratio is of, and what it should be."""
+
+    title: str
+    bound: float
+    at_least: bool
+
+    def met(self, value: float) -> bool:
+        """Whether it is what it should be."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+
+
+# In the order of the table.
+TARGETS = {
+    "update": Target("update, tokens/s: this trainer over plain transformers", 1.0, True),
+    "rollout": Target("rollout, tokens/s: in the loop over vLLM alone", 0.9, True),
+    "step": Target("whole step, seconds a token: DVP + OTB + diagnostics over plain log-probs", 1.05, False),
+    "padding": Target("padding: share of the positions that the trainer computes", 0.05, False),
+}
+ONE_PASS = {
+    "all": "one pass over all responses",
+    "all, all useful": "the same, if all responses are useful",
+    "advantage": "one pass over those with an advantage; the others are scored",
+    "advantage, half rejected": "the same, if the correction rejects half of them",
 }
 
 
@@ -51,23 +90,35 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     directory = ExperimentDir(config)
     if not directory.result("base").is_file():
         raise DvpError(f"{directory.result('base')}: no such file; `dvp base` makes the model to measure with")
-    plain, full = _loops(directory)
+    loops = _loops(directory)
     rival = PlainTransformers(directory.base, directory.experiment)
-    measured = [_round(plain, full, rival, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
+    measured = [_round(loops, rival, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
     settings = directory.experiment.training
+
+    def summary(values: list[float]) -> dict[str, Any]:
+        return {"median": median(values), "values": values}
+
+    def medians(name: str) -> dict[str, float]:
+        return {key: median(turn[name][key] for turn in measured) for key in measured[0][name]}
+
+    ratios = {name: summary([turn[name] for turn in measured]) for name in TARGETS}
     result = {
         "experiment": directory.experiment.name,
         "threads": threads,
         "responses": settings.prompts_per_step * settings.group_size,
+        "gradient_checkpointing": settings.gradient_checkpointing,
         "git_commit": git_commit(),
         "rounds": rounds,
         "ratios": {
-            name: {"median": median(values), "values": values}
-            for name in RATIOS
-            for values in [[turn[name] for turn in measured]]
+            name: {"target": str(target), "met": target.met(ratios[name]["median"]), **ratios[name]}
+            for name, target in TARGETS.items()
         },
-        "padding": median(turn["padding"] for turn in measured),
-        "seconds": {name: median(turn["seconds"][name] for turn in measured) for name in measured[0]["seconds"]},
+        "one_pass": {name: summary([turn["one_pass"][name] for turn in measured]) for name in ONE_PASS},
+        "forward": summary([turn["forward"] for turn in measured]),
+        "useful": medians("useful"),
+        "gradient_difference": max(turn["gradient_difference"] for turn in measured),
+        "seconds": medians("seconds"),
+        "last_round": {"padding": measured[-1]["padding"], "lengths": measured[-1]["lengths"]},
     }
     write_json(output, result)
     print(format_table(result))
@@ -75,18 +126,34 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
 
 
 def format_table(result: dict) -> str:
-    """The ratios as text, a line each: median (lowest to highest)."""
-    lines = [
-        f"{result['experiment']}: {result['responses']} responses a step, {result['threads']} threads; "
-        f"{result['rounds']} rounds",
-        "",
-        f"{'':<72}{'ratio':>6}{'(range)':>15}",
-    ]
-    for name, title in RATIOS.items():
-        ratio = result["ratios"][name]
+    """The ratios as text, a line each: median (lowest to highest), what it should be, and whether the median is."""
+
+    def line(title: str, ratio: dict, rest: str = "") -> str:
         low, high = min(ratio["values"]), max(ratio["values"])
-        lines.append(f"{title:<72}{ratio['median']:>6.2f}{f'({low:.2f}–{high:.2f})':>15}")
-    return "\n".join([*lines, f"padding is {result['padding']:.1%} of the positions that the trainer computes"])
+        return f"{title:<78}{ratio['median']:>7.3f}{f'({low:.3f}–{high:.3f})':>16}{rest}"
+
+    def met(ratio: dict) -> str:
+        return f"{ratio['target']:>9}{'yes' if ratio['met'] else 'no':>5}"
+
+    useful = result["useful"]
+    return "\n".join(
+        [
+            f"{result['experiment']}: {result['responses']} responses a step, {result['threads']} threads; "
+            f"{result['rounds']} rounds",
+            "",
+            f"{'':<78}{'ratio':>7}{'(range)':>16}{'target':>9}{'met':>5}",
+            *(
+                line(target.title, ratio, met(ratio))
+                for name, target in TARGETS.items()
+                for ratio in [result["ratios"][name]]
+            ),
+            "",
+            "a scoring pass and an update, as training does it, over (above 1: one pass would be faster)",
+            *(line(f"  {title}", result["one_pass"][name]) for name, title in ONE_PASS.items()),
+            line("a scoring pass over a forward and backward pass, all responses", result["forward"]),
+            f"{useful['advantage']:.0%} of the responses have an advantage, MIS keeps {useful['mis']:.0%}",
+        ]
+    )
 
 
 class PlainTransformers:
@@ -123,45 +190,55 @@ class PlainTransformers:
         self._optimizer.step()
 
 
-def _loops(directory: ExperimentDir) -> tuple["Loop", "Loop"]:
-    """The loops of naive RLOO and of DVP + OTB, on one trainer and one engine."""
+def _loops(directory: ExperimentDir) -> dict[str, "Loop"]:
+    """A loop for each of METHODS, on one trainer and one engine; those but the full one have no diagnostics."""
     import pandas as pd
-    from transformers import AutoTokenizer
 
     from dvp.training.loop import Loop
-    from dvp.training.responses import ResponseRecorder
     from dvp.training.stage import set_up
 
+    class Bare(Loop):
+        """A loop that learns and does nothing else."""
+
+        def learn(self, step: int, rows: list[int], rollout: "Rollout") -> dict:
+            """Score the responses and update the weights."""
+            return self._update(rollout, self.score(rollout))
+
     experiment = directory.experiment
-    methods = {"bench_plain": PLAIN, "bench_full": FULL}
-    directory.experiment = experiment.model_copy(update={"methods": experiment.methods | methods})
+    directory.experiment = experiment.model_copy(
+        update={
+            "methods": experiment.methods | {f"bench_{name}": method for name, method in METHODS.items()},
+            "training": experiment.training.model_copy(update={"learning_rate": 0.0}),
+        }
+    )
     engine = experiment.runs[0].engine
     full, _ = set_up(directory, Run(method="bench_full", engine=engine, rho=RHO, seed=0))
     problems = pd.DataFrame({"id": full.ids, "answer": full.problems.answers})
-    plain = Loop(
-        directory.experiment,
-        Run(method="bench_plain", engine=engine, rho=None, seed=0),
-        problems,
-        full.problems.prompts,
-        full.problems.pad,
-        full.trainer,
-        full.engine,
-        ResponseRecorder(
-            experiment.training.keep_responses,
-            experiment.training.steps,
-            AutoTokenizer.from_pretrained(directory.base),
-        ),
-    )
-    return plain, full
+    bare = {
+        name: Bare(
+            directory.experiment,
+            Run(method=f"bench_{name}", engine=engine, rho=None, seed=0),
+            problems,
+            full.problems.prompts,
+            full.problems.pad,
+            full.trainer,
+            full.engine,
+            full.recorder,
+        )
+        for name in METHODS
+        if name != "full"
+    }
+    return {**bare, "full": full}
 
 
-def _round(plain: "Loop", full: "Loop", rival: PlainTransformers, step: int) -> dict[str, Any]:
+def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dict[str, Any]:
     """The ratios of one step's work, each way."""
     from dvp.training.rollouts import prompt_rows
 
+    plain, mis, full = (loops[name] for name in METHODS)
     settings = plain.config
     rows = prompt_rows(len(plain.problems.prompts), settings.prompts_per_step, step, seed=0)
-    seconds, tokens = {}, {}
+    seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -171,38 +248,130 @@ def _round(plain: "Loop", full: "Loop", rival: PlainTransformers, step: int) -> 
         seconds[name] = time.perf_counter() - started
         return result
 
-    for name, sample in {
-        "rollout, vLLM alone": lambda: _vllm_alone(plain, rows, step),
-        "rollout": lambda: plain.sample(step, rows),
-        "rollout, DVP": lambda: full.sample(step, rows),
-    }.items():
+    groups, rollouts = {}, {}
+    for name, sample in _rotated(
+        {
+            "vLLM alone": lambda: _vllm_alone(plain, rows, step),
+            "plain": lambda: plain.sample(step, rows),
+            "full": lambda: full.sample(step, rows),
+        },
+        step,
+    ):
         # On a GPU the engine sleeps without its weights; and prompts that it has seen would be in its cache.
-        full.engine.load_weights(full.trainer.weights())
-        groups = timed(name, sample)
-        tokens[name] = sum(len(completion.token_ids) for group in groups for completion in group)
-    # All learn from the same responses: those that DVP's engine sampled.
-    rollout = full.problems.graded(rows, groups)
-    for name, loop in {"": plain, ", DVP + OTB": full}.items():
-        coefficient_BT = loop.prepare(rollout, loop.score(rollout)).coefficients()
-        timed(f"update, plain transformers{name}", partial(rival.update, rollout, coefficient_BT))
-        timed(f"update{name}", partial(loop.learn, step, rows, rollout))
+        timed(f"weights, {name}", lambda: full.engine.load_weights(full.trainer.weights()))
+        groups[name] = timed(f"rollout, {name}", sample)
+        if name in loops:
+            rollouts[name] = timed(f"reward, {name}", partial(full.problems.graded, rows, groups[name]))
+    tokens = {
+        name: sum(len(completion.token_ids) for group in value for completion in group)
+        for name, value in groups.items()
+    }
+
+    # All learn from the same responses: those that DVP's engine sampled. Groups that are all right count as all wrong:
+    # OTB has an advantage for the longest right response even there, RLOO has none, and both must update from as many.
+    rollout = rollouts["full"]
+    wrong_PG = rollout.rewards_B.reshape(-1, settings.group_size) == 0
+    mixed_B = wrong_PG.any(dim=1).repeat_interleave(settings.group_size)
+    rollout = dataclasses.replace(rollout, rewards_B=rollout.rewards_B * mixed_B)
+    updates = {name: loop.prepare(rollout, loop.score(rollout)) for name, loop in loops.items()}
+    useful_B = {name: update.coefficients().any(dim=1) for name, update in updates.items()}
+    advantage_BT = updates["mis"].advantage_BT
+    has_advantage_B = advantage_BT.any(dim=1)
+    every_B = torch.ones_like(has_advantage_B)
+    # Every other response right, so that each has an advantage; every other one with a log-prob that MIS rejects.
+    other_B = torch.arange(len(every_B)) % 2 == 0
+    all_useful = dataclasses.replace(rollout, rewards_B=other_B.to(rollout.rewards_B.dtype))
+    half_rejected = dataclasses.replace(
+        rollout, infer_log_prob_BT=rollout.infer_log_prob_BT - 10.0 * (other_B[:, None] & rollout.batch.response_BT)
+    )
+    norms = {}
+
+    def normed(name: str, function: Callable[[], Any]) -> None:
+        function()
+        if useful_B["mis"].any():
+            norms[name] = mis.trainer.gradient_norm
+
+    for name, update in _rotated(
+        {
+            "plain transformers": partial(rival.update, rollout, updates["plain"].coefficients()),
+            "plain": partial(plain.learn, step, rows, rollout),
+            "full": partial(full.learn, step, rows, rollout),
+            "scoring": partial(mis.score, rollout),
+            "two passes": partial(normed, "two", partial(mis.learn, step, rows, rollout)),
+            "two passes, all useful": partial(mis.learn, step, rows, all_useful),
+            "two passes, half rejected": partial(mis.learn, step, rows, half_rejected),
+            "one pass, all": partial(normed, "one", partial(_one_pass, mis, rollout, advantage_BT, every_B)),
+            "one pass, advantage": partial(_one_pass, mis, rollout, advantage_BT, has_advantage_B),
+        },
+        step,
+    ):
+        timed(f"update, {name}", update)
 
     def a_token(name: str) -> float:
-        return seconds[name] / tokens[name]
+        """Of a whole step; the update is of the shared responses."""
+        own = sum(seconds[f"{part}, {name}"] for part in ("weights", "rollout", "reward"))
+        return own / tokens[name] + seconds[f"update, {name}"] / tokens["full"]
 
-    count = tokens["rollout, DVP"]
-    print(f"round {step}: {count} tokens, {sum(seconds.values()):.1f} s", file=sys.stderr)
+    print(f"round {step}: {tokens['full']} tokens, {sum(seconds.values()):.1f} s", file=sys.stderr)
     lengths_B = rollout.batch.lengths()
     passes = rollout.batch.micro_batches(settings.tokens_per_micro_batch)
     computed = sum(len(rows_b) * int(lengths_B[rows_b].max()) for rows_b in passes)
+    two_passes, one_pass = "update, two passes", "update, one pass"
     return {
-        "update": seconds["update, plain transformers"] / seconds["update"],
-        "rollout": a_token("rollout, vLLM alone") / a_token("rollout"),
-        "step": (a_token("rollout, DVP") + seconds["update, DVP + OTB"] / count)
-        / (a_token("rollout, vLLM alone") + seconds["update, plain transformers, DVP + OTB"] / count),
+        "update": seconds["update, plain transformers"] / seconds["update, plain"],
+        "rollout": seconds["rollout, vLLM alone"] / tokens["vLLM alone"] * tokens["plain"] / seconds["rollout, plain"],
+        "step": a_token("full") / a_token("plain"),
         "padding": 1 - lengths_B.sum().item() / computed,
+        "one_pass": {
+            "all": seconds[two_passes] / seconds[f"{one_pass}, all"],
+            "all, all useful": seconds[f"{two_passes}, all useful"] / seconds[f"{one_pass}, all"],
+            "advantage": seconds[two_passes] / seconds[f"{one_pass}, advantage"],
+            "advantage, half rejected": seconds[f"{two_passes}, half rejected"] / seconds[f"{one_pass}, advantage"],
+        },
+        "forward": seconds["update, scoring"] / seconds[f"{one_pass}, all"],
+        "useful": {
+            "advantage": has_advantage_B.float().mean().item(),
+            **{name: value_B.float().mean().item() for name, value_B in useful_B.items()},
+        },
+        "gradient_difference": abs(norms["one"] / norms["two"] - 1) if norms else 0.0,
+        "lengths": lengths_B.tolist(),
         "seconds": seconds,
     }
+
+
+def _rotated(variants: dict[str, Callable[[], Any]], step: int) -> list[tuple[str, Callable[[], Any]]]:
+    """The variants in the order of this round: each comes first in its turn."""
+    items = list(variants.items())
+    start = step % len(items)
+    return items[start:] + items[:start]
+
+
+def _one_pass(loop: "Loop", rollout: "Rollout", advantage_BT: torch.Tensor, rows_B: torch.Tensor) -> None:
+    """An update whose weights come from the forward pass that it differentiates.
+
+    rows_B : the responses that are differentiated, with a weight of 0 where they have no advantage. The others are
+        only scored, as diagnostics are of all responses. The correction must weigh each response by itself.
+    """
+    device = loop.trainer.device
+    if not rows_B.all():
+        loop.trainer.score(rollout.batch.rows((~rows_B).nonzero()[:, 0]), loop.safe.trainer)
+    parts = rollout.batch.micro_batches(loop.config.tokens_per_micro_batch, rows_B.nonzero()[:, 0])
+    for index, rows_b in enumerate(parts):
+        part = rollout.rows(rows_b)
+        batch = rollout.batch.rows(rows_b)
+        width = batch.tokens_BT.shape[1]
+        mask_bT = batch.response_BT.to(device)
+        advantage_bT = advantage_BT[rows_b, :width].to(device)
+
+        def loss(now: "TokenStatistics", part=part, width=width, mask_bT=mask_bT, advantage_bT=advantage_bT):
+            log_prob_bT = unflatten(now.pruned_log_prob, mask_bT)
+            old_bT = torch.zeros(part.infer_log_prob_BT.shape)
+            old_bT[:, :width] = log_prob_bT.detach().cpu()
+            weight_bT = loop.importance.weights(part, {"pruned_log_prob": old_bT}).weight_BT[:, :width].to(device)
+            old_bT, count = log_prob_bT.detach(), len(rollout.rewards_B)
+            return policy_loss(loop.loss, log_prob_bT, old_bT, weight_bT, advantage_bT, mask_bT, count).loss
+
+        loop.trainer.forward_backward(batch, loop.safe.trainer, loss, last=index == len(parts) - 1)
 
 
 def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:

@@ -234,10 +234,14 @@ class Loop:
     def score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
         """The trainer's statistics of every response token, each (B, T), 0 elsewhere.
 
-        A pass of its own, although the update makes the same numbers again: it says which responses the update needs.
-        With a share a of responses that have an advantage, of which a share k is kept, both together cost 1 + 3ak
-        forward passes; one pass for both would cost 1 + 2a, which is more as soon as a third is rejected (k < 2/3).
-        MIS keeps less than that of any long response.
+        A pass of its own, although the update's forward pass makes the same numbers again: it says which responses the
+        update needs, a share k of all. Let a forward pass cost a of a forward and backward pass: 1/3, or 1/4 with
+        gradient checkpointing, which makes the forward pass again, as the head always does with its logits. Scoring
+        and update then cost a + k. One pass over all responses would cost 1, which is less for k > 1 − a. One over the
+        share g of responses that have an advantage, while the others are scored, would cost a(1 − g) + g, which is
+        less as long as the correction rejects fewer than a of them: k > g(1 − a). `make bench` measures both.
+        MIS rejects more than that of any long responses, and OTB needs the weights of the whole group before any
+        gradient, so the two passes stay.
         """
         statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
         if not statistics["log_prob"].isfinite().all():

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yte
+from snakemake.cli import parse_set_resources
 
 from dvp.experiment.loading import load_experiment
 
@@ -179,6 +181,21 @@ def test_the_slurm_profile_is_found_by_its_name(snakemake):
     assert re.search(r"^total +15$", out, flags=re.MULTILINE)
 
 
+def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
+    """It goes on from the last checkpoint. A preflight asks for what training does; other stages for more each time."""
+    with open(ROOT / "slurm/config.yaml", encoding="utf-8") as file:
+        profile = yte.process_yaml(file, require_use_yte=True)
+
+    def memory(rule: str, attempt: int) -> int:
+        resources = parse_set_resources([f"{rule}:mem_mb={profile['set-resources'][rule]['mem_mb']}"])[rule]
+        job = {"wildcards": None, "input": [], "rulename": rule, "async_run": None}
+        return resources["mem_mb"].evaluate(threads=8, attempt=attempt, **job).value
+
+    for rule in ("train", "preflight"):
+        assert memory(rule, 3) == memory(rule, 1) == 8 * 96000
+    assert memory("convert", 3) == 3 * memory("convert", 1)
+
+
 def test_one_run_can_be_asked_for(snakemake):
     goal = "there/smoke/runs/method~dvp_mis/engine~coarse/rho~0.01/seed~0/train.json"
     arguments = ("-n", "--printshellcmds", goal, "--config", "experiment=smoke", "results=there")
@@ -232,6 +249,64 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
         "method~rloo/engine~fp32/rho~none/group_size~2/seed~0",
     }
     assert "--measurement method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0" in out
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train an experiment whose stages are made up; returns (exit status, the preflights and runs that began).
+
+    Stages write empty files; the preflight of the engine `fails` fails.
+    """
+    for name in ("workflow", "config", "envs", "profiles"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "Snakefile", tmp_path)
+    for name in ("data", "base", "preflight", "train"):
+        file = tmp_path / f"workflow/rules/{name}.smk"
+        made_up = '"echo {output[0]} >> began.txt; touch {output}"'
+        if name == "preflight":
+            made_up = '"echo {output[0]} >> began.txt; test {wildcards.engine} != $FAILS; touch {output}"'
+        text, count = re.subn(r'"dvp .*?{log:q}"', lambda _, new=made_up: new, file.read_text(), flags=re.DOTALL)
+        assert count == 1
+        file.write_text(text)
+
+    def run(*engines: str, fails: str = "none") -> tuple[int, list[str]]:
+        monkeypatch.setenv("FAILS", fails)
+        grid = ", ".join(f"{{method: rloo, engine: {engine}}}" for engine in engines)
+        file = tmp_path / "config/experiments/made_up.yaml"
+        file.write_text(f"name: made_up\nextends: smoke\npreflight: always\ngrid: [{grid}]\n")
+        (tmp_path / "began.txt").write_text("")
+        runs = [run.path for run in load_experiment("made_up", tmp_path / "config").runs]
+        goals = [f"there/made_up/runs/{run}/train.json" for run in runs]
+        settings = ["--config", "experiment=made_up", "results=there"]
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", *goals, "--cores", "2", "--keep-going", *settings],
+            cwd=tmp_path,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.returncode, re.findall(r"(preflight|method)\S*engine~(\w+)", (tmp_path / "began.txt").read_text())
+
+    return run
+
+
+def test_where_the_preflight_of_one_engine_fails_no_run_of_any_engine_is_trained(train):
+    """Although `keep-going` goes on with whatever does not depend on it."""
+    status, began = train("fp32", "coarse", fails="coarse")
+    assert status == 1
+    assert sorted(began) == [("preflight", "coarse"), ("preflight", "fp32")]
+    # Nor at the next attempt, when the other one's has passed.
+    assert train("fp32", "coarse", fails="coarse") == (1, [("preflight", "coarse")])
+
+
+def test_runs_wait_for_all_preflights_and_are_not_made_again_for_one_engine_more(train):
+    status, began = train("fp32", "coarse")
+    assert status == 0
+    assert [stage for stage, _ in began] == ["preflight"] * 2 + ["method"] * 2
+    assert train("fp32", "coarse") == (0, [])
+    assert train("fp32", "coarse", "bf16") == (0, [("preflight", "bf16"), ("method", "bf16")])
 
 
 def test_an_unknown_experiment_is_named_in_one_line(snakemake):

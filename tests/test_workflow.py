@@ -234,6 +234,64 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
     assert "--measurement method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0" in out
 
 
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train an experiment whose stages are made up; returns (exit status, the preflights and runs that began).
+
+    Stages write empty files; the preflight of the engine `fails` fails.
+    """
+    for name in ("workflow", "config", "envs", "profiles"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "Snakefile", tmp_path)
+    for name in ("data", "base", "preflight", "train"):
+        file = tmp_path / f"workflow/rules/{name}.smk"
+        made_up = '"echo {output[0]} >> began.txt; touch {output}"'
+        if name == "preflight":
+            made_up = '"echo {output[0]} >> began.txt; test {wildcards.engine} != $FAILS; touch {output}"'
+        text, count = re.subn(r'"dvp .*?{log:q}"', lambda _, new=made_up: new, file.read_text(), flags=re.DOTALL)
+        assert count == 1
+        file.write_text(text)
+
+    def run(*engines: str, fails: str = "none") -> tuple[int, list[str]]:
+        monkeypatch.setenv("FAILS", fails)
+        grid = ", ".join(f"{{method: rloo, engine: {engine}}}" for engine in engines)
+        file = tmp_path / "config/experiments/made_up.yaml"
+        file.write_text(f"name: made_up\nextends: smoke\npreflight: always\ngrid: [{grid}]\n")
+        (tmp_path / "began.txt").write_text("")
+        runs = [run.path for run in load_experiment("made_up", tmp_path / "config").runs]
+        goals = [f"there/made_up/runs/{run}/train.json" for run in runs]
+        settings = ["--config", "experiment=made_up", "results=there"]
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", *goals, "--cores", "2", "--keep-going", *settings],
+            cwd=tmp_path,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.returncode, re.findall(r"(preflight|method)\S*engine~(\w+)", (tmp_path / "began.txt").read_text())
+
+    return run
+
+
+def test_where_the_preflight_of_one_engine_fails_no_run_of_any_engine_is_trained(train):
+    """Although `keep-going` goes on with whatever does not depend on it."""
+    status, began = train("fp32", "coarse", fails="coarse")
+    assert status == 1
+    assert sorted(began) == [("preflight", "coarse"), ("preflight", "fp32")]
+    # Nor at the next attempt, when the other one's has passed.
+    assert train("fp32", "coarse", fails="coarse") == (1, [("preflight", "coarse")])
+
+
+def test_runs_wait_for_all_preflights_and_are_not_made_again_for_one_engine_more(train):
+    status, began = train("fp32", "coarse")
+    assert status == 0
+    assert [stage for stage, _ in began] == ["preflight"] * 2 + ["method"] * 2
+    assert train("fp32", "coarse") == (0, [])
+    assert train("fp32", "coarse", "bf16") == (0, [("preflight", "bf16"), ("method", "bf16")])
+
+
 def test_an_unknown_experiment_is_named_in_one_line(snakemake):
     status, out, errors = snakemake("-n", "--config", "experiment=nope")
     assert status == 1

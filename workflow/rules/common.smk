@@ -69,9 +69,31 @@ def begin():
         except DvpError as error:
             raise WorkflowError(str(error)) from None
         write_resolved(experiment(name), Path(folder))
+    rehearse_first(workflow.dag)
 
 
 HELD = ExitStack()
+
+
+def rehearse_first(dag):
+    """Have every training job that is to be done wait for every preflight of its experiment that is to be done.
+
+    With `keep-going`, runs of one engine would else be trained although the preflight of another one failed. If all
+    preflights were inputs of every run, one more engine in the grid would have all runs made again. Snakemake cannot be
+    asked for an order alone, so this changes the counts by which it starts jobs (version 9; a test would notice).
+    """
+    todo = list(dag.needrun_jobs())
+    for preflight in todo:
+        for training in todo:
+            if (
+                (preflight.rule.name, training.rule.name) == ("preflight", "train")
+                and preflight.wildcards.experiment == training.wildcards.experiment
+                and training not in dag.depending[preflight]
+            ):
+                dag.depending[preflight][training] = set()
+                dag._n_until_ready[training] += 1
+                dag._ready_jobs.discard(training)
+
 
 # Training settings that the grid gives, one a part of the path.
 SETTINGS = "(?:/[a-z_]+~[^/]+)*"
@@ -175,7 +197,10 @@ def declared_memory(wildcards, resources):
 
 
 def preflight_files(wildcards):
-    """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for."""
+    """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for.
+
+    Where this is made again the run is, too; for the other preflights it only waits (`rehearse_first`).
+    """
     asked = experiment(wildcards.experiment)
     preflight = asked.run(wildcards.run).preflight
     if preflight not in asked.preflights:

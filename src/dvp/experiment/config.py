@@ -61,7 +61,8 @@ class Experiment(Strict):
     """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
     """Whether the whole path is rehearsed before the grid is trained; auto: where the base model is not trained here.
-    Training waits for it, so that a change of this key after training asks for all of it again."""
+    No run is trained before all rehearsals have passed, so that a change of this key after training asks for all of it
+    again."""
     mismatch: MismatchConfig | None = None
     """Measurements of the mismatch at fixed policies."""
     bias: BiasConfig | None = None

@@ -2,23 +2,31 @@
 
 import json
 import os
+import re
 import shutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from dvp.conversion import convert as conversion
 from dvp.conversion.convert import _check_file, convert, tolerance
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
-from dvp.files import checksums, write_json
+from dvp.files import checksums, read_json, write_json
 from dvp.planning import costs
 from dvp.planning.costs import Model
 from dvp.training import checkpoint
-from dvp.training.backend import Trainer
+from dvp.training.backend import TAG, Trainer
 from dvp.training.probe import Probe, write_probe
+from dvp.training.weights import MODEL, WEIGHTS, fingerprint, write_weights
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
@@ -163,6 +171,56 @@ def test_a_base_of_another_shape_is_refused(run, tiny_model, tmp_path):
     smaller.save_pretrained(tmp_path / "base")
     with pytest.raises(DvpError, match=r"parameter 'model.layers.1.* does not fit the base model"):
         convert(path, tmp_path / "base", folder / "probe.safetensors", tmp_path / "model", temperature=1.0)
+
+
+def synthetic_checkpoint(folder, stage, names, size):
+    """The files of two ranks that hold the weights, as DeepSpeed writes them, and weights.json; numbers are random."""
+    weights = {name: torch.rand(size, 1) for name in names}
+    values = list(weights.values())
+    if stage == 3:
+        flat = [torch.cat([value.flatten()[rank * size // 2 :][: size // 2] for value in values]) for rank in (0, 1)]
+        states = [{"fp32_flat_groups": [part]} for part in flat]
+    else:
+        flat = [part.clone() for part in torch.cat(values).flatten().tensor_split([size * len(names) // 3])]
+        paddings = [[0] * len(names)]
+        states = [{"single_partition_of_fp32_groups": [part], "param_alignment_paddings": paddings} for part in flat]
+    (folder / TAG).mkdir(parents=True)
+    shapes = {f"model.{name}": value.shape for name, value in weights.items()}
+    torch.save({"param_shapes": [shapes]}, folder / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    for rank, state in enumerate(states):
+        file = folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state | {"zero_stage": stage}}, file)
+    write_json(folder / WEIGHTS, {name: fingerprint(value) for name, value in weights.items()})
+
+
+def memory_of_the_weights(folder, file):
+    """Bytes that reading, writing and reading back took at most while a weight was held, files in memory left out."""
+
+    def taken():
+        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    expected, before, peaks = read_json(folder / WEIGHTS), taken(), []
+
+    def watched(value):
+        peaks.append(taken() - before)
+        return fingerprint(value)
+
+    with patch.object(conversion, "fingerprint", watched):
+        write_weights(file, expected, conversion._read(expected, folder))
+        conversion._check_file(file, expected)
+    assert len(peaks) == 2 * len(expected)
+    return max(peaks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory this process has")
+def test_the_model_is_not_in_memory_while_its_weights_are_read_and_written(tmp_path):
+    """Of 256 MiB in 32 weights, in a process of its own; fewer than half of them, as much of what was freed is kept."""
+    size = 2 * 2**20
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:
+        for stage in (2, 3):
+            folder = tmp_path / f"zero{stage}"
+            synthetic_checkpoint(folder, stage, [f"weight_{index}" for index in range(32)], size)
+            assert other.submit(memory_of_the_weights, folder, folder / MODEL).result() < 16 * 4 * size
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yte
+from snakemake.cli import parse_set_resources
 
 from dvp.experiment.loading import load_experiment
 
@@ -177,6 +179,21 @@ def test_the_slurm_profile_is_found_by_its_name(snakemake):
     assert status == 0, errors
     assert "Using profiles slurm and workflow specific profile profiles/default" in out + errors
     assert re.search(r"^total +15$", out, flags=re.MULTILINE)
+
+
+def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
+    """It goes on from the last checkpoint. A preflight asks for what training does; other stages for more each time."""
+    with open(ROOT / "slurm/config.yaml", encoding="utf-8") as file:
+        profile = yte.process_yaml(file, require_use_yte=True)
+
+    def memory(rule: str, attempt: int) -> int:
+        resources = parse_set_resources([f"{rule}:mem_mb={profile['set-resources'][rule]['mem_mb']}"])[rule]
+        job = {"wildcards": None, "input": [], "rulename": rule, "async_run": None}
+        return resources["mem_mb"].evaluate(threads=8, attempt=attempt, **job).value
+
+    for rule in ("train", "preflight"):
+        assert memory(rule, 3) == memory(rule, 1) == 8 * 96000
+    assert memory("convert", 3) == 3 * memory("convert", 1)
 
 
 def test_one_run_can_be_asked_for(snakemake):

@@ -1,5 +1,6 @@
 """`dvp preflight`: it passes on what works, and each thing that is broken is refused by the line that is about it."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from dvp.files import read_json
 from dvp.planning.dag import Job
 from dvp.planning.plan import make_plan
 from dvp.planning.text import render
-from dvp.preflight import rehearsal
+from dvp.preflight import rehearsal, stage
 from dvp.preflight.checks import Positions, check_forward, check_same_engine, kept_by_method
 from dvp.preflight.report import CHECKS, Report, check_memory, check_save, check_steps
 from dvp.training import checkpoint
@@ -67,6 +68,7 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert 0 < measured(passed, "mismatch")["kl"] < 0.5
     assert measured(passed, "steps") | {"steps": 2, "longest": 48} == measured(passed, "steps")
     assert measured(passed, "save")["stop_seconds"] == 500
+    assert measured(passed, "convert")["host"] > 1e8
     # Two steps have moved the weights; the engine that got them in memory has them all.
     assert measured(passed, "synchronise")["apart"] < 0.1 * measured(passed, "synchronise")["moved"]
     assert measured(passed, "evaluate")["problems"] == 4
@@ -119,6 +121,37 @@ def test_a_save_that_takes_longer_than_slurm_leaves_is_judged(passed):
     assert check_save(**seconds, stop_seconds=0).passed  # nobody says
     seconds["seconds_leaving"] += 500
     assert not check_save(**seconds, stop_seconds=500).passed
+
+
+def test_a_save_that_takes_too_long_leaves_no_result(prepared, monkeypatch):
+    """With a made-up report in place of the processes, which said what a save takes."""
+    took = {"train": {"peaks_train": {"host": 1e9, "gpu_total": 0}, "device": "cpu"}}
+    took["resume"] = {"peaks_resume": {"host": 1e9, "gpu_total": 0}}
+    took["resume"]["seconds"] = {"rollout_token": 1e-3, "update_token": 1e-3, "synchronise": 1}
+    started = []
+
+    def start(preflight, process):
+        started.append(process)
+        preflight._leaving = 40.0
+        for name, value in took[process].items():
+            preflight._report.note(name, value)
+
+    monkeypatch.setattr(stage._Preflight, "_start", start)
+    monkeypatch.chdir(prepared.parents[2])
+    training = ExperimentDir(prepared).experiment.training
+    update = training.prompts_per_step * training.group_size * training.max_response_tokens / 1000
+    line = (
+        f"save: 40 s from SIGTERM to the end, and {update:.3g} s of an update that has just begun: "
+        f"{40 + update:.3g} s; stop_seconds leaves 40 s"
+    )
+    with pytest.raises(DvpError, match=f"^{re.escape(line)}$"):
+        stage.preflight(prepared, "fp32", threads=1, stop_seconds=40, memory=None, process=None)
+    assert started == ["train", "resume"]
+    result = ExperimentDir(prepared).result("preflight", "fp32")
+    assert not result.exists()
+    report = read_json(result.with_name("report.json"))
+    assert not report["passed"]
+    assert [(check["check"], check["passed"]) for check in report["checks"]] == [("memory", True), ("save", False)]
 
 
 def test_an_engine_that_no_run_has_is_refused(prepared, dvp):

@@ -335,9 +335,9 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             experiment.training.temperature,
         )
         figures = {name: value for name, value in proof.items() if isinstance(value, int | float)}
-    report.note("peak_convert", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-    report.add("convert", Verdict(True, says, figures | {"seconds": time.time() - started}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
+    report.add("convert", Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
     with report.asking("synchronise"):
         asked, training, run = read_json(work / ASKED), experiment.training, rehearsed_run(experiment, engine)
         fresh = VllmEngine(

@@ -296,10 +296,13 @@ def asked_of_vllm(tiny_model, monkeypatch):
         asked = {}
 
         def refuse(model, **options):
+            ask.steps.append("vLLM starts")
             asked.update(options)
             raise ValueError("enough")
 
+        ask.steps = []
         monkeypatch.setattr(vllm, "LLM", refuse)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda: ask.steps.append("AMX"), raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         engine = EngineConfig(dtype="bfloat16", **(config or {}))
@@ -320,6 +323,11 @@ def test_cuda_graphs_and_chunked_prefill_are_for_a_gpu(asked_of_vllm):
     options = asked_of_vllm(gpu=False)
     assert options["enforce_eager"]
     assert not options["enable_chunked_prefill"]
+
+
+def test_the_kernel_is_asked_for_amx_before_vllm_starts(asked_of_vllm):
+    asked_of_vllm(gpu=False)
+    assert asked_of_vllm.steps == ["AMX", "vLLM starts"]
 
 
 def test_a_fixed_rho_needs_no_other_model_runner_than_vllms_default(fp32, asked_of_vllm, monkeypatch):

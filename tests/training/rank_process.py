@@ -1,7 +1,8 @@
 """Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
 
 usage: rank_process.py MODEL UNTIED FOLDER; leaves FOLDER/NAME/{metrics.jsonl,checkpoints,probe,weights,continued} of
-each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one. UNTIED is a model
+each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one, and in
+hashed-RANK.json the checkpoints' files that each rank has hashed while it saved them. UNTIED is a model
 whose head has a weight of its own; zero3_bf16 trains it, as it would one of eight billion parameters.
 """
 
@@ -9,8 +10,11 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -19,13 +23,15 @@ from safetensors.torch import save_file
 from test_loop import ScriptedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp import files
 from dvp.cli import quiet
 from dvp.core.batch import Batch
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
 from dvp.experiment.training import TrainingConfig
-from dvp.training import ranks
+from dvp.files import sha256_file
+from dvp.training import checkpoint, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.probe import write_probe
@@ -93,7 +99,9 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         place = folder / name
         loop = make_loop(model, name)
-        final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
+        with recorded_hashes() as hashed:
+            final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
+        (place / f"hashed-{ranks.rank()}.json").write_text(json.dumps(hashed))
         write_probe(place / "probe.safetensors", loop.trainer, PROMPTS)
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
@@ -118,6 +126,19 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         if ranks.is_main():
             recorded = [(place / part / RESPONSES).read_bytes() for part in (".", "continued")]
             assert recorded[0] == recorded[1]
+
+
+@contextmanager
+def recorded_hashes() -> Iterator[list[str]]:
+    """The files that this rank hashes in this block: TEMPORARY/deepspeed/NAME."""
+    hashed: list[str] = []
+
+    def record(path: Path) -> str:
+        hashed.append("/".join(path.parts[-3:]))
+        return sha256_file(path)
+
+    with patch.object(checkpoint, "sha256_file", record), patch.object(files, "sha256_file", record):
+        yield hashed
 
 
 def check_sums(trainer: Trainer) -> None:

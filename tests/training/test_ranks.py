@@ -110,6 +110,19 @@ def test_what_two_ranks_saved_is_converted_with_its_proof(runs, name, tiny_model
     }
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_hashes_its_own_part_of_a_checkpoint_and_no_other(runs, name):
+    hashed = [json.loads((runs / f"two/{name}/hashed-{rank}.json").read_text()) for rank in (0, 1)]
+    parts = [[Path(file) for file in of_rank if file.endswith(".pt")] for of_rank in hashed]
+    assert len(set(parts[0] + parts[1])) == len(parts[0] + parts[1])
+    for final in checkpoint.checkpoints(runs / f"two/{name}/checkpoints"):
+        saved = {file.name for file in final.rglob("*.pt")}
+        second = {file for file in saved if "pp_rank_1_" in file}
+        assert second
+        for of_rank, own in zip(parts, (saved - second, second), strict=True):
+            assert {file.name for file in of_rank if final.name in file.parts[0]} == own
+
+
 def test_a_run_of_two_ranks_does_not_go_on_as_one(runs, tiny_model, tmp_path):
     checkpoints = runs / "two/zero2/checkpoints"
     with pytest.raises(DvpError, match=r"step-000003: written by 2 ranks, but training.gpus × nodes is 1; go on with"):

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from sqlalchemy import NullPool, create_engine
 
 from dvp.cli import app, main
+from dvp.errors import Stopped
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 from dvp.tracking.record import read_record
@@ -343,3 +347,17 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(dvp, place):
     assert status == 2
     assert "taken" in line
     assert "Traceback" not in everything
+
+
+def test_a_signal_while_the_store_is_closed_is_no_traceback(monkeypatch, caplog):
+    """SQLAlchemy logs what happens while it closes a connection; a rank is often told to stop just then."""
+    engine = create_engine("sqlite://", poolclass=NullPool)
+
+    def stopped(connection):
+        connection.close()
+        raise Stopped("stopped by SIGTERM; run again to go on", signal.SIGTERM)
+
+    monkeypatch.setattr(engine.dialect, "do_close", stopped)
+    with suppress(Stopped), engine.connect():
+        pass
+    assert not caplog.records

@@ -11,7 +11,7 @@ import pytest
 import yte
 from snakemake.cli import parse_set_resources
 
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.loading import load_experiment, read_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -155,17 +155,18 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
     status, out, errors = snakemake("evidence", "-n", "--quiet", "rules", "--config", "results=there")
     assert status == 0, errors
     counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
-    names = ("mismatch", "safe_sets", "estimator_bias", "training_grid", "training_grid_stale", "rho_sweep")
+    names = read_yaml(ROOT / "config/config.yaml")["evidence"].values()
     experiments = [load_experiment(name, ROOT / "config") for name in names]
     expected = {
         "resolve": len(names),
         "base": len(names),
-        "train": sum(len(one.runs) for one in experiments),
-        "mismatch": sum(len(one.measurements("mismatch")) for one in experiments),
-        "bias": sum(len(one.measurements("bias")) for one in experiments),
+        "train": sum(len(each.runs) for each in experiments),
+        "mismatch": sum(len(each.measurements("mismatch")) for each in experiments),
+        "bias": sum(len(each.measurements("bias")) for each in experiments),
         "report_training": len(names),
-        "report_mismatch": 2,
-        "report_bias": 2,
+        "report_mismatch": sum(each.mismatch is not None for each in experiments),
+        "report_bias": sum(each.bias is not None for each in experiments),
+        "report_curve": sum(each.evaluation.at is not None for each in experiments),
         "report_sweep": 1,
         "evidence": 1,
     }

@@ -434,6 +434,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
     for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It would log, with a traceback, that a signal came while the tracking store was closed.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
 
 
 if __name__ == "__main__":

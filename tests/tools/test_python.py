@@ -93,7 +93,9 @@ def test_the_home_directory_and_the_machine_are_out_of_sight(python, tmp_path, m
     (tmp_path / "data").write_text("data")
     assert answer(python, f"print(open({str(tmp_path / 'data')!r}).read())").failed
     assert answer(python, "print(open('/etc/passwd').read())").failed
-    assert answer(python, "import os; print(os.path.exists('/proc/1'), os.path.expanduser('~'))").text == "False /tmp"
+    assert (
+        answer(python, "import os; print(os.path.exists('/proc/1'), os.path.expanduser('~'))").text == "False /tmp/home"
+    )
     monkeypatch.setenv("A_TOKEN", "secret")
     assert "A_TOKEN" not in answer(python, "import os; print(sorted(os.environ))").text
 

@@ -27,7 +27,8 @@ from dvp.experiment.tools import Python
 from dvp.tools.tool import Answer
 
 BWRAP = "bwrap"
-HOME = "/tmp"
+SHARED = "/tmp"
+HOME = f"{SHARED}/home"  # a folder below: this environment may lie in /tmp, and is then to be seen there
 FILE = "{file}"  # in a command, where the descriptor of the program goes
 PROGRAM = f"{HOME}/call.py"
 HOME_BYTES = 2**24
@@ -121,7 +122,8 @@ class PythonTool:
             *(str(self._bwrap), "--die-with-parent", "--new-session", "--clearenv", "--hostname", "tool"),
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
             *(["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]),
-            *("--size", str(HOME_BYTES), "--perms", "1777", "--tmpfs", HOME, "--chdir", HOME),
+            *("--size", str(HOME_BYTES), "--perms", "1777", "--tmpfs", SHARED),
+            *("--perms", "1777", "--dir", HOME, "--chdir", HOME),
             *(part for place in _visible() for part in place),
             *("--dev", "/dev", "--remount-ro", "/dev"),
             *(part for name, value in environment.items() for part in ("--setenv", name, value)),
@@ -257,7 +259,7 @@ def _visible() -> list[tuple[str, ...]]:
     pythons = {os.path.realpath(sys.prefix), sys.base_prefix, os.path.realpath(sys.base_prefix)}
     # bwrap makes the folders above for its own user only.
     above = {str(parent) for folder in pythons for parent in PurePath(folder).parents} | {"/etc"}
-    folders = [("--perms", "0755", "--dir", folder) for folder in sorted(above - {"/", "/usr", HOME})]
+    folders = [("--perms", "0755", "--dir", folder) for folder in sorted(above - {"/", "/usr", SHARED})]
     return [*folders, *places, *(("--ro-bind", folder, folder) for folder in sorted(pythons))]
 
 

@@ -51,6 +51,8 @@ from dvp.training.stage import set_up
 from dvp.versions import STAGE_VERSIONS
 from noisy_engine import NoisyEngine
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 TOLERANCE = 1e-3
@@ -155,7 +157,6 @@ def test_prepare(root, tmp_path, generator):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_base(root, tmp_path, generator):
     experiment = experiment_with(root, generator)
@@ -225,7 +226,6 @@ def set_up_run(root, tiny_model, tmp_path, monkeypatch):
     return loop, {f"given.{name}": float(value) for name, value in given.items()} | {"too_long": too_long}
 
 
-@pytest.mark.slow
 def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     """Two steps with an engine that is off by 0.05 nats a token, and the model that they end in."""
     loop, given = set_up_run
@@ -272,7 +272,6 @@ def flat(metrics: dict[str, dict]) -> dict[str, float]:
     return {f"{name}.{key}": float(value) for name, metric in metrics.items() for key, value in metric.items()}
 
 
-@pytest.mark.slow
 def test_mismatch(root, tiny_model, tmp_path):
     experiment = experiment_of(root)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
@@ -297,7 +296,6 @@ def test_mismatch(root, tiny_model, tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_bias(root, tiny_model):
     """Gradients, what is made of their inner products, and each kind of estimator on one batch."""
     policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
@@ -356,14 +354,12 @@ def test_report_curve(tmp_path):
     check("report_curve", sums(make(experiment, tmp_path, "curve", CLAIMS).statistics))
 
 
-@pytest.mark.slow
 def test_report_mismatch(tiny_model, tmp_path):
     experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
     test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
     check("report_mismatch", sums(make(experiment, tmp_path, "mismatch", CLAIMS).statistics))
 
 
-@pytest.mark.slow
 def test_report_bias(tmp_path):
     experiment = bias_experiment()
     for measurement in experiment.measurements("bias"):
@@ -371,7 +367,6 @@ def test_report_bias(tmp_path):
     check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
 
 
-@pytest.mark.slow
 def test_report_variance(tmp_path):
     experiment = bias_experiment(**test_analysis_variance.ASKED)
     for measurement in experiment.measurements("bias"):
@@ -379,7 +374,6 @@ def test_report_variance(tmp_path):
     check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
 
 
-@pytest.mark.slow
 def test_report_sweep(tmp_path):
     experiment = test_sweep.experiment_of()
     test_sweep.make_all(experiment, tmp_path)

@@ -194,13 +194,6 @@ def test_resolve_takes_no_path_for_an_experiment(refused, place):
     assert not (place / "bad").exists()
 
 
-def test_resolve_refuses_a_tool_that_does_not_work_here_before_anything_is_written(refused, place, monkeypatch):
-    monkeypatch.setenv("PATH", str(place))
-    line = refused("resolve", "--experiment", "paper_otb_tools", "--folder", "bad/results/bad")
-    assert line == "tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine"
-    assert not (place / "bad").exists()
-
-
 # --- dvp plan ---
 
 

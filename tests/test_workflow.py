@@ -310,6 +310,42 @@ def test_runs_wait_for_all_preflights_and_are_not_made_again_for_one_engine_more
     assert train("fp32", "coarse", "bf16") == (0, [("preflight", "bf16"), ("method", "bf16")])
 
 
+@pytest.mark.parametrize("stage", ["train.json", "../../../../../data/manifest.json"])
+def test_a_tool_that_does_not_work_here_is_refused_before_the_first_job_that_leads_to_it(tmp_path, monkeypatch, stage):
+    """On a cluster, which goes on with what does not depend on a failed job, as well. What never calls it is made."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for file in Path("/usr/bin").iterdir():
+        if file.name != "bwrap":
+            (programs / file.name).symlink_to(file)
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("workflow", "config", "envs", "profiles"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "Snakefile", tmp_path)
+    file = tmp_path / "config/experiments/programs.yaml"
+    file.write_text("name: programs\nextends: smoke\ntools: {kind: python, max_answer_tokens: 16}\n")
+    goal = f"there/programs/runs/method~rloo/engine~fp32/rho~none/seed~0/{stage}"
+    snakemake = [sys.executable, "-m", "snakemake", "--cores", "2", "--keep-going"]
+    done = subprocess.run(
+        [*snakemake, "--config", "experiment=programs", "results=there", "--", os.path.normpath(goal)],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = done.stdout + done.stderr
+    assert "Traceback" not in output
+    if stage == "train.json":
+        assert done.returncode == 1
+        assert "tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine" in output
+        assert not (tmp_path / "there/programs/data").exists()
+        assert not (tmp_path / "there/programs/base").exists()
+    else:
+        assert done.returncode == 0, output
+
+
 def test_an_unknown_experiment_is_named_in_one_line(snakemake):
     status, out, errors = snakemake("-n", "--config", "experiment=nope")
     assert status == 1

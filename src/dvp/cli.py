@@ -64,17 +64,13 @@ def resolve(
     """Validate an experiment and write it resolved.
 
     Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs read, and
-    creates the MLflow store. An experiment with a tool that does not work on this machine is refused. Run it in the
-    repository's root.
+    creates the MLflow store. Run it in the repository's root.
     """
     from dvp.experiment.loading import load_experiment, write_resolved
-    from dvp.tools import make_tool
     from dvp.tracking.store import create_store
     from dvp.tracking.views import view_tags
 
     loaded = load_experiment(experiment)
-    if loaded.tools:
-        make_tool(loaded.tools)  # one that does not work here is refused now, and not after the base model was made
     create_store(folder.parent, loaded.name, view_tags(loaded))
     write_resolved(loaded, folder)
 

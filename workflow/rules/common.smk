@@ -12,6 +12,7 @@ from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer
+from dvp.tools import make_tool
 from dvp.versions import STAGE_VERSIONS
 
 validate(config, "../schemas/config.schema.yaml")
@@ -57,15 +58,22 @@ experiment(config["experiment"])
 def begin():
     """Lock the experiments of which something is to be done, and have their jobs read the settings of now.
 
+    An experiment whose tool does not work on this machine is refused before any job, if jobs are to call it.
+
     Until this process ends, no other Snakemake writes to their results, from whichever checkout. (Snakemake's own lock
     sees its working directory only, and outlives a Snakemake that was killed.) What jobs read stays as it is until
     then, though somebody edits the experiment.
     """
-    todo = [job.wildcards_dict.get("experiment") for job in workflow.dag.needrun_jobs()]
-    for name in dict.fromkeys(filter(None, todo)):
+    todo = {}
+    for job in workflow.dag.needrun_jobs():
+        if name := job.wildcards_dict.get("experiment"):
+            todo.setdefault(name, set()).add(job.rule.name)
+    for name, stages in todo.items():
         folder = RESULTS.format(experiment=name)
         try:
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))
+            if experiment(name).tools and stages & {"preflight", "train", "evaluate"}:
+                make_tool(experiment(name).tools)
         except DvpError as error:
             raise WorkflowError(str(error)) from None
         write_resolved(experiment(name), Path(folder))

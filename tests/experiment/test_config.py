@@ -294,6 +294,10 @@ def test_impossible_rho(refused, rho, listed):
         ({"base.architecture.kv_heads": 3}, "base.architecture: heads (2) must be a multiple of kv_heads (3)"),
         ({"sources.stories_small.steps": [4, 2]}, "sources.stories_small: steps: expected [fewest, most], found"),
         (
+            {"sources.stories_small.generator": "chains", "sources.stories_small.steps": [7, 14]},
+            "sources.stories_small: steps: chains have at most 13 rounds, found [7, 14]",
+        ),
+        (
             {"methods.odd": PLAIN | {"importance": {"lower": 3.0, "upper": 2.0}}},
             "methods.odd.importance: lower (3.0) must not exceed upper (2.0)",
         ),

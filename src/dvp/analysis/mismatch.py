@@ -318,9 +318,9 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             yield from statistic(name, value_R, unit, f"{what}, {weights}", **where)
 
 
-def tables(experiment: Experiment, every: list[Group], known_values: list[Statistic]) -> dict[str, Table]:
+def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]) -> dict[str, Table]:
     """engines_table, a row a policy and engine; safe_sets_table, a row for each ρ of these."""
-    known = lookup(known_values)
+    known = lookup(measured)
     first = [Column("policy", None), Column("label", "policy", shown_only=True), Column("engine", "engine")]
     margins = [f"{margin:g}" for margin in experiment.mismatch.margins]
     # A column for each statistic, under its name and what else it is of.
@@ -339,7 +339,7 @@ def tables(experiment: Experiment, every: list[Group], known_values: list[Statis
         cells = {key: known(name, where | more) for key, (_, name, more, _) in columns.items()}
         return where | {"label": policy_label(experiment, where["policy"])} | cells
 
-    def measured(columns: dict) -> list[Column]:
+    def shown(columns: dict) -> list[Column]:
         return [Column(key, heading, interval(spec), INTERVAL) for key, (heading, _, _, spec) in columns.items()]
 
     about = {
@@ -354,13 +354,13 @@ def tables(experiment: Experiment, every: list[Group], known_values: list[Statis
     return {
         "engines_table": Table(
             f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
-            [*first, *measured(engines)],
+            [*first, *shown(engines)],
             {"/".join(where.values()): row(where, engines) for where in wheres},
             notes("engines_table", **about),
         ),
         "safe_sets_table": Table(
             f"{experiment.name}: the safe vocabularies of trainer and engine",
-            [*first, Column("rho", "ρ", rho_text), *measured(safe_sets)],
+            [*first, Column("rho", "ρ", rho_text), *shown(safe_sets)],
             {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
             notes("safe_sets_table", **about),
         ),

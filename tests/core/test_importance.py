@@ -22,6 +22,8 @@ RULES = [
     ImportanceRule(),
     *PRESETS.values(),
     ImportanceRule(veto=1e-4, k3_max=0.01, denominator="kept"),
+    ImportanceRule(veto=1e-4, trust_region=1.3, denominator="kept"),
+    ImportanceRule(level="sequence", trust_region=1.3, self_normalise=True),
     *(rule.changed(veto=1e-4) for rule in BOUNDED),
     *(rule.changed(k3_max=0.05, denominator="kept") for rule in BOUNDED),
     *(rule.changed(veto=1e-4, self_normalise=True) for rule in BOUNDED),
@@ -50,6 +52,8 @@ def reference(log_ratio, mask, rule):
             continue
         ratios = [math.exp(row[t]) for t in tokens]
         vetoed[i] = rule.veto is not None and any(r < rule.veto for r in ratios)
+        if rule.trust_region is not None:
+            vetoed[i] |= any(max(r, 1 / r) > rule.trust_region for r in ratios)
         k3 = sum(r - math.log(r) - 1 for r in ratios) / len(tokens)
         filtered[i] = rule.k3_max is not None and k3 > rule.k3_max
         total = sum(row[t] for t in tokens)
@@ -117,6 +121,10 @@ def test_no_rule_is_no_correction():
         ("k3", [1.27, 1.0, 1.0], [0.0, 0.0, 0.0]),
         ("veto", [1.01e-4, 1.0, 1.0], [1.0, 1.0, 1.0]),
         ("veto", [0.99e-4, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        # The worst token decides, on either side; products do not matter, and the weight stays 1.
+        ("trm", [1.99, 0.51, 1.99], [1.0, 1.0, 1.0]),
+        ("trm", [2.01, 0.51, 1.0], [0.0, 0.0, 0.0]),
+        ("trm", [1.0, 0.49, 1.99], [0.0, 0.0, 0.0]),
     ],
 )
 def test_each_preset_has_the_numbers_of_the_method(name, ratios, expected):
@@ -126,7 +134,7 @@ def test_each_preset_has_the_numbers_of_the_method(name, ratios, expected):
 
 
 def test_the_presets_are_those_of_the_method():
-    assert set(PRESETS) == {"tis", "seq_tis", "mis", "icepop", "geo_rs", "k3", "veto"}
+    assert set(PRESETS) == {"tis", "seq_tis", "mis", "icepop", "geo_rs", "k3", "veto", "trm"}
 
 
 @settings(deadline=None, max_examples=20)

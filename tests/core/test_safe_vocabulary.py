@@ -9,12 +9,17 @@ from hypothesis.extra import numpy as hnp
 
 import dvp.core.safe_vocabulary
 from dvp.core.safe_vocabulary import (
+    EngineOnly,
     Entropy,
     EntropyScaled,
     Feedback,
     FeedbackRho,
     FixedRho,
     MassBudget,
+    TopK,
+    TopNSigma,
+    TopPRule,
+    TrainerOnly,
     safe_mask,
     with_margin,
 )
@@ -224,6 +229,79 @@ def test_rows_sorted_a_few_at_a_time_give_the_same(monkeypatch):
 def test_budget_outside_its_range(budget):
     with pytest.raises(DvpError, match="budget"):
         MassBudget(budget)
+
+
+# Other sets
+
+
+@settings(deadline=None, max_examples=50)
+@given(LOGITS, st.integers(1, 50))
+def test_top_k_keeps_the_k_most_likely_and_what_is_as_likely(logits, k):
+    kept = safe_mask(torch.tensor(logits), TopK(k))
+    for row, own in zip(logits, kept.tolist(), strict=True):
+        last = sorted(row, reverse=True)[:k][-1]
+        assert own == [value >= last for value in row]
+
+
+@settings(deadline=None, max_examples=50)
+@given(LOGITS, st.floats(0.1, 5))
+def test_top_n_sigma_keeps_what_lies_within_n_standard_deviations(logits, n):
+    gap = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64)
+    spread = gap.std(axis=1)
+    log_rho = TopNSigma(n).log_rho(torch.tensor(logits))
+    assert log_rho.tolist() == pytest.approx(list(-n * spread), rel=1e-5, abs=1e-6)
+    kept = safe_mask(torch.tensor(logits), TopNSigma(n)).numpy()
+    clear = np.abs(gap + n * spread[:, None]) > 1e-3
+    assert (kept == (gap >= -n * spread[:, None]))[clear].all()
+
+
+def test_top_n_sigma_does_not_see_what_cannot_be_sampled():
+    row = torch.tensor([[3.0, 1.0, 0.0, -math.inf]])
+    assert torch.equal(TopNSigma(1.0).log_rho(row), TopNSigma(1.0).log_rho(row[:, :3]))
+    assert safe_mask(row, TopNSigma(1.0)).tolist() == [[True, False, False, False]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(ROUGH, st.floats(0.05, 0.999))
+def test_top_p_is_the_fewest_most_likely_that_hold_p(logits, p):
+    sides = TopPRule(rule="top_p", p=p).sides(None, 40)
+    assert sides.trainer == sides.engine
+    kept = safe_mask(torch.tensor(logits), sides.trainer).numpy()
+    for row, own in zip(logits, kept, strict=True):
+        weights = softmax(row)
+        assert weights[own].sum() >= p - 1e-9
+        # Without the least likely ones that are kept, all of them equal, it would be less.
+        assert weights[own & (row > row[own].min())].sum() <= p + 1e-6
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0])
+def test_k_outside_its_range(k):
+    with pytest.raises(DvpError, match="k: expected a whole number of at least 1"):
+        TopK(k)
+
+
+@pytest.mark.parametrize("n", [0.0, -1.0, math.inf, math.nan])
+def test_n_outside_its_range(n):
+    with pytest.raises(DvpError, match="n: expected a finite number above 0"):
+        TopNSigma(n)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LOGITS, hnp.arrays(np.float32, (3, 37), elements=st.sampled_from([-1.0, 1.0, 0.0])), st.floats(1e-3, 0.5))
+@pytest.mark.parametrize("rule", [FixedRho(0.02), MassBudget(0.1), TopK(1), TopK(5), TopNSigma(0.7), TopNSigma(3.0)])
+def test_no_perturbation_moves_the_threshold_out_of_the_range(rule, logits, signs, nats):
+    before = torch.tensor(logits)
+    low, high = rule.log_rho_range(before, nats)
+    after = rule.log_rho(before + nats * torch.tensor(signs))
+    assert (after >= low - 1e-4).all()
+    assert (after <= high + 1e-4).all()
+
+
+def test_one_side_alone():
+    for kind, pruned, full in ((EngineOnly, "engine", "trainer"), (TrainerOnly, "trainer", "engine")):
+        sides = kind(rule=f"{pruned}_only").sides(0.01, 40)
+        assert getattr(sides, pruned) == FixedRho(0.01)
+        assert getattr(sides, full) is None
 
 
 # ρ by entropy

@@ -33,6 +33,7 @@ def test_mis_rejects_most_long_responses(tokens, kl, percent):
         (PRESETS["k3"], 100, 0.0098),
         (PRESETS["k3"], 30, 0.012),
         (PRESETS["veto"].changed(veto=0.3), 50, 0.1),
+        (PRESETS["trm"], 50, 0.03),
         (ImportanceRule(level="sequence", action="mask", upper=1.1), 100, 1e-3),
     ],
 )
@@ -50,5 +51,5 @@ def test_what_only_truncates_keeps_everything():
     for name in ("tis", "seq_tis"):
         assert not rejects(PRESETS[name])
         assert kept_share(PRESETS[name], 1e-3, 8192) == 1
-    assert all(rejects(PRESETS[name]) for name in ("mis", "icepop", "geo_rs", "k3", "veto"))
+    assert all(rejects(PRESETS[name]) for name in ("mis", "icepop", "geo_rs", "k3", "veto", "trm"))
     assert not rejects(ImportanceRule())

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, safe_mask
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopK, TopNSigma, safe_mask
 from dvp.errors import DvpError
 
 pytestmark = pytest.mark.slow  # imports vllm
@@ -17,13 +17,13 @@ SETTINGS = Entropy(rule="entropy", alpha=0.5, target_entropy=1.0, lowest=1e-4, h
 ENTROPY = EntropyScaled(1e-2, SETTINGS)
 
 
-@pytest.mark.parametrize("rule", [BUDGET, ENTROPY, MassBudget(0)])
+@pytest.mark.parametrize("rule", [BUDGET, ENTROPY, MassBudget(0), TopK(3), TopNSigma(1.5)])
 def test_a_rule_survives_being_made_plain(rule):
     from dvp.rollout.safe_vocabulary import from_args, to_args
 
     plain = to_args(rule)
     assert from_args(json.loads(json.dumps(plain))) == rule
-    assert plain["rule"] in {"MassBudget", "EntropyScaled"}
+    assert plain["rule"] == type(rule).__name__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,9 @@ def test_only_known_rules_are_sent():
         ({"rule": "MassBudget", "budget": True}, "budget: expected a number, got True"),
         ({"rule": "MassBudget", "budget": 1.0}, r"budget: expected a probability in \[0, 1\)"),
         ({"rule": "MassBudget", "budget": math.nan}, "budget"),
+        ({"rule": "TopK", "k": 0}, "k: expected a whole number of at least 1, got 0"),
+        ({"rule": "TopK", "k": 2.5}, "k: expected a whole number of at least 1, got 2.5"),
+        ({"rule": "TopNSigma", "n": 0.0}, "n: expected a finite number above 0"),
         (
             {"rule": "EntropyScaled", "rho": 0.01, "settings": SETTINGS.model_dump() | {"alpha": math.inf}},
             "settings.alpha",

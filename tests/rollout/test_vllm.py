@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.batch import Batch
-from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopNSigma
 from dvp.errors import DvpError
 from dvp.experiment.tools import Calculator
 from dvp.experiment.training import EngineConfig
@@ -111,12 +111,12 @@ def test_the_whole_vocabulary_says_what_was_pruned(fp32, tiny_model):
         assert torch.equal(values_TV[0].isfinite(), fp32.log_probs(prompt, FixedRho(0.05)).isfinite())
 
 
-def in_budget(p_V, budget):
+def in_budget(p_V, rule):
     """The safe set under a budget of mass, least likely entries first; the tiny model's have no ties."""
     pruned, safe = 0.0, torch.ones(len(p_V), dtype=torch.bool)
     for entry in p_V.argsort():
         pruned += p_V[entry].item()
-        if pruned > budget:
+        if pruned > rule.budget:
             return safe
         safe[entry] = False
     raise AssertionError("a budget below 1 leaves something")
@@ -128,8 +128,12 @@ def by_entropy(p_V, rule):
     return p_V >= p_V.max() * min(max(math.exp(log_rho), settings.lowest), settings.highest)
 
 
+def by_spread(p_V, rule):
+    return p_V.log() >= p_V.log().max() - rule.n * p_V.log().std(correction=0)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("rule", [MassBudget(0.3), MassBudget(0.02), ENTROPY])
+@pytest.mark.parametrize("rule", [MassBudget(0.3), MassBudget(0.02), ENTROPY, TopNSigma(1.5)])
 def test_a_rule_by_state_is_applied_to_each_state(fp32, tiny_model, rule, temperature):
     """After temperature, at every position of requests that end at different times and so change rows."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -142,7 +146,7 @@ def test_a_rule_by_state_is_applied_to_each_state(fp32, tiny_model, rule, temper
             lengths.add(len(one.token_ids))
             p_TV = dense_logits(model, prompt, one.token_ids, temperature).softmax(-1)
             for p_V, token, reported in zip(p_TV, one.token_ids, one.log_probs, strict=True):
-                safe_V = in_budget(p_V, rule.budget) if isinstance(rule, MassBudget) else by_entropy(p_V, rule)
+                safe_V = {MassBudget: in_budget, EntropyScaled: by_entropy, TopNSigma: by_spread}[type(rule)](p_V, rule)
                 assert safe_V[token]
                 assert reported == pytest.approx((p_V[token] / p_V[safe_V].sum()).log().item(), abs=5e-5)
                 sizes.add(safe_V.sum().item())

@@ -23,7 +23,7 @@ def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str |
         return None
     for name in among:
         other = experiment.methods[name]
-        same = ("advantage", "importance", "loss", "true_norms")
+        same = ("advantage", "importance", "mask", "loss", "true_norms")
         if other.safe_vocabulary is None and all(getattr(other, key) == getattr(own, key) for key in same):
             return name
     return None

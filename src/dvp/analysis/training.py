@@ -116,8 +116,13 @@ def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Ite
     first = own[own["step"] <= LAST_STEPS].groupby("seed")
     last = own[own["step"] > steps - LAST_STEPS].groupby("seed")
     sources = train_files(loaded, point.path)
-    pruned = experiment.methods[point.method].safe_vocabulary is not None
-    between = "between the pruned policies, without tokens outside V_S" if pruned else "between the full policies"
+    policies = experiment.methods[point.method].policies
+    between = {
+        "full": "between the full policies",
+        "pruned": "between the pruned policies, without tokens outside V_S",
+        "full, pruned": "between the trainer's full and the engine's pruned policy",
+        "pruned, full": "between the trainer's pruned and the engine's full policy, without tokens outside V_S",
+    }[policies]
     for name, values, unit, logarithmic, what in (
         ("final_k3", last["k3"].mean(), "nats per token", True, f"{between}; "),
         ("k3_growth", last["k3"].mean() / first["k3"].mean(), "ratio", True, f"{between}; "),
@@ -240,22 +245,22 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
 
     Of each number the mean over a run's last 10 steps (the largest of the log-ratio), as the mean over seeds with the
     smallest and largest seed (`_min`, `_max`). `policies` says between which policies k1, k3, the log-ratio and ESS
-    are: pruned with a safe vocabulary, else full. skipped_steps counts all steps of all seeds, out of `steps`.
+    are, the trainer's first if they differ. skipped_steps counts all steps of all seeds, out of `steps`.
     """
     rows = {}
     for point in experiment.points:
         own, sources = loaded.metrics[loaded.metrics["point"] == point.path], train_files(loaded, point.path)
         last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
-        pruned = experiment.methods[point.method].safe_vocabulary is not None
+        policies = experiment.methods[point.method].policies
         skipped = int(own["skipped"].sum())
         rows[point.path] = point_cells(experiment, point) | {
-            "policies": "pruned" if pruned else "full",
+            "policies": policies,
             "skipped_steps": Cell(skipped, sources),
             "steps": Cell(len(own), sources),
             "skipped": Cell(f"{skipped} / {len(own)}", sources),
         }
         for name, (_, _, one_number) in _AT_THE_END.items():
-            if name != "outside_safe_fraction" or pruned:
+            if name != "outside_safe_fraction" or policies.startswith("pruned"):
                 seed_values = last[name].agg(one_number)
                 numbers = (seed_values.mean(), seed_values.min(), seed_values.max())
                 how = "mean of the seeds; smallest and largest seed"

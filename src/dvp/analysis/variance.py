@@ -49,7 +49,9 @@ def rloo_of(experiment: Experiment, method: str) -> str | None:
     own = experiment.methods[method]
     for name, _ in experiment.estimators:
         other = experiment.methods[name]
-        same = (other.safe_vocabulary, other.importance, other.loss) == (own.safe_vocabulary, own.importance, own.loss)
+        same = all(
+            getattr(other, key) == getattr(own, key) for key in ("safe_vocabulary", "importance", "mask", "loss")
+        )
         if name != method and other.advantage == "rloo" and same:
             return name
     return None

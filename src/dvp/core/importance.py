@@ -49,6 +49,8 @@ class ImportanceRule(Strict):
     """Largest ratio, ≥ lower; infinity means unbounded."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Drop a sequence with any token ratio below this; None never does. One-sided, and at every level."""
+    trust_region: Annotated[float, Field(gt=1)] | None = None
+    """Drop a sequence with any token ratio above this or below its inverse; None never does. Every level."""
     k3_max: PositiveFloat | None = None
     """Drop a sequence whose mean of r − log r − 1 over its tokens exceeds this; None never does. Every level."""
     denominator: Literal["all", "kept"] = "all"
@@ -101,6 +103,7 @@ PRESETS: dict[str, Correction] = {
     "geo_rs": ImportanceRule(level="geometric", action="mask", lower=0.999, upper=1.001),
     "k3": ImportanceRule(k3_max=0.01),
     "veto": ImportanceRule(veto=1e-4),
+    "trm": ImportanceRule(trust_region=2.0),
 }
 """The named corrections with docs/method.md's default bounds; an experiment can change them."""
 
@@ -114,9 +117,9 @@ class ImportanceWeights:
     kept_B: torch.Tensor
     """bool: the sequence has a token that was not rejected. False for a response without tokens."""
     vetoed_B: torch.Tensor
-    """bool: the veto dropped the sequence."""
+    """bool: a single ratio, below the veto or outside the trust region, dropped the sequence."""
     filtered_B: torch.Tensor
-    """bool: the K3 filter dropped the sequence (the veto may have, too)."""
+    """bool: the K3 filter dropped the sequence (a single ratio may have, too)."""
     denominator: int
     """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
 
@@ -125,9 +128,9 @@ class ImportanceWeights:
 def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: ImportanceRule) -> ImportanceWeights:
     """Turn log-ratios into stop-gradient weights.
 
-    Whatever rejects (bounds of `mask`, veto, K3 filter) looks at the unclamped ratios; for the weights' values
-    log-ratios (a token's, or their sum or mean over the sequence) are clamped to ±20 before exp. Bounds are inclusive.
-    A batch in which everything is rejected is a legal result: all weights 0.
+    Whatever rejects (bounds of `mask`, veto, trust region, K3 filter) looks at the unclamped ratios; for the weights'
+    values log-ratios (a token's, or their sum or mean over the sequence) are clamped to ±20 before exp. Bounds are
+    inclusive. A batch in which everything is rejected is a legal result: all weights 0.
 
     Args:
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
@@ -148,6 +151,8 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
     token_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()
     length_B = mask_BT.sum(dim=1).clamp(min=1)
     vetoed_B = (token_BT < _log(rule.veto or 0.0)).any(dim=1)
+    if rule.trust_region is not None:
+        vetoed_B |= (token_BT.abs() > _log(rule.trust_region)).any(dim=1)
     # expm1 keeps the digits of ratios near 1.
     k3_B = (token_BT.clamp(max=MAX_EXPONENT).expm1() - token_BT).sum(dim=1) / length_B
     filtered_B = k3_B > (math.inf if rule.k3_max is None else rule.k3_max)

@@ -47,9 +47,10 @@ class SafeVocabulary:
         """A rule of the same kind that prunes at about `rho`: what an engine is proved with, beside the rule itself."""
         return replace(self, rho=rho)
 
-    def moved(self, nats: float) -> list[SafeVocabulary]:
-        """Rules between whose ρ(s) the rule's own lies if logits are off by that much; itself if ρ is constant."""
-        return [self]
+    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Between what log ρ(s) lies, (N,) each, if any logit may be off by that much; it itself if ρ is constant."""
+        log_rho_N = self.log_rho(logits_NV)
+        return log_rho_N, log_rho_N
 
 
 @no_grad
@@ -127,9 +128,10 @@ class MassBudget(SafeVocabulary):
         """See SafeVocabulary.control."""
         return MassBudget(rho)
 
-    def moved(self, nats: float) -> list[SafeVocabulary]:
-        """See SafeVocabulary.moved. The ratio of any two masses changes by up to e^(2 · nats)."""
-        return [MassBudget(min(self.budget * math.exp(move), 1 - 1e-9)) for move in (-2 * nats, 2 * nats)]
+    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SafeVocabulary.log_rho_range. A gap, and the log of a ratio of two masses, move by up to 2 · nats."""
+        low, high = (MassBudget(min(self.budget * math.exp(move), 1 - 1e-9)) for move in (-2 * nats, 2 * nats))
+        return low.log_rho(logits_NV) - 2 * nats, (high.log_rho(logits_NV) + 2 * nats).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,77 @@ class EntropyScaled(SafeVocabulary):
         highest = max(self.settings.highest, rho)
         return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=highest))
 
-    def moved(self, nats: float) -> list[SafeVocabulary]:
-        """See SafeVocabulary.moved."""
+    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SafeVocabulary.log_rho_range."""
         targets = [max(self.settings.target_entropy + move, 0.0) for move in (-nats, nats)]
-        return [EntropyScaled(self.rho, self.settings.changed(target_entropy=target)) for target in targets]
+        rules = [EntropyScaled(self.rho, self.settings.changed(target_entropy=target)) for target in targets]
+        one_N, other_N = (rule.log_rho(logits_NV) for rule in rules)
+        return torch.minimum(one_N, other_N), torch.maximum(one_N, other_N)
+
+
+@dataclass(frozen=True)
+class TopK(SafeVocabulary):
+    """The `k` most likely entries, and those as likely as the last of them.
+
+    Raises:
+        DvpError: k that is not a whole number of at least 1.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise DvpError(f"k: expected a whole number of at least 1, got {self.k}")
+
+    @no_grad
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """See SafeVocabulary.log_rho."""
+        return _gaps(logits_NV).topk(min(self.k, logits_NV.shape[1]), dim=-1).values[:, -1]
+
+    def control(self, rho: float) -> TopK:
+        """See SafeVocabulary.control. About ρ is where the second one lies: it prunes everywhere."""
+        return TopK(min(self.k, 2))
+
+    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SafeVocabulary.log_rho_range. The k-th largest and the largest move by up to `nats` each."""
+        log_rho_N = self.log_rho(logits_NV)
+        return log_rho_N - 2 * nats, (log_rho_N + 2 * nats).clamp(max=0.0)
+
+
+@dataclass(frozen=True)
+class TopNSigma(SafeVocabulary):
+    """log ρ(s) = −n · σ(s), with σ the standard deviation of the state's logits: top-nσ (arXiv 2411.07641).
+
+    σ is over the entries that can be sampled, those with a finite logit.
+
+    Raises:
+        DvpError: n that is not a finite number above 0.
+    """
+
+    n: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.n < math.inf:
+            raise DvpError(f"n: expected a finite number above 0, got {self.n}")
+
+    @no_grad
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """See SafeVocabulary.log_rho."""
+        gap_NV = _gaps(logits_NV)
+        finite_NV = gap_NV.isfinite()
+        count_N1 = finite_NV.sum(dim=-1, keepdim=True)
+        mean_N1 = gap_NV.where(finite_NV, 0.0).sum(dim=-1, keepdim=True) / count_N1
+        square_NV = (gap_NV - mean_N1).square().where(finite_NV, 0.0)
+        return -self.n * (square_NV.sum(dim=-1) / count_N1[:, 0]).sqrt()
+
+    def control(self, rho: float) -> TopNSigma:
+        """See SafeVocabulary.control. Entries further than σ below the largest exist in every state but a flat one."""
+        return TopNSigma(min(self.n, 1.0))
+
+    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SafeVocabulary.log_rho_range. σ changes by up to `nats`, and a gap by twice that."""
+        log_rho_N, most = self.log_rho(logits_NV), (self.n + 2) * nats
+        return log_rho_N - most, (log_rho_N + most).clamp(max=0.0)
 
 
 def with_margin(rho: float, epsilon: float) -> FixedRho:
@@ -284,6 +353,63 @@ class Margin(RhoRule):
         return SafeVocabularies(wide, narrow) if self.side == "trainer" else SafeVocabularies(narrow, wide)
 
 
+class EngineOnly(RhoRule):
+    """A control: min-p with the grid's ρ on the engine's side alone. The ratio is p/q^mp."""
+
+    rule: Literal["engine_only"]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(None, FixedRho(rho))
+
+
+class TrainerOnly(RhoRule):
+    """A control: min-p with the grid's ρ on the trainer's side alone. The ratio is p^mp/q, and 0 outside V_S."""
+
+    rule: Literal["trainer_only"]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(FixedRho(rho), None)
+
+
+class TopKRule(RhoRule):
+    """The k most likely tokens of each state, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_k"]
+    k: Positive
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(TopK(self.k), TopK(self.k))
+
+
+class TopPRule(RhoRule):
+    """The fewest most likely tokens of each state that hold `p` of its probability, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_p"]
+    p: Annotated[float, Field(gt=0, lt=1)]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        budget = MassBudget(1 - self.p)
+        return SafeVocabularies(budget, budget)
+
+
+class TopNSigmaRule(RhoRule):
+    """Tokens at most n standard deviations of the state's logits below the likeliest, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_n_sigma"]
+    n: PositiveFloat
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(TopNSigma(self.n), TopNSigma(self.n))
+
+
 class Mass(RhoRule):
     """Each state loses at most δ/T of its probability, T being training.max_response_tokens. Takes no ρ."""
 
@@ -354,7 +480,10 @@ class Feedback(_Ranged):
         return SafeVocabularies(FixedRho(rho), FixedRho(rho), feedback)
 
 
-Rule = Annotated[Fixed | Margin | Mass | Entropy | Feedback, Field(discriminator="rule")]
+Rule = Annotated[
+    Fixed | Margin | EngineOnly | TrainerOnly | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback,
+    Field(discriminator="rule"),
+]
 """Every rule for ρ that an experiment can ask for."""
 
 

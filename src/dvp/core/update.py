@@ -1,4 +1,4 @@
-"""What multiplies each token's ∇log p: ratio → weight → advantage → coefficient.
+"""What multiplies each token's ∇log p: ratio → weight → advantage → mask → coefficient.
 
 Training's optimiser steps and the study of the estimators' bias both call `make_update`, so that what is measured is
 what is trained.
@@ -14,6 +14,7 @@ import torch
 from dvp.core.advantages import Responses, optimal_token_proxy
 from dvp.core.batch import Rollout
 from dvp.core.importance import Correction, ImportanceWeights
+from dvp.core.masks import Mask
 from dvp.core.objective import zero_outside_safe
 
 
@@ -24,9 +25,9 @@ class Update:
     weights: ImportanceWeights
     """What the importance correction says."""
     weight_BT: torch.Tensor
-    """These weights with those of tokens outside V_S set to 0."""
+    """These weights with those of tokens outside V_S, and of what the mask leaves out, set to 0."""
     responses: Responses
-    """What the advantage was made from."""
+    """What the advantage was made from: weights before the mask."""
     advantage_BT: torch.Tensor
 
     def coefficients(self) -> torch.Tensor:
@@ -41,6 +42,7 @@ def make_update(
     importance: Correction,
     advantage: Callable[[Responses], torch.Tensor],
     group_size: int,
+    mask: Mask | None = None,
     squared_norm_BT: torch.Tensor | None = None,
 ) -> Update:
     """Weights and advantages of some responses: whole groups, as advantages compare their members.
@@ -51,6 +53,7 @@ def make_update(
         importance: the correction.
         advantage: one of dvp.core.advantages.
         group_size: responses to a prompt.
+        mask: which tokens take no part by the sign of their advantage; None leaves none out.
         squared_norm_BT: ‖∇ log p^mp(y_t)‖² over the policy's parameters, where it was measured; the advantage then gets
             it instead of OTB's proxy.
 
@@ -64,4 +67,7 @@ def make_update(
     if proxy_BT is None:
         proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])
     responses = Responses(rollout.rewards_B, mask_BT, group_size, proxy_BT, weight_BT)
-    return Update(weights, weight_BT, responses, advantage(responses))
+    advantage_BT = advantage(responses)
+    if mask is not None:
+        weight_BT = torch.where(mask.keeps(rollout, statistics, advantage_BT), weight_BT, 0.0)
+    return Update(weights, weight_BT, responses, advantage_BT)

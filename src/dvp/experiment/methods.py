@@ -1,4 +1,4 @@
-"""A method: an advantage, a safe vocabulary, an importance correction and a loss.
+"""A method: an advantage, a safe vocabulary, an importance correction, a mask and a loss.
 
 Each part is a strict model, or for an advantage a name, that stands in dvp.core beside its mathematics.
 """
@@ -10,13 +10,14 @@ from pydantic import Field, field_validator, model_validator
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.importance import PRESETS, Correction, ImportanceRule
+from dvp.core.masks import Mask
 from dvp.core.objective import LOSSES, Loss, Reinforce
 from dvp.core.safe_vocabulary import Rule, SafeVocabularies
 from dvp.strict import Strict
 
 
 class Method(Strict):
-    """A name for {advantage, safe vocabulary, importance correction, loss}."""
+    """A name for {advantage, safe vocabulary, importance correction, mask, loss}."""
 
     label: str
     """How figures and tables call it."""
@@ -26,6 +27,8 @@ class Method(Strict):
     """To what trainer and engine are restricted (dvp.core.safe_vocabulary); None restricts neither."""
     importance: Correction = ImportanceRule()
     """dvp.core.importance: a correction by its settings or by the name of a preset, which `preset` changes."""
+    mask: Mask | None = Field(None, exclude_if=lambda mask: mask is None)
+    """dvp.core.masks: tokens that are left out by the sign of their advantage; None leaves none out."""
     loss: Loss = Reinforce()
     """dvp.core.objective: a loss by its settings or by its name."""
     true_norms: bool = Field(False, exclude_if=not_)
@@ -85,6 +88,13 @@ class Method(Strict):
     def takes_rho(self) -> bool:
         """Whether ρ comes from the grid."""
         return self.safe_vocabulary is not None and self.safe_vocabulary.takes_rho
+
+    @property
+    def policies(self) -> str:
+        """Between which policies of trainer and engine its ratios are: full, pruned, or one of each."""
+        if self.safe_vocabulary is None:
+            return "full"
+        return {"engine_only": "full, pruned", "trainer_only": "pruned, full"}.get(self.safe_vocabulary.rule, "pruned")
 
     @property
     def at_fixed_policy(self) -> bool:

@@ -47,12 +47,13 @@ class Estimator:
     def __init__(self, experiment: Experiment, method: str, rho: str | None):
         settings = experiment.methods[method]
         self.method, self.rho, self.label = method, rho, settings.label
-        self.importance = settings.importance
+        self.importance, self._mask = settings.importance, settings.mask
         self.safe = settings.sides(None if rho is None else parse_rho(rho), experiment.training.max_response_tokens)
         self._advantage = ADVANTAGES[settings.advantage]
         self._group_size = experiment.training.group_size
         self.true_norms = settings.true_norms
-        self.by_token = self.importance.by_token or settings.advantage in BY_TOKEN
+        masked = self._mask is not None and self._mask.by_token
+        self.by_token = self.importance.by_token or masked or settings.advantage in BY_TOKEN
         """Whether the tokens of a response may have different coefficients."""
 
     def update(
@@ -68,6 +69,7 @@ class Estimator:
             importance=self.importance,
             advantage=self._advantage,
             group_size=self._group_size,
+            mask=self._mask,
             squared_norm_BT=squared_norm_BT if self.true_norms else None,
         )
 

@@ -19,7 +19,8 @@ FEW = 0.5
 def kept_share(rule: ImportanceRule, kl: float, tokens: float) -> float:
     """Expected share of the tokens of responses of length `tokens` with a weight above 0, in [0, 1].
 
-    For a rule that rejects whole responses it is their share. Bounds, veto and K3 filter count as independent.
+    For a rule that rejects whole responses it is their share. Bounds, veto, trust region and K3 filter count as
+    independent.
 
     kl : KL(q‖p), nats a token, above 0.
     """
@@ -29,8 +30,11 @@ def kept_share(rule: ImportanceRule, kl: float, tokens: float) -> float:
         mean = kl if rule.level == "geometric" else kl * terms
         ratio = NormalDist(-mean, math.sqrt(2 * kl * terms))
         share *= _up_to(ratio, rule.upper) - _up_to(ratio, rule.lower)
+    token = NormalDist(-kl, math.sqrt(2 * kl))
     if rule.veto is not None:
-        share *= (1 - _up_to(NormalDist(-kl, math.sqrt(2 * kl)), rule.veto)) ** tokens
+        share *= (1 - _up_to(token, rule.veto)) ** tokens
+    if rule.trust_region is not None:
+        share *= (_up_to(token, rule.trust_region) - _up_to(token, 1 / rule.trust_region)) ** tokens
     if rule.k3_max is not None:
         # r − log r − 1 ≈ (log r)² / 2, whose mean is κ χ² / T with T degrees of freedom; the cube root of χ² / T is
         # nearly normal (Wilson and Hilferty).
@@ -41,7 +45,7 @@ def kept_share(rule: ImportanceRule, kl: float, tokens: float) -> float:
 
 def rejects(rule: ImportanceRule) -> bool:
     """Whether it gives any token the weight 0."""
-    return rule.action == "mask" or rule.veto is not None or rule.k3_max is not None
+    return rule.action == "mask" or any(bound is not None for bound in (rule.veto, rule.trust_region, rule.k3_max))
 
 
 def _up_to(log_ratio: NormalDist, bound: float) -> float:

@@ -177,7 +177,7 @@ def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
         answers=[ANSWER] * len(rows),
         prompts=[every[row] for row in rows],
     )
-    loop.importance = ImportanceRule()
+    loop.importance, loop.mask = ImportanceRule(), None
     longest = len(loop.problems.prompts[0]) + config.max_response_tokens
     trained = 2 * ranks.count() * max(1, config.tokens_per_micro_batch // longest)
     batch = {"prompts_per_step": count, "group_size": max(2, trained // count), "minibatches": 1}

@@ -290,10 +290,10 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
     control = rule.control(CONTROL)
     for asked in (control, rule):
         reported_V = engine.log_probs(prompt, asked)
-        thresholds = [moved.log_rho(full_V[None]).item() for moved in asked.moved(TOLERANCE)]
+        lowest, highest = (log_rho_N.item() for log_rho_N in asked.log_rho_range(full_V[None], TOLERANCE))
         # The most likely entry is inside even where the threshold is its own gap, 0.
-        inside_V = gap_V >= min(max(thresholds) + TOLERANCE, 0.0)
-        outside_V = gap_V < min(thresholds) - TOLERANCE
+        inside_V = gap_V >= min(highest + TOLERANCE, 0.0)
+        outside_V = gap_V < lowest - TOLERANCE
         if asked is control and not outside_V.any():
             raise DvpError(f"the check of pruning needs a position where {asked} prunes; choose another prompt")
         if reported_V[outside_V].isfinite().any():

@@ -139,7 +139,7 @@ class Loop:
         self.run = run
         method = experiment.methods[run.method]
         self.safe = method.sides(run.rho_value, self.config.max_response_tokens)
-        self.importance = method.importance
+        self.importance, self.mask = method.importance, method.mask
         self.advantage = ADVANTAGES[method.advantage]
         self.loss = method.loss
         self.tools = experiment.tools
@@ -256,6 +256,7 @@ class Loop:
             importance=self.importance,
             advantage=self.advantage,
             group_size=self.config.group_size,
+            mask=self.mask,
         )
 
     def _noise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:

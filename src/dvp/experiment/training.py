@@ -18,6 +18,15 @@ That is 80 ms at 350 GB/s, hidden behind a forward pass of more than 2,000 token
 """
 
 
+class Noise(Strict):
+    """Gaussian noise on the engine's logits, independent at every entry and position: a mismatch of a known size."""
+
+    sigma: PositiveFloat
+    """σ, nats, before temperature."""
+    below: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Only on entries less likely than this share of the likeliest one, at temperature 1; none is all entries."""
+
+
 class EngineConfig(Strict):
     """The inference engine and its precision. The trainer is fp32; what differs here is the mismatch under study."""
 
@@ -27,6 +36,8 @@ class EngineConfig(Strict):
     """Of keys and values; auto is `dtype`."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    noise: Noise | None = Field(None, exclude_if=lambda noise: noise is None)
+    """Added to its logits; log-probs are those of what is sampled from."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a GPU's memory that the engine may take; unused on a CPU."""
     tensor_parallel: Positive = 1

@@ -22,8 +22,9 @@ from dvp.training.backend import Trainer
 FORWARD_LIMIT = 1e-3
 """Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped
 differs by tenths."""
-KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
-"""Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
+KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5, "noisy": 100.0}
+"""Nats a token, by the engine: fp32 beside an fp32 trainer; 16 bits on either side; less than that; with noise, which
+is as large as somebody wants."""
 MOVED_SHARE = 0.1
 """Of what training has changed: how far a reloaded engine may be from a fresh one. One that kept its old weights is off
 by all of it."""
@@ -64,6 +65,8 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
 
 def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
     """The key of KL_LIMITS."""
+    if engine.noise is not None:
+        return "noisy"
     if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto":
         return "coarse"
     return "exact" if engine.dtype == trainer_dtype == "float32" else "rounded"

@@ -86,6 +86,7 @@ class VllmEngine:
         """
         from vllm import LLM
 
+        from dvp.rollout.noise import NoiseProcessor
         from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor, needs_processor
 
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -94,11 +95,11 @@ class VllmEngine:
         gc.freeze()
         options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
         self._by_state = any(map(needs_processor, rules))
-        if self._by_state:
+        if self._by_state or config.noise is not None:
             # A fixed ρ is vLLM's own min_p, which its default model runner (V2) applies after temperature too, before
             # it samples and reports. But V2 calls logits processors before temperature, and through another interface.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-            options["logits_processors"] = [SafeVocabularyProcessor]
+            options["logits_processors"] = [NoiseProcessor, SafeVocabularyProcessor]
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:
             # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.
@@ -200,12 +201,15 @@ class VllmEngine:
         return self.llm.llm_engine.model_config.get_vocab_size()
 
     def _arguments(self, rule: SafeVocabulary | None) -> dict[str, Any]:
-        """What SamplingParams needs for a rule. Raises DvpError for one that vLLM would ignore."""
+        """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore."""
+        from dvp.rollout.noise import noise_arguments
         from dvp.rollout.safe_vocabulary import needs_processor, sampling_arguments
 
         if needs_processor(rule) and not self._by_state:
             raise DvpError(f"the engine was not started for {rule}; name it in VllmEngine(rules=…)")
-        return sampling_arguments(rule)
+        arguments = sampling_arguments(rule)
+        extra = noise_arguments(self._config.noise) | arguments.pop("extra_args", {})
+        return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See Engine.sleep.

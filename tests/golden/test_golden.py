@@ -32,6 +32,7 @@ from dvp.analysis.report import make
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch, Rollout
 from dvp.core.estimator_bias import estimator_bias
+from dvp.core.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.generators import GENERATORS
 from dvp.data.prepare import prepare
@@ -314,6 +315,9 @@ def test_bias(root, tiny_model):
     found = estimator_bias(batches_nD @ batches_nD.T, batches_nD @ reference_mD.T, reference_mD @ reference_mD.T)
     numbers = {f"norm_{index}": value.norm().item() for index, value in enumerate(batches_nD)}
     numbers |= {name: float(jackknifed.value) for name, jackknifed in found.items()}
+    differences_nD = batches_nD - reference_mD
+    paired = paired_squared_bias(differences_nD @ differences_nD.T, reference_mD @ reference_mD.T)
+    numbers |= {"paired_squared_bias": paired.value, "paired_squared_bias_se": paired.se}
 
     experiment = load_experiment("smoke", root / "config")
     noise_BT = 0.3 * torch.randn(batch.tokens_BT.shape, generator=generator)
@@ -323,8 +327,11 @@ def test_bias(root, tiny_model):
         safe = estimators[0].safe.trainer
         infer_BT = (gradients.score(batch, safe)["pruned_log_prob"] + noise_BT) * batch.response_BT
         rollout = Rollout(batch, infer_BT, rewards_B, torch.zeros(4, dtype=torch.bool))
-        gradient_EKD = torch.empty(len(estimators), 2, gradients.sketch.length)
-        notes = _fill(gradient_EKD, estimators, rollout, safe, gradients, [2])
+        gradient_EKD = torch.empty(len(estimators) + 1, 2, gradients.sketch.length)
+        notes, log_ratio_B = _fill(gradient_EKD, estimators, rollout, safe, gradients, [2], group_size=4)
+        numbers |= {f"{rho}.{name}": value for name, value in weight_diagnostics(log_ratio_B).items()}
+        notes.append({})
+        methods = [*methods, f"exact_{rho}"]
         for method, note, gradient_KD in zip(methods, notes, gradient_EKD, strict=True):
             numbers |= {f"{method}.{name}": float(value) for name, value in note.items()}
             numbers |= {f"{method}.norm_{part}": value.norm().item() for part, value in enumerate(gradient_KD)}

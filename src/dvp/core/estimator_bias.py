@@ -74,8 +74,8 @@ def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
     Raises:
         DvpError: fewer than 4 batches, or an interval that holds 0: nothing can be given relative to it.
     """
-    _check("reference batches", len(reference_mm))
-    value, without_m = _squared_mean(reference_mm)
+    check_batches("reference batches", len(reference_mm))
+    value, without_m = squared_mean(reference_mm)
     norm = Jackknifed(value.item(), torch.empty(0, dtype=torch.float64), without_m)
     if not norm.interval[0] > 0.0:
         raise DvpError(
@@ -104,10 +104,10 @@ def estimator_bias(
             f"inner products: expected (n, n), (n, m) and (m, m), got {tuple(batches_nn.shape)}, "
             f"{tuple(cross_nm.shape)} and {tuple(reference_mm.shape)}"
         )
-    _check("batches", count)
+    check_batches("batches", count)
     squared_norm(reference_mm)
-    mean, mean_n = _squared_mean(batches_nn)
-    norm, norm_m = _squared_mean(reference_mm)
+    mean, mean_n = squared_mean(batches_nn)
+    norm, norm_m = squared_mean(reference_mm)
     total = cross_nm.sum()
     cross = total / cross_nm.numel()
     cross_n = (total - cross_nm.sum(dim=1)) / ((count - 1) * others)
@@ -140,10 +140,10 @@ def gradient_variance(batches_nn: torch.Tensor, reference_mm: torch.Tensor) -> d
         raise DvpError(
             f"inner products: expected (n, n) and (m, m), got {tuple(batches_nn.shape)} and {tuple(reference_mm.shape)}"
         )
-    _check("batches", count)
+    check_batches("batches", count)
     squared_norm(reference_mm)
-    mean, mean_n = _squared_mean(batches_nn)
-    norm, norm_m = _squared_mean(reference_mm)
+    mean, mean_n = squared_mean(batches_nn)
+    norm, norm_m = squared_mean(reference_mm)
     power, power_n = _power(batches_nn)
     measured = {
         "variance": Jackknifed(((power - mean) / norm).item(), (power_n - mean_n) / norm, (power - mean) / norm_m),
@@ -169,7 +169,7 @@ def _statistics(
     }
 
 
-def _squared_mean(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def squared_mean(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """|E x|² over all pairs of different batches, and without each batch in turn."""
     count = len(products_nn)
     own_n = products_nn.diagonal()
@@ -191,6 +191,7 @@ def _variance(without_n: torch.Tensor) -> float:
     return (len(without_n) - 1) * (without_n - without_n.mean()).square().mean().item()
 
 
-def _check(what: str, count: int) -> None:
+def check_batches(what: str, count: int) -> None:
+    """Raise DvpError, naming `what`, for fewer than FEWEST."""
     if count < FEWEST:
         raise DvpError(f"{what}: expected at least {FEWEST}, got {count}")

@@ -5,6 +5,10 @@ RLOO without any correction is then unbiased. The estimators get batches of the 
 weights, advantages and safe vocabularies as training has them; their i-th batches have the same seeds whatever the safe
 vocabulary, so that differences between estimators are paired.
 
+The squared bias is also measured from the engine's samples alone, paired with the same samples' own estimate of the exact
+gradient (dvp.core.paired_bias). For an estimator with a safe vocabulary those are the samples without one that have the
+same seeds.
+
 Where the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy
 is held against what it stands for, the true squared norms of single tokens' gradients.
 
@@ -31,6 +35,13 @@ from dvp.core.estimator_bias import (
     inner_products,
     squared_norm,
 )
+from dvp.core.paired_bias import (
+    SMALLEST_ESS,
+    exact_coefficients,
+    paired_squared_bias,
+    sequence_log_ratio,
+    weight_diagnostics,
+)
 from dvp.core.rank_correlation import clustered_rank_correlation
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
@@ -46,6 +57,8 @@ from dvp.training.backend import Policy
 from dvp.training.base import check_vocabulary
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
+PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
+"""Squared biases from the engine's samples alone, and the column with the ESS of their weights."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,12 @@ class BiasTables:
     estimators: pd.DataFrame
     """method, rho (None without one) and label; each of STATISTICS with _se, _low and _high, in units of |g|² (the
     cosine in none); batches; empty_batches (nothing was kept: a gradient of 0); kept_fraction of the responses;
-    mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward."""
+    mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward.
+
+    PAIRED, in units of |g|²: paired_squared_bias against ∇J, and paired_squared_bias_pruned against ∇J_mp (NaN without a
+    safe vocabulary); weight_ess, weight_largest_share and weight_mean of the sequence weights behind the first, and
+    the same names with _pruned of those behind the second. Not to be used where the weights' ESS is below
+    SMALLEST_ESS."""
     jackknife: pd.DataFrame
     """STATISTICS of each method and rho without one batch: of the engine's (sample `engine`) or of the reference."""
     variance: pd.DataFrame
@@ -72,7 +90,10 @@ class BiasTables:
     def results(self) -> dict[str, dict[str, float]]:
         """The statistics that are defined, by estimator; and the proxy's rank correlation, by position."""
         results: dict[str, dict[str, float]] = {}
-        for table, names in ((self.estimators, STATISTICS), (self.variance, VARIANCE_STATISTICS[1:])):
+        estimators = self.estimators.copy()
+        for name, weights in PAIRED.items():
+            estimators.loc[~(estimators[weights] >= SMALLEST_ESS), name] = math.nan
+        for table, names in ((estimators, (*STATISTICS, *PAIRED)), (self.variance, VARIANCE_STATISTICS[1:])):
             for row in table.to_dict("records"):
                 own = results.setdefault(f"{row['method']}.{rho_in_path(row['rho'])}", {})
                 position = row.get("position", WHOLE)
@@ -111,7 +132,8 @@ def measure_bias(
     fixed = FixedProblems(experiment, tokenizer, problems, where=where, seed=seed, context=context)
     estimators = [Estimator(experiment, *pair) for pair in experiment.estimators]
 
-    rules = list(dict.fromkeys(estimator.safe.engine for estimator in estimators))
+    # The paired bias needs samples without a safe vocabulary, whoever else does.
+    rules = list(dict.fromkeys([None, *(estimator.safe.engine for estimator in estimators)]))
     started = VllmEngine(
         model,
         experiment.engines[engine],
@@ -163,7 +185,8 @@ def _compare(
     name: str,
 ) -> BiasTables:
     """Gradients of all batches, and what follows from their inner products."""
-    together: dict[tuple[SafeVocabulary | None, SafeVocabulary | None], list[Estimator]] = {}
+    # Those without a safe vocabulary come first: the others are paired with their samples.
+    together: dict[tuple[SafeVocabulary | None, SafeVocabulary | None], list[Estimator]] = {(None, None): []}
     for estimator in estimators:
         together.setdefault((estimator.safe.trainer, estimator.safe.engine), []).append(estimator)
     batches = len(next(iter(rollouts.values())))
@@ -180,17 +203,23 @@ def _compare(
 
     statistics: dict[Estimator, dict[str, Jackknifed]] = {}
     variances: dict[Estimator, dict[str, dict[str, Jackknifed]]] = {}
+    unpruned_nD, unpruned_weights = torch.empty(0), {}
     rows: dict[Estimator, dict] = {}
     bins = experiment.bias.position_bins
     for number, ((safe, rule), members) in enumerate(together.items()):
-        gradient_EnKD = torch.empty(len(members), batches, len(bins) + 1, gradients.sketch.length)
+        gradient_EnKD = torch.empty(len(members) + 1, batches, len(bins) + 1, gradients.sketch.length)
         notes: dict[Estimator, list[dict]] = {estimator: [] for estimator in members}
+        log_ratios = []
         for index, rollout in enumerate(rollouts[rule]):
-            kept = _fill(gradient_EnKD[:, index], members, rollout, safe, gradients, bins)
+            kept, log_ratio_B = _fill(gradient_EnKD[:, index], members, rollout, safe, gradients, bins, fixed.group_size)
             for estimator, note in zip(members, kept, strict=True):
                 notes[estimator].append(note)
+            log_ratios.append(log_ratio_B)
             progress.step(len(exact) + number * batches + index + 1, f"safe vocabulary {rule}")
-        for estimator, gradient_nKD in zip(members, gradient_EnKD, strict=True):
+        exact_nD, weights = gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios))
+        if (safe, rule) == (None, None):
+            unpruned_nD, unpruned_weights = exact_nD, weights
+        for estimator, gradient_nKD in zip(members, gradient_EnKD, strict=False):
             gradient_nD = gradient_nKD.sum(dim=1)
             batches_nn = inner_products(gradient_nD, gradient_nD)
             statistics[estimator] = estimator_bias(batches_nn, inner_products(gradient_nD, reference_mD), reference_mm)
@@ -199,7 +228,10 @@ def _compare(
                 variances[estimator][position] = gradient_variance(inner_products(part_nD, part_nD), reference_mm)
             rows[estimator] = _row(estimator, statistics[estimator], notes[estimator])
             rows[estimator]["reward"] = _mean_reward(rollouts[rule])
-        del gradient_EnKD, gradient_nKD  # before the next ones
+            rows[estimator] |= _paired("", gradient_nD - unpruned_nD, reference_mm, unpruned_weights)
+            pruned_nD = None if safe is None else gradient_nD - exact_nD
+            rows[estimator] |= _paired("_pruned", pruned_nD, reference_mm, weights)
+        gradient_EnKD = gradient_nKD = part_nD = None  # their memory, before the next ones
 
     lengths = torch.cat([rollout.batch.response_BT.sum(dim=1) for rollout in exact]).float()
     summary = {
@@ -209,6 +241,7 @@ def _compare(
         "parameters": gradients.sketch.size,
         "coordinates": gradients.sketch.length,
         "sketched": not gradients.sketch.exact,
+        "paired": unpruned_weights | {"smallest_ess": SMALLEST_ESS},
         "reference": {
             "batches": len(exact),
             "squared_norm": norm.value,
@@ -290,8 +323,15 @@ def _fill(
     safe: SafeVocabulary | None,
     gradients: Gradients,
     bins: list[int],
-) -> list[dict]:
-    """Write a batch's gradient of each estimator that shares its samples and safe vocabularies; what they kept."""
+    group_size: int,
+) -> tuple[list[dict], torch.Tensor]:
+    """Write a batch's gradient of each estimator that shares its samples and safe vocabularies.
+
+    After them comes what the same samples say of the exact gradient (dvp.core.paired_bias).
+
+    Returns:
+        What each estimator kept, and the responses' log-ratios (B,).
+    """
     mask_BT, batch = rollout.batch.response_BT, rollout.batch
     parts_KBT = position_parts(mask_BT, bins)
     statistics = gradients.score(batch, safe)
@@ -318,10 +358,15 @@ def _fill(
         else:
             of_responses.append(coefficient_BT.gather(1, first_B1)[:, 0])
             places.append(place)
+    log_ratio_B = sequence_log_ratio(rollout, statistics)
+    exact_B = exact_coefficients(rollout, log_ratio_B, group_size)
     if places:
-        coefficient_BE = torch.stack(of_responses, dim=1)
-        gradient_EKD[places] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
-    return notes
+        coefficient_BE = torch.stack([*of_responses, exact_B], dim=1)
+        gradient_EKD[[*places, -1]] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
+    else:
+        # A pass a batch instead of one a response.
+        gradient_EKD[-1] = gradients.of_batch(batch, exact_B[:, None] * mask_BT, safe, parts_KBT)
+    return notes, log_ratio_B
 
 
 def _row(estimator: Estimator, statistics: dict[str, Jackknifed], notes: list[dict]) -> dict:
@@ -329,6 +374,18 @@ def _row(estimator: Estimator, statistics: dict[str, Jackknifed], notes: list[di
     row |= {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
     means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
     return row | {name: fmean(note[name] for note in notes) for name in means}
+
+
+def _paired(
+    end: str, difference_nD: torch.Tensor | None, reference_mm: torch.Tensor, weights: dict[str, float]
+) -> dict[str, float]:
+    """Columns of a paired squared bias and its weights, whose names end in `end`; NaN without differences."""
+    if difference_nD is None:
+        undefined = torch.full((1,), math.nan)
+        squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(weights, math.nan)
+    else:
+        squared = paired_squared_bias(inner_products(difference_nD, difference_nD), reference_mm)
+    return _numbers({f"paired_squared_bias{end}": squared}) | {f"{name}{end}": value for name, value in weights.items()}
 
 
 def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:

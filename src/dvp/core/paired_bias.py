@@ -1,0 +1,93 @@
+"""The bias of a gradient estimator from the engine's own samples (docs/method.md, "Paired bias").
+
+With y ~ q (the engine's policy, whole vocabulary) and r = p(y)/q(y), h = (1/B) Σ_i r_i A_i ∇log p(y_i) with RLOO's
+leave-one-out advantage is an unbiased estimate of the exact gradient ∇J: the baseline of response i comes from other
+responses, which are independent of it, and E_q[r ∇log p] = 0. So E[x − h] is the bias of an estimate x, whatever x's own
+weights and baseline are, and most of the noise of x and h is the same. The U-statistic over batches of x − h is an
+unbiased estimate of its square.
+
+h stays RLOO's for every x. A baseline that includes the response itself (GRPO, Dr. GRPO, OPO, OTB) would bias it.
+
+With samples of the pruned engine q^mp, r = p^mp/q^mp and h over the safe vocabulary estimates ∇J_mp instead, exactly where
+q^mp reaches all that p^mp does. The mean of r, which is 1 then, tells how much it misses.
+
+Shape suffixes: B responses, T tokens, n batches of the estimator, m of the reference.
+"""
+
+import torch
+
+from dvp.core.advantages import Responses, rloo
+from dvp.core.batch import Rollout
+from dvp.core.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
+from dvp.core.importance import LOG_RATIO_CLAMP
+
+SMALLEST_ESS = 0.5
+"""Of the sequence weights, over the number of responses. Below it the variance of r is above 1 and a few responses
+carry h: the exact reference is to be used instead. From it on no weight has more than √(2/N) of the sum of N."""
+
+
+def sequence_log_ratio(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> torch.Tensor:
+    """log r = Σ_t log p^mp(y_t) − log q(y_t) over the model's own tokens (nats), (B,) float64, unclamped.
+
+    −inf for a response with a token outside V_S: p^mp(y) is 0.
+
+    Args:
+        statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
+    """
+    mask_BT = rollout.batch.response_BT
+    token_BT = statistics["pruned_log_prob"].double() - rollout.infer_log_prob_BT.double()
+    log_ratio_B = torch.where(mask_BT, token_BT, 0.0).sum(dim=1)
+    outside_B = (mask_BT & ~statistics["target_in_safe"]).any(dim=1)
+    return log_ratio_B.masked_fill(outside_B, -torch.inf)
+
+
+def exact_coefficients(rollout: Rollout, log_ratio_B: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What multiplies each response's ∇log p in h: r_i A_i / B, (B,) float32.
+
+    r is held below e^20, so that it stays finite: where that matters the weights fail SMALLEST_ESS.
+    """
+    mask_BT = rollout.batch.response_BT
+    ones_BT = torch.ones(mask_BT.shape)
+    # The first token that the model wrote, which every response has.
+    first_B1 = mask_BT.float().argmax(dim=1, keepdim=True)
+    advantage_BT = rloo(Responses(rollout.rewards_B, mask_BT, group_size, ones_BT, ones_BT))
+    advantage_B = advantage_BT.gather(1, first_B1)[:, 0]
+    ratio_B = log_ratio_B.clamp(max=LOG_RATIO_CLAMP).exp()
+    return (ratio_B * advantage_B / len(ratio_B)).float()
+
+
+def weight_diagnostics(log_ratio_B: torch.Tensor) -> dict[str, float]:
+    """What tells whether the weights r of some responses can be used.
+
+    Returns:
+        weight_ess: (Σ r)² / (N Σ r²), in (0, 1]; 0 if every r is 0.
+        weight_largest_share: the largest r over Σ r; 1 if every r is 0.
+        weight_mean: of r; 1 in expectation.
+    """
+    largest = log_ratio_B.max()
+    if largest == -torch.inf:
+        return {"weight_ess": 0.0, "weight_largest_share": 1.0, "weight_mean": 0.0}
+    scaled_B = (log_ratio_B - largest).exp()  # whatever the weights are, these do not overflow
+    total = scaled_B.sum()
+    return {
+        "weight_ess": (total.square() / (len(scaled_B) * scaled_B.square().sum())).item(),
+        "weight_largest_share": (1 / total).item(),
+        "weight_mean": (scaled_B.mean() * largest.exp()).item(),
+    }
+
+
+def paired_squared_bias(differences_nn: torch.Tensor, reference_mm: torch.Tensor) -> Jackknifed:
+    """|E[x − h]|² / |g|² by Σ_{i≠j} ⟨b_i, b_j⟩ / n(n − 1), with its delete-one jackknife over both samples.
+
+    Args:
+        differences_nn: ⟨b_i, b_j⟩ of b = x − h of each batch, float64.
+        reference_mm: ⟨y_k, y_l⟩ of the exact gradient's batches, for the unit alone.
+
+    Raises:
+        DvpError: fewer than 4 batches of either, or as `squared_norm`.
+    """
+    check_batches("batches", len(differences_nn))
+    squared_norm(reference_mm)
+    bias, bias_n = squared_mean(differences_nn)
+    norm, norm_m = squared_mean(reference_mm)
+    return Jackknifed((bias / norm).item(), bias_n / norm, bias / norm_m)

@@ -1,0 +1,221 @@
+"""The paired bias of gradient estimators, where every sequence can be enumerated, in float64; and its coverage."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from decision_process import log_policy, random_instance
+from scipy import stats
+
+from dvp.core.advantages import ADVANTAGES
+from dvp.core.batch import Batch, Rollout
+from dvp.core.estimator_bias import inner_products
+from dvp.core.importance import PRESETS, ImportanceRule
+from dvp.core.paired_bias import (
+    SMALLEST_ESS,
+    exact_coefficients,
+    paired_squared_bias,
+    sequence_log_ratio,
+    weight_diagnostics,
+)
+from dvp.core.update import make_update
+from dvp.errors import DvpError
+
+GROUP = 2
+RULES = {"none": ImportanceRule(), "seq_is": ImportanceRule(level="sequence")} | PRESETS
+ESTIMATORS = [
+    *((rule, "rloo") for rule in RULES),
+    *(("none", advantage) for advantage in ADVANTAGES if advantage != "rloo"),
+    ("mis", "grpo"),
+    ("tis", "otb"),
+]
+
+
+class Enumerated:
+    """Every group of two responses, with and without a safe vocabulary."""
+
+    def __init__(self, seed: int, epsilon: float, rho: float | None = None):
+        self.instance = random_instance(seed, epsilon=epsilon, vocabulary=3, horizon=2)
+        self.process = self.instance.process
+        trainer_SV, engine_SV = self.instance.trainer_logits(), self.instance.engine_logits()
+        self.safe_SV = engine_safe_SV = None
+        if rho is not None:
+            self.safe_SV, engine_safe_SV = (
+                logits_SV >= logits_SV.amax(dim=1, keepdim=True) + math.log(rho)
+                for logits_SV in (trainer_SV.detach(), engine_SV)
+            )
+        self.train_SV = log_policy(trainer_SV, self.safe_SV)
+        infer_SV = log_policy(engine_SV, engine_safe_SV)
+        self.infer_Y = self.process.response_log_prob(infer_SV).exp()
+        pairs = list(product(range(len(self.process.responses)), repeat=GROUP))
+        self.rows_B = torch.tensor(pairs).flatten()
+        self.probability_P = torch.stack([self.infer_Y[torch.tensor(column)] for column in zip(*pairs)]).prod(dim=0)
+        self.infer_YT = self.process.of_tokens(infer_SV)
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The trainer's, of each response, (Y, T)."""
+        log_prob_YT = self.process.of_tokens(self.train_SV.detach())
+        squares_YT = self.process.of_states(self.train_SV.detach().exp().square().sum(dim=1))
+        in_safe_YT = log_prob_YT.isfinite()
+        return {
+            "pruned_log_prob": torch.where(in_safe_YT, log_prob_YT, -50.0),
+            "pruned_sum_p_squared": squares_YT,
+            "target_in_safe": in_safe_YT,
+        }
+
+    def rollout(self, rows_B: torch.Tensor) -> tuple[Rollout, dict[str, torch.Tensor]]:
+        """These responses, whole groups in consecutive rows."""
+        batch = Batch(self.process.tokens_YT[rows_B], self.process.mask_YT[rows_B])
+        infer_BT = self.infer_YT[rows_B].nan_to_num(neginf=0.0)
+        cut_B = torch.zeros(len(rows_B), dtype=torch.bool)
+        rollout = Rollout(batch, infer_BT, self.instance.reward_Y[rows_B], cut_B)
+        return rollout, {name: value[rows_B] for name, value in self.statistics().items()}
+
+    def scores(self) -> torch.Tensor:
+        """∇ log p^mp(y_t) of each token, (Y, T, P); 0 outside V_S."""
+        gradients = []
+        for log_prob_T in self.process.of_tokens(self.train_SV):
+            for log_prob in log_prob_T:
+                finite = log_prob.isfinite() and log_prob.requires_grad
+                gradients.append(self.instance.gradient(log_prob) if finite else torch.zeros_like(self.instance.theta_P))
+        return torch.stack(gradients).view(*self.process.mask_YT.shape, -1)
+
+    def estimates(self, rule: str, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """x of an estimator and h, of each group, (groups, P)."""
+        rollout, statistics = self.rollout(self.rows_B)
+        update = make_update(
+            rollout, statistics, importance=RULES[rule], advantage=ADVANTAGES[advantage], group_size=GROUP
+        )
+        scores_BTP, own = self.scores()[self.rows_B], len(self.rows_B) / GROUP
+        x_BP = (update.coefficients()[:, :, None] * scores_BTP).sum(dim=1)
+        exact_B = exact_coefficients(rollout, sequence_log_ratio(rollout, statistics), GROUP)
+        h_BP = exact_B[:, None].double() * scores_BTP.sum(dim=1)
+        return tuple(own * z_BP.view(-1, GROUP, z_BP.shape[1]).sum(dim=1) for z_BP in (x_BP, h_BP))
+
+    def expected(self, value_PP: torch.Tensor) -> torch.Tensor:
+        return self.probability_P @ value_PP
+
+    def gradient(self) -> torch.Tensor:
+        """∇J of the trainer's policy, or ∇J_mp."""
+        return self.instance.gradient(self.process.objective(self.train_SV, self.instance.reward_Y))
+
+
+@pytest.mark.parametrize(("rule", "advantage"), ESTIMATORS)
+def test_the_mean_of_the_paired_difference_is_the_bias_of_every_estimator(rule, advantage):
+    """Whatever its correction and its baseline, one that includes the response itself too."""
+    enumerated = Enumerated(3, epsilon=1.0)
+    x_PP, h_PP = enumerated.estimates(rule, advantage)
+    assert enumerated.probability_P.sum().item() == pytest.approx(1)
+    bias_P = enumerated.expected(x_PP) - enumerated.gradient()
+    torch.testing.assert_close(enumerated.expected(h_PP), enumerated.gradient(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(enumerated.expected(x_PP - h_PP), bias_P, rtol=1e-5, atol=1e-7)
+    if (rule, advantage) == ("none", "rloo"):
+        assert bias_P.norm() > 0.05 * enumerated.gradient().norm()
+    if (rule, advantage) == ("seq_is", "rloo"):
+        torch.testing.assert_close(x_PP, h_PP, rtol=1e-5, atol=1e-7)  # it is h
+
+
+@pytest.mark.parametrize("rule", ["none", "mis", "seq_is"])
+def test_paired_with_samples_of_the_pruned_engine_it_is_the_bias_against_the_pruned_objective(rule):
+    """ρ = 0.05 on an engine whose safe vocabulary is the trainer's: both reach the same responses."""
+    enumerated = Enumerated(3, epsilon=0.02, rho=0.05)
+    assert not enumerated.safe_SV.all()
+    x_PP, h_PP = enumerated.estimates(rule, "rloo")
+    torch.testing.assert_close(enumerated.expected(h_PP), enumerated.gradient(), rtol=1e-6, atol=1e-7)
+    bias_P = enumerated.expected(x_PP) - enumerated.gradient()
+    torch.testing.assert_close(enumerated.expected(x_PP - h_PP), bias_P, rtol=1e-5, atol=1e-7)
+
+
+def test_what_the_pruned_engine_never_samples_is_missing_from_the_mean_weight():
+    """Seeds at which a token is safe for the trainer alone: E r is the trainer's mass of what the engine reaches."""
+    missing = []
+    for seed in range(20):
+        enumerated = Enumerated(seed, epsilon=1.0, rho=0.2)
+        rollout, statistics = enumerated.rollout(torch.arange(len(enumerated.process.responses)))
+        reached_Y = enumerated.infer_Y > 0
+        ratio_Y = sequence_log_ratio(rollout, statistics).exp()
+        mean = (enumerated.infer_Y * ratio_Y)[reached_Y].sum().item()
+        train_Y = enumerated.process.response_log_prob(enumerated.train_SV.detach()).exp()
+        assert mean == pytest.approx(train_Y[reached_Y].sum().item())
+        missing.append(1 - mean)
+    assert max(missing) > 0.01
+    assert min(missing) == pytest.approx(0, abs=1e-9)
+
+
+class Simulation:
+    """Batches of 16 groups from the enumerated process, and the truth about naive RLOO."""
+
+    def __init__(self):
+        enumerated = Enumerated(3, epsilon=1.0)
+        x_PP, h_PP = enumerated.estimates("none", "rloo")
+        self.difference_PP, self.gradient_P = x_PP - h_PP, enumerated.gradient()
+        self.truth = (enumerated.expected(self.difference_PP).square().sum() / self.gradient_P.square().sum()).item()
+        self.probability_P = enumerated.probability_P.numpy()
+        # The reference is known here: every one of its batches is exact, so that the unit adds no noise.
+        reference_mD = self.gradient_P.expand(8, -1)
+        self.reference_mm = inner_products(reference_mD, reference_mD)
+
+    def measure(self, rng: np.random.Generator, batches: int):
+        chosen = rng.choice(len(self.probability_P), size=(batches, 16), p=self.probability_P / self.probability_P.sum())
+        difference_nD = self.difference_PP[torch.from_numpy(chosen)].mean(dim=1)
+        return paired_squared_bias(inner_products(difference_nD, difference_nD), self.reference_mm)
+
+
+@pytest.fixture(scope="module")
+def simulation():
+    return Simulation()
+
+
+def test_its_expectation_is_the_exact_squared_bias(simulation):
+    rng = np.random.default_rng(0)
+    values = np.array([simulation.measure(rng, 6).value for _ in range(3000)])
+    assert values.mean() == pytest.approx(simulation.truth, abs=4 * values.std() / len(values) ** 0.5)
+    assert values.std() / len(values) ** 0.5 < 0.1 * simulation.truth
+
+
+COVERED = stats.binom(400, 0.95).ppf([0.0005, 0.9995])
+"""Of 400 intervals of 95 %, so many hold the truth in 999 of 1,000 such tests."""
+
+
+def test_intervals_over_batches_hold_the_planted_bias(simulation):
+    rng = np.random.default_rng(1)
+    quantile, covered = stats.t(39).ppf(0.975), 0
+    for _ in range(400):
+        measured = simulation.measure(rng, 40)
+        covered += abs(measured.value - simulation.truth) <= quantile * measured.se
+    assert COVERED[0] <= covered <= COVERED[1]
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_intervals_over_seeds_hold_the_planted_bias(simulation, seeds):
+    rng = np.random.default_rng(2)
+    quantile, covered = stats.t(seeds - 1).ppf(0.975), 0
+    for _ in range(400):
+        values = [simulation.measure(rng, 40).value for _ in range(seeds)]
+        covered += abs(np.mean(values) - simulation.truth) <= quantile * stats.sem(values)
+    assert COVERED[0] <= covered <= COVERED[1]
+
+
+def test_an_estimator_that_is_the_exact_one_has_no_bias_and_no_interval(simulation):
+    measured = paired_squared_bias(torch.zeros(8, 8, dtype=torch.float64), simulation.reference_mm)
+    assert measured.value == measured.se == 0.0
+
+
+def test_diagnostics_of_the_weights_by_hand():
+    weights = torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+    found = weight_diagnostics(weights.log())
+    assert found["weight_ess"] == pytest.approx(3.5**2 / (4 * 5.25))
+    assert found["weight_largest_share"] == pytest.approx(2 / 3.5)
+    assert found["weight_mean"] == pytest.approx(3.5 / 4)
+    huge = weight_diagnostics(torch.tensor([500.0, 0.0, 0.0, 0.0], dtype=torch.float64))
+    assert huge["weight_ess"] == pytest.approx(0.25)
+    assert huge["weight_ess"] < SMALLEST_ESS
+    nothing = weight_diagnostics(torch.full((4,), -torch.inf, dtype=torch.float64))
+    assert nothing == {"weight_ess": 0.0, "weight_largest_share": 1.0, "weight_mean": 0.0}
+
+
+def test_what_cannot_be_measured_is_one_line(simulation):
+    with pytest.raises(DvpError, match="batches: expected at least 4, got 3"):
+        paired_squared_bias(torch.eye(3, dtype=torch.float64), simulation.reference_mm)

@@ -14,6 +14,7 @@ from dvp.core.estimator_bias import (
     gradient_variance,
     inner_products,
 )
+from dvp.core.paired_bias import paired_squared_bias
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -54,6 +55,19 @@ def without_batches(found: dict[str, Jackknifed], names: tuple[str, ...], **wher
     return parts
 
 
+def paired_numbers(difference_nD, y_mD, rho: str | None, engine: str) -> dict[str, float]:
+    """Weights that are too heavy on the coarse engine, but not those of its pruned samples."""
+    paired = paired_squared_bias(inner_products(difference_nD, difference_nD), inner_products(y_mD, y_mD))
+    pruned = paired if rho else None
+    row = numbers({"paired_squared_bias": paired}, ("paired_squared_bias",))
+    row |= {"weight_ess": 0.95 if engine == "fp32" else 0.3, "weight_largest_share": 0.001, "weight_mean": 1.0}
+    for name, value in list(row.items()):
+        base, _, end = name.rpartition("_")
+        renamed = f"{base}_pruned_{end}" if end in ("se", "low", "high") else f"{name}_pruned"
+        row[renamed] = value if pruned else float("nan")
+    return row | ({"weight_ess_pruned": 0.8} if pruned else {})
+
+
 def write_cell(experiment: Experiment, results: Path, measurement: Measurement) -> None:
     """What the stage would have written."""
     rng = np.random.default_rng([measurement.seed, len(measurement.path)])
@@ -70,6 +84,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         empty = 3 if method.endswith("geo_rs") else 0
         row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
         rows.append(row | {"outside_safe_fraction": 0.0, "reward": 0.4})
+        rows[-1] |= paired_numbers(x_nD - own_nD * variance**0.5 - g_D, y_mD, rho, measurement.engine)
         parts += without_batches(found, STATISTICS, method=method, rho=rho)
         # Of the coordinates a bin has its share, and so of the variance; the signal, the first of them, is the first's.
         bins = np.array_split(np.arange(LENGTH), len(experiment.positions) or 1)
@@ -107,7 +122,16 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         "problems": ["1", "2"],
         "responses_a_batch": 64,
         "batches": experiment.bias.batches,
-        "reference": {"batches": experiment.bias.reference_batches, "squared_norm": 1.0, "reward": 0.4},
+        "paired": {"weight_ess": 0.3, "weight_largest_share": 0.001, "weight_mean": 1.0, "smallest_ess": 0.5},
+        "parameters": LENGTH,
+        "coordinates": LENGTH,
+        "sketched": False,
+        "reference": {
+            "batches": experiment.bias.reference_batches,
+            "squared_norm": 1.0,
+            "squared_norm_se": 0.1,
+            "reward": 0.4,
+        },
         "files": {name: sha256_file(folder / name) for name in tables},
     }
     write_json(folder / "bias.json", record)

@@ -7,6 +7,7 @@ import pytest
 from made_up_bias import bias_experiment, truth, write_cell
 from made_up_results import CLAIMS
 
+from dvp.analysis.bias import format_estimators
 from dvp.analysis.formats import to_markdown, to_tex
 from dvp.analysis.load import load_bias
 from dvp.analysis.report import make, record, write
@@ -187,6 +188,8 @@ def test_one_seed_gives_the_cell_itself(measurement):
     table = make(experiment, results, "bias", CLAIMS).tables["bias_table"]
     own = pd.read_parquet(folder / "estimators.parquet")
     assert list(table.frame()["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
+    cell = next(iter(table.rows.values()))["kept_fraction"]
+    assert cell.sources == (f"bias/{folder.relative_to(results / 'bias').as_posix()}/bias.json",)
     assert "one seed" in " ".join(table.notes)
 
 
@@ -234,3 +237,63 @@ def test_an_undefined_cosine_is_a_dash_and_no_statistic(measurement):
     measured = make(experiment, results, "bias", CLAIMS)
     assert not [one for one in measured.statistics if one.name == "cosine"]
     assert {row[4] for row in measured.tables["bias_table"].formatted().rows} == {"–"}
+
+
+def test_the_paired_bias_is_given_where_the_weights_allow_with_t_intervals_over_seeds(experiment, folder, measured):
+    """The exact engine's, with and without DVP; on the coarse one only of the pruned objective, as its weights say."""
+    of_name = [each for each in measured.statistics if each.name == "paired_squared_bias"]
+    assert {each.where["engine"] for each in of_name} == {"fp32"}
+    assert len(of_name) == 2 * len(experiment.estimators)
+    pruned = [each for each in measured.statistics if each.name == "paired_squared_bias_pruned"]
+    assert len(pruned) == 2 * 2 * sum(rho is not None for _, rho in experiment.estimators)
+    where = {"policy": "base", "engine": "coarse", "method": "dvp", "rho": "0.01"}
+    paired = found(measured, "paired_squared_bias_pruned", **where)
+    values = []
+    for seed in range(3):
+        table = pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / "estimators.parquet")
+        row = table[(table["method"] == "dvp") & (table["rho"] == "0.01")].iloc[0]
+        values.append(row["paired_squared_bias_pruned"])
+    half = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)
+    assert paired.value == pytest.approx(np.mean(values))
+    assert (paired.low, paired.high) == pytest.approx((paired.value - half, paired.value + half))
+    assert "3 seeds" in paired.how
+    assert paired.low < 0.5 < paired.high  # what it was made with
+    separate = found(measured, "squared_bias", **where)
+    assert paired.high - paired.low < 0.3 * (separate.high - separate.low)
+
+
+def test_the_table_and_the_figure_show_the_paired_bias_and_say_where_the_weights_forbid_it(measured):
+    table = measured.tables["bias_table"]
+    formatted, frame = table.formatted(), table.frame()
+    place = formatted.headings.index("paired bias² [95 %]")
+    ess = formatted.headings.index("ESS of r (%)")
+    for row, engine in zip(formatted.rows, frame["engine"], strict=True):
+        assert (row[place] == "–") == (engine == "coarse")
+        assert row[ess] == ("30" if engine == "coarse" else "95")
+    assert list(frame["weight_ess"].unique()) == [0.95, 0.3]
+    notes = " ".join(formatted.notes)
+    assert "Below 50 %" in notes
+    assert "t interval over the seeds" in notes
+    labels = [text.get_text() for text in measured.figures["bias_variance"].legends[0].get_texts()]
+    assert "the same bias, paired\n(thick: 95 %)" in labels
+
+
+def test_one_seed_has_a_t_interval_over_batches(tmp_path):
+    experiment = bias_experiment(engines=["fp32"], policies=["base"]).model_copy(update={"seeds": [0]})
+    (measurement,) = experiment.measurements("bias")
+    write_cell(experiment, tmp_path, measurement)
+    own = pd.read_parquet(tmp_path / "bias" / measurement.path / "estimators.parquet").iloc[0]
+    paired = found(make(experiment, tmp_path, "bias", CLAIMS), "paired_squared_bias", method="rloo")
+    assert paired.sources == (f"bias/{measurement.path}/bias.json",)
+    assert paired.high - paired.value == pytest.approx(2.068658 * own["paired_squared_bias_se"])  # 24 batches
+    assert "batches" in paired.how
+
+
+def test_a_single_measurement_says_its_paired_bias_or_why_not(measurement):
+    _, _, _, folder = measurement
+    summary = json.loads((folder / "bias.json").read_text())
+    formatted = format_estimators(pd.read_parquet(folder / "estimators.parquet"), summary, "one")
+    assert {row[6] for row in formatted.rows} == {"–"}
+    assert {row[7] for row in formatted.rows if row[1] == "–"} == {"–"}
+    assert all(row[7] != "–" for row in formatted.rows if row[1] != "–")
+    assert "ESS 30.0 %" in " ".join(formatted.notes)

@@ -51,7 +51,7 @@ class Enumerated:
         self.infer_Y = self.process.response_log_prob(infer_SV).exp()
         pairs = list(product(range(len(self.process.responses)), repeat=GROUP))
         self.rows_B = torch.tensor(pairs).flatten()
-        self.probability_P = torch.stack([self.infer_Y[torch.tensor(column)] for column in zip(*pairs)]).prod(dim=0)
+        self.probability_P = self.infer_Y[self.rows_B].view(-1, GROUP).prod(dim=1)
         self.infer_YT = self.process.of_tokens(infer_SV)
 
     def statistics(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,9 @@ class Enumerated:
         for log_prob_T in self.process.of_tokens(self.train_SV):
             for log_prob in log_prob_T:
                 finite = log_prob.isfinite() and log_prob.requires_grad
-                gradients.append(self.instance.gradient(log_prob) if finite else torch.zeros_like(self.instance.theta_P))
+                gradients.append(
+                    self.instance.gradient(log_prob) if finite else torch.zeros_like(self.instance.theta_P)
+                )
         return torch.stack(gradients).view(*self.process.mask_YT.shape, -1)
 
     def estimates(self, rule: str, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +160,9 @@ class Simulation:
         self.reference_mm = inner_products(reference_mD, reference_mD)
 
     def measure(self, rng: np.random.Generator, batches: int):
-        chosen = rng.choice(len(self.probability_P), size=(batches, 16), p=self.probability_P / self.probability_P.sum())
+        chosen = rng.choice(
+            len(self.probability_P), size=(batches, 16), p=self.probability_P / self.probability_P.sum()
+        )
         difference_nD = self.difference_PP[torch.from_numpy(chosen)].mean(dim=1)
         return paired_squared_bias(inner_products(difference_nD, difference_nD), self.reference_mm)
 

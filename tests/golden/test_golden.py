@@ -331,8 +331,7 @@ def test_bias(root, tiny_model):
         notes, log_ratio_B = _fill(gradient_EKD, estimators, rollout, safe, gradients, [2], group_size=4)
         numbers |= {f"{rho}.{name}": value for name, value in weight_diagnostics(log_ratio_B).items()}
         notes.append({})
-        methods = [*methods, f"exact_{rho}"]
-        for method, note, gradient_KD in zip(methods, notes, gradient_EKD, strict=True):
+        for method, note, gradient_KD in zip([*methods, f"exact_{rho}"], notes, gradient_EKD, strict=True):
             numbers |= {f"{method}.{name}": float(value) for name, value in note.items()}
             numbers |= {f"{method}.norm_{part}": value.norm().item() for part, value in enumerate(gradient_KD)}
     check("bias", numbers)

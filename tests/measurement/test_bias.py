@@ -19,6 +19,7 @@ from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
 from dvp.measurement import gradients as module
+from dvp.measurement.bias import _fill
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
 from dvp.training.backend import Policy
@@ -210,6 +211,28 @@ def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path,
     assert (max(values) > 1) == estimator.by_token
 
 
+@pytest.mark.parametrize("method", ["rloo", "rloo_tis", "dvp"])
+def test_a_batch_also_gives_the_exact_gradient_with_the_exact_ratios(root, tmp_path, tiny_model, policy, batch, method):
+    """Against dense float64 autograd; with an estimator of one weight a response beside it, and of one a token."""
+    rho = "0.001" if method == "dvp" else None
+    estimator = Estimator(small_experiment(root, tmp_path), method, rho)
+    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=0)
+    statistics = gradients.score(batch, estimator.safe.trainer)
+    noise_BT = 0.1 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
+    infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
+    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    gradient_EKD = torch.empty(2, 1, gradients.sketch.length)
+    _, log_ratio_B = _fill(gradient_EKD, [estimator], rollout, estimator.safe.trainer, gradients, [], group_size=4)
+    ratio_B = (-noise_BT * batch.response_BT).double().sum(dim=1).exp()
+    inside_B = (statistics["target_in_safe"] | ~batch.response_BT).all(dim=1)
+    torch.testing.assert_close(log_ratio_B.exp(), ratio_B * inside_B, rtol=1e-4, atol=0.0)
+    advantage_B = torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3])  # less the mean of the three others
+    coefficient_BT = (ratio_B * inside_B * advantage_B / 4)[:, None] * batch.response_BT
+    expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT, rho and float(rho), 1.0)
+    scale = expected_D.abs().max().item()
+    torch.testing.assert_close(gradient_EKD[1, 0].double(), expected_D, rtol=1e-3, atol=1e-4 * scale)
+
+
 def make_task(experiment, tokenizer, problems, **changes):
     return FixedProblems(experiment, tokenizer, problems, **({"where": "FILE", "seed": 0, "context": 512} | changes))
 
@@ -332,7 +355,7 @@ def by_hand(root, solver, dvp, tmp_path_factory):
 def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
     folder, said = by_hand
     table = pd.read_parquet(folder / "estimators.parquet").set_index("method")
-    record = read_json(folder / "bias.json", "engine", "seed", "git_commit", "reference")
+    record = read_json(folder / "bias.json", "engine", "seed", "git_commit", "reference", "paired")
     assert record["files"] == {name: sha256_file(folder / name) for name in record["files"]}
     assert record["engine"] == "fp32"
     assert 0 < record["reference"]["reward"] < 1
@@ -346,6 +369,16 @@ def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
         assert table.loc[method, "mean_weight"] == pytest.approx(1, abs=1e-4)
         for name in ("squared_bias", "variance"):
             assert table.loc[method, name] == pytest.approx(naive[name], abs=1e-3 * naive["variance"])
+    # An exact engine leaves nothing but rounding, where separate samples leave their noise.
+    assert table.loc["rloo", "weight_ess"] == pytest.approx(1, abs=1e-6)
+    assert table.loc["rloo", "weight_mean"] == pytest.approx(1, abs=1e-4)
+    assert record["paired"]["weight_ess"] == table.loc["rloo", "weight_ess"]
+    for method in ("rloo", "rloo_mis"):
+        assert abs(table.loc[method, "paired_squared_bias"]) < 1e-6 < table.loc[method, "squared_bias_se"]
+    assert table.loc["rloo", ["paired_squared_bias_pruned", "weight_ess_pruned"]].isna().all()
+    # On these samples DVP is unbiased for its own objective, not for that of the whole vocabulary.
+    assert abs(table.loc["dvp", "paired_squared_bias_pruned"]) < 1e-6
+    assert table.loc["dvp", "paired_squared_bias_se"] > 1e-6
     assert table.loc["dvp", "rho"] == "0.05"
     variance = pd.read_parquet(folder / "variance.parquet").set_index(["method", "position"])
     assert set(variance.index.get_level_values("position")) == {"all", "1-2", "3-8"}

@@ -6,16 +6,19 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
-from dvp.analysis.load import CHANGES, ESTIMATED, KEPT, Bias
+from dvp.analysis.load import CHANGES, ESTIMATED, KEPT, WEIGHTS, Bias
 from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label, unpruned
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
+from dvp.core.paired_bias import PAIRED, SMALLEST_ESS
 from dvp.experiment.config import Experiment
 
 NORMAL_95 = 1.959964
+FEWEST_SEEDS = 3  # for an interval over seeds
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
 
 
@@ -25,8 +28,11 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     NAME_change is against the same correction without safe vocabulary, where there is one. The value is the mean over
     seeds; its interval is normal, with the larger of the jackknife's mean variance and the variance between seeds
     (which contains it), over their number. What is not defined, as a cosine may be, is left out.
+
+    And PAIRED (dvp.core.paired_bias), left out where the sequence weights of any seed have an ESS below SMALLEST_ESS:
+    the mean over seeds, with a t interval over seeds from FEWEST_SEEDS on, else over batches.
     """
-    return list(_statistics(experiment, loaded))
+    return [*_statistics(experiment, loaded), *_paired_statistics(experiment, loaded)]
 
 
 def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
@@ -57,6 +63,28 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
             ]
             how = f"{spread}; paired with {partner}, the same seeds of the sampler"
             yield Statistic(f"{name}_change", where, *pooled(values, errors), _UNITS[name], how, sources)
+
+
+def _paired_statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
+    estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
+    for where in estimator_places(experiment):
+        rows = estimators.loc[tuple(where.values())].loc[experiment.seeds]
+        for name, ess in PAIRED.items():
+            if (rows[ess] >= SMALLEST_ESS).all():  # NaN, as of ∇J_mp without a safe vocabulary, is not
+                half, over = _paired_half_width(rows[name], rows[f"{name}_se"], rows["batches"])
+                value = float(rows[name].mean())
+                how = f"paired with the exact gradient by the same samples of the engine; t interval over {over}"
+                yield Statistic(name, where, value, value - half, value + half, "of |g|²", how, tuple(rows["source"]))
+
+
+def _paired_half_width(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[float, str]:
+    """Of the 95 % t interval of the mean over seeds, and over what it is."""
+    count = len(values)
+    if count >= FEWEST_SEEDS:
+        return float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / math.sqrt(count)), f"{count} seeds"
+    degrees = int((batches - 1).sum())
+    error = math.sqrt(float(np.square(errors).sum())) / count
+    return float(stats.t.ppf(0.975, degrees) * error), "batches, by the delete-one jackknife"
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
@@ -108,9 +136,10 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
     """A row for every estimator at every policy and engine, `measured` as of `statistics`."""
     known, rows = lookup(measured), {}
     estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho"]).sort_index()
-    shown = [*ESTIMATED, *(f"{name}_change" for name in CHANGES)]
+    shown = [*ESTIMATED, *(f"{name}_change" for name in CHANGES), *PAIRED]
+    weights = [f"{name}{end}" for end in ("", "_pruned") for name in WEIGHTS]
     for where in estimator_places(experiment):
-        own = estimators.loc[tuple(where.values())]
+        own = estimators.loc[[tuple(where.values())]]
         sources = tuple(own["source"])
         batches, empty = int(own["batches"].sum()), int(own["empty_batches"].sum())
         rows["/".join(where.values())] = (
@@ -123,6 +152,12 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
             }
             | {name: known(name, where) for name in shown}
             | {name: Cell(float(own[name].mean()), sources) for name in KEPT}
+            | {
+                # The worst seed's, as it decides; of the mean weight the mean.
+                name: Cell(float(own[name].agg(_OF_SEEDS[name.removesuffix("_pruned")])), sources)
+                for name in weights
+                if own[name].notna().all()
+            }
             | {
                 "batches": Cell(batches, sources),
                 "empty_batches": Cell(empty, sources),
@@ -142,13 +177,16 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
         *(Column(name, heading, interval(digits()), INTERVAL) for name, heading in _HEADINGS.items()),
         Column("squared_bias_change", "bias² change [95 %]", interval(digits("+")), INTERVAL),
         Column("variance_change", "variance change [95 %]", interval(digits("+")), INTERVAL),
+        *(Column(name, heading, interval(digits()), INTERVAL) for name, heading in _PAIRED_HEADINGS.items()),
+        *(Column(name, _WEIGHT_HEADINGS.get(name), number(".0f", 100)) for name in weights),
         *(Column(name, "kept (%)" if name == "kept_fraction" else None, number(".0f", 100)) for name in KEPT),
         Column("batches", None),
         Column("empty_batches", None),
         Column("empty", "empty batches", shown_only=True),
     ]
     title = f"{experiment.name}: bias and variance of the policy gradient's estimators"
-    below = notes("bias_table", experiment, settings=experiment.bias, count=len(experiment.seeds))
+    values = {"settings": experiment.bias, "count": len(experiment.seeds), "fewest_seeds": FEWEST_SEEDS}
+    below = notes("bias_table", experiment, smallest_ess=SMALLEST_ESS, **values)
     return Table(title, columns, rows, below)
 
 
@@ -156,6 +194,8 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
     """The table of a single measurement, with what one must know to read it."""
 
     def cell(row: dict, name: str) -> str:
+        if name in PAIRED and not row[PAIRED[name]] >= SMALLEST_ESS:
+            return EMPTY
         numbers = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
         return interval(digits())(Statistic(name, {}, *numbers, "", "", ()))
 
@@ -165,13 +205,15 @@ def format_estimators(table: pd.DataFrame, summary: dict, title: str) -> Formatt
             EMPTY if pd.isna(row["rho"]) else rho_text(row["rho"]),
             *(cell(row, name) for name in ("squared_bias", "cosine", "variance")),
             number(digits())(row["mse"]),
+            *(cell(row, name) for name in PAIRED),
             f"{100 * row['kept_fraction']:.0f}",
             str(row["empty_batches"]),
         ]
         for row in table.to_dict("records")
     ]
-    below = notes("one_measurement", summary=summary, estimators=len(table))
-    return Formatted(title, ["estimator", "ρ", *list(_HEADINGS.values())[:3], "mse", "kept (%)", "empty"], rows, below)
+    below = notes("one_measurement", summary=summary, estimators=len(table), smallest_ess=SMALLEST_ESS)
+    headings = [*list(_HEADINGS.values())[:3], "mse", *_PAIRED_HEADINGS.values(), "kept (%)", "empty"]
+    return Formatted(title, ["estimator", "ρ", *headings], rows, below)
 
 
 _HEADINGS = {
@@ -180,3 +222,9 @@ _HEADINGS = {
     "variance": "variance [95 %]",
     "mse": "mse [95 %]",
 }
+_PAIRED_HEADINGS = {
+    "paired_squared_bias": "paired bias² [95 %]",
+    "paired_squared_bias_pruned": "paired bias² to ∇J_mp [95 %]",
+}
+_WEIGHT_HEADINGS = {"weight_ess": "ESS of r (%)", "weight_ess_pruned": "ESS of r, pruned (%)"}
+_OF_SEEDS = {"weight_ess": "min", "weight_largest_share": "max", "weight_mean": "mean"}

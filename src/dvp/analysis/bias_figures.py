@@ -59,6 +59,9 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
             handle("what DVP changes", color=DARK, marker=r"$\rightarrow$", markersize=11),
             handle("95 % interval of the\nbias holds 0", color=DARK, marker="o", mfc="white"),
         ]
+        if any(known("paired_squared_bias", where) for where in places):
+            looks = {"marker": "_", "markersize": 11, "markeredgewidth": 1.4}
+            handles.append(handle("the same bias, paired\n(thick: 95 %)", color=DARK, **looks))
         figure.legend(handles=handles, loc="outside right upper")
     return figure
 
@@ -76,6 +79,10 @@ def _estimator(
     axes.plot([x, x], [bias.low, bias.high], **faint)
     # A logarithmic axis has no place for what is not above 0.
     axes.plot([max(variance.low, x / 10), variance.high], [y, y], **faint)
+    paired = known("paired_squared_bias", where)
+    if paired:
+        axes.plot([x, x], [paired.low, paired.high], color=color, linewidth=2.2, zorder=4)
+        axes.plot(x, paired.value, "_", color=color, markersize=11, markeredgewidth=1.4, zorder=4)
     axes.plot(x, y, shape, color=color, markersize=5, mfc=color if bias.low > 0 else "white", zorder=3)
 
 

@@ -36,6 +36,8 @@ MEASURED = (
 ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
 KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
 CHANGES = ("squared_bias", "variance")
+# Of the sequence weights behind a paired bias.
+WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
 
 
 def _columns(kind: type, names: str, *checks: pa.Check, nullable: bool = False) -> dict[str, pa.Column]:
@@ -64,6 +66,9 @@ _ESTIMATORS = _schema(
     _columns(str, "method rho label"),
     _columns(float, "squared_bias squared_bias_se variance variance_se mse mse_se", _finite),
     _columns(float, "cosine cosine_se", nullable=True),  # may be undefined
+    _columns(float, "paired_squared_bias paired_squared_bias_se weight_ess weight_largest_share weight_mean", _finite),
+    _columns(float, "paired_squared_bias_pruned paired_squared_bias_pruned_se", nullable=True),  # of a safe vocabulary
+    _columns(float, "weight_ess_pruned weight_largest_share_pruned weight_mean_pruned", nullable=True),
     _columns(int, "batches empty_batches"),
     _columns(float, " ".join(KEPT), nullable=True),
 )

@@ -2,14 +2,14 @@
 
 With y ~ q (the engine's policy, whole vocabulary) and r = p(y)/q(y), h = (1/B) Σ_i r_i A_i ∇log p(y_i) with RLOO's
 leave-one-out advantage is an unbiased estimate of the exact gradient ∇J: the baseline of response i comes from other
-responses, which are independent of it, and E_q[r ∇log p] = 0. So E[x − h] is the bias of an estimate x, whatever x's own
-weights and baseline are, and most of the noise of x and h is the same. The U-statistic over batches of x − h is an
+responses, which are independent of it, and E_q[r ∇log p] = 0. So E[x − h] is the bias of an estimate x, whatever x's
+own weights and baseline are, and most of the noise of x and h is the same. The U-statistic over batches of x − h is an
 unbiased estimate of its square.
 
 h stays RLOO's for every x. A baseline that includes the response itself (GRPO, Dr. GRPO, OPO, OTB) would bias it.
 
-With samples of the pruned engine q^mp, r = p^mp/q^mp and h over the safe vocabulary estimates ∇J_mp instead, exactly where
-q^mp reaches all that p^mp does. The mean of r, which is 1 then, tells how much it misses.
+With samples of the pruned engine q^mp, r = p^mp/q^mp and h over the safe vocabulary estimates ∇J_mp instead, exactly
+where q^mp reaches all that p^mp does. The mean of r, which is 1 then, tells how much it misses.
 
 Shape suffixes: B responses, T tokens, n batches of the estimator, m of the reference.
 """
@@ -21,6 +21,8 @@ from dvp.core.batch import Rollout
 from dvp.core.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
 from dvp.core.importance import LOG_RATIO_CLAMP
 
+PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
+"""The squared biases against ∇J and against ∇J_mp, and what the ESS of the weights behind each is called."""
 SMALLEST_ESS = 0.5
 """Of the sequence weights, over the number of responses. Below it the variance of r is above 1 and a few responses
 carry h: the exact reference is to be used instead. From it on no weight has more than √(2/N) of the sum of N."""

@@ -5,9 +5,9 @@ RLOO without any correction is then unbiased. The estimators get batches of the 
 weights, advantages and safe vocabularies as training has them; their i-th batches have the same seeds whatever the safe
 vocabulary, so that differences between estimators are paired.
 
-The squared bias is also measured from the engine's samples alone, paired with the same samples' own estimate of the exact
-gradient (dvp.core.paired_bias). For an estimator with a safe vocabulary those are the samples without one that have the
-same seeds.
+The squared bias is also measured from the engine's samples alone, paired with the same samples' own estimate of the
+exact gradient (dvp.core.paired_bias). For an estimator with a safe vocabulary those are the samples without one that
+have the same seeds.
 
 Where the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy
 is held against what it stands for, the true squared norms of single tokens' gradients.
@@ -36,6 +36,7 @@ from dvp.core.estimator_bias import (
     squared_norm,
 )
 from dvp.core.paired_bias import (
+    PAIRED,
     SMALLEST_ESS,
     exact_coefficients,
     paired_squared_bias,
@@ -57,8 +58,6 @@ from dvp.training.backend import Policy
 from dvp.training.base import check_vocabulary
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
-PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
-"""Squared biases from the engine's samples alone, and the column with the ESS of their weights."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class BiasTables:
     cosine in none); batches; empty_batches (nothing was kept: a gradient of 0); kept_fraction of the responses;
     mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward.
 
-    PAIRED, in units of |g|²: paired_squared_bias against ∇J, and paired_squared_bias_pruned against ∇J_mp (NaN without a
-    safe vocabulary); weight_ess, weight_largest_share and weight_mean of the sequence weights behind the first, and
+    PAIRED, in units of |g|²: paired_squared_bias against ∇J, and paired_squared_bias_pruned against ∇J_mp (NaN without
+    a safe vocabulary); weight_ess, weight_largest_share and weight_mean of the sequence weights behind the first, and
     the same names with _pruned of those behind the second. Not to be used where the weights' ESS is below
     SMALLEST_ESS."""
     jackknife: pd.DataFrame
@@ -211,7 +210,9 @@ def _compare(
         notes: dict[Estimator, list[dict]] = {estimator: [] for estimator in members}
         log_ratios = []
         for index, rollout in enumerate(rollouts[rule]):
-            kept, log_ratio_B = _fill(gradient_EnKD[:, index], members, rollout, safe, gradients, bins, fixed.group_size)
+            kept, log_ratio_B = _fill(
+                gradient_EnKD[:, index], members, rollout, safe, gradients, bins, fixed.group_size
+            )
             for estimator, note in zip(members, kept, strict=True):
                 notes[estimator].append(note)
             log_ratios.append(log_ratio_B)

@@ -189,6 +189,7 @@ class _Head(torch.autograd.Function):
             target_in_safe_N,
             log_prob_N,
             pruned_log_prob_N,
+            safe_size_N,
         )
         ctx.options = safe, scale, product_dtype, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
@@ -219,10 +220,13 @@ class _Head(torch.autograd.Function):
             target_in_safe_N,
             log_prob_N,
             pruned_log_prob_N,
+            safe_size_N,
         ) = ctx.saved_tensors
         safe, scale, product_dtype, logits_dtype, chunk_size = ctx.options
-        # Then the gradient is exactly 0 at every token that is pruned.
+        # Then the gradient is exactly 0 at every token that is pruned. Where none is, the products are those without a
+        # safe vocabulary, to the last bit.
         of_safe_alone = safe is not None and grad_log_prob is None and grad_entropy is None
+        of_safe_alone = of_safe_alone and bool((safe_size_N < len(weight_VH)).any())
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
             torch.zeros_like(maximum_N) if gradient is None else gradient
             for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)

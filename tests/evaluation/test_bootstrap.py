@@ -7,7 +7,7 @@ from scipy import stats
 
 from dvp.evaluation import bootstrap
 
-PROBLEMS, SAMPLES, EXPERIMENTS = 120, 8, 2000  # problems and samples of the tiny tasks
+PROBLEMS, SAMPLES, EXPERIMENTS = 120, 8, 2000  # of tiny's size, with fewer problems than its 200
 # Standard deviations of the probit of a sample's probability to be right: over seeds; over problems, the same for all
 # seeds and both methods; over problems, of one method; over a method's problems, from seed to seed.
 REGIMES = {

@@ -10,12 +10,12 @@ STAGE_VERSIONS = {
     "evaluate": 2,
     "mismatch": 1,
     "bias": 4,
-    "report_training": 2,
-    "report_curve": 1,
-    "report_mismatch": 2,
-    "report_bias": 4,
-    "report_variance": 1,
-    "report_sweep": 2,
+    "report_training": 3,
+    "report_curve": 2,
+    "report_mismatch": 3,
+    "report_bias": 5,
+    "report_variance": 2,
+    "report_sweep": 3,
     "evidence": 2,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.

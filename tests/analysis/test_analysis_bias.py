@@ -7,7 +7,7 @@ import pytest
 from made_up_bias import bias_experiment, truth, write_cell
 from made_up_results import CLAIMS
 
-from dvp.analysis.bias import format_estimators
+from dvp.analysis.bias import format_estimators, pooled
 from dvp.analysis.formats import to_markdown, to_tex
 from dvp.analysis.load import load_bias
 from dvp.analysis.report import make, record, write
@@ -71,19 +71,36 @@ def test_intervals_hold_what_the_gradients_were_made_with(experiment, measured):
 
 
 def test_pooling_by_hand(experiment, folder, measured):
-    """Mean over seeds; the larger of the mean squared standard error and the variance between seeds, over three."""
+    """Mean over seeds, and t with two degrees of freedom on the spread of their values."""
     measurements = [
         pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / "estimators.parquet")
         for seed in range(3)
     ]
     rows = [table[(table["method"] == "dvp_mis") & (table["rho"] == "0.01")].iloc[0] for table in measurements]
     for name in ("squared_bias", "cosine", "variance", "mse"):
-        values, errors = [row[name] for row in rows], [row[f"{name}_se"] for row in rows]
+        values = [row[name] for row in rows]
         between = sum((value - sum(values) / 3) ** 2 for value in values) / 2
-        half = 1.959964 * math.sqrt(max(between, sum(error**2 for error in errors) / 3) / 3)
+        half = 4.302653 * math.sqrt(between / 3)
         one = found(measured, name, policy="base", engine="coarse", method="dvp_mis", rho="0.01")
         assert one.value == pytest.approx(sum(values) / 3)
         assert (one.low, one.high) == pytest.approx((one.value - half, one.value + half))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_fewer_than_three_seeds_the_interval_is_that_of_their_own_noise(count):
+    half = 1.959964 * 0.1 / math.sqrt(count)
+    mean = (count - 1) / 2
+    assert pooled(range(count), [0.1] * count) == pytest.approx((mean, mean - half, mean + half))
+    assert np.isnan(pooled(range(count), [math.nan] * count)[1:]).all()
+
+
+@pytest.mark.parametrize("between", [0.0, 1.0, 3.0])
+def test_pooled_covers_as_often_as_it_says_however_much_seeds_differ(between):
+    """Standard deviations of three seeds, and of the noise of each, which is 1."""
+    rng = np.random.default_rng(0)
+    values = between * rng.standard_normal((4000, 3)) + rng.standard_normal((4000, 3))
+    covered = [low <= 0 <= high for _, low, high in (pooled(row, [1.0] * 3) for row in values)]
+    assert 0.93 <= np.mean(covered) <= 0.97
 
 
 def test_changes_are_paired_with_the_same_correction_without_safe_vocabulary(experiment, measured):

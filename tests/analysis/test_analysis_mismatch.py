@@ -18,6 +18,7 @@ from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.report import make
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
 from dvp.errors import DvpError
+from dvp.evaluation import bootstrap
 from dvp.files import read_json, sha256_file, write_json
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.mismatch_files import TABLES
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 ARM = {"method": "rloo", "engine": "fp32", "rho": None}
+SINGLE = bootstrap.draws(1, 1, 4, 0, shared=False)  # one problem of one seed
 FIGURES = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
 
 
@@ -116,16 +118,19 @@ def test_no_statistic_is_there_twice_and_each_says_how(measured):
     assert {one.where["policy"] for one in measured.statistics} == {"base", "method~rloo/engine~fp32/rho~none"}
     for one in measured.statistics:
         assert one.unit
-        assert "seeds, 200 resamples" in one.how or "no bootstrap interval" in one.how
+        assert "jackknife over seeds" in one.how or "a maximum has no interval" in one.how
 
 
-def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_problems(results, measured):
+def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_seeds(results, measured):
     folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    noise = pd.concat(pd.read_parquet(folder / "noise.parquet") for folder in folders).query("source == 'engine'")
+    noise = [pd.read_parquet(folder / "noise.parquet").query("source == 'engine'") for folder in folders]
+    kl_S, tokens_S = (np.array([table[name].sum() for table in noise]) for name in ("kl", "tokens"))
     one = find(measured, "kl", engine="coarse")
-    assert one.value == pytest.approx(noise["kl"].sum() / noise["tokens"].sum())
-    each = noise["kl"] / noise["tokens"]
-    assert each.min() < one.low < one.value < one.high < each.max()
+    assert one.value == pytest.approx(kl_S.sum() / tokens_S.sum())
+    # The jackknife over the three seeds, t with two degrees of freedom, of the logarithm.
+    without_S = (kl_S.sum() - kl_S) / (tokens_S.sum() - tokens_S)
+    reach = 4.302653 * math.sqrt(2 / 3 * ((without_S - without_S.mean()) ** 2).sum()) / one.value
+    assert (one.low, one.high) == pytest.approx((one.value * math.exp(-reach), one.value * math.exp(reach)))
 
 
 def test_the_size_of_the_noise_is_found_again(measured):
@@ -201,7 +206,7 @@ def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
 def test_a_single_problem_has_no_interval(experiment, results):
     (measurements, *_) = mismatch.groups(experiment, load_mismatch(experiment, results))
     tables = {name: table[table["unit"] == 0] for name, table in measurements.tables.items()}
-    one = Group(measurements.policy, measurements.engine, tables, np.ones((5, 1)), measurements.sources)
+    one = Group(measurements.policy, measurements.engine, tables, SINGLE, measurements.sources)
     for found in mismatch.statistics(experiment, one):
         assert math.isnan(found.low)
         assert math.isnan(found.high)
@@ -216,7 +221,7 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
     high = np.array([min(edge for edge in D_EDGES if edge >= one) for one in d])
     columns = {"unit": 0, "d_low": low, "d_high": high, "infer": 1.0, "infer_squared": 1.0, "infer_d": d}
     rows = pd.DataFrame(columns)
-    density = Density(Group("base", "x", {}, np.ones((2, 1)), ()), rows, "infer")
+    density = Density(Group("base", "x", {}, SINGLE, ()), rows, "infer")
     assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
     grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
     assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)

@@ -17,7 +17,6 @@ from dvp.analysis.points import reference_point
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
-from dvp.evaluation import bootstrap
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +145,7 @@ def test_the_curve_is_what_the_files_say(written, asked):
         for s in make(asked, written.folder, "training", CLAIMS).statistics
         if s.name == "score" and s.where == {"method": "rloo", "engine": "coarse", "rho": "none", "group_size": "4"}
     )
-    assert bootstrap.estimate(group.score_R["final"]) == pytest.approx((score.value, score.low, score.high))
+    assert group.draws.estimate(group.score_R["final"], "share") == pytest.approx((score.value, score.low, score.high))
 
 
 def test_statistics_by_hand(written, asked):

@@ -124,11 +124,13 @@ def test_notes(experiment, table):
         experiment.report.declarations[0],
         "not over the 2 training seeds",
         "peak",
+        "at the measured standard errors, which are over problems alone): a true change of ",
+        " points that DVP adds. What is smaller",
     ):
         assert part in notes
 
 
-def test_seeds_are_resampled_from_three_on(tmp_path):
+def test_intervals_are_over_seeds_from_three_on(tmp_path):
     experiment = make_experiment(
         training__steps=3,
         seeds=[0, 1, 2],
@@ -136,7 +138,7 @@ def test_seeds_are_resampled_from_three_on(tmp_path):
         grid=[{"method": ["rloo"], "engine": ["coarse"]}],
     )
     table = main_table(experiment, Results(experiment, tmp_path).folder)
-    assert "over problems and the 3 training seeds" in " ".join(table.notes)
+    assert "over problems and the 3 training seeds, which share one base model" in " ".join(table.notes)
 
 
 def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):

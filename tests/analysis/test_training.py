@@ -81,4 +81,8 @@ def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     assert [one.where["rho"] for one in pruned] == [point.rho for point in experiment.points if point.rho is not None]
     [base] = [one for one in found if one.where["method"] == "base"]
     assert base.name == "score"
-    assert len(found) == 1 + len(experiment.points) * (len(names) + 1) - 1 + len(pruned)
+    # Each comparison has the smallest effect that it could have shown.
+    seen = [one.where for one in found if one.name == "smallest_change_percent"]
+    assert seen == [one.where for one in changes]
+    assert [one.where for one in found if one.name == "smallest_effect"] == [one.where for one in pruned]
+    assert len(found) == 1 + len(experiment.points) * len(names) + 2 * len(changes) + 2 * len(pruned)

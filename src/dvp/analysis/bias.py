@@ -14,23 +14,23 @@ from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label, unpruned
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
+from dvp.analysis.training import over_seeds
 from dvp.core.paired_bias import PAIRED, SMALLEST_ESS
+from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 
 NORMAL_95 = 1.959964
-FEWEST_SEEDS = 3  # for an interval over seeds
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
 
 
 def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     """Of every estimator at every policy and engine, pooled over seeds: ESTIMATED, and its CHANGES by pruning.
 
-    NAME_change is against the same correction without safe vocabulary, where there is one. The value is the mean over
-    seeds; its interval is normal, with the larger of the jackknife's mean variance and the variance between seeds
-    (which contains it), over their number. What is not defined, as a cosine may be, is left out.
+    NAME_change is against the same correction without safe vocabulary, where there is one. Value and interval as of
+    `pooled`. What is not defined, as a cosine may be, is left out.
 
     And PAIRED (dvp.core.paired_bias), left out where the sequence weights of any seed have an ESS below SMALLEST_ESS:
-    the mean over seeds, with a t interval over seeds from FEWEST_SEEDS on, else over batches.
+    the mean over seeds, with a t interval over seeds from three on, else over batches.
     """
     return [*_statistics(experiment, loaded), *_paired_statistics(experiment, loaded)]
 
@@ -38,10 +38,7 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
 def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
     count = len(experiment.seeds)
     over = "one seed" if count == 1 else f"the mean over {count} seeds (each with problems of its own)"
-    spread = (
-        f"{over}; normal interval from the larger of the delete-one jackknife's variance (batches of the estimator and "
-        "of the reference) and the variance between seeds"
-    )
+    spread = f"{over}; {spread_text(count)}"
     estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
     jackknife = loaded.jackknife.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
     for where in estimator_places(experiment):
@@ -71,20 +68,19 @@ def _paired_statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statist
         rows = estimators.loc[tuple(where.values())].loc[experiment.seeds]
         for name, ess in PAIRED.items():
             if (rows[ess] >= SMALLEST_ESS).all():  # NaN, as of ∇J_mp without a safe vocabulary, is not
-                half, over = _paired_half_width(rows[name], rows[f"{name}_se"], rows["batches"])
-                value = float(rows[name].mean())
+                numbers, over = _paired(rows[name], rows[f"{name}_se"], rows["batches"])
                 how = f"paired with the exact gradient by the same samples of the engine; t interval over {over}"
-                yield Statistic(name, where, value, value - half, value + half, "of |g|²", how, tuple(rows["source"]))
+                yield Statistic(name, where, *numbers, "of |g|²", how, tuple(rows["source"]))
 
 
-def _paired_half_width(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[float, str]:
-    """Of the 95 % t interval of the mean over seeds, and over what it is."""
+def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[tuple[float, float, float], str]:
+    """The mean over seeds with its 95 % t interval, and over what that is."""
     count = len(values)
-    if count >= FEWEST_SEEDS:
-        return float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / math.sqrt(count)), f"{count} seeds"
-    degrees = int((batches - 1).sum())
-    error = math.sqrt(float(np.square(errors).sum())) / count
-    return float(stats.t.ppf(0.975, degrees) * error), "batches, by the delete-one jackknife"
+    if bootstrap.covers_seeds(values):
+        return over_seeds(list(values), logarithmic=False), f"{count} seeds"
+    value, error = float(values.mean()), math.sqrt(float(np.square(errors).sum())) / count
+    half = float(stats.t.ppf(0.975, int((batches - 1).sum()))) * error
+    return (value, value - half, value + half), "batches, by the delete-one jackknife"
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
@@ -114,14 +110,28 @@ def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
 
 
 def pooled(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and normal interval, from the larger of the mean squared error and the variance between seeds."""
+    """Mean over seeds with a t interval; with fewer than three seeds with a normal one, from the mean squared error.
+
+    The variance between seeds contains that within them. Where it is not larger, that is no sign that seeds do not
+    differ: the larger of the two with a normal quantile covers 81 to 91 % where they do.
+    """
     # Not as pandas would: what one seed leaves undefined is undefined.
     values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
-    within, count = float(np.mean(np.square(errors))), len(values)
-    between = float(np.var(values, ddof=1)) if count > 1 else 0.0
+    if bootstrap.covers_seeds(values):
+        return over_seeds(values, logarithmic=False)
     value = float(np.mean(values))
-    half = NORMAL_95 * math.sqrt(max(within, between) / count) if math.isfinite(within) else math.nan
+    half = NORMAL_95 * math.sqrt(np.mean(np.square(errors)) / len(values))
     return value, value - half, value + half
+
+
+def spread_text(count: int) -> str:
+    """How `pooled` makes an interval, in words."""
+    if bootstrap.covers_seeds(range(count)):
+        return f"t interval over {count} seeds"
+    return (
+        "normal interval from the delete-one jackknife's variance (batches of the estimator and of the reference), not "
+        "over seeds"
+    )
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -185,7 +195,11 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
         Column("empty", "empty batches", shown_only=True),
     ]
     title = f"{experiment.name}: bias and variance of the policy gradient's estimators"
-    values = {"settings": experiment.bias, "count": len(experiment.seeds), "fewest_seeds": FEWEST_SEEDS}
+    values = {
+        "settings": experiment.bias,
+        "count": len(experiment.seeds),
+        "over_seeds": bootstrap.covers_seeds(experiment.seeds),
+    }
     below = notes("bias_table", experiment, smallest_ess=SMALLEST_ESS, **values)
     return Table(title, columns, rows, below)
 

@@ -35,8 +35,9 @@ class Group:
     """Sampled until then, in training."""
     score_SN: np.ndarray
     """Means over problems."""
+    draws: bootstrap.Draws
     curve_RN: np.ndarray
-    """Means over seeds and problems, the first row of what was measured, the others replicates of the bootstrap."""
+    """Means over seeds and problems, a row for each replicate of `draws`."""
     score_R: dict[str, np.ndarray]
     """The same of the final, peak and mean score; no peak where a problem has one sample only."""
     peak_steps: list[int]
@@ -67,8 +68,8 @@ def _group(experiment: Experiment, loaded: Curve, task: str, point: GridPoint, u
     shape = *tokens.shape, -1
     all_SNP, odd_SNP, even_SNP = (by_evaluation[part].to_numpy().reshape(shape) for part in ("all", "odd", "even"))
     S, N, P = all_SNP.shape
-    count_RU = bootstrap.draws(S, P, settings.bootstrap_resamples, settings.seed, shared=True)
-    count_RSP = count_RU.reshape(-1, S, P)
+    draws = bootstrap.draws(S, P, settings.bootstrap_resamples, settings.seed, shared=True)
+    count_RU, count_RSP = draws.count_RU, draws.count_RU.reshape(-1, S, P)
     curve_RN = count_RU @ all_SNP.transpose(0, 2, 1).reshape(S * P, N) / (S * P)
     weight_SN = np.array([mean_weights(tokens_N, until) for tokens_N in tokens.to_numpy()])
     mean_SP = np.einsum("sn,snp->sp", weight_SN, all_SNP)
@@ -85,6 +86,7 @@ def _group(experiment: Experiment, loaded: Curve, task: str, point: GridPoint, u
         [int(step) for step in tokens.columns],
         tokens.to_numpy(),
         all_SNP.mean(axis=2),
+        draws,
         curve_RN,
         score_R,
         peak_steps,
@@ -130,7 +132,7 @@ def _equal_settings(experiment: Experiment, groups: dict[GridPoint, Group], grou
 
 
 def _scores(experiment: Experiment, group: Group, rivals: dict[str, Group | None]) -> Iterator[Statistic]:
-    how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds)}"
+    how = f"over {bootstrap.over(experiment.seeds)}"
     says = {
         "final": "",
         "peak": "the best evaluation of each run, chosen by its odd samples and read from the even ones; ",
@@ -141,12 +143,12 @@ def _scores(experiment: Experiment, group: Group, rivals: dict[str, Group | None
         if key not in group.score_R:
             continue
         if key != "final":  # part `training` has it
-            value = bootstrap.estimate(group.score_R[key])
+            value = group.draws.estimate(group.score_R[key], "share")
             yield Statistic(name, where, *value, "fraction", says[key] + how, group.sources)
         for suffix, other in rivals.items():
             if other is not None and other is not group:
                 compared = f"{says[key]}minus that of {other.point.path}; {how}, paired"
-                value = bootstrap.estimate(group.score_R[key] - other.score_R[key])
+                value = group.draws.estimate(group.score_R[key] - other.score_R[key])
                 sources = tuple(dict.fromkeys([*group.sources, *other.sources]))
                 yield Statistic(f"{name}_{suffix}", where, *value, "fraction", compared, sources)
 
@@ -255,7 +257,6 @@ def _curve_table(experiment: Experiment, groups: list[Group], measured: list[Sta
         reference=reference_point(experiment),
         until=groups[0].until,
         halves=any(group.peak_steps for group in groups),
-        resamples=experiment.evaluation.bootstrap_resamples,
         over=bootstrap.over(experiment.seeds),
         seeds=seeds_text(experiment),
     )
@@ -289,7 +290,7 @@ def _score_curve(experiment: Experiment, groups: list[Group]) -> Table:
 def _statistic(name: str, where: dict[str, str], group: Group, of: str | int) -> Statistic:
     """Of a final score, or of an evaluation."""
     value_R = group.score_R[of] if isinstance(of, str) else group.curve_RN[:, of]
-    return Statistic(name, where, *bootstrap.estimate(value_R), "fraction", "", group.sources)
+    return Statistic(name, where, *group.draws.estimate(value_R, "share"), "fraction", "", group.sources)
 
 
 def tokens_text(tokens: float) -> str:

@@ -1,6 +1,7 @@
 """The figure of scores along training: by step and by sampled tokens."""
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -53,9 +54,8 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
 
 def _draw(axes: Axes, group: Group, look: Style, by_tokens: bool) -> None:
     x = group.tokens_SN.mean(axis=0) if by_tokens else group.steps
-    value, low, high = zip(
-        *(bootstrap.estimate(100 * group.curve_RN[:, n]) for n in range(len(group.steps))), strict=True
-    )
+    estimates = [group.draws.estimate(value_R, "share") for value_R in group.curve_RN.T]
+    value, low, high = 100 * np.array(estimates).T
     axes.fill_between(x, low, high, color=look.color, alpha=0.15, linewidth=0)
     for tokens_N, score_N in zip(group.tokens_SN, group.score_SN, strict=True):
         axes.plot(tokens_N if by_tokens else x, 100 * score_N, color=look.color, linewidth=0.6, alpha=0.5)

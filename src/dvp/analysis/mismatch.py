@@ -1,6 +1,6 @@
 """The stage `mismatch`: every number with its interval, and the tables of engines and of safe vocabularies.
 
-Everything here is a ratio of sums over problems. Shape suffixes: R bootstrap replicates, the value first; U units, a
+Everything here is a ratio of sums over problems. Shape suffixes: R replicates, the value first; U units, a
 problem of a seed; K columns; D bins of d; G points.
 """
 
@@ -29,6 +29,13 @@ TAIL = (1e-4, 1e-2)
 """p of the tokens whose d is looked at as the tail's: rarer ones are hardly ever sampled."""
 HEAD = (0.9, 1.0)
 WEIGHTINGS = ("infer", "train")
+# How an interval is made, by how the unit begins; a sum of probabilities may exceed 1.
+SCALES: dict[str, bootstrap.Scale] = {
+    "fraction": "share",
+    "probability": "ratio",
+    "ratio": "ratio",
+    "nats per token": "ratio",
+}
 # Of the safe sets, means over positions: column, unit, what it is.
 MEANS = {
     "safe_size": ("safe_size_train", "tokens", "|V_S|"),
@@ -78,8 +85,7 @@ class Group:
     policy: str
     engine: str
     tables: dict[str, pd.DataFrame]
-    draws_RU: np.ndarray
-    """How often a replicate counts each problem of each seed; the first counts each once: the value itself."""
+    draws: bootstrap.Draws
     sources: tuple[str, ...]
 
     @property
@@ -88,8 +94,8 @@ class Group:
 
     def sums(self, rows: pd.DataFrame, columns: list[str]) -> np.ndarray:
         """Sums of the columns over the rows, (R, K)."""
-        per_unit = rows.groupby("unit")[columns].sum().reindex(range(self.draws_RU.shape[1]), fill_value=0.0)
-        return self.draws_RU @ per_unit.to_numpy(dtype=float)
+        per_unit = rows.groupby("unit")[columns].sum().reindex(range(self.draws.count_RU.shape[1]), fill_value=0.0)
+        return self.draws.count_RU @ per_unit.to_numpy(dtype=float)
 
     def ratio(self, rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
         """Σ above / Σ below, (R,); NaN where there is nothing."""
@@ -100,14 +106,14 @@ class Group:
     def binned(self, rows: pd.DataFrame, key: str, column: str) -> tuple[np.ndarray, np.ndarray]:
         """(values of `key`, sums of `column` (R, K)), a column for each value, in increasing order."""
         wide = rows.pivot_table(index="unit", columns=key, values=column, aggfunc="sum", fill_value=0.0)
-        per_unit = wide.reindex(range(self.draws_RU.shape[1]), fill_value=0.0)
-        return per_unit.columns.to_numpy(dtype=float), self.draws_RU @ per_unit.to_numpy(dtype=float)
+        per_unit = wide.reindex(range(self.draws.count_RU.shape[1]), fill_value=0.0)
+        return per_unit.columns.to_numpy(dtype=float), self.draws.count_RU @ per_unit.to_numpy(dtype=float)
 
 
 def groups(experiment: Experiment, loaded: Mismatch) -> list[Group]:
     """The measurements of each policy and engine; all have the same draws, so that their differences are paired."""
     settings, resampling = experiment.mismatch, experiment.evaluation
-    draws_RU = bootstrap.draws(
+    draws = bootstrap.draws(
         len(experiment.seeds), settings.problems, resampling.bootstrap_resamples, resampling.seed, shared=False
     )
     result = []
@@ -119,28 +125,37 @@ def groups(experiment: Experiment, loaded: Mismatch) -> list[Group]:
             for key, table in loaded.tables.items()
         }
         sources = tuple(f"mismatch/{measurement.path}/mismatch.json" for measurement in measurements)
-        result.append(Group(name, engine, tables, draws_RU, sources))
+        result.append(Group(name, engine, tables, draws, sources))
     return result
+
+
+def over_what(experiment: Experiment) -> str:
+    """What the intervals are over, and how they are made, in words: each seed has problems of its own."""
+    if bootstrap.covers_seeds(experiment.seeds):
+        return f"{len(experiment.seeds)} seeds, each with problems of its own: jackknife over seeds, quantiles of t"
+    return "problems, not over seeds: bootstrap"
 
 
 def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
     """Every number of one policy and engine; those that are not defined are left out."""
-    resampled = "problems" + (" and seeds" if bootstrap.resamples_seeds(experiment.seeds) else ", not over seeds")
-    over = f"95 % bootstrap over {resampled}, {experiment.evaluation.bootstrap_resamples} resamples"
-    single = group.draws_RU.shape[1] == 1
+    over = f"95 % over {over_what(experiment)}"
+    single = group.draws.seeds * group.draws.problems == 1
     if single:
-        over = "a single problem has no bootstrap interval"
+        over = "a single problem has no interval"
 
     def statistic(
         name: str, value_R: np.ndarray, unit: str, how: str, resolution: float = 0.0, **where: str
     ) -> Iterator[Statistic]:
         if np.isfinite(value_R[0]):
-            value, low, high = bootstrap.estimate(value_R[:1] if single else value_R)
+            scale = next((scale for start, scale in SCALES.items() if unit.startswith(start)), "plain")
+            if scale == "share" and not 0 < value_R[0] < 1:
+                scale = "plain"  # none of so many tokens, or all: not as many trials as there are problems
+            value, low, high = group.draws.estimate(value_R[:1] if single else value_R, scale)
             low, high = low - resolution / 2, high + resolution / 2
             yield Statistic(name, group.where | where, value, low, high, unit, f"{how}; {over}", group.sources)
 
     def largest(name: str, value: float, unit: str, how: str) -> Iterator[Statistic]:
-        without = f"{how}; a maximum has no bootstrap interval"
+        without = f"{how}; a maximum has no interval"
         yield Statistic(name, group.where, float(value), math.nan, math.nan, unit, without, group.sources)
 
     yield from _noise(group, statistic, largest)
@@ -346,7 +361,7 @@ def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]
         "experiment": experiment,
         "settings": experiment.mismatch,
         "seeds": experiment.seeds,
-        "resamples_seeds": bootstrap.resamples_seeds(experiment.seeds),
+        "over": over_what(experiment),
         "tail": TAIL,
     }
     wheres = [group.where for group in every]

@@ -17,7 +17,6 @@ from dvp.analysis.mismatch import Density, Group
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.core.vocabulary_mismatch import D_EDGES
-from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.measurement.mismatch_files import ENGINE
@@ -178,7 +177,7 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
         handle("self-noise: trainer in bf16", color=DARK, linestyle="--"),
         handle(f"self-noise: other batch shape (cut at {LOWEST:g})", color=DARK, linestyle=":"),
     ]
-    title = "Mean |d| = |log q − log p| against log(p / p_max), p = π_train; bands: 95 % bootstrap interval; the last "
+    title = "Mean |d| = |log q − log p| against log(p / p_max), p = π_train; bands: 95 % interval; the last "
     title += "point is the most likely token"
     return _finish(figure, title, handles, 4)
 
@@ -191,7 +190,7 @@ def _band(axes: Axes, group: Group, rows: pd.DataFrame, above: str, below: str, 
     # The highest bin is one value, 0; the others are a nat wide, and the lowest has no lower edge.
     x_K = np.where(keys == 0.0, 0.0, np.minimum(np.round(keys), 0.0) - 0.5)
     # A bin that a replicate can miss holds too little.
-    limits = np.array([bootstrap.estimate(mean_R)[1:] for mean_R in mean_RK.T])
+    limits = np.array([group.draws.estimate(mean_R, "ratio")[1:] for mean_R in mean_RK.T])
     drawn = np.isfinite(limits).all(axis=1) & (mean_RK[0] > LOWEST)
     axes.plot(x_K[drawn], mean_RK[0, drawn], color=color, linestyle=line, linewidth=1.6)
     axes.fill_between(x_K[drawn], limits[drawn, 0], limits[drawn, 1], color=color, alpha=0.2, linewidth=0)
@@ -216,7 +215,7 @@ def _safe_sets(
         empty = grid.ravel()[-1]
         empty.set_axis_off()
         empty.legend(handles=handles, loc="center")
-    title = "Safe vocabularies of trainer (V_S) and engine (V'_S) against ρ; bands: 95 % bootstrap interval"
+    title = "Safe vocabularies of trainer (V_S) and engine (V'_S) against ρ; bands: 95 % interval"
     return _finish(figure, title, [], 1)
 
 

@@ -1,7 +1,7 @@
 """What a curve of scores over sampled tokens comes to: its peak, its mean, and the tokens until it reaches a score.
 
 Shape suffixes: N evaluations of a run, the first of them of the base model, at 0 tokens; S seeds; P problems;
-R replicates of the bootstrap.
+R replicates, the first of which is the value.
 """
 
 import math

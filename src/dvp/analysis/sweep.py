@@ -30,9 +30,11 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     the smallest, or the largest: above 0, both, where the score is best in between. Which values are in the middle
     does not depend on the scores.
     """
-    score_R = replicates(experiment, loaded)
+    draws, score_R = replicates(experiment, loaded)
     return [
-        contrast for sweep in swept(experiment).items() for contrast in _contrasts(experiment, loaded, score_R, *sweep)
+        contrast
+        for sweep in swept(experiment).items()
+        for contrast in _contrasts(experiment, loaded, draws, score_R, *sweep)
     ]
 
 
@@ -46,6 +48,7 @@ def middle(rhos: list[str]) -> list[str]:
 def _contrasts(
     experiment: Experiment,
     loaded: Training,
+    draws: bootstrap.Draws,
     score_R: dict[str, np.ndarray],
     curve: GridPoint,
     rhos: list[str],
@@ -55,12 +58,11 @@ def _contrasts(
     for name, end in (("score_over_small_rho", ordered[0]), ("score_over_large_rho", ordered[-1])):
         contrast_R = np.mean([score_R[paths[rho]] for rho in inside], axis=0) - score_R[paths[end]]
         how = (
-            f"mean at ρ = {', '.join(inside)} minus the score at {end}; hierarchical bootstrap over "
-            f"{bootstrap.over(experiment.seeds)}, paired"
+            f"mean at ρ = {', '.join(inside)} minus the score at {end}; over {bootstrap.over(experiment.seeds)}, paired"
         )
         sources = tuple(file for rho in dict.fromkeys([*inside, end]) for file in score_files(loaded, paths[rho]))
         where = {key: value for key, value in where_of(experiment, curve).items() if key != "rho"}
-        yield Statistic(name, where, *bootstrap.estimate(contrast_R), "fraction", how, sources)
+        yield Statistic(name, where, *draws.estimate(contrast_R), "fraction", how, sources)
 
 
 def rho_sweep(experiment: Experiment, statistics: list[Statistic]) -> Figure:

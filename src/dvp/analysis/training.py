@@ -62,53 +62,66 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     """Of the base model its score; of every grid point its score, how it ends and how it grew.
 
     score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
-    vocabulary against the same without; final_k3, final_gradient_norm, final_reward (means over the last ten steps);
-    k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of runs). Growth is left out
-    where a run has not twice ten steps.
+    vocabulary against the same without; smallest_change_percent and smallest_effect, how large these two would have to
+    be for an interval that leaves out 0 in 80 % of such experiments; final_k3, final_gradient_norm, final_reward (means
+    over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
+    runs). Growth is left out where a run has not twice ten steps.
     """
-    score_R = replicates(experiment, loaded)
+    draws, score_R = replicates(experiment, loaded)
     points = experiment.points
     return [
-        *_scores(experiment, loaded, score_R, None),
-        *(statistic for point in points for statistic in _scores(experiment, loaded, score_R, point)),
+        *(statistic for point in (None, *points) for statistic in _scores(experiment, loaded, draws, score_R, point)),
         *(statistic for point in points for statistic in _training(experiment, loaded, point)),
     ]
 
 
-def replicates(experiment: Experiment, loaded: Training) -> dict[str, np.ndarray]:
-    """Of each point, and `base`, the mean score and its bootstrap replicates, (R,); entry r is of the same problems."""
-    settings = experiment.evaluation
-    result = {}
+def replicates(experiment: Experiment, loaded: Training) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
+    """Of each point, and `base`, the mean score and its replicates, (R,); entry r is of the same problems and seeds."""
+    settings, result = experiment.evaluation, {}
+    problems = loaded.samples["problem"].nunique()
+    draws = bootstrap.draws(len(experiment.seeds), problems, settings.bootstrap_resamples, settings.seed, shared=True)
     for point, own in loaded.samples.groupby("point", sort=False):
         correct_SP = own.pivot_table(index="seed", columns="problem", values="correct", aggfunc="mean").to_numpy()
-        draws_RU = bootstrap.draws(*correct_SP.shape, settings.bootstrap_resamples, settings.seed, shared=True)
-        result[point] = draws_RU @ correct_SP.ravel() / correct_SP.size
-    return result
+        # The base model is the same for all seeds.
+        correct_SP = np.broadcast_to(correct_SP, (draws.seeds, draws.problems))
+        result[point] = draws.count_RU @ correct_SP.ravel() / correct_SP.size
+    return draws, result
 
 
 def _scores(
-    experiment: Experiment, loaded: Training, score_R: dict[str, np.ndarray], point: GridPoint | None
+    experiment: Experiment,
+    loaded: Training,
+    draws: bootstrap.Draws,
+    score_R: dict[str, np.ndarray],
+    point: GridPoint | None,
 ) -> Iterator[Statistic]:
     name = point.path if point else BASE
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     reference = reference_point(experiment)
     without = unpruned_point(experiment, point) if point else None
-    how = f"hierarchical bootstrap over {bootstrap.over(experiment.seeds if point else [0])}"
+    how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
+    seen = f"power {bootstrap.POWER:.0%}, at the measured standard error"
 
-    def statistic(name_: str, value_R: np.ndarray, unit: str, how_: str, *points: str) -> Statistic:
+    def statistic(name_: str, numbers: tuple[float, float, float], unit: str, how_: str, *points: str) -> Statistic:
         files = tuple(file for other in dict.fromkeys(points) for file in score_files(loaded, other))
-        return Statistic(name_, where_of(experiment, point), *bootstrap.estimate(value_R), unit, how_, files)
+        return Statistic(name_, where_of(experiment, point), *numbers, unit, how_, files)
 
-    yield statistic("score", score_R[name], f"avg@{k}, fraction", how, name)
+    yield statistic("score", draws.estimate(score_R[name], "share"), f"avg@{k}, fraction", how, name)
     with np.errstate(divide="ignore", invalid="ignore"):
-        change_R = 100 * (score_R[name] / score_R[reference.path] - 1)
+        ratio_R = score_R[name] / score_R[reference.path]
     # Of a reference without a correct answer no change is defined.
-    change_R[~np.isfinite(change_R)] = math.nan
-    yield statistic("score_change_percent", change_R, "%", f"{how}, paired with the reference", name, reference.path)
+    ratio_R[~np.isfinite(ratio_R)] = math.nan
+    change, places = tuple(100 * (end - 1) for end in draws.estimate(ratio_R, "ratio")), (name, reference.path)
+    yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference", *places)
+    if point not in (None, reference):
+        effect = (100 * draws.smallest_effect(ratio_R), math.nan, math.nan)
+        yield statistic("smallest_change_percent", effect, "%", f"{seen}; {how}, paired with the reference", *places)
     if without is not None:
-        over_R = score_R[name] - score_R[without.path]
-        compared = f"score minus that of {without.method} on the same engine; {how}, paired"
-        yield statistic("score_over_unpruned", over_R, "fraction", compared, name, without.path)
+        over_R, places = score_R[name] - score_R[without.path], (name, without.path)
+        minus = f"score minus that of {without.method} on the same engine; {how}, paired"
+        yield statistic("score_over_unpruned", draws.estimate(over_R), "fraction", minus, *places)
+        effect = (draws.smallest_effect(over_R), math.nan, math.nan)
+        yield statistic("smallest_effect", effect, "fraction", f"{seen}; {minus}", *places)
 
 
 def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:
@@ -237,7 +250,7 @@ def main_table(experiment: Experiment, loaded: Training, measured: list[Statisti
         Column("per_seed", "per seed (%)", _per_seed, shown_only=True),
     ]
     title = f"{experiment.name}: scores on {experiment.report.task}"
-    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, published))
+    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured, published))
 
 
 def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
@@ -334,7 +347,16 @@ def _per_seed(cell: list[tuple[float, int | None]]) -> str:
     )
 
 
-def _main_notes(experiment: Experiment, loaded: Training, rows: dict[str, dict], published: Claim) -> list[str]:
+def _percents(measured: list[Statistic], name: str, scale: float) -> str | None:
+    """The smallest and the largest of a statistic's values, as text; None if it is defined nowhere."""
+    values = [scale * one.value for one in measured if one.name == name and math.isfinite(one.value)]
+    ends = sorted({f"{value:.1f}" for value in (min(values), max(values))}, key=float) if values else []
+    return " to ".join(ends) or None
+
+
+def _main_notes(
+    experiment: Experiment, loaded: Training, rows: dict[str, dict], measured: list[Statistic], published: Claim
+) -> list[str]:
     return notes(
         "main_table",
         experiment,
@@ -344,7 +366,9 @@ def _main_notes(experiment: Experiment, loaded: Training, rows: dict[str, dict],
         evaluation=experiment.evaluation,
         k=rows[BASE]["k"],
         seeds=seeds_text(experiment),
-        resamples_seeds=bootstrap.resamples_seeds(experiment.seeds),
+        covers_seeds=bootstrap.covers_seeds(experiment.seeds),
+        smallest_changes=_percents(measured, "smallest_change_percent", 1),
+        smallest_effects=_percents(measured, "smallest_effect", 100),
         reference=reference_point(experiment),
         pruned=any(row["over_unpruned"] for row in rows.values()),
         collapsed=any(step is not None for row in rows.values() for step in row["collapsed_at"].value),

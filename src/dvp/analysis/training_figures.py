@@ -136,7 +136,7 @@ def scores(experiment: Experiment, table: Table) -> Figure:
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(
             f"avg@{rows[BASE]['k']} on {experiment.report.task}, % "
-            f"(engine {experiment.evaluation.engine}); bars: 95 % bootstrap interval"
+            f"(engine {experiment.evaluation.engine}); bars: 95 % interval"
         )
         handles += [
             handle("mean over seeds, interval", color=DARK, marker="o", linewidth=2.2),

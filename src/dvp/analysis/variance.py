@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dvp.analysis.bias import digits, estimator_places, jackknife_error, pooled
+from dvp.analysis.bias import digits, estimator_places, jackknife_error, pooled, spread_text
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Variance
 from dvp.analysis.pages import notes
@@ -60,10 +60,7 @@ def rloo_of(experiment: Experiment, method: str) -> str | None:
 def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
     count, index = len(experiment.seeds), ["policy", "engine", "method", "rho", "position", "seed"]
     mean = "one seed" if count == 1 else f"the {{}} over {count} seeds (each with problems of its own)"
-    spread = (
-        "normal interval from the larger of the delete-one jackknife's variance (batches of the estimator and of the "
-        "reference) and the variance between seeds"
-    )
+    spread = spread_text(count)
     measured = loaded.variance.set_index(index).sort_index()
     jackknife = loaded.jackknife.set_index(index).sort_index()
     for where in variance_places(experiment):
@@ -101,7 +98,7 @@ def _proxy(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
     for (policy, position), rows in first.groupby(["policy", "position"], sort=False):
         numbers = pooled(rows["rank_correlation"], rows["rank_correlation_se"])
         if math.isfinite(numbers[0]):
-            how = "Spearman; normal interval: the larger of the jackknife over problems and the variance between seeds"
+            how = f"Spearman; {spread_text(len(experiment.seeds))}"
             where = {"policy": policy, "position": position}
             yield Statistic(PROXY, where, *numbers, "1", how, tuple(rows["source"]))
 

@@ -28,9 +28,9 @@ def summarise(
     value_P = {f"avg@{K}": correct_PK.mean(axis=1)}
     value_P |= {f"pass@{k}": pass_at_k(correct_PK, k) for k in powers_of_two(K)}
     value_P[f"maj@{K}"] = maj_at_k(correct_PK, votes(answers))
-    draws_RP = bootstrap.draws(1, P, resamples, seed, shared=True)
+    draws = bootstrap.draws(1, P, resamples, seed, shared=True)
     return {
-        name: dict(zip(("value", "low", "high"), bootstrap.estimate(draws_RP @ values / P), strict=True))
+        name: dict(zip(("value", "low", "high"), draws.estimate(draws.count_RU @ values / P), strict=True))
         for name, values in value_P.items()
     }
 

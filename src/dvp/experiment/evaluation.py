@@ -52,7 +52,7 @@ class EvaluationConfig(Strict):
     """Steps of training that are evaluated beside the last: a list, {every: n} or {times: n}. Their weights are
     kept: when this changes, runs are trained again."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
-    """Of the intervals in scores.json."""
+    """Of the intervals over problems, in scores.json and the report."""
     seed: int = 0
     """Of sampling and of the bootstrap."""
 

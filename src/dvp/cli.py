@@ -206,7 +206,8 @@ def evaluate(
     """Sample a model on a task and score it.
 
     Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
-    with intervals). RUN `base` is the model before RL.
+    with intervals). RUN `base` is the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
+    the safe vocabulary at ρ, if evaluation.also of the experiment asks for that.
     """
     from dvp.evaluation import stage
 

@@ -74,7 +74,7 @@ rule report_curve:
         config=rules.resolve.output,
         runs=all_of(rules.train),
         scores=all_of(rules.evaluate),
-        along_training=all_of(rules.evaluate, along_training=True),
+        along_training=all_of(rules.evaluate, evaluated="along training"),
     output:
         f"{RESULTS}/report/curve.json",
         multiext(f"{RESULTS}/tables/curve_table", ".csv", ".md", ".tex"),

@@ -21,7 +21,7 @@ from pandera.errors import SchemaError, SchemaErrorReason
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import WHOLE, Measurement, Run
+from dvp.experiment.grid import WHOLE, Measurement, Run, Sampler
 from dvp.files import read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
@@ -286,9 +286,12 @@ def load_variance(experiment: Experiment, results: Path) -> Variance:
     return Variance(*(_joined(parts) for parts in frames.values()), reader.files)
 
 
-def evaluation_path(run: Run | None, task: str) -> str:
-    """Folder of a model's evaluation, the base model's without a run; relative to the experiment's."""
-    return f"evals/{run.path if run else BASE}/{task}"
+def evaluation_path(run: Run | None, task: str, sampler: Sampler | None = None) -> str:
+    """Folder of a model's evaluation, the base model's without a run; relative to the experiment's.
+
+    sampler : what samples it, where that is not what samples all models.
+    """
+    return "/".join(["evals", run.path if run else BASE, *([sampler.path] if sampler else []), task])
 
 
 def check_fresh(path: Path, record: dict[str, Any], expected: str) -> None:
@@ -330,11 +333,16 @@ class _Reader:
             raise DvpError(f"{path}: skipped_steps: {counts}")
         return {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}, metrics
 
-    def evaluation(self, run: Run | None, task: str) -> tuple[dict[str, Any], pd.DataFrame]:
-        k, source = self.experiment.evaluation.samples_per_problem[task], f"{evaluation_path(run, task)}/scores.json"
+    def evaluation(
+        self, run: Run | None, task: str, sampler: Sampler | None = None
+    ) -> tuple[dict[str, Any], pd.DataFrame]:
+        k = self.experiment.evaluation.samples_per_problem[task]
+        source = f"{evaluation_path(run, task, sampler)}/scores.json"
         path = self.results / source
-        expected = {"config_hash": self.experiment.config_hash("evaluate", run, task), "task": task}
-        expected |= {"samples_per_problem": k}
+        config_hash = self.experiment.config_hash("evaluate", run, task, sampler=sampler)
+        # Without a sampler the hash alone says it: files from before there were others do not name it.
+        expected = {"config_hash": config_hash, "task": task, "samples_per_problem": k}
+        expected |= sampler.model_dump() if sampler else {}
         name, seed = (run.path, run.seed) if run else (BASE, None)
         record = self.record("evaluate", source, name, seed, expected, ["samples.parquet"], ("metrics",))
         row: dict[str, Any] = {"source": source}

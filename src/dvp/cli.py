@@ -268,8 +268,8 @@ def bias(
 
 
 PARTS = (
-    "training: scores and curves of the grid; curve: scores along training; mismatch, bias: measurements at fixed "
-    "policies; variance: of gradients by position; sweep: over ρ"
+    "training: scores and curves of the grid; matrix: scores by what samples the models; curve: scores along training; "
+    "mismatch, bias: measurements at fixed policies; variance: of gradients by position; sweep: over ρ"
 )
 
 
@@ -277,7 +277,7 @@ PARTS = (
 def report(
     config: Config,
     part: Annotated[
-        Literal["training", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
+        Literal["training", "matrix", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
     ] = "training",
 ) -> None:
     """Make tables and figures.

@@ -11,6 +11,7 @@ STAGE_VERSIONS = {
     "mismatch": 1,
     "bias": 3,
     "report_training": 2,
+    "report_matrix": 1,
     "report_curve": 1,
     "report_mismatch": 2,
     "report_bias": 3,

@@ -237,8 +237,8 @@ def local_files(wildcards):
 def outputs(stage, name, evaluated="as all"):
     """All that a rule makes for an experiment, for every run, task and measurement of it.
 
-    evaluated : of the rule `evaluate`, which of its files: of all models with what samples them all (as all), of the
-        runs as they were after their evaluated steps (along training), or with what else samples them (also).
+    evaluated : which evaluations, those of all models with what samples them all (as all), of the runs as they were
+        after their evaluated steps (along training), or with what else samples them (also).
     """
     asked = experiment(name)
     runs, stage_name = [run.path for run in asked.runs], stage.rule.name
@@ -251,7 +251,7 @@ def outputs(stage, name, evaluated="as all"):
             "as all": [(path, "") for path in ("base", *runs)],
             "along training": [(run.path, "") for run in asked.snapshots],
             "also": [
-                ("base" if run is None else run.path, f"/{sampler.path}")
+                ("base" if run is None else run.path, sampler.after_run)
                 for run, sampler in asked.further_evaluations
             ],
         }[evaluated]

@@ -1,8 +1,8 @@
 """The one place where the report reads files: what the stages wrote, checked, as tidy data frames.
 
 A file that is missing, altered, of another version of the experiment or of another form is refused in one line that
-names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_curve`,
-`load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
+names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_matrix`,
+`load_curve`, `load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
 
 Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
 stage's JSON file, relative to the experiment's folder `results` (results/E).
@@ -21,7 +21,7 @@ from pandera.errors import SchemaError, SchemaErrorReason
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import WHOLE, Measurement, Run, Sampler
+from dvp.experiment.grid import WHOLE, GridPoint, Measurement, Run, Sampler
 from dvp.files import read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
@@ -131,6 +131,17 @@ class Training:
 
 
 @dataclass
+class Matrix:
+    """Scores on report.task of all models with all that samples them. `point` is POINT/by~ENGINE/min_p~RHO."""
+
+    scores: pd.DataFrame
+    """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source."""
+    samples: pd.DataFrame
+    """A row a response: point, seed, problem, sample, correct; the same problems in the same order everywhere."""
+    files: Origins
+
+
+@dataclass
 class Curve:
     """Scores along training, on every task; step 0 is the base model, for every run."""
 
@@ -196,6 +207,29 @@ def load_training(experiment: Experiment, results: Path) -> Training:
         samples.append(frame.assign(**key))
     frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
     return Training(*frames, reader.files)
+
+
+def load_matrix(experiment: Experiment, results: Path) -> Matrix:
+    """scores.json and samples.parquet on report.task of every model and all that samples it. Raises DvpError."""
+    reader = _Reader(experiment, results)
+    scores, samples = [], []
+    models = [(None, None), *((point, point.run(seed)) for point in experiment.points for seed in experiment.seeds)]
+    for point, run in models:
+        for sampler in [experiment.sampler, *experiment.samplers(point)]:
+            key = {"point": cell_name(point, sampler), "seed": run.seed if run else -1}
+            further = None if sampler == experiment.sampler else sampler
+            row, frame = reader.evaluation(run, experiment.report.task, further)
+            if samples and list(frame["problem"]) != list(samples[0]["problem"]):
+                path = (results / row["source"]).with_name("samples.parquet")
+                raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
+            scores.append(key | row)
+            samples.append(frame.assign(**key))
+    return Matrix(pd.DataFrame(scores), _joined(samples), reader.files)
+
+
+def cell_name(point: GridPoint | None, sampler: Sampler) -> str:
+    """Column `point` of a Matrix."""
+    return f"{point.path if point else BASE}/{sampler.path}"
 
 
 def load_curve(experiment: Experiment, results: Path) -> Curve:

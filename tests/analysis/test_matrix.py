@@ -1,12 +1,15 @@
 """Scores by policy: which model was sampled with what, what is compared with what, which policy is a model's own."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_results import CLAIMS, Results, make_experiment
+from made_up_results import CLAIMS, CONFIG, Results, make_experiment
 
 from dvp.analysis import figures
+from dvp.analysis.claims import load_claims
+from dvp.analysis.evidence import MISSING, _answer_condition
 from dvp.analysis.load import cell_name, load_matrix
 from dvp.analysis.matrix import models, own_sampler, statistics
 from dvp.analysis.parts import parts
@@ -14,6 +17,7 @@ from dvp.analysis.report import make
 from dvp.analysis.statistics import lookup
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint, Sampler
+from dvp.experiment.loading import load_experiment, parse_experiment
 
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
 RHO = "0.01"
@@ -141,3 +145,19 @@ def test_scores_of_another_sampler_are_refused(asked, written):
     with pytest.raises(DvpError, match=rf"^{path}: engine: expected 'fp32', found 'bf16'$"):
         load_matrix(asked, written.folder)
     assert cell_name(None, asked.sampler) == "base/by~fp32/min_p~none"
+
+
+@pytest.mark.slow
+def test_each_condition_of_the_claims_fits_one_statistic(tmp_path):
+    value = load_experiment("evaluation_matrix", CONFIG).model_dump(mode="json")
+    value["evaluation"]["bootstrap_resamples"] = 100
+    value["training"]["steps"] = 2
+    shipped = parse_experiment(value, Path("test.yaml"))
+    Results(shipped, tmp_path, problems=3)
+    report = {"statistics": [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]}
+    every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
+    asked = [condition for condition in every if condition.experiment == "evaluation_matrix"]
+    assert len(asked) == 5
+    for condition in asked:
+        answered = _answer_condition(condition.says, condition, report)
+        assert answered["status"] != MISSING, answered["instead"]

@@ -50,6 +50,8 @@ def test_a_correction_trains_the_trainers_policy_and_dvp_the_pruned_one(asked):
     assert own_sampler(asked, DVP) == Sampler(engine="coarse", rho=RHO)
     assert own_sampler(asked, DVP_MIS) == Sampler(engine="fp32", rho=RHO)
     assert own_sampler(asked, CONTROL) == Sampler(engine="fp32")
+    for rule in ("dvp_mass", "dvp_margin"):
+        assert own_sampler(asked, GridPoint(method=rule, engine="coarse")) is None
 
 
 def test_statistics_by_hand(asked, written):

@@ -30,21 +30,25 @@ ONLY = "evaluation_only"
 """The role of a row of a model that was trained without DVP, sampled at a ρ."""
 
 
-def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler:
+def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
     """The sampler of the policy whose expected reward a point's updates are estimates for.
 
     Without an importance correction it is the engine's, as if its samples were the trainer's; with one, which weighs
     them by the trainer's probability over the engine's, it is the trainer's, for which evaluation.engine stands. Either
-    is restricted to the safe vocabulary if the method has one.
+    is restricted to the safe vocabulary if the method has one. None where that has another rule than a fixed ρ, by
+    which no evaluation samples.
     """
-    corrected = experiment.methods[point.method].importance.level != "none"
+    method = experiment.methods[point.method]
+    if method.safe_vocabulary is not None and method.safe_vocabulary.rule != "fixed":
+        return None
+    corrected = method.importance.level != "none"
     return Sampler(engine=experiment.evaluation.engine if corrected else point.engine, rho=point.rho)
 
 
 def own_policies(experiment: Experiment) -> list[dict[str, str]]:
     """Where the score of each point under its own policy stands among the statistics."""
     owns = [(point, own_sampler(experiment, point)) for point in experiment.points]
-    return [where(experiment, point, own.engine, own.rho) for point, own in owns]
+    return [where(experiment, point, own.engine, own.rho) for point, own in owns if own]
 
 
 def samplers(experiment: Experiment, point: GridPoint | None) -> list[Sampler]:
@@ -102,7 +106,9 @@ def _differences(
             pairs[engine, point.rho] = mine, mine
         if point.rho != other.rho:
             pairs[engine, OWN] = mine, its
-    pairs[OWN, OWN] = own_sampler(experiment, point), own_sampler(experiment, other)
+    own, others = own_sampler(experiment, point), own_sampler(experiment, other)
+    if own is not None and others is not None:
+        pairs[OWN, OWN] = own, others
     for (engine, rho), (mine, its) in pairs.items():
         if mine in samplers(experiment, point) and its in samplers(experiment, other):
             names = cell_name(point, mine), cell_name(other, its)
@@ -195,7 +201,8 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
         if only:
             row["role"] = ONLY
         elif point is not None:
-            row["own_policy"] = _says(own_sampler(experiment, point))
+            own = own_sampler(experiment, point)
+            row["own_policy"] = own and _says(own)
             row["over_unpruned"] = known(OVER_UNPRUNED, where(experiment, point, OWN, OWN))
             if rho is not None:
                 row["over_evaluation_only"] = known(OVER_UNPRUNED, where(experiment, point, point.engine, rho))

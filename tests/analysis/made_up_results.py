@@ -9,6 +9,7 @@ import pandas as pd
 from dvp.analysis import training
 from dvp.analysis.claims import load_claims
 from dvp.analysis.load import evaluation_path, load_training
+from dvp.analysis.points import BASE
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import Table
 from dvp.evaluation.metrics import summarise
@@ -139,7 +140,7 @@ class Results:
             "metrics": metrics | {f"avg@{k}": measured[f"avg@{k}"]},
             "config_hash": self.experiment.config_hash("evaluate", run, "held_out", sampler=sampler),
             "git_commit": "c" * 40,
-            "tracking_key": f"evaluate {folder.relative_to(self.folder)}",
+            "tracking_key": " ".join(["evaluate", run.path if run else BASE, *([sampler.path] if sampler else [])]),
             **(sampler.model_dump() if sampler else {}),
             "files": {"samples.parquet": sha256_file(folder / "samples.parquet")},
         }

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
+MATRIX = {"report_training": 1, "report_matrix": 1}
 CURVE = {"report_training": 1, "report_curve": 1}
 
 
@@ -81,6 +82,7 @@ def test_lint(snakemake):
         ("tiny", {"prepare": 1, "base": 1, "train": 10, "convert": 10, "evaluate": 11, "report_training": 1}),
         ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
         ("smoke_axes", {"prepare": 1, "base": 1, "train": 5, "convert": 5, "evaluate": 6, "report_training": 1}),
+        ("smoke_matrix", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 12, **MATRIX}),
         ("smoke_curve", {"prepare": 1, "base": 1, "train": 2, "convert": 6, "evaluate": 7, **CURVE}),
         (
             "paper_8b",
@@ -218,6 +220,18 @@ def test_a_step_of_a_run_is_converted_and_evaluated_by_the_same_rules(snakemake)
     assert asked == [("train", run), ("convert", f"{run}/step~4"), ("evaluate", f"{run}/step~4")]
     assert f"there/smoke_curve/models/{run}/step~4/conversion.json" in out
     assert f"there/smoke_curve/logs/runs/{run}/step~4/convert.log" in out
+
+
+def test_a_further_sampler_is_evaluated_by_the_same_rule_and_prepares_nothing_else(snakemake):
+    run, by = "method~rloo_mis/engine~coarse/rho~none/seed~0", "by~coarse/min_p~0.01"
+    goal = f"there/smoke_matrix/evals/{run}/{by}/held_out/scores.json"
+    arguments = ("-n", "--printshellcmds", goal, "--config", "experiment=smoke_matrix", "results=there")
+    status, out, errors = snakemake(*arguments)
+    assert status == 0, errors
+    out = out.replace("'", "")
+    asked = re.findall(r"dvp (train|convert|evaluate) .* --run (\S+)", out)
+    assert asked == [("train", run), ("convert", run), ("evaluate", f"{run}/{by}")]
+    assert f"there/smoke_matrix/logs/runs/{run}/{by}/evaluate-held_out.log" in out
 
 
 def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_policy_can_be_measured(snakemake, place):

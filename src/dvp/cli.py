@@ -206,7 +206,8 @@ def evaluate(
     """Sample a model on a task and score it.
 
     Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
-    with intervals). RUN `base` is the model before RL.
+    with intervals). RUN `base` is the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
+    the safe vocabulary at ρ, if evaluation.also of the experiment asks for that.
     """
     from dvp.evaluation import stage
 
@@ -267,8 +268,8 @@ def bias(
 
 
 PARTS = (
-    "training: scores and curves of the grid; curve: scores along training; mismatch, bias: measurements at fixed "
-    "policies; variance: of gradients by position; sweep: over ρ"
+    "training: scores and curves of the grid; matrix: scores by what samples the models; curve: scores along training; "
+    "mismatch, bias: measurements at fixed policies; variance: of gradients by position; sweep: over ρ"
 )
 
 
@@ -276,7 +277,7 @@ PARTS = (
 def report(
     config: Config,
     part: Annotated[
-        Literal["training", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
+        Literal["training", "matrix", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
     ] = "training",
 ) -> None:
     """Make tables and figures.

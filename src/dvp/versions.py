@@ -11,6 +11,7 @@ STAGE_VERSIONS = {
     "mismatch": 1,
     "bias": 4,
     "report_training": 3,
+    "report_matrix": 1,
     "report_curve": 2,
     "report_mismatch": 3,
     "report_bias": 5,

@@ -14,7 +14,7 @@ from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import Table
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run
+from dvp.experiment.grid import Run, Sampler
 from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.files import sha256_file, write_json
 
@@ -60,6 +60,9 @@ class Results:
         for run in experiment.snapshots:
             level = 0.45 + 0.25 * run.step / experiment.training_of(run).steps
             self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None])
+        for run, sampler in experiment.further_evaluations:
+            level = 0.5 if run is None else 0.6 + 0.1 * (sampler.rho is not None) + 0.05 * (run.rho is not None)
+            self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None], sampler)
 
     def metrics(self, run: Run, rng: np.random.Generator) -> list[dict]:
         exact, pruned = run.engine == "fp32", run.rho is not None
@@ -112,8 +115,9 @@ class Results:
         }
         write_json(folder / "train.json", record)
 
-    def write_evaluation(self, run: Run | None, correct_PK: np.ndarray) -> None:
-        folder = self.folder / evaluation_path(run, "held_out")
+    def write_evaluation(self, run: Run | None, correct_PK: np.ndarray, sampler: Sampler | None = None) -> None:
+        """`sampler`: of evaluation.also; None is what samples all models."""
+        folder = self.folder / evaluation_path(run, "held_out", sampler)
         folder.mkdir(parents=True, exist_ok=True)
         problems, k = correct_PK.shape
         rows = [
@@ -134,9 +138,10 @@ class Results:
             "samples_per_problem": k,
             "samples": problems * k,
             "metrics": metrics | {f"avg@{k}": measured[f"avg@{k}"]},
-            "config_hash": self.experiment.config_hash("evaluate", run, "held_out"),
+            "config_hash": self.experiment.config_hash("evaluate", run, "held_out", sampler=sampler),
             "git_commit": "c" * 40,
-            "tracking_key": f"evaluate {run.path if run else BASE}",
+            "tracking_key": " ".join(["evaluate", run.path if run else BASE, *([sampler.path] if sampler else [])]),
+            **(sampler.model_dump() if sampler else {}),
             "files": {"samples.parquet": sha256_file(folder / "samples.parquet")},
         }
         write_json(folder / "scores.json", record)

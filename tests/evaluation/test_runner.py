@@ -1,12 +1,14 @@
 """lm-eval really runs here; the engine is a script."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 
+from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.prompts import encode_prompt
 from dvp.errors import DvpError
 from dvp.evaluation import runner
@@ -118,7 +120,7 @@ def _experiment():
 
 @pytest.fixture(name="run")
 def _run(experiment, eval_parquet, tmp_path):
-    def run(task, engine=None, tokenizer=None, experiment=experiment):
+    def run(task, engine=None, tokenizer=None, experiment=experiment, **more):
         return evaluate(
             experiment,
             task,
@@ -127,9 +129,20 @@ def _run(experiment, eval_parquet, tmp_path):
             engine=engine or ScriptedEngine(),
             tokenizer=tokenizer or Tokenizer(),
             folder=tmp_path / task,
+            **more,
         )
 
     return run
+
+
+def test_a_safe_vocabulary_reaches_the_engine_and_changes_no_seed(run):
+    full, pruned = ScriptedEngine(), ScriptedEngine()
+    run("held_out", full)
+    run("held_out", pruned, safe_vocabulary=FixedRho(0.01))
+    ((_, of_full, seeds_full),), ((_, of_pruned, seeds_pruned),) = full.calls, pruned.calls
+    assert of_full.safe_vocabulary is None
+    assert of_pruned == replace(of_full, safe_vocabulary=FixedRho(0.01))
+    assert seeds_pruned == seeds_full
 
 
 def test_all_samples_reach_the_metric_and_the_table(run, tmp_path):

@@ -354,6 +354,14 @@ def test_report_training(tmp_path):
     check("report_training", sums(found))
 
 
+def test_report_matrix(tmp_path):
+    also = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
+    changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "evaluation__also": also}
+    experiment = make_experiment(**changes)
+    Results(experiment, tmp_path)
+    check("report_matrix", sums(make(experiment, tmp_path, "matrix", CLAIMS).statistics))
+
+
 def test_report_curve(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400, evaluation__at=[3, 6, 9])
     Results(experiment, tmp_path)

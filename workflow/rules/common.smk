@@ -127,10 +127,14 @@ def config_hash(stage):
             return asked.config_hash(
                 stage, measurement=asked.measurement(stage, wildcards.measurement)
             )
-        path = wildcards.get("run", "base")
-        run = None if path == "base" else asked.policy(path)
+        path = wildcards.get("run", "base") + wildcards.get("by", "")
+        run, sampler = asked.evaluated(path)
         return asked.config_hash(
-            stage, run, wildcards.get("task"), engine=wildcards.get("engine")
+            stage,
+            run,
+            wildcards.get("task"),
+            engine=wildcards.get("engine"),
+            sampler=sampler,
         )
 
     return of_wildcards
@@ -162,7 +166,8 @@ def training_nodes(asked, wildcards):
 
 
 def evaluation_gpus(asked, wildcards):
-    return asked.engines[asked.evaluation.engine].tensor_parallel
+    _, sampler = asked.evaluated(wildcards.run + wildcards.by)
+    return asked.engines[sampler.engine].tensor_parallel
 
 
 def measurement_of(wildcards):
@@ -229,10 +234,11 @@ def local_files(wildcards):
     ]
 
 
-def outputs(stage, name, along_training=False):
+def outputs(stage, name, evaluated="as all"):
     """All that a rule makes for an experiment, for every run, task and measurement of it.
 
-    along_training : for every run as it was after its evaluated steps, instead.
+    evaluated : which evaluations, those of all models with what samples them all (as all), of the runs as they were
+        after their evaluated steps (along training), or with what else samples them (also).
     """
     asked = experiment(name)
     runs, stage_name = [run.path for run in asked.runs], stage.rule.name
@@ -241,10 +247,21 @@ def outputs(stage, name, along_training=False):
     elif stage_name == "preflight":
         of = {"engine": asked.preflights}
     elif stage_name == "evaluate":
-        runs = (
-            [run.path for run in asked.snapshots] if along_training else ["base", *runs]
-        )
-        of = {"run": runs, "task": asked.data.tasks}
+        paths = {
+            "as all": [(path, "") for path in ("base", *runs)],
+            "along training": [(run.path, "") for run in asked.snapshots],
+            "also": [
+                ("base" if run is None else run.path, sampler.after_run)
+                for run, sampler in asked.further_evaluations
+            ],
+        }[evaluated]
+        return [
+            file
+            for run, by in paths
+            for file in expand(
+                stage.output, experiment=name, run=run, by=by, task=asked.data.tasks
+            )
+        ]
     else:
         of = {"run": runs}
     # A rule without wildcards of its own would give its files as often as there are runs.
@@ -293,4 +310,6 @@ def everything(name):
         *[f"report_{part}" for part in parts(experiment(name))],
     ]
     files = [file for stage in stages for file in outputs(getattr(rules, stage), name)]
-    return files + outputs(rules.evaluate, name, along_training=True)
+    for evaluated in ("along training", "also"):
+        files += outputs(rules.evaluate, name, evaluated)
+    return files

@@ -3,13 +3,18 @@ rule evaluate:
         data=rules.prepare.output,
         model=model_files,
     output:
-        multiext(f"{RESULTS}/evals/{{run}}/{{task}}/", "scores.json", "samples.parquet"),
+        multiext(
+            f"{RESULTS}/evals/{{run}}{{by}}/{{task}}/",
+            "scores.json",
+            "samples.parquet",
+        ),
     log:
-        f"{LOGS}/runs/{{run}}/evaluate-{{task}}.log",
+        f"{LOGS}/runs/{{run}}{{by}}/evaluate-{{task}}.log",
     benchmark:
-        f"{BENCHMARKS}/evaluate/{{run}}/{{task}}.tsv"
+        f"{BENCHMARKS}/evaluate/{{run}}{{by}}/{{task}}.tsv"
     wildcard_constraints:
         run=f"base|{POLICY}",
+        by="(/by~[^/]+/min_p~[^/]+)?",
     threads: threads_of(evaluation_gpus)
     resources:
         **gpus(evaluation_gpus),
@@ -18,7 +23,7 @@ rule evaluate:
         config_hash=config_hash("evaluate"),
         version=STAGE_VERSIONS["evaluate"],
     message:
-        "evaluating {wildcards.run} on {wildcards.task}"
+        "evaluating {wildcards.run}{wildcards.by} on {wildcards.task}"
     shell:
-        "dvp evaluate --config {params.config:q} --run {wildcards.run:q} --task {wildcards.task:q}"
+        "dvp evaluate --config {params.config:q} --run {wildcards.run:q}{wildcards.by:q} --task {wildcards.task:q}"
         " --threads {threads} 2>&1 | tee {log:q}"

@@ -69,12 +69,50 @@ rule report_training:
         "dvp report --config {input.config:q} --part training 2>&1 | tee {log:q}"
 
 
+rule report_matrix:
+    input:
+        config=rules.resolve.output,
+        scores=all_of(rules.evaluate),
+        also=all_of(rules.evaluate, evaluated="also"),
+    output:
+        f"{RESULTS}/report/matrix.json",
+        multiext(f"{RESULTS}/tables/matrix_table", ".csv", ".md", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["evaluation_matrix"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/matrix_table.html",
+            caption="../report/matrix_table.rst",
+            category="{experiment}",
+            labels={"show": "Scores by policy"},
+        ),
+        report(
+            f"{RESULTS}/figures/evaluation_matrix.svg",
+            caption="../report/evaluation_matrix.rst",
+            category="{experiment}",
+            labels={"show": "Scores by policy"},
+        ),
+    log:
+        f"{LOGS}/report-matrix.log",
+    benchmark:
+        f"{BENCHMARKS}/report_matrix.tsv"
+    params:
+        config_hash=config_hash("report"),
+        version=STAGE_VERSIONS["report_matrix"],
+    message:
+        "drawing the scores of {wildcards.experiment} by policy"
+    shell:
+        "dvp report --config {input.config:q} --part matrix 2>&1 | tee {log:q}"
+
+
 rule report_curve:
     input:
         config=rules.resolve.output,
         runs=all_of(rules.train),
         scores=all_of(rules.evaluate),
-        along_training=all_of(rules.evaluate, along_training=True),
+        along_training=all_of(rules.evaluate, evaluated="along training"),
     output:
         f"{RESULTS}/report/curve.json",
         multiext(f"{RESULTS}/tables/curve_table", ".csv", ".md", ".tex"),

@@ -1,8 +1,8 @@
 """The one place where the report reads files: what the stages wrote, checked, as tidy data frames.
 
 A file that is missing, altered, of another version of the experiment or of another form is refused in one line that
-names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_curve`,
-`load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
+names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_matrix`,
+`load_curve`, `load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
 
 Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
 stage's JSON file, relative to the experiment's folder `results` (results/E).
@@ -21,7 +21,7 @@ from pandera.errors import SchemaError, SchemaErrorReason
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import WHOLE, Measurement, Run
+from dvp.experiment.grid import WHOLE, GridPoint, Measurement, Run, Sampler
 from dvp.files import read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
@@ -136,6 +136,17 @@ class Training:
 
 
 @dataclass
+class Matrix:
+    """Scores on report.task of all models with all that samples them. `point` is POINT/by~ENGINE/min_p~RHO."""
+
+    scores: pd.DataFrame
+    """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source."""
+    samples: pd.DataFrame
+    """A row a response: point, seed, problem, sample, correct; the same problems in the same order everywhere."""
+    files: Origins
+
+
+@dataclass
 class Curve:
     """Scores along training, on every task; step 0 is the base model, for every run."""
 
@@ -201,6 +212,29 @@ def load_training(experiment: Experiment, results: Path) -> Training:
         samples.append(frame.assign(**key))
     frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
     return Training(*frames, reader.files)
+
+
+def load_matrix(experiment: Experiment, results: Path) -> Matrix:
+    """scores.json and samples.parquet on report.task of every model and all that samples it. Raises DvpError."""
+    reader = _Reader(experiment, results)
+    scores, samples = [], []
+    models = [(None, None), *((point, point.run(seed)) for point in experiment.points for seed in experiment.seeds)]
+    for point, run in models:
+        for sampler in [experiment.sampler, *experiment.samplers(point)]:
+            key = {"point": cell_name(point, sampler), "seed": run.seed if run else -1}
+            further = None if sampler == experiment.sampler else sampler
+            row, frame = reader.evaluation(run, experiment.report.task, further)
+            if samples and list(frame["problem"]) != list(samples[0]["problem"]):
+                path = (results / row["source"]).with_name("samples.parquet")
+                raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
+            scores.append(key | row)
+            samples.append(frame.assign(**key))
+    return Matrix(pd.DataFrame(scores), _joined(samples), reader.files)
+
+
+def cell_name(point: GridPoint | None, sampler: Sampler) -> str:
+    """Column `point` of a Matrix."""
+    return f"{point.path if point else BASE}/{sampler.path}"
 
 
 def load_curve(experiment: Experiment, results: Path) -> Curve:
@@ -291,9 +325,12 @@ def load_variance(experiment: Experiment, results: Path) -> Variance:
     return Variance(*(_joined(parts) for parts in frames.values()), reader.files)
 
 
-def evaluation_path(run: Run | None, task: str) -> str:
-    """Folder of a model's evaluation, the base model's without a run; relative to the experiment's."""
-    return f"evals/{run.path if run else BASE}/{task}"
+def evaluation_path(run: Run | None, task: str, sampler: Sampler | None = None) -> str:
+    """Folder of a model's evaluation, the base model's without a run; relative to the experiment's.
+
+    sampler : what samples it, where that is not what samples all models.
+    """
+    return "/".join(["evals", run.path if run else BASE, *([sampler.path] if sampler else []), task])
 
 
 def check_fresh(path: Path, record: dict[str, Any], expected: str) -> None:
@@ -335,11 +372,16 @@ class _Reader:
             raise DvpError(f"{path}: skipped_steps: {counts}")
         return {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}, metrics
 
-    def evaluation(self, run: Run | None, task: str) -> tuple[dict[str, Any], pd.DataFrame]:
-        k, source = self.experiment.evaluation.samples_per_problem[task], f"{evaluation_path(run, task)}/scores.json"
+    def evaluation(
+        self, run: Run | None, task: str, sampler: Sampler | None = None
+    ) -> tuple[dict[str, Any], pd.DataFrame]:
+        k = self.experiment.evaluation.samples_per_problem[task]
+        source = f"{evaluation_path(run, task, sampler)}/scores.json"
         path = self.results / source
-        expected = {"config_hash": self.experiment.config_hash("evaluate", run, task), "task": task}
-        expected |= {"samples_per_problem": k}
+        config_hash = self.experiment.config_hash("evaluate", run, task, sampler=sampler)
+        # Without a sampler the hash alone says it: files from before there were others do not name it.
+        expected = {"config_hash": config_hash, "task": task, "samples_per_problem": k}
+        expected |= sampler.model_dump() if sampler else {}
         name, seed = (run.path, run.seed) if run else (BASE, None)
         record = self.record("evaluate", source, name, seed, expected, ["samples.parquet"], ("metrics",))
         row: dict[str, Any] = {"source": source}

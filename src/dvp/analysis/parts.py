@@ -7,12 +7,13 @@ FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores of the grid; curve: along training; mismatch, bias: at fixed policies; sweep: over ρ.
+    """training: scores of the grid; matrix: under several policies; curve: along training; sweep: over ρ.
 
-    variance: of gradients, by position, where the measurements of `bias` have it.
+    mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it.
     """
     asked = {
         "training": True,
+        "matrix": bool(experiment.further_evaluations),
         "curve": bool(experiment.snapshots),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,

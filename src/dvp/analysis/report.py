@@ -9,6 +9,7 @@ from dvp.analysis import (
     bias,
     curve,
     figures,
+    matrix,
     mismatch,
     mismatch_figures,
     sweep,
@@ -21,7 +22,8 @@ from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.claims import CLAIMS, claim, load_claims
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import load_bias, load_curve, load_mismatch, load_training, load_variance
+from dvp.analysis.load import load_bias, load_curve, load_matrix, load_mismatch, load_training, load_variance
+from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
 from dvp.experiment.config import Experiment
@@ -42,6 +44,7 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
     """
     makers = {
         "training": _training,
+        "matrix": _matrix,
         "curve": _curve,
         "mismatch": _mismatch,
         "bias": _bias,
@@ -63,6 +66,14 @@ def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
     }
     origin = {"stage": None, "sha256": sha256_file(claims)}
     return Part(statistics, tables, drawn, loaded.files, {training.PUBLISHED: origin})
+
+
+def _matrix(experiment: Experiment, results: Path, claims: Path) -> Part:
+    loaded = load_matrix(experiment, results)
+    statistics = matrix.statistics(experiment, loaded)
+    table = matrix.table(experiment, statistics)
+    drawn = {"evaluation_matrix": evaluation_matrix(experiment, table)}
+    return Part(statistics, {"matrix_table": table}, drawn, loaded.files)
 
 
 def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:

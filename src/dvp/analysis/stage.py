@@ -55,6 +55,11 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
         inputs["evaluate"] = [
             directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
         ]
+    if part == "matrix":
+        asked = [BASE, *(run.path for run in experiment.runs)]
+        further = experiment.further_evaluations
+        asked += [f"{BASE if run is None else run.path}/{sampler.path}" for run, sampler in further]
+        inputs["evaluate"] = [directory.result("evaluate", f"{path}/{experiment.report.task}") for path in asked]
     for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "sweep"))):
         if part in in_parts:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]

@@ -9,7 +9,7 @@ from scipy import stats
 from dvp.analysis.axes import settings_note, span
 from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Training
+from dvp.analysis.load import Matrix, Training
 from dvp.analysis.pages import notes
 from dvp.analysis.points import (
     BASE,
@@ -75,7 +75,7 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     ]
 
 
-def replicates(experiment: Experiment, loaded: Training) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
+def replicates(experiment: Experiment, loaded: Training | Matrix) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
     """Of each point, and `base`, the mean score and its replicates, (R,); entry r is of the same problems and seeds."""
     settings, result = experiment.evaluation, {}
     problems = loaded.samples["problem"].nunique()
@@ -186,7 +186,7 @@ def train_files(loaded: Training, point: str) -> tuple[str, ...]:
     return tuple(loaded.runs.loc[loaded.runs["point"] == point, "source"])
 
 
-def score_files(loaded: Training, point: str) -> tuple[str, ...]:
+def score_files(loaded: Training | Matrix, point: str) -> tuple[str, ...]:
     """The scores.json of a point's models."""
     return tuple(loaded.scores.loc[loaded.scores["point"] == point, "source"])
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompt
 from dvp.errors import DvpError
 from dvp.files import sha256_json
@@ -32,13 +33,16 @@ class Response(str):
 class EngineLM(LM):
     """lm-eval's model interface over an Engine: generation only."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, *, chat: bool, seed: int):
+    def __init__(
+        self, engine: Engine, tokenizer: Any, *, chat: bool, seed: int, safe_vocabulary: SafeVocabulary | None = None
+    ):
         """`chat`: whether the tokenizer's chat template is applied to prompts."""
         super().__init__()
         self._engine = engine
         self._tokenizer = tokenizer
         self._chat = chat
         self._seed = seed
+        self._safe_vocabulary = safe_vocabulary
 
     def generate_until(self, requests: list[Instance]) -> list[Response]:
         """A response to each request, all in one call of the engine.
@@ -47,7 +51,7 @@ class EngineLM(LM):
         nothing but the seed of the evaluation, the task, the problem's id and the sample's number.
         Raises DvpError if requests differ in their sampling, ask for stop strings, or do not fit the engine.
         """
-        sampling = _sampling([request.args[1] for request in requests])
+        sampling = _sampling([request.args[1] for request in requests], self._safe_vocabulary)
         encoded: dict[str, list[int]] = {}
         prompts, seeds, samples = [], [], {}
         for request in requests:
@@ -88,7 +92,7 @@ def sample_seed(seed: int, task: str, problem: str, sample: int) -> int:
     return int(sha256_json([seed, task, problem, sample])[:15], 16)
 
 
-def _sampling(kwargs: list[dict[str, Any]]) -> Sampling:
+def _sampling(kwargs: list[dict[str, Any]], safe_vocabulary: SafeVocabulary | None) -> Sampling:
     """lm-eval's generation arguments, which must be the same for all requests."""
     first = kwargs[0]
     if any(other != first for other in kwargs):
@@ -100,4 +104,9 @@ def _sampling(kwargs: list[dict[str, Any]]) -> Sampling:
     if "max_gen_toks" not in first:
         raise DvpError("generation_kwargs: max_gen_toks is missing")
     temperature = first.get("temperature", 1.0) if first.get("do_sample", True) else 0.0
-    return Sampling(max_tokens=first["max_gen_toks"], temperature=temperature, top_p=first.get("top_p", 1.0))
+    return Sampling(
+        max_tokens=first["max_gen_toks"],
+        temperature=temperature,
+        top_p=first.get("top_p", 1.0),
+        safe_vocabulary=safe_vocabulary,
+    )

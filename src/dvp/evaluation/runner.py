@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import yaml
 from lm_eval.tasks import TaskManager
 
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prepare import EVAL_COLUMNS
 from dvp.data.verifier import grade, stated_answer
 from dvp.errors import DvpError
@@ -59,10 +60,12 @@ def evaluate(
     engine: Engine,
     tokenizer: Any,
     folder: Path,
+    safe_vocabulary: SafeVocabulary | None = None,
 ) -> dict[str, Any]:
     """Sample, grade and summarise; write folder/samples.parquet and return what scores.json says of the task.
 
-    `engine` already holds the model of `model_dir`; it, the experiment and the rows determine the samples.
+    `engine` already holds the model of `model_dir`; it, the experiment, the rows and the safe vocabulary, to which the
+    engine is restricted as in training (None: the full one), determine the samples.
     Raises DvpError if the task has no rows, a prompt does not fit, or lm-eval's average is not ours.
     """
     started = time.monotonic()
@@ -73,7 +76,7 @@ def evaluate(
         )
     k = settings.samples_per_problem[task]
     _check_rows(eval_parquet, task)
-    model = EngineLM(engine, tokenizer, chat=experiment.data.chat, seed=settings.seed)
+    model = EngineLM(engine, tokenizer, chat=experiment.data.chat, seed=settings.seed, safe_vocabulary=safe_vocabulary)
     with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch, _quiet():
         _write_task(experiment, task, eval_parquet, Path(scratch))
         tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)

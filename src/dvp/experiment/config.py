@@ -15,7 +15,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_stage
 from dvp.experiment.data import DataConfig, GeneratedSource, HubSource, Source
-from dvp.experiment.evaluation import EvaluationConfig, ReportConfig
+from dvp.experiment.evaluation import TRAINING, EvaluationConfig, Further, ReportConfig
 from dvp.experiment.grid import (
     BiasConfig,
     GridEntry,
@@ -23,6 +23,7 @@ from dvp.experiment.grid import (
     Measurement,
     MismatchConfig,
     Run,
+    Sampler,
     parse_rho,
     setting_as_written,
     whole_run,
@@ -117,6 +118,9 @@ class Experiment(Strict):
     @model_validator(mode="after")
     def _check_evaluation(self) -> "Experiment":
         _defined("evaluation.engine", self.evaluation.engine, self.engines)
+        for index, entry in enumerate(self.evaluation.also):
+            if entry.engine not in (None, TRAINING):
+                _defined(f"evaluation.also[{index}].engine", entry.engine, self.engines)
         tasks = dict.fromkeys(self.data.tasks)
         for task in tasks:
             _defined("evaluation.samples_per_problem", task, self.evaluation.samples_per_problem)
@@ -157,7 +161,19 @@ class Experiment(Strict):
             except ValueError as error:
                 raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
         self._check_reference()
+        self._check_samplers()
         return self
+
+    def _check_samplers(self) -> None:
+        """That what models are sampled with at their ρ is what they were trained with."""
+        for index, entry in enumerate(self.evaluation.also):
+            for point in self.points if entry.rho else []:
+                rule = self.methods[point.method].safe_vocabulary
+                if rule is not None and rule.rule != "fixed":
+                    raise ValueError(
+                        f"evaluation.also[{index}].rho: method '{point.method}' has the rule '{rule.rule}'; "
+                        "expected methods whose safe vocabulary has a fixed ρ, or none"
+                    )
 
     def _changed_training(self, where: str, settings: dict[str, Any]) -> TrainingConfig:
         """The training section with these settings on top, all of it checked."""
@@ -193,7 +209,7 @@ class Experiment(Strict):
         for stage in ("mismatch", "bias"):
             if getattr(self, stage) is not None:
                 raise ValueError(f"{stage}: it measures responses without tools; remove `{stage}` or `tools`")
-        for name in dict.fromkeys([self.evaluation.engine, *(run.engine for run in self.runs)]):
+        for name in dict.fromkeys([*self._sampling_engines, *(run.engine for run in self.runs)]):
             if self.engines[name].tensor_parallel > 1:
                 # The ranks of an engine make the same calls, but a program need not print the same on each of them.
                 raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
@@ -319,6 +335,61 @@ class Experiment(Strict):
         raise DvpError(f"'{path}': this step is not in evaluation.at of experiment '{self.name}'")
 
     @property
+    def sampler(self) -> Sampler:
+        """With what every model is sampled when it is scored: evaluation.engine, the full vocabulary."""
+        return Sampler(engine=self.evaluation.engine)
+
+    @property
+    def _sampling_engines(self) -> list[str]:
+        """The engines that the section `evaluation` names."""
+        named = [entry.engine for entry in self.evaluation.also if entry.engine not in (None, TRAINING)]
+        return list(dict.fromkeys([self.evaluation.engine, *named]))
+
+    def samplers_of(self, entry: Further, point: GridPoint | None) -> list[Sampler]:
+        """What an entry of evaluation.also means for the models of a point, or for the base model (None)."""
+        if entry.engine == TRAINING:
+            engines = list(dict.fromkeys(other.engine for other in self.points)) if point is None else [point.engine]
+        else:
+            engines = [entry.engine or self.evaluation.engine]
+        return [Sampler(engine=engine, rho=rho) for engine in engines for rho in self._rhos(entry, engine, point)]
+
+    def _rhos(self, entry: Further, engine: str, point: GridPoint | None) -> list[str | None]:
+        if entry.rho is None:
+            return [None]
+        if point is not None and point.rho is not None:
+            return [point.rho]
+        beside = point.engine if point is not None else engine if entry.engine == TRAINING else None
+        others = [other for other in self.points if other.rho is not None and beside in (None, other.engine)]
+        return list(dict.fromkeys(other.rho for other in others))
+
+    def samplers(self, point: GridPoint | None) -> list[Sampler]:
+        """With what else (evaluation.also) the models of a point, or the base model (None), are scored; each once."""
+        every = [sampler for entry in self.evaluation.also for sampler in self.samplers_of(entry, point)]
+        return [sampler for place, sampler in enumerate(every) if sampler not in [self.sampler, *every[:place]]]
+
+    @property
+    def further_evaluations(self) -> list[tuple[Run | None, Sampler]]:
+        """Every model, the base model (None) first, with what else it is scored with."""
+        models = [(None, None), *((point, point.run(seed)) for point in self.points for seed in self.seeds)]
+        return [(run, sampler) for point, run in models for sampler in self.samplers(point)]
+
+    def evaluated(self, path: str) -> tuple[Run | None, Sampler]:
+        """The model (None: the base model) and the sampler of an evaluation: RUN, RUN/step~N, base or one of the three
+        with /by~ENGINE/min_p~RHO.
+
+        Raises DvpError if the experiment does not evaluate it.
+        """
+        model, by, _ = path.partition("/by~")
+        run = None if model == "base" else self.policy(model)
+        if not by:
+            return run, self.sampler
+        samplers = self.samplers(run and run.point) if run is None or run.step is None else []
+        for sampler in samplers:
+            if f"{model}/{sampler.path}" == path:
+                return run, sampler
+        raise DvpError(f"'{path}': evaluation.also of experiment '{self.name}' does not ask for it")
+
+    @property
     def preflights(self) -> list[str]:
         """Paths of the preflights, one for each engine and settings of the grid; none if there are to be none."""
         if self.preflight == "never" or (self.preflight == "auto" and isinstance(self.base, TrainedBase)):
@@ -380,7 +451,7 @@ class Experiment(Strict):
         sources = {self.data.train, *self.data.evaluation}
         if isinstance(self.base, TrainedBase):
             sources.add(self.base.source)
-        engines = {self.evaluation.engine, *(run.engine for run in self.runs)}
+        engines = {*self._sampling_engines, *(run.engine for run in self.runs)}
         for settings in filter(None, (self.mismatch, self.bias)):
             engines.update(settings.engines)
         methods = {run.method for run in self.runs} | {method for method, _ in self.estimators}
@@ -399,9 +470,10 @@ class Experiment(Strict):
         task: str | None = None,
         measurement: Measurement | None = None,
         engine: str | None = None,
+        sampler: Sampler | None = None,
     ) -> str:
         """Hash (12 hex digits) of all settings on which a stage depends (see dvp.experiment.config_hash)."""
-        return sha256_json(settings_of_stage(self, stage, run, task, measurement, engine))[:12]
+        return sha256_json(settings_of_stage(self, stage, run, task, measurement, engine, sampler))[:12]
 
 
 def _defined(key: str, name: str, table: dict) -> None:

@@ -7,7 +7,7 @@ rate does.
 from typing import TYPE_CHECKING, Any
 
 from dvp.experiment.base import TrainedBase
-from dvp.experiment.grid import Measurement, Run
+from dvp.experiment.grid import Measurement, Run, Sampler
 
 if TYPE_CHECKING:
     from dvp.experiment.config import Experiment
@@ -20,11 +20,13 @@ def settings_of_stage(
     task: str | None,
     measurement: Measurement | None,
     engine: str | None,
+    sampler: Sampler | None = None,
 ) -> dict[str, Any]:
     """All settings on which the results of a stage depend, upstream stages included; JSON-able.
 
     `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
-    stages `mismatch` and `bias`, `engine` the path of a preflight. A run has its own training settings, wherever they
+    stages `mismatch` and `bias`, `engine` the path of a preflight, `sampler` what an evaluation samples with where that
+    is not what all models are sampled with. A run has its own training settings, wherever they
     are written; a measurement samples as the section `training` says, whatever its policy was trained with.
     """
     if stage == "report":
@@ -65,10 +67,13 @@ def settings_of_stage(
         parts["deepspeed"] = experiment.deepspeed
         parts["engine"] = experiment.engines[waiting.points[0].engine].model_dump(mode="json")
     if stage == "evaluate":
-        evaluation = experiment.evaluation.model_dump(mode="json", exclude={"at"})
+        sampler = sampler or experiment.sampler
+        evaluation = experiment.evaluation.model_dump(mode="json", exclude={"at", "also"}) | {"engine": sampler.engine}
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
         parts["evaluation"] = evaluation
-        parts["evaluation_engine"] = experiment.engines[experiment.evaluation.engine].model_dump(mode="json")
+        parts["evaluation_engine"] = experiment.engines[sampler.engine].model_dump(mode="json")
+        if sampler.rho is not None:
+            parts["evaluation_rho"] = sampler.rho
     if measurement is not None:
         settings = getattr(experiment, stage)
         parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})

@@ -1,12 +1,15 @@
 """Settings of the evaluation, and of what the main table compares."""
 
 from operator import not_
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from dvp.experiment.grid import Settings
 from dvp.strict import Name, Positive, Strict
+
+TRAINING = "training"
+"""In place of an engine's name: the one that a model was trained with."""
 
 
 class Spread(Strict):
@@ -33,11 +36,29 @@ def _steps(value: Any) -> Any:
     return value
 
 
+class Further(Strict):
+    """With what else each model is sampled: an engine, a safe vocabulary, or both."""
+
+    engine: Name | None = Field(default=None, exclude_if=lambda engine: engine is None)
+    """An engine, or `training`: the one that a model was trained with (the base model: each of the grid's); by default
+    evaluation.engine."""
+    rho: Literal["own"] | None = Field(default=None, exclude_if=lambda rho: rho is None)
+    """`own`: from the safe vocabulary at a model's ρ; models without one at every ρ that the grid has with their engine
+    (the base model: with the engine that samples it, if that is `training`; else every ρ). By default the full
+    vocabulary."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Further":
+        if self.engine is None and self.rho is None:
+            raise ValueError("expected engine, rho or both; without any it is what is evaluated in any case")
+        return self
+
+
 class EvaluationConfig(Strict):
     """How a model is scored."""
 
     engine: Name
-    """An engine, the same for all models."""
+    """An engine, the same for all models, which it samples from their full vocabulary."""
     samples_per_problem: dict[Name, Positive]
     """k, by task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -51,10 +72,20 @@ class EvaluationConfig(Strict):
     )
     """Steps of training that are evaluated beside the last: a list, {every: n} or {times: n}. Their weights are
     kept: when this changes, runs are trained again."""
+    also: list[Further] = Field([], exclude_if=not_)
+    """With what else the final weights are sampled and scored, such as [{engine: training, rho: own}]."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
     """Of the intervals over problems, in scores.json and the report."""
     seed: int = 0
     """Of sampling and of the bootstrap."""
+
+    @field_validator("also")
+    @classmethod
+    def _distinct(cls, value: list[Further]) -> list[Further]:
+        for index, entry in enumerate(value):
+            if entry in value[:index]:
+                raise ValueError(f"{entry.model_dump()} is listed twice")
+        return value
 
     def steps(self, last: int) -> list[int]:
         """Steps after which a run of `last` steps is evaluated, in their order, without the last one.

@@ -211,6 +211,29 @@ class Run(GridPoint):
         return self.model_copy(update={"step": step})
 
 
+class Sampler(Strict):
+    """With what a model is sampled when it is scored: an engine, from the full vocabulary or from the safe one at ρ."""
+
+    engine: Name
+    rho: Rho | None = None
+    """None: the full vocabulary."""
+
+    @property
+    def path(self) -> str:
+        """The sampler as a relative path, which says what it is."""
+        return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
+
+    @property
+    def after_run(self) -> str:
+        """What stands in the path of an evaluation behind the run, unless all models are sampled so."""
+        return f"/{self.path}"
+
+    @property
+    def rho_value(self) -> float | None:
+        """ρ as a number, None without a safe vocabulary."""
+        return None if self.rho is None else parse_rho(self.rho)
+
+
 class Measurement(Strict):
     """One measurement at a fixed policy: with one engine and one seed, which is the trained policy's seed as well."""
 

@@ -111,7 +111,7 @@ class Estimate:
         """Of a job of any stage but `train`, whose steps are counted by `step`.
 
         problems, samples : of the task that is evaluated.
-        engine : name of the training engine, for the steps of `train`.
+        engine : name of the training engine, for the steps of `train`; of `evaluate` the one that samples.
         kept : steps whose weights a run keeps, or a model is made from: it is the same file.
         """
         experiment, model = self.experiment, self.model
@@ -140,8 +140,7 @@ class Estimate:
             settings = experiment.evaluation
             longest, responses = settings.max_response_tokens, problems * samples
             text = responses * self.lengths(longest).response * TEXT_BYTES
-            sampler = experiment.engines[settings.engine]
-            return Work((problems, responses), sampler, longest, disk=text)
+            return Work((problems, responses), experiment.engines[engine], longest, disk=text)
         if stage == "mismatch":  # the engine samples, the trainer scores three times
             settings = experiment.mismatch
             responses = settings.problems * settings.responses

@@ -162,7 +162,7 @@ def cost_jobs(
     recorded = {job.outputs: seconds for job in jobs if (seconds := records.seconds(job)) is not None}
 
     def alike(job: Job) -> list[float]:
-        """Recorded seconds of jobs that differ in their run, seed or policy alone."""
+        """Recorded seconds of jobs that differ in their run, seed or policy alone, or in what samples it."""
         task = job.wildcards.get("task")
         return [
             recorded[other.outputs]
@@ -176,11 +176,14 @@ def cost_jobs(
         task = job.wildcards.get("task", "")
         samples = experiment.evaluation.samples_per_problem.get(task, 0)
         point = run or preflights.get(job.wildcards.get("engine"))
+        engine = point.engine if point else ""
+        if job.stage == "evaluate":
+            engine = experiment.evaluated(job.wildcards["run"] + job.wildcards.get("by", ""))[1].engine
         work = (estimate.of(point) if point else estimate).work(
             job.stage,
             problems=problems.get(task, 0),
             samples=samples,
-            engine=point.engine if point else "",
+            engine=engine,
             kept=len(experiment.evaluated_steps(run)) if run else job.wildcards.get("run", "") != _run_of(job),
         )
         if run is not None:

@@ -73,9 +73,9 @@ class Records:
         if "measurement" in wildcards:
             measurement = experiment.measurement(job.stage, wildcards["measurement"])
             return experiment.config_hash(job.stage, measurement=measurement)
-        path = wildcards.get("run", BASE)
-        run = None if path == BASE else experiment.policy(path)
-        return experiment.config_hash(job.stage, run, wildcards.get("task"), engine=wildcards.get("engine"))
+        run, sampler = experiment.evaluated(wildcards.get("run", BASE) + wildcards.get("by", ""))
+        task, engine = wildcards.get("task"), wildcards.get("engine")
+        return experiment.config_hash(job.stage, run, task, engine=engine, sampler=sampler)
 
     def _benchmark(self, job: Job) -> dict[str, float] | None:
         path = self._folder / job.benchmark if job.benchmark else None

@@ -1,0 +1,165 @@
+"""Scores by policy: which model was sampled with what, what is compared with what, which policy is a model's own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_results import CLAIMS, CONFIG, Results, make_experiment
+
+from dvp.analysis import figures
+from dvp.analysis.claims import load_claims
+from dvp.analysis.evidence import MISSING, _answer_condition
+from dvp.analysis.load import cell_name, load_matrix
+from dvp.analysis.matrix import models, own_sampler, statistics
+from dvp.analysis.parts import parts
+from dvp.analysis.report import make
+from dvp.analysis.statistics import lookup
+from dvp.errors import DvpError
+from dvp.experiment.grid import GridPoint, Sampler
+from dvp.experiment.loading import load_experiment, parse_experiment
+
+ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
+RHO = "0.01"
+NAIVE, MIS = (GridPoint(method=method, engine="coarse") for method in ("rloo", "rloo_mis"))
+DVP, DVP_MIS = (GridPoint(method=method, engine="coarse", rho=RHO) for method in ("dvp", "dvp_mis"))
+CONTROL = GridPoint(method="rloo", engine="fp32")
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return make_experiment(
+        seeds=[0, 1, 2], training__steps=2, evaluation__bootstrap_resamples=200, evaluation__also=ALSO
+    )
+
+
+@pytest.fixture
+def written(asked, tmp_path):
+    return Results(asked, tmp_path)
+
+
+def test_the_part_is_there_where_it_is_asked_for(asked):
+    assert parts(asked) == ["training", "matrix"]
+    assert parts(make_experiment()) == ["training"]
+    assert parts(make_experiment(evaluation__also=[{"engine": "fp32"}])) == ["training"]  # what is evaluated already
+
+
+def test_a_correction_trains_the_trainers_policy_and_dvp_the_pruned_one(asked):
+    assert own_sampler(asked, NAIVE) == Sampler(engine="coarse")
+    assert own_sampler(asked, MIS) == Sampler(engine="fp32")
+    assert own_sampler(asked, DVP) == Sampler(engine="coarse", rho=RHO)
+    assert own_sampler(asked, DVP_MIS) == Sampler(engine="fp32", rho=RHO)
+    assert own_sampler(asked, CONTROL) == Sampler(engine="fp32")
+    for rule in ("dvp_mass", "dvp_margin"):
+        assert own_sampler(asked, GridPoint(method=rule, engine="coarse")) is None
+
+
+def test_statistics_by_hand(asked, written):
+    """Of each model and sampler so many of twelve problems are right, always the same of a kind."""
+    right = {
+        (NAIVE, "fp32", None): 3,
+        (NAIVE, "coarse", None): 5,
+        (NAIVE, "coarse", RHO): 7,
+        (MIS, "fp32", None): 6,
+        (MIS, "coarse", None): 2,
+        (DVP, "fp32", None): 1,
+        (DVP, "coarse", None): 4,
+        (DVP, "coarse", RHO): 9,
+        (DVP_MIS, "fp32", RHO): 11,
+    }
+    k = asked.evaluation.samples_per_problem["held_out"]
+    for (point, engine, rho), count in right.items():
+        sampler = Sampler(engine=engine, rho=rho)
+        for seed in asked.seeds:
+            correct = np.repeat(np.arange(12) < count, k).reshape(12, k)
+            written.write_evaluation(point.run(seed), correct, None if sampler == asked.sampler else sampler)
+    measured = statistics(asked, load_matrix(asked, written.folder))
+    known = lookup(measured)
+
+    def of(name, point, engine, rho):
+        place = {"method": point.method, "engine": point.engine, "rho": point.rho or "none"}
+        return known(name, place | {"evaluated_on": engine, "evaluated_rho": rho or "none"})
+
+    for (point, engine, rho), count in right.items():
+        assert of("score_by_policy", point, engine, rho).value == pytest.approx(count / 12)
+    unpruned = "score_over_unpruned_by_policy"
+    for (point, engine, rho), difference in {
+        (DVP, "fp32", None): 1 - 3,  # both on the exact engine from the full vocabulary, as in the main table
+        (DVP, "coarse", None): 4 - 5,
+        (DVP, "coarse", RHO): 9 - 7,  # beside what ρ at evaluation alone does
+        (DVP, "coarse", "own"): 9 - 5,
+        (DVP, "own", "own"): 9 - 5,
+        (DVP_MIS, "own", "own"): 11 - 6,  # the trainer's pruned policy, and the trainer's
+    }.items():
+        statistic = of(unpruned, point, engine, rho)
+        assert statistic.value == pytest.approx(difference / 12)
+        assert statistic.low <= statistic.value <= statistic.high
+        assert len(statistic.sources) == 2 * len(asked.seeds)
+    reference = "score_over_reference_by_policy"
+    assert of(reference, MIS, "fp32", None).value == pytest.approx((6 - 3) / 12)
+    assert of(reference, MIS, "coarse", None).value == pytest.approx((2 - 5) / 12)
+    assert of(reference, MIS, "own", "own").value == pytest.approx((6 - 5) / 12)
+    assert of(reference, NAIVE, "coarse", None) is None
+    places = [(statistic.name, tuple(statistic.where.items())) for statistic in measured]
+    assert len(set(places)) == len(places)
+
+
+def test_rho_at_evaluation_only_stands_below_each_row_with_dvp(asked):
+    rows = models(asked)
+    place = rows.index((DVP, RHO, False))
+    assert rows[place + 1] == (NAIVE, RHO, True)
+    assert rows[rows.index((DVP_MIS, RHO, False)) + 1] == (MIS, RHO, True)
+    assert [row for row in rows if row[0] is None] == [(None, None, False), (None, "exp(-13)", True), (None, RHO, True)]
+    assert len(set(rows)) == len(rows) == 1 + 2 + 1 + 2 + 4 + 4
+
+
+def test_table_and_figure(asked, written, tmp_path):
+    part = make(asked, written.folder, "matrix", CLAIMS)
+    table = part.tables["matrix_table"]
+    shown = table.formatted()
+    row = table.rows[f"{DVP.path} {RHO}"]
+    assert row["own_policy"] == "coarse, ρ = 0.01"
+    assert row["training_rho"].where["evaluated_on"] == "coarse"
+    cells = dict(zip(shown.headings, shown.rows[list(table.rows).index(f"{DVP.path} {RHO}")], strict=True))
+    assert [name for name, text in cells.items() if text.endswith("*")] == ["engine of training, at ρ (%) [95 %]"]
+    only = table.rows[f"{NAIVE.path} {RHO}"]
+    assert only["role"] == "evaluation_only"
+    assert only.keys().isdisjoint({"fp32_full", "training_full", "own_policy"})
+    control = table.rows[f"{CONTROL.path} none"]
+    assert control["training_full"] == control["fp32_full"]  # one file for both
+    base = table.rows[f"base {RHO}"]
+    assert base["training_rho"].where["evaluated_on"] == "coarse"
+    assert set(table.frame().columns) >= {"training_rho", "training_rho_low", "over_unpruned_high", "own_policy"}
+    text = " ".join(shown.notes)
+    assert "it is the trainer's, for which engine fp32 stands" in text
+    for path in figures.save(part.figures["evaluation_matrix"], tmp_path, "evaluation_matrix"):
+        assert path.stat().st_size > 10_000
+
+
+def test_scores_of_another_sampler_are_refused(asked, written):
+    run, sampler = asked.further_evaluations[-1]
+    path = written.folder / "evals" / run.path / sampler.path / "held_out/scores.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"rho": None}))
+    with pytest.raises(DvpError, match=rf"^{path}: rho: expected '0.01', found None$"):
+        load_matrix(asked, written.folder)
+    path.write_text(json.dumps(record | {"engine": "bf16"}))
+    with pytest.raises(DvpError, match=rf"^{path}: engine: expected 'fp32', found 'bf16'$"):
+        load_matrix(asked, written.folder)
+    assert cell_name(None, asked.sampler) == "base/by~fp32/min_p~none"
+
+
+@pytest.mark.slow
+def test_each_condition_of_the_claims_fits_one_statistic(tmp_path):
+    value = load_experiment("evaluation_matrix", CONFIG).model_dump(mode="json")
+    value["evaluation"]["bootstrap_resamples"] = 100
+    value["training"]["steps"] = 2
+    shipped = parse_experiment(value, Path("test.yaml"))
+    Results(shipped, tmp_path, problems=3)
+    report = {"statistics": [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]}
+    every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
+    asked = [condition for condition in every if condition.experiment == "evaluation_matrix"]
+    assert len(asked) == 5
+    for condition in asked:
+        answered = _answer_condition(condition.says, condition, report)
+        assert answered["status"] != MISSING, answered["instead"]

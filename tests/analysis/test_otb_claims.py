@@ -41,7 +41,9 @@ def check(name: str, statistics: list) -> None:
         assert answered["status"] != MISSING, answered["instead"]
 
 
-@pytest.mark.parametrize("name", ["otb_groups", "otb_groups_long", "otb_single", "otb_tools", "otb_mismatch"])
+@pytest.mark.parametrize(
+    "name", ["otb_groups_short", "otb_groups", "otb_groups_long", "otb_single", "otb_tools", "otb_mismatch"]
+)
 def test_each_condition_on_training_fits_one_statistic(name, tmp_path):
     experiment = shipped(name)
     Results(experiment, tmp_path, problems=3)

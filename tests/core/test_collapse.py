@@ -148,3 +148,70 @@ def test_a_row_without_a_watched_metric_is_named():
 def test_settings_outside_their_ranges(settings, message):
     with pytest.raises(DvpError, match=message):
         CollapseDetector(**settings)
+
+
+# A fall of the reward
+
+
+def rewards(values, **options):
+    return fed(CollapseDetector(**options), [row(reward=value) for value in values])
+
+
+def test_a_reward_that_falls_below_half_of_what_it_was_is_a_collapse_also_in_a_short_run():
+    """Sixteen steps: before the warm-up of spikes."""
+    detector = rewards([0.6] * 8 + [0.1] * 8)
+    # Of eight steps, five at 0.1 and three at 0.6 have a mean of 0.2875, the first below 0.3.
+    assert detector.collapsed_at == 13
+    assert detector.reason == "the mean reward of 8 steps is 0.287, and was 0.6"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.5] * 7,  # too few for a mean
+        [0.0] * 40,  # nothing to fall from
+        [0.9] * 8 + [0.46] * 30,  # worse, but more than half
+        [0.8] * 8 + [0.0] * 4 + [0.8] * 30,  # a short dip
+    ],
+)
+def test_what_is_no_fall(values):
+    assert rewards(values).collapsed_at is None
+
+
+def test_a_slow_fall_is_one_as_well():
+    values = [0.8 * 0.97**step for step in range(60)]
+    means = [np.mean(values[max(0, end - 8) : end]) for end in range(1, 61)]
+    expected = next(end for end in range(9, 61) if means[end - 1] < 0.5 * means[7])
+    assert rewards(values).collapsed_at == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.sampled_from([0.0, 0.125, 0.3125, 0.5625, 1.0, math.nan]), max_size=30),
+    st.integers(1, 5),
+    st.sampled_from([0.31, 0.77]),
+)
+def test_falls_against_numpy(values, patience, share):
+    """Steps without a reward are left out of the means."""
+    expected, highest, seen = None, -math.inf, []
+    for step, value in enumerate(values, start=1):
+        if math.isnan(value):
+            continue
+        seen.append(value)
+        if len(seen) >= patience:
+            mean = np.mean(seen[-patience:])
+            if mean < share * highest:
+                expected = step
+                break
+            highest = max(highest, mean)
+    assert rewards(values, patience=patience, reward_fall=share).collapsed_at == expected
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, math.nan])
+def test_a_share_outside_its_range(share):
+    with pytest.raises(DvpError, match="reward_fall"):
+        CollapseDetector(reward_fall=share)
+
+
+def test_without_a_share_nothing_falls():
+    assert rewards([0.9] * 20 + [0.0] * 40, reward_fall=None).collapsed_at is None

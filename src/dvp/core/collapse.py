@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from statistics import fmean
 
 from dvp.errors import DvpError
 
@@ -17,6 +18,7 @@ class CollapseDetector:
     where it stood. A collapse is
 
     - a spike: a monitored metric above mean + `sigmas` · σ of its last `window` values, once there are `warmup`;
+    - or a fall: the mean reward of the last `patience` steps below `reward_fall` times the highest such mean so far;
     - or k3 above `kl_above`;
     - or entropy below `entropy_below`, or reward below `reward_below`, for `patience` steps in a row.
 
@@ -31,6 +33,7 @@ class CollapseDetector:
         window: int = 128,
         sigmas: float = 6.0,
         warmup: int = 32,
+        reward_fall: float | None = 0.5,
         kl_above: float | None = None,
         entropy_below: float | None = None,
         reward_below: float | None = None,
@@ -43,24 +46,30 @@ class CollapseDetector:
             window: values that mean and σ are taken over, those before the one that is judged.
             sigmas: how many σ above the mean a spike is.
             warmup: values that a metric needs before it can spike.
+            reward_fall: share of the highest mean reward, None for none.
             kl_above: k3 (nats), None for no level; so are the next two.
             entropy_below: nats.
             reward_below: mean reward of a step.
-            patience: steps in a row that entropy or reward must be low.
+            patience: steps in a row that entropy or reward must be low, and that mean rewards are over.
 
         Raises:
-            DvpError: not 2 ≤ warmup ≤ window, or sigmas or patience out of range.
+            DvpError: not 2 ≤ warmup ≤ window, or sigmas, reward_fall or patience out of range.
         """
         if not 2 <= warmup <= window:
             raise DvpError(f"collapse: expected 2 ≤ warmup ≤ window, got warmup {warmup} and window {window}")
         if not 0.0 < sigmas < math.inf:
             raise DvpError(f"collapse.sigmas: expected a finite number above 0, got {sigmas}")
+        if reward_fall is not None and not 0.0 < reward_fall < 1.0:
+            raise DvpError(f"collapse.reward_fall: expected a share between 0 and 1, got {reward_fall}")
         if patience < 1:
             raise DvpError(f"collapse.patience: expected at least 1 step, got {patience}")
         self.collapsed_at: int | None = None
         self.reason: str | None = None
         self._sigmas = sigmas
         self._warmup = warmup
+        self._reward_fall = reward_fall
+        self._rewards = deque(maxlen=patience)
+        self._highest_reward = -math.inf
         self._kl_above = kl_above
         self._patience = patience
         self._histories = {name: deque(maxlen=window) for name in monitored}
@@ -81,6 +90,8 @@ class CollapseDetector:
 
     def _reason(self, step: int, row: dict) -> str | None:
         reasons = [self._spike(name, _value(step, row, name)) for name in self._histories]
+        if self._reward_fall is not None:
+            reasons.append(self._fall(_value(step, row, "reward")))
         if self._kl_above is not None:
             k3 = _value(step, row, "k3")
             if k3 is not None and k3 > self._kl_above:
@@ -91,6 +102,19 @@ class CollapseDetector:
             if self._low_steps[name] >= self._patience:
                 reasons.append(f"{name} was below {level:g} for {self._patience} steps")
         return "; ".join(reason for reason in reasons if reason is not None) or None
+
+    def _fall(self, reward: float | None) -> str | None:
+        """Judge the mean of the last rewards by the highest such mean before it."""
+        if reward is None:
+            return None
+        self._rewards.append(reward)
+        if len(self._rewards) < self._patience:
+            return None
+        mean, highest = fmean(self._rewards), self._highest_reward
+        self._highest_reward = max(mean, highest)
+        if mean < self._reward_fall * highest:
+            return f"the mean reward of {self._patience} steps is {mean:.3g}, and was {highest:.3g}"
+        return None
 
     def _spike(self, name: str, value: float | None) -> str | None:
         """Judge a value by those before it, then add it to them."""

@@ -55,6 +55,8 @@ class Collapse(Strict):
     """A spike: k3 or the gradient's norm above mean + this many σ of its last `window` values."""
     warmup: Annotated[int, Field(ge=2)] = 32
     """Values that a metric needs before it can spike."""
+    reward_fall: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
+    """The run collapsed when the mean reward of `patience` steps is below this share of the highest one before."""
     kl_above: PositiveFloat | None = None
     """k3 in nats a token above which the run counts as collapsed."""
     entropy_below: PositiveFloat | None = None
@@ -62,7 +64,7 @@ class Collapse(Strict):
     reward_below: PositiveFloat | None = None
     """Mean reward of a step."""
     patience: Positive = 8
-    """Steps in a row that entropy or reward must be low."""
+    """Steps in a row that entropy or reward must be low, and that mean rewards are over."""
 
     @model_validator(mode="after")
     def _warms_up(self) -> "Collapse":

@@ -14,23 +14,10 @@ GRID = (
 )
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
 CONTROL, NAIVE, DVP, DVP_SMALL = range(4)  # the grid's points, in its order
-# The config_hash of `evaluate` and `train` when there was one sampler only: results of then are not made again.
-BEFORE = {
-    "tiny": ("984b69b64fd2", "af60d8ee7a7e", "4d046dc444c1"),
-    "training_grid": ("984b69b64fd2", "c6d1c0659402", "9750f598ba01"),
-}
 
 
 def paths(made, point) -> list[str]:
     return [sampler.path for sampler in made.samplers(point)]
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_the_sampler_of_all_models_has_the_hashes_of_before(name):
-    made = load_experiment(name, ROOT / "config")
-    run = made.runs[-1]
-    hashes = made.config_hash("evaluate", None, "held_out"), made.config_hash("evaluate", run, "held_out")
-    assert (*hashes, made.config_hash("train", run)) == BEFORE[name]
 
 
 def test_the_matrix_of_the_evidence_trains_and_scores_nothing_again():

@@ -47,7 +47,7 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
         grid[-1, 0].set_xlabel("training step (0: base model)")
         grid[-1, 1].set_xlabel("tokens sampled in training")
         over = bootstrap.over(experiment.seeds)
-        set_title(figure, f"Scores along training; bands are 95 % intervals over {over}", 10.6)
+        set_title(figure, f"Scores along training; bands are 95 % intervals over {over}", 8.5)
         figure.legend(handles=_handles(experiment, style, reference), loc="outside right upper", handlelength=2.6)
     return figure
 

@@ -17,8 +17,9 @@ class CollapseDetector:
     It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands
     where it stood. A collapse is
 
-    - a spike: a monitored metric above mean + `sigmas` · σ of its last `window` values, once there are `warmup`;
-    - or a fall: the mean reward of the last `patience` steps below `reward_fall` times the highest such mean so far;
+    - a fall: the mean reward of the last `patience` steps below `reward_fall` times the highest such mean so far;
+    - or a spike: a monitored metric above mean + `sigmas` · σ of its last `window` values, once there are `warmup`. Off
+      unless asked for: in long runs that learn well the gradient's norm spikes, too;
     - or k3 above `kl_above`;
     - or entropy below `entropy_below`, or reward below `reward_below`, for `patience` steps in a row.
 
@@ -31,7 +32,7 @@ class CollapseDetector:
         *,
         monitored: tuple[str, ...] = ("k3", "gradient_norm"),
         window: int = 128,
-        sigmas: float = 6.0,
+        sigmas: float | None = None,
         warmup: int = 32,
         reward_fall: float | None = 0.5,
         kl_above: float | None = None,
@@ -44,7 +45,7 @@ class CollapseDetector:
         Args:
             monitored: metrics that may not spike.
             window: values that mean and σ are taken over, those before the one that is judged.
-            sigmas: how many σ above the mean a spike is.
+            sigmas: how many σ above the mean a spike is, None for none.
             warmup: values that a metric needs before it can spike.
             reward_fall: share of the highest mean reward, None for none.
             kl_above: k3 (nats), None for no level; so are the next two.
@@ -57,7 +58,7 @@ class CollapseDetector:
         """
         if not 2 <= warmup <= window:
             raise DvpError(f"collapse: expected 2 ≤ warmup ≤ window, got warmup {warmup} and window {window}")
-        if not 0.0 < sigmas < math.inf:
+        if sigmas is not None and not 0.0 < sigmas < math.inf:
             raise DvpError(f"collapse.sigmas: expected a finite number above 0, got {sigmas}")
         if reward_fall is not None and not 0.0 < reward_fall < 1.0:
             raise DvpError(f"collapse.reward_fall: expected a share between 0 and 1, got {reward_fall}")
@@ -125,7 +126,7 @@ class CollapseDetector:
         history = self._histories[name]
         reason = None
         count = len(history)
-        if count >= self._warmup:
+        if self._sigmas is not None and count >= self._warmup:
             # Nothing here is squared: a k3 may be as large as e^700.
             mean = sum(past / count for past in history)
             sigma = math.hypot(*(past - mean for past in history)) / math.sqrt(count)

@@ -52,7 +52,7 @@ class Collapse(Strict):
     window: Positive = 128
     """Steps that a spike is measured against."""
     sigmas: PositiveFloat | None = None
-    """A spike: k3 or the gradient's norm above mean + this many σ of its last `window` values; none counts no spikes."""
+    """A spike: k3 or the gradient's norm above mean + this many σ of the last `window` values; none: not at all."""
     warmup: Annotated[int, Field(ge=2)] = 32
     """Values that a metric needs before it can spike."""
     reward_fall: Annotated[float, Field(gt=0, lt=1)] | None = 0.5

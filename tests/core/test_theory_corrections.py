@@ -111,8 +111,10 @@ def _log_softmax(logits):
 
 def weights_by_the_book(rule, ratios):
     """docs/method.md's table for one sequence."""
-    dropped = (rule.veto is not None and min(ratios) < rule.veto) or (
-        rule.k3_max is not None and np.mean([r - math.log(r) - 1 for r in ratios]) > rule.k3_max
+    dropped = (
+        (rule.veto is not None and min(ratios) < rule.veto)
+        or (rule.trust_region is not None and max(max(r, 1 / r) for r in ratios) > rule.trust_region)
+        or (rule.k3_max is not None and np.mean([r - math.log(r) - 1 for r in ratios]) > rule.k3_max)
     )
     product = math.prod(ratios)
     weights = []
@@ -143,6 +145,8 @@ def test_the_process_is_complete_and_meets_every_bound_and_threshold():
             assert weights(rule) != weights(rule, action="truncate", lower=0.0, upper=math.inf), name
         if rule.veto is not None:
             assert weights(rule) != weights(rule, veto=None), name
+        if rule.trust_region is not None:
+            assert weights(rule) != weights(rule, trust_region=None), name
         if rule.k3_max is not None:
             assert weights(rule) != weights(rule, k3_max=None), name
 

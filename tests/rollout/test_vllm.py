@@ -439,7 +439,7 @@ class Ignoring(VllmEngine):
     """An engine whose server drops the rule."""
 
     def __init__(self, engine):
-        self.llm, self._by_state = engine.llm, True
+        self.llm, self._by_state, self._config = engine.llm, True, engine._config
 
     def log_probs(self, prompt, rule):
         return super().log_probs(prompt, None)

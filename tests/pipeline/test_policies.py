@@ -9,7 +9,7 @@ from working_copy import Copy
 
 from dvp.tracking.store import store_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "smoke_matrix"
 MIS, DVP_MIS = (
     f"method~{part}/seed~0" for part in ("rloo_mis/engine~coarse/rho~none", "dvp_mis/engine~coarse/rho~0.01")

@@ -45,6 +45,7 @@ def reference(log_ratio, mask, rule):
     """Token by token in plain Python, from docs/method.md's table and the rule's docstrings."""
     weight = np.zeros(mask.shape)
     vetoed = np.zeros(len(mask), bool)
+    untrusted = np.zeros(len(mask), bool)
     filtered = np.zeros(len(mask), bool)
     for i, row in enumerate(log_ratio):
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
@@ -53,7 +54,7 @@ def reference(log_ratio, mask, rule):
         ratios = [math.exp(row[t]) for t in tokens]
         vetoed[i] = rule.veto is not None and any(r < rule.veto for r in ratios)
         if rule.trust_region is not None:
-            vetoed[i] |= any(max(r, 1 / r) > rule.trust_region for r in ratios)
+            untrusted[i] = any(max(r, 1 / r) > rule.trust_region for r in ratios)
         k3 = sum(r - math.log(r) - 1 for r in ratios) / len(tokens)
         filtered[i] = rule.k3_max is not None and k3 > rule.k3_max
         total = sum(row[t] for t in tokens)
@@ -64,7 +65,7 @@ def reference(log_ratio, mask, rule):
                 w = min(w, rule.upper)
             elif not rule.lower <= math.exp(log_r) <= rule.upper:
                 w = 0.0
-            weight[i, t] = 0.0 if vetoed[i] or filtered[i] else w
+            weight[i, t] = 0.0 if vetoed[i] or untrusted[i] or filtered[i] else w
     kept = (weight > 0).any(axis=1)
     if rule.self_normalise and kept.any():
         counted = [i for i in range(len(mask)) if mask[i].any() and (kept[i] or rule.denominator == "all")]
@@ -73,7 +74,7 @@ def reference(log_ratio, mask, rule):
         else:
             units = [max(weight[i]) for i in counted]
         weight = weight / (sum(units) / len(units))
-    return weight, kept, vetoed, filtered
+    return weight, kept, vetoed, untrusted, filtered
 
 
 @settings(deadline=None, max_examples=15)
@@ -82,10 +83,11 @@ def reference(log_ratio, mask, rule):
 def test_every_rule_against_plain_python(rule, batch):
     log_ratio, mask = batch
     weights = importance_weights(torch.tensor(log_ratio), torch.tensor(mask), rule)
-    expected, kept, vetoed, filtered = reference(log_ratio, mask, rule)
+    expected, kept, vetoed, untrusted, filtered = reference(log_ratio, mask, rule)
     np.testing.assert_allclose(weights.weight_BT.numpy(), expected, rtol=1e-11)
     np.testing.assert_array_equal(weights.kept_B.numpy(), kept)
     np.testing.assert_array_equal(weights.vetoed_B.numpy(), vetoed)
+    np.testing.assert_array_equal(weights.untrusted_B.numpy(), untrusted)
     np.testing.assert_array_equal(weights.filtered_B.numpy(), filtered)
     assert weights.denominator == (kept.sum() if rule.denominator == "kept" else len(mask))
 

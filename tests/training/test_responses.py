@@ -61,7 +61,8 @@ def step():
         weight_BT=noise(),
         advantage_BT=noise() - 0.5,
         weights=SimpleNamespace(
-            vetoed_B=torch.tensor([False, True, False, False, False, True]),
+            vetoed_B=torch.tensor([False, True, False, False, False, False]),
+            untrusted_B=torch.tensor([False, True, False, False, False, True]),
             filtered_B=torch.tensor([False, True, False, True, False, False]),
             kept_B=torch.tensor([True, False, True, False, False, False]),
         ),
@@ -95,7 +96,7 @@ def test_each_number_is_that_of_its_token(step):
             "advantage": update.advantage_BT,
         }.items():
             assert row[name] == [values_BT[place].item() for place in at], name
-    assert [row["rejected"] for row in taken.rows] == [None, "veto", None, "k3", "bounds", "veto"]
+    assert [row["rejected"] for row in taken.rows] == [None, "veto", None, "k3", "bounds", "trust_region"]
 
 
 @pytest.mark.parametrize(

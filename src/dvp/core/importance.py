@@ -117,9 +117,11 @@ class ImportanceWeights:
     kept_B: torch.Tensor
     """bool: the sequence has a token that was not rejected. False for a response without tokens."""
     vetoed_B: torch.Tensor
-    """bool: a single ratio, below the veto or outside the trust region, dropped the sequence."""
+    """bool: the veto dropped the sequence."""
+    untrusted_B: torch.Tensor
+    """bool: a ratio outside the trust region dropped the sequence (the veto may have, too)."""
     filtered_B: torch.Tensor
-    """bool: the K3 filter dropped the sequence (a single ratio may have, too)."""
+    """bool: the K3 filter dropped the sequence (the others may have, too)."""
     denominator: int
     """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
 
@@ -151,8 +153,7 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
     token_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()
     length_B = mask_BT.sum(dim=1).clamp(min=1)
     vetoed_B = (token_BT < _log(rule.veto or 0.0)).any(dim=1)
-    if rule.trust_region is not None:
-        vetoed_B |= (token_BT.abs() > _log(rule.trust_region)).any(dim=1)
+    untrusted_B = (token_BT.abs() > _log(rule.trust_region or math.inf)).any(dim=1)
     # expm1 keeps the digits of ratios near 1.
     k3_B = (token_BT.clamp(max=MAX_EXPONENT).expm1() - token_BT).sum(dim=1) / length_B
     filtered_B = k3_B > (math.inf if rule.k3_max is None else rule.k3_max)
@@ -165,7 +166,7 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
         log_weight_BT = token_BT
     else:
         log_weight_BT = torch.zeros_like(token_BT)
-    accepted_BT = mask_BT & ~(vetoed_B | filtered_B)[:, None]
+    accepted_BT = mask_BT & ~(vetoed_B | untrusted_B | filtered_B)[:, None]
     weight_BT = log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     if rule.action == "truncate":
         weight_BT = weight_BT.clamp(max=rule.upper)
@@ -184,6 +185,7 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
         weight_BT=weight_BT.to(log_ratio_BT.dtype),
         kept_B=kept_B,
         vetoed_B=vetoed_B,
+        untrusted_B=untrusted_B,
         filtered_B=filtered_B,
         denominator=int(kept_B.sum()) if rule.denominator == "kept" else len(kept_B),
     )

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import BASE, ExperimentDir
 from dvp.experiment.grid import Sampler
@@ -27,13 +26,11 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.evaluation
     run, sampler = experiment.evaluated(path)
-    if task not in experiment.data.tasks:
-        raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {', '.join(experiment.data.tasks)}")
+    config_hash = experiment.config_hash("evaluate", run, task, sampler=sampler)
     torch.set_num_threads(threads)
     made_by, model_result = directory.model(run)
     inputs = {made_by: model_result, "prepare": directory.result("prepare")}
     result = directory.result("evaluate", f"{path}/{task}")
-    config_hash = experiment.config_hash("evaluate", run, task, sampler=sampler)
     # Its scores must not stand in the store as those of the sampler that all models have.
     called = task if sampler == experiment.sampler else f"{task}-{sampler.path.replace('/', '-')}"
     with run_stage("evaluate", directory, result, config_hash, inputs, run=run and run.path, task=called) as stage:

@@ -6,6 +6,7 @@ rate does.
 
 from typing import TYPE_CHECKING, Any
 
+from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.grid import Measurement, Run, Sampler
 
@@ -26,8 +27,9 @@ def settings_of_stage(
 
     `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
     stages `mismatch` and `bias`, `engine` the path of a preflight, `sampler` what an evaluation samples with where that
-    is not what all models are sampled with. A run has its own training settings, wherever they
-    are written; a measurement samples as the section `training` says, whatever its policy was trained with.
+    is not what all models are sampled with. A run has its own training settings, wherever they are written; a
+    measurement samples as the section `training` says, whatever its policy was trained with.
+    Raises DvpError for a task that the experiment does not evaluate.
     """
     if stage == "report":
         return experiment.used.model_dump(mode="json", exclude={"preflight"})
@@ -69,6 +71,9 @@ def settings_of_stage(
     if stage == "evaluate":
         sampler = sampler or experiment.sampler
         evaluation = experiment.evaluation.model_dump(mode="json", exclude={"at", "also"}) | {"engine": sampler.engine}
+        if task is not None and task not in experiment.data.tasks:
+            tasks = ", ".join(experiment.data.tasks)
+            raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {tasks}")
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
         parts["evaluation"] = evaluation
         parts["evaluation_engine"] = experiment.engines[sampler.engine].model_dump(mode="json")

@@ -36,9 +36,8 @@ class ExperimentDir:
     def result(self, stage: str, of: str = "") -> Path:
         """The JSON file that a stage writes last.
 
-        of : the path of the run (evaluate: of run and task, RUN/TASK, or
-            RUN/by~ENGINE/min_p~RHO/TASK) or of the measurement; the engine of
-            the preflight; the report's part.
+        of : the path of the run (evaluate: of run and task, RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK) or of the
+            measurement; the engine of the preflight; the report's part.
         """
         return self.folder / RESULTS[stage].replace("{of}", of)
 

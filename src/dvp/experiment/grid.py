@@ -224,11 +224,6 @@ class Sampler(Strict):
         return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
 
     @property
-    def after_run(self) -> str:
-        """What stands in the path of an evaluation behind the run, unless all models are sampled so."""
-        return f"/{self.path}"
-
-    @property
     def rho_value(self) -> float | None:
         """ρ as a number, None without a safe vocabulary."""
         return None if self.rho is None else parse_rho(self.rho)

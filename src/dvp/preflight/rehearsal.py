@@ -31,6 +31,7 @@ from dvp.preflight.checks import (
     check_same_engine,
     compare,
     kept_by_method,
+    kl_of_noise,
     precision_class,
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
@@ -200,9 +201,9 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     report.add("forward", verdict)
     with report.asking("mismatch"):
         positions, noise = compare(loop.trainer, loop.engine, prompts, loop.run.seed)
-        verdict = check_mismatch(
-            positions, noise, precision_class(experiment.engines[engine], experiment.trainer_dtype)
-        )
+        configured = experiment.engines[engine]
+        kind = precision_class(configured, experiment.trainer_dtype)
+        verdict = check_mismatch(positions, noise, kind, kl_of_noise(configured))
     report.add("mismatch", verdict)
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():

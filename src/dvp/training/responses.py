@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
 # Of each token, in a run with a tool: whether the model wrote it. What a tool's token has no value of is 0.
 WRITTEN = pa.field("written", pa.list_(pa.field("element", pa.bool_(), nullable=False)), nullable=False)
 FIRST, WORST = "first", "worst"
-VETO, K3, BOUNDS = "veto", "k3", "bounds"
+VETO, TRUST_REGION, K3, BOUNDS = "veto", "trust_region", "k3", "bounds"
 # A character is at most four bytes, so at most four tokens.
 LONGEST_CHARACTER = 4
 REPLACEMENT = "\ufffd"
@@ -237,6 +237,8 @@ def _rejected(update: "Update", index: int) -> str | None:
     """Which rule dropped the whole response: the one that looks first where several do."""
     if update.weights.vetoed_B[index]:
         return VETO
+    if update.weights.untrusted_B[index]:
+        return TRUST_REGION
     if update.weights.filtered_B[index]:
         return K3
     return None if update.weights.kept_B[index] else BOUNDS

@@ -139,7 +139,7 @@ function drawLegend() {
   if (run().responses.some((one) => one.toolSet.size)) $("legend").append(element("span", "a tool's answer", { class: "tool" }));
 }
 
-const RULES = { veto: "the veto: a token's ratio is too small", k3: "the K3 filter", bounds: "the bounds on its importance ratio" };
+const RULES = { veto: "the veto: a token's ratio is too small", trust_region: "the trust region: a token's ratio is too far from 1", k3: "the K3 filter", bounds: "the bounds on its importance ratio" };
 
 function drawResponse() {
   const shown = response();

@@ -2,6 +2,7 @@
 
 import torch
 
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import safe_mask
 from dvp.rollout.engine import Completion, Sampling
 
@@ -32,13 +33,17 @@ class NoisyEngine:
 
     def _response(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         generator = torch.Generator().manual_seed(seed % 2**62)
-        tokens, rows = [], []
+        tokens, rows, sets = [], [], []
         while len(tokens) < sampling.max_tokens and self._tokenizer.eos_token_id not in tokens:
             logits = self._model(torch.tensor([prompt + tokens])).logits[0, -1].double()
             noise = self._sigma * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
             noisy = logits + noise
             if sampling.safe_vocabulary is not None:
+                full = noisy
                 noisy = noisy.masked_fill(~safe_mask(noisy[None], sampling.safe_vocabulary)[0], -torch.inf)
+                ids = noisy.isfinite().nonzero()[:, 0].int()
+                log_mass = (noisy.logsumexp(0) - full.logsumexp(0)).float()
+                sets.append(KeptSets(ids, torch.tensor([len(ids)]), log_mass[None]))
             rows.append(noisy.log_softmax(0).float())
             tokens.append(int(torch.multinomial(rows[-1].double().exp(), 1, generator=generator)))
         ended = tokens[-1] == self._tokenizer.eos_token_id or self._answers
@@ -49,4 +54,5 @@ class NoisyEngine:
             text=text,
             finish_reason="stop" if ended else "length",
             vocabulary_log_probs_TV=torch.stack(rows) if sampling.whole_vocabulary else None,
+            kept=KeptSets.cat(sets) if sampling.report_sets else None,
         )

@@ -1,7 +1,7 @@
 """A softmax decision process small enough to enumerate: policies, objectives and gradients are exact, in float64.
 
 A state is a prefix of tokens 0 … V−1. Token 0 ends the response, and so does the horizon. The policies are softmaxes
-of logits z = features · θ, one row a state: tabular where the features are the config_hash, else with parameters that
+of logits z = features · θ, one row a state: tabular where the features are the identity, else with parameters that
 all states share. The engine's logits are the trainer's plus a bounded perturbation.
 
 Shape suffixes: S states, V vocabulary, Y responses, T tokens, P parameters.

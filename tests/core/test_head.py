@@ -22,9 +22,9 @@ def rule(rho):
 
 
 def of_logits(logits, targets, rho, **options):
-    """Statistics of given logits: the head is the config_hash, so hidden states and logits are the same."""
-    config_hash = torch.eye(logits.shape[1])
-    return token_statistics(logits, config_hash, torch.as_tensor(targets), safe=rule(rho), chunk_size=CHUNK, **options)
+    """Statistics of given logits: the head is the identity, so hidden states and logits are the same."""
+    identity = torch.eye(logits.shape[1])
+    return token_statistics(logits, identity, torch.as_tensor(targets), safe=rule(rho), chunk_size=CHUNK, **options)
 
 
 def numpy_reference(logits, target, rho):

@@ -40,7 +40,7 @@ EXPERIMENT = {
         "reference_batches": 24,
         "estimators": [
             {"method": ["rloo", "rloo_tis", "rloo_mis", "otb", "otb_oracle"]},
-            {"method": ["dvp", "dvp_tis"], "rho": 0.05},
+            {"method": ["dvp", "dvp_tis", "dvp_replay"], "rho": 0.05},
         ],
         "position_bins": [2],
         "norm_responses": 8,
@@ -380,6 +380,9 @@ def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
     assert abs(table.loc["dvp", "paired_squared_bias_pruned"]) < 1e-6
     assert table.loc["dvp", "paired_squared_bias_se"] > 1e-6
     assert table.loc["dvp", "rho"] == "0.05"
+    # Mask replay: the engine's sets are the trainer's own here.
+    for name in ("squared_bias", "variance", "kept_fraction", "paired_squared_bias", "paired_squared_bias_pruned"):
+        assert table.loc["dvp_replay", name] == pytest.approx(table.loc["dvp", name], rel=1e-3, abs=1e-6), name
     variance = pd.read_parquet(folder / "variance.parquet").set_index(["method", "position"])
     assert set(variance.index.get_level_values("position")) == {"all", "1-2", "3-8"}
     for method in table.index:

@@ -1,11 +1,15 @@
-"""What an engine's own noise may add to the mismatch that a rehearsal allows."""
+"""What an engine's own noise may add to the mismatch that a rehearsal allows, and what a correction keeps."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
-from dvp.preflight.checks import KL_LIMITS, Positions, check_mismatch, kl_of_noise
+from dvp.preflight.checks import KL_LIMITS, Positions, check_mismatch, kept_by_method, kl_of_noise
 
+ROOT = Path(__file__).parents[2]
 NOISES = [Noise(sigma=0.1), Noise(sigma=1.0), Noise(sigma=2.5), Noise(sigma=2.5, below=0.01)]
 
 
@@ -46,3 +50,13 @@ def test_what_is_off_by_more_than_its_noise_is_refused(noise):
 
 def test_an_engine_without_noise_is_allowed_nothing_more():
     assert kl_of_noise(EngineConfig(dtype="bfloat16")) == 0
+
+
+def test_what_replay_keeps_is_of_the_engines_sets():
+    """Independent sets lose the tokens that the trainer prunes and the engine does not; replayed ones have none."""
+    experiment = load_experiment("smoke_methods", ROOT / "config")
+    pair = positions(Noise(sigma=0.2))
+    shares = kept_by_method(experiment, "coarse", pair, 0)
+    assert shares["dvp_replay_mis_rho_0.01"] > shares["dvp_mis_rho_0.01"] + 0.04
+    exact = kept_by_method(experiment, "coarse", Positions(pair.train_NV, pair.train_NV), 0)
+    assert exact["dvp_replay_mis_rho_0.01"] == exact["dvp_mis_rho_0.01"] == 1

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopK, TopNSigma, safe_mask
+from dvp.core.safe_vocabulary import (
+    EngineSets,
+    Entropy,
+    EntropyScaled,
+    FixedRho,
+    MassBudget,
+    TopK,
+    TopNSigma,
+    safe_mask,
+)
 from dvp.errors import DvpError
 
 pytestmark = pytest.mark.slow  # imports vllm
@@ -44,7 +53,7 @@ def test_only_known_rules_are_sent():
         ("mass_budget", "'rule' to be one of"),
         ([], "'rule' to be one of"),
         ({}, "'rule' to be one of"),
-        ({"rule": "FixedRho", "rho": 0.1}, "'rule' to be one of"),
+        ({"rule": "EngineSets"}, "'rule' to be one of"),
         ({"rule": ["MassBudget"], "budget": 0.1}, "'rule' to be one of"),
         ({"rule": "MassBudget"}, "expected exactly budget, rule"),
         ({"rule": "MassBudget", "budget": 0.1, "rho": 0.1}, "expected exactly budget, rule"),
@@ -81,8 +90,11 @@ def test_a_fixed_rho_is_vllms_own_min_p():
     assert sampling_arguments(FixedRho(0.02)) == {"min_p": 0.02}
     assert sampling_arguments(None) == {}
     assert sampling_arguments(BUDGET) == {"extra_args": {"safe_vocabulary": to_args(BUDGET)}}
-    with pytest.raises(DvpError, match="no processor for FixedRho"):
-        to_args(FixedRho(0.02))
+    assert sampling_arguments(FixedRho(0.02), by_processor=True) == {
+        "extra_args": {"safe_vocabulary": {"rule": "FixedRho", "rho": 0.02}}
+    }
+    with pytest.raises(DvpError, match="no processor for EngineSets"):
+        to_args(EngineSets(FixedRho(0.02)))
 
 
 def test_the_processor_follows_requests_from_row_to_row():

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.batch import Batch
-from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopNSigma
+from dvp.core.safe_vocabulary import EngineSets, Entropy, EntropyScaled, FixedRho, MassBudget, TopNSigma
 from dvp.errors import DvpError
 from dvp.experiment.tools import Calculator
 from dvp.experiment.training import EngineConfig
@@ -174,18 +174,67 @@ def test_the_same_seed_gives_the_same_responses_and_another_does_not(fp32):
 
 
 @pytest.fixture
+def reporting(fp32, tiny_model, monkeypatch):
+    fp32.load_weights(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).named_parameters())
+    monkeypatch.setattr(fp32, "_reports_sets", True)
+    return fp32
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [(FixedRho(0.05), 1.0), (FixedRho(0.01), 0.7), (ENTROPY, 1.0)])
+def test_the_sets_that_tokens_were_sampled_from_are_reported(reporting, tiny_model, rule, temperature):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    sampling = Sampling(max_tokens=24, n=4, temperature=temperature, safe_vocabulary=rule, report_sets=True)
+    first = reporting.generate(PROMPTS, sampling, SEEDS)
+    again = reporting.generate(PROMPTS[::-1], sampling, SEEDS[::-1])[::-1]
+    sizes = []
+    for prompt, group, repeated in zip(PROMPTS, first, again, strict=True):
+        for one, same in zip(group, repeated, strict=True):
+            assert torch.equal(one.kept.ids_M, same.kept.ids_M)
+            assert len(one.kept) == len(one.token_ids)
+            assert one.kept.contain(torch.tensor(one.token_ids)).all()
+            logits_TV = dense_logits(model, prompt, one.token_ids, temperature)
+            inside_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+            inside_TV[one.kept.entries] = True
+            threshold_T1 = logits_TV.amax(1, keepdim=True) + rule.log_rho(logits_TV).double()[:, None]
+            assert (logits_TV[inside_TV] >= (threshold_T1.expand_as(logits_TV)[inside_TV] - 1e-4)).all()
+            assert (logits_TV[~inside_TV] < (threshold_T1.expand_as(logits_TV)[~inside_TV] + 1e-4)).all()
+            log_z_T = logits_TV.masked_fill(~inside_TV, -torch.inf).logsumexp(1) - logits_TV.logsumexp(1)
+            assert torch.allclose(one.kept.log_mass_N.double(), log_z_T, atol=2e-5)
+            # log q = log q^mp + log Z'.
+            log_q_T = logits_TV.log_softmax(1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(one.log_probs).double() + log_z_T, log_q_T, atol=2e-5)
+            sizes += one.kept.sizes_N.tolist()
+    assert len(set(sizes)) > 3
+
+
+def test_sets_are_reported_by_an_engine_that_was_started_for_it(fp32, reporting, monkeypatch):
+    with pytest.raises(DvpError, match="not started to report sets, or has none"):
+        reporting.generate(PROMPTS, Sampling(max_tokens=1, report_sets=True), SEEDS)
+    monkeypatch.setattr(fp32, "_reports_sets", False)
+    with pytest.raises(DvpError, match="not started to report sets"):
+        fp32.generate(PROMPTS, Sampling(max_tokens=1, safe_vocabulary=FixedRho(0.1), report_sets=True), SEEDS)
+
+
+@pytest.mark.parametrize("rule", [FixedRho(0.05), ENTROPY])
+def test_the_proof_passes_where_sets_are_reported(reporting, rule):
+    prove_safe_vocabulary(reporting, PROMPTS, rule)
+
+
+@pytest.fixture
 def turns(fp32, tiny_model):
     """The engine with a calculator; a model of random weights writes these delimiters again and again."""
     settings = Calculator(kind="calculator", call=["a", "e"], max_turns=4, max_answer_tokens=12)
     return ToolEngine(fp32, make_tool(settings), settings, AutoTokenizer.from_pretrained(tiny_model))
 
 
-@pytest.mark.parametrize("rule", [None, FixedRho(0.02), ENTROPY])
-def test_log_probs_over_turns_are_the_trainers(turns, tiny_model, rule):
+@pytest.mark.parametrize("rule", [None, FixedRho(0.02), ENTROPY, EngineSets(FixedRho(0.02)), EngineSets(ENTROPY)])
+def test_log_probs_over_turns_are_the_trainers(turns, tiny_model, rule, monkeypatch):
     """Token by token of every turn, with the tool's answers as context only; the trainer scores all turns at once."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     turns.load_weights(model.named_parameters())
-    groups = turns.generate(PROMPTS, Sampling(max_tokens=90, n=6, safe_vocabulary=rule), SEEDS)
+    monkeypatch.setattr(turns.engine, "_reports_sets", replayed := isinstance(rule, EngineSets))
+    sampling = Sampling(max_tokens=90, n=6, safe_vocabulary=rule.rule if replayed else rule, report_sets=replayed)
+    groups = turns.generate(PROMPTS, sampling, SEEDS)
     responses = [response for group in groups for response in group]
     assert max(response.calls for response in responses) >= 2
     assert len({response.finish_reason for response in responses}) == 2
@@ -194,6 +243,7 @@ def test_log_probs_over_turns_are_the_trainers(turns, tiny_model, rule):
         [response.token_ids for response in responses],
         1,
         [response.written for response in responses],
+        [response.kept for response in responses] if replayed else None,
     )
     with torch.no_grad():
         scored = Policy(model)(batch, safe=rule, temperature=1.0)
@@ -296,7 +346,7 @@ def asked_of_vllm(tiny_model, monkeypatch):
     import vllm
     from vllm import EngineArgs
 
-    def ask(gpu: bool, config: dict | None = None, rules=()) -> dict:
+    def ask(gpu: bool, config: dict | None = None, **asked_for) -> dict:
         asked = {}
 
         def refuse(model, **options):
@@ -311,7 +361,7 @@ def asked_of_vllm(tiny_model, monkeypatch):
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         engine = EngineConfig(dtype="bfloat16", **(config or {}))
         with pytest.raises(DvpError, match=r"vLLM does not start on .*: enough"):
-            VllmEngine(tiny_model, engine, max_model_len=128, max_num_seqs=32, seed=0, rules=rules)
+            VllmEngine(tiny_model, engine, max_model_len=128, max_num_seqs=32, seed=0, **asked_for)
         known = {field.name for field in fields(EngineArgs)} | {"use_tqdm_on_load"}
         assert set(asked) <= known
         return asked
@@ -346,6 +396,7 @@ def test_a_fixed_rho_needs_no_other_model_runner_than_vllms_default(fp32, asked_
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setattr(config.model_config, "logits_processors", None)
     assert config.use_v2_model_runner
+    assert asked_of_vllm(gpu=True, rules=[FixedRho(0.1)], report_sets=True)["logits_processors"]
     assert asked_of_vllm(gpu=True, rules=[FixedRho(0.1), MassBudget(0.1)])["logits_processors"]
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert not config.use_v2_model_runner
@@ -439,7 +490,8 @@ class Ignoring(VllmEngine):
     """An engine whose server drops the rule."""
 
     def __init__(self, engine):
-        self.llm, self._by_state, self._config = engine.llm, True, engine._config
+        self.llm, self._config = engine.llm, engine._config
+        self._by_state, self._reports_sets = True, False
 
     def log_probs(self, prompt, rule):
         return super().log_probs(prompt, None)

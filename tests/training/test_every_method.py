@@ -5,6 +5,7 @@ This is the smoke form of config/experiments/smoke_methods.yaml.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.errors import DvpError
 from dvp.experiment.loading import load_experiment
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.training.backend import Trainer
@@ -76,3 +78,43 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
         assert expected == 0
     elif EXPERIMENT.methods[run.method].loss.by_token:
         assert metrics["gradient_norm"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_on_an_exact_engine_replayed_sets_are_the_trainers_own(make_loop, trainer):
+    """The two differ in what an engine's error makes of the sets, and in nothing else."""
+    by_method = {run.method: run for run in EXPERIMENT.runs}
+    replay, own = (make_loop(by_method[method]) for method in ("dvp_replay", "dvp"))
+    replay.engine._sigma = 0.0
+    rollout = replay.problems.graded([0, 1], replay.sample(1, [0, 1]))
+    assert min(len(sets) for sets in rollout.batch.kept) > 0
+    replayed, independent = replay.score(rollout), own.score(rollout)
+    mask_BT = rollout.batch.response_BT
+    assert (replayed["set_overlap"][mask_BT] == 1).all()
+    assert (independent["pruned_mass"][mask_BT] > 0).any()
+    for name in ("pruned_log_prob", "pruned_entropy", "pruned_mass", "safe_size"):
+        torch.testing.assert_close(replayed[name], independent[name], rtol=1e-5, atol=1e-6, msg=name)
+    metrics = replay.learn(1, [0, 1], rollout)
+    assert metrics["set_overlap_mean"] == 1
+    assert metrics["unpruned_k3"] < 1e-9
+    assert metrics["unpruned_ess"] == pytest.approx(1)
+    assert metrics["engine_pruned_mass_mean"] == pytest.approx(metrics["pruned_mass_mean"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_sets_that_do_not_fit_the_sampled_tokens_are_refused(make_loop):
+    run = next(run for run in EXPERIMENT.runs if run.method == "dvp_replay")
+    loop = make_loop(run)
+    groups = loop.sample(1, [0, 1])
+    first, *others = groups[0]
+    inside = first.kept.states(torch.tensor([0])).ids_M.tolist()
+    outside = next(token for token in range(400) if token not in inside)
+    moved = replace(first, token_ids=[outside, *first.token_ids[1:]])
+    with pytest.raises(DvpError, match="tokens are not in the sets that the engine says it sampled from"):
+        loop.problems.graded([0, 1], [[moved, *others], groups[1]])
+    short = replace(first, kept=first.kept.states(torch.arange(len(first.kept) - 1)))
+    with pytest.raises(DvpError, match="the engine reported the sets of"):
+        loop.problems.graded([0, 1], [[short, *others], groups[1]])
+    rollout = loop.problems.graded([0, 1], [[replace(one, kept=None) for one in group] for group in groups])
+    with pytest.raises(DvpError, match="did not report the sets that it sampled from, which this method replays"):
+        loop.score(rollout)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dvp.core.kept_sets import KeptSets
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -19,6 +21,8 @@ class Batch:
     response_BT: torch.Tensor
     """bool, True at the tokens that the model wrote: False at the prompt, at padding, and where a tool's answer stands
     in a response, which is context like the prompt. The last token of a response is the model's."""
+    kept: tuple[KeptSets, ...] | None = None
+    """Of each response the sets that its own tokens were sampled from; None where the engine did not report them."""
 
     @staticmethod
     def collate(
@@ -26,10 +30,12 @@ class Batch:
         responses: list[list[int]],
         pad: int,
         written: Sequence[list[bool] | None] | None = None,
+        kept: Sequence[KeptSets] | None = None,
     ) -> "Batch":
         """Prompts and responses side by side, padded on the right with `pad`.
 
         written : for each response which of its tokens the model wrote; None where it wrote all of them.
+        kept : see the class.
         """
         length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
         tokens_BT = torch.full((len(prompts), length), pad)
@@ -39,12 +45,16 @@ class Batch:
             tokens_BT[row, :end] = torch.tensor(prompt + response)
             own = None if written is None else written[row]
             response_BT[row, len(prompt) : end] = True if own is None else torch.tensor(own)
-        return Batch(tokens_BT, response_BT)
+        return Batch(tokens_BT, response_BT, None if kept is None else tuple(kept))
 
     def rows(self, rows_b: torch.Tensor) -> "Batch":
         """These rows only, cut to the longest of them."""
         length = int(self.lengths()[rows_b].max())
-        return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length])
+        return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length], self.kept_of(rows_b))
+
+    def kept_of(self, rows_b: torch.Tensor) -> tuple[KeptSets, ...] | None:
+        """`kept` of these rows only."""
+        return None if self.kept is None else tuple(self.kept[row] for row in rows_b.tolist())
 
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, prompt and response, (B,)."""
@@ -68,7 +78,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        return Batch(self.tokens_BT.to(device), self.response_BT.to(device))
+        kept = None if self.kept is None else tuple(sets.to(device) for sets in self.kept)
+        return Batch(self.tokens_BT.to(device), self.response_BT.to(device), kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +96,7 @@ class Rollout:
 
     def rows(self, rows_b: torch.Tensor) -> "Rollout":
         """These responses only, at full width."""
-        batch = Batch(self.batch.tokens_BT[rows_b], self.batch.response_BT[rows_b])
+        batch = Batch(self.batch.tokens_BT[rows_b], self.batch.response_BT[rows_b], self.batch.kept_of(rows_b))
         return Rollout(batch, self.infer_log_prob_BT[rows_b], self.rewards_B[rows_b], self.truncated_B[rows_b])
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dvp.core.kept_sets import KeptSets
 from dvp.errors import DvpError
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
         update: of the whole rollout.
     """
-    mask_BT, safe_BT = rollout.batch.response_BT, statistics["target_in_safe"]
+    batch = rollout.batch
+    mask_BT, safe_BT = batch.response_BT, statistics["target_in_safe"]
     log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
     tokens = mask_BT.sum().item()
 
@@ -104,6 +106,31 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "vetoed_fraction": update.weights.vetoed_B.float().mean().item(),
         "filtered_fraction": update.weights.filtered_B.float().mean().item(),
         "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
+        **({} if batch.kept is None else replay_metrics(rollout, statistics)),
+    }
+
+
+@torch.no_grad()
+def replay_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Read-outs that an engine which reports its sets gives on top (docs/method.md, "Mask replay").
+
+    Returns:
+        unpruned_k3, unpruned_ess: as in `mismatch_metrics`, of the unpruned p/q, where log q = log q^mp + log Z'. The
+            tokens are those of q^mp: of q outside its sets they say nothing.
+        engine_pruned_mass_mean: 1 − Z'.
+        set_overlap_mean: |V_S ∩ V'_S| / |V_S ∪ V'_S|, of what the rule gives on either side's logits.
+        sets_bytes: of the ids that are kept for a step.
+    """
+    mask_BT, sets = rollout.batch.response_BT, KeptSets.cat(rollout.batch.kept)
+    log_q_BT = rollout.infer_log_prob_BT.clone()
+    log_q_BT[mask_BT] += sets.log_mass_N
+    unpruned = mismatch_metrics(statistics["log_prob"] - log_q_BT, mask_BT)
+    return {
+        "unpruned_k3": unpruned["k3"],
+        "unpruned_ess": unpruned["ess"],
+        "engine_pruned_mass_mean": -sets.log_mass_N.double().expm1().mean().item(),
+        "set_overlap_mean": statistics["set_overlap"][mask_BT].mean().item(),
+        "sets_bytes": sets.ids_M.nbytes,
     }
 
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dvp.core.rows import RowCoefficients, row_gradient_, row_sums
+from dvp.core.rows import RowCoefficients, RowSums, row_gradient_, row_sums
 from dvp.errors import DvpError
 
 if TYPE_CHECKING:
+    from dvp.core.kept_sets import KeptSets
     from dvp.core.safe_vocabulary import SafeVocabulary
 
 # The paper's mask value, taken relative to max z: as an absolute logit it would not be shift-invariant.
@@ -57,6 +58,8 @@ class TokenStatistics:
     """y ∈ V_S, bool."""
     max_logit: torch.Tensor
     """max_a z_a, after temperature."""
+    set_overlap: torch.Tensor
+    """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the replayed one; 1 where none is replayed."""
 
 
 def token_statistics(
@@ -65,6 +68,7 @@ def token_statistics(
     targets_N: torch.Tensor,
     *,
     safe: SafeVocabulary | None,
+    kept: KeptSets | None = None,
     temperature: float = 1.0,
     product_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -77,6 +81,9 @@ def token_statistics(
     statistics has one, its products leave out what is pruned in all rows of a chunk (up to half a chunk is copied).
     V_S is constant under the gradient.
 
+    With `kept` all that is said of V_S is said of these sets V'_S instead (mask replay), and `safe` is only compared
+    with them (set_overlap). 1 − Z is then a difference of two fp32 sums, good to about 1e-6.
+
     A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
     is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it
     moves every safe logit, but neither the target's own nor any other pruned one, and sums to −1, not to 0.
@@ -88,6 +95,7 @@ def token_statistics(
         weight_VH: the head's weight, of the hidden states' type.
         targets_N: int64 token ids in [0, V).
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
+        kept: sets to renormalise over, one a row, ids below V.
         temperature: sampling temperature, > 0.
         product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
             they are multiplied; None takes the hidden states' own.
@@ -102,6 +110,8 @@ def token_statistics(
         raise DvpError(
             f"targets_N: expected one target for each of {len(hidden_NH)} rows, got {tuple(targets_N.shape)}"
         )
+    if kept is not None and len(kept) != len(targets_N):
+        raise DvpError(f"kept: expected a set for each of {len(targets_N)} rows, got {len(kept)}")
     if not temperature > 0.0:
         raise DvpError(f"temperature: expected a number above 0, got {temperature}")
     product_dtype = product_dtype or hidden_NH.dtype
@@ -115,7 +125,9 @@ def token_statistics(
     if chunk_size < 1:
         raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
     return TokenStatistics(
-        *_Head.apply(hidden_NH, weight_VH, targets_N, safe, 1.0 / temperature, product_dtype, logits_dtype, chunk_size)
+        *_Head.apply(
+            hidden_NH, weight_VH, targets_N, safe, kept, 1.0 / temperature, product_dtype, logits_dtype, chunk_size
+        )
     )
 
 
@@ -125,6 +137,7 @@ def dense_log_prob(
     targets_N: torch.Tensor,
     *,
     safe: SafeVocabulary | None,
+    kept: KeptSets | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """log p^mp(y) (nats) of the targets from whole logits in fp32, (N,), as plain operations of PyTorch.
@@ -134,7 +147,11 @@ def dense_log_prob(
     """
     logits_NV = torch.nn.functional.linear(hidden_NH, weight_VH).float() / temperature
     shifted_NV = logits_NV - logits_NV.detach().amax(dim=1, keepdim=True)
-    safe_NV = shifted_NV.detach() >= _log_rho(logits_NV.detach(), safe)[:, None]
+    if kept is None:
+        safe_NV = shifted_NV.detach() >= _log_rho(logits_NV.detach(), safe)[:, None]
+    else:
+        safe_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+        safe_NV[kept.entries] = True
     target_N = shifted_NV.gather(1, targets_N[:, None])[:, 0]
     in_safe_N = safe_NV.gather(1, targets_N[:, None])[:, 0]
     normaliser_N = shifted_NV.masked_fill(~safe_NV, -torch.inf).logsumexp(dim=1)
@@ -145,14 +162,18 @@ class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, scale, product_dtype, logits_dtype, chunk_size):
+    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, kept, scale, product_dtype, logits_dtype, chunk_size):
         product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         chunks = []
         for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
             log_rho_n = _log_rho(logits_nV, safe)
             # A token that was sampled mostly is the likeliest one.
             target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
-            chunks.append((*row_sums(logits_nV, log_rho_n, target_logit_n), target_logit_n, log_rho_n))
+            sums = row_sums(logits_nV, log_rho_n, target_logit_n)
+            overlap_n = torch.ones_like(target_logit_n)
+            if kept is not None:
+                sums, overlap_n = _over_kept(sums, kept.states(rows), logits_nV, log_rho_n)
+            chunks.append((*sums, target_logit_n, log_rho_n, overlap_n))
         (
             maximum_N,
             safe_size_N,
@@ -164,12 +185,13 @@ class _Head(torch.autograd.Function):
             pruned_squares_N,
             target_logit_N,
             log_rho_N,
+            overlap_N,
         ) = (torch.cat(parts) for parts in zip(*chunks, strict=True))
 
         # Where nothing is pruned the pruned sums are 0, and both forms are equal to the last bit.
         sum_N = safe_sum_N + pruned_sum_N
         target_shift_N = target_logit_N - maximum_N
-        target_in_safe_N = target_shift_N >= log_rho_N
+        target_in_safe_N = target_shift_N >= log_rho_N if kept is None else kept.contain(targets_N)
         lse_N, safe_lse_N = sum_N.log(), safe_sum_N.log()
         entropy_N = lse_N - (safe_dot_N + pruned_dot_N) / sum_N
         pruned_entropy_N = safe_lse_N - safe_dot_N / safe_sum_N
@@ -191,7 +213,7 @@ class _Head(torch.autograd.Function):
             pruned_log_prob_N,
             safe_size_N,
         )
-        ctx.options = safe, scale, product_dtype, logits_dtype, chunk_size
+        ctx.options = safe, kept, scale, product_dtype, logits_dtype, chunk_size
         ctx.set_materialize_grads(False)
         constants = (
             (safe_squares_N + pruned_squares_N) / sum_N.square(),
@@ -200,6 +222,7 @@ class _Head(torch.autograd.Function):
             safe_size_N,
             target_in_safe_N,
             maximum_N,
+            overlap_N,
         )
         ctx.mark_non_differentiable(*constants)
         return log_prob_N, pruned_log_prob_N, entropy_N, pruned_entropy_N, *constants
@@ -222,10 +245,10 @@ class _Head(torch.autograd.Function):
             pruned_log_prob_N,
             safe_size_N,
         ) = ctx.saved_tensors
-        safe, scale, product_dtype, logits_dtype, chunk_size = ctx.options
+        safe, kept, scale, product_dtype, logits_dtype, chunk_size = ctx.options
         # Then the gradient is exactly 0 at every token that is pruned. Where none is, the products are those without a
         # safe vocabulary, to the last bit.
-        of_safe_alone = safe is not None and grad_log_prob is None and grad_entropy is None
+        of_safe_alone = (safe, kept) != (None, None) and grad_log_prob is None and grad_entropy is None
         of_safe_alone = of_safe_alone and bool((safe_size_N < len(weight_VH)).any())
         full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
             torch.zeros_like(maximum_N) if gradient is None else gradient
@@ -255,14 +278,57 @@ class _Head(torch.autograd.Function):
         # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
         active_N = (full_N != 0) | (pruned_N != 0) | (entropy_grad_N != 0) | (pruned_entropy_grad_N != 0)
         for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(chunk_size)):
-            row_gradient_(
-                logits_nV, maximum_N[rows], log_rho_N[rows], RowCoefficients(*(part[rows] for part in coefficients))
-            )
+            coefficients_n = RowCoefficients(*(part[rows] for part in coefficients))
+            if kept is None:
+                row_gradient_(logits_nV, maximum_N[rows], log_rho_N[rows], coefficients_n)
+            else:
+                _kept_gradient_(logits_nV, maximum_N[rows], kept.states(rows), coefficients_n)
             logits_nV.scatter_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
             product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, *[None] * 7
+
+
+def _over_kept(
+    sums: RowSums, kept_n: KeptSets, logits_nV: torch.Tensor, log_rho_n: torch.Tensor
+) -> tuple[RowSums, torch.Tensor]:
+    """A chunk's sums split by the replayed sets instead of by the rule; and how far the two kinds of sets overlap.
+
+    Reads no more of the rows than their sets, which are small.
+    """
+    state_m, id_m = kept_n.entries
+    shift_m = logits_nV[state_m, id_m].float() - sums.maximum[state_m]
+    exp_m = shift_m.exp()
+    size_n = kept_n.sizes_N.float()
+    both_n = kept_n.sums((shift_m >= log_rho_n[state_m]).float())
+    sum_n, dot_n, squares_n = (kept_n.sums(values_m) for values_m in (exp_m, exp_m * shift_m, exp_m.square()))
+    replayed = RowSums(
+        maximum=sums.maximum,
+        safe_size=size_n,
+        safe_sum=sum_n,
+        # Two orders of summation differ in the last bits.
+        pruned_sum=(sums.safe_sum + sums.pruned_sum - sum_n).clamp(min=0.0),
+        safe_dot=dot_n,
+        pruned_dot=(sums.safe_dot + sums.pruned_dot - dot_n).clamp(max=0.0),
+        safe_squares=squares_n,
+        pruned_squares=(sums.safe_squares + sums.pruned_squares - squares_n).clamp(min=0.0),
+    )
+    return replayed, both_n / (sums.safe_size + size_n - both_n)
+
+
+def _kept_gradient_(
+    logits_nV: torch.Tensor, maximum_n: torch.Tensor, kept_n: KeptSets, coefficients_n: RowCoefficients
+) -> None:
+    """`row_gradient_` with the replayed sets in the place of the rule's."""
+    state_m, id_m = kept_n.entries
+    shift_m = logits_nV[state_m, id_m].float() - maximum_n[state_m]
+    slope_m, constant_m = coefficients_n.safe_slope[state_m], coefficients_n.safe_constant[state_m]
+    of_kept_m = shift_m.exp() * (constant_m + slope_m * shift_m)
+    nothing_n = torch.zeros_like(maximum_n)
+    of_all = coefficients_n._replace(safe_constant=nothing_n, safe_slope=nothing_n)
+    row_gradient_(logits_nV, maximum_n, nothing_n, of_all)
+    logits_nV[state_m, id_m] += of_kept_m.to(logits_nV.dtype)
 
 
 class _Product:

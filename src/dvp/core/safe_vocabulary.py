@@ -1,7 +1,8 @@
 """The safe vocabulary V_S(s) = { a : z_a − max_k z_k ≥ log ρ(s) } (docs/method.md, "Dynamic vocabulary pruning").
 
-Equivalently p_a ≥ ρ · p_max: the min-p rule. Engine and trainer apply the same rule, each to its own logits; no mask
-is replayed. A rule says what ρ is in each state: constant, or the adaptive ones of the paper's open question 1.
+Equivalently p_a ≥ ρ · p_max: the min-p rule. Engine and trainer apply the same rule, each to its own logits; only
+`EngineSets` replays the engine's. A rule says what ρ is in each state: constant, or the adaptive ones of the paper's
+open question 1.
 
 The gap z_a − max z is rounded to fp32 once and compared as it is. Entries of equal gap therefore stand or fall
 together, a threshold that was read off a gap gives back exactly the set it was read off from, and the set is the same
@@ -234,6 +235,18 @@ class TopNSigma(SafeVocabulary):
         return log_rho_N - most, (log_rho_N + most).clamp(max=0.0)
 
 
+@dataclass(frozen=True)
+class EngineSets:
+    """In the place of the trainer's safe vocabulary: the set that the engine sampled each token from.
+
+    Mask replay (docs/method.md, "Mask replay"): the engine reports its sets (dvp.core.kept_sets), and the trainer
+    renormalises over them.
+    """
+
+    rule: SafeVocabulary
+    """The engine's. What it gives on the trainer's own logits is only compared with the engine's sets."""
+
+
 def with_margin(rho: float, epsilon: float) -> FixedRho:
     """The rule of one side beside another side that prunes at ρ: ρ·e^{−2ε̂} (docs/method.md, "Margin").
 
@@ -297,7 +310,10 @@ class SafeVocabularies:
     """
 
     def __init__(
-        self, trainer: SafeVocabulary | None, engine: SafeVocabulary | None, feedback: FeedbackRho | None = None
+        self,
+        trainer: SafeVocabulary | EngineSets | None,
+        engine: SafeVocabulary | None,
+        feedback: FeedbackRho | None = None,
     ):
         self.trainer = trainer
         self.engine = engine
@@ -307,6 +323,11 @@ class SafeVocabularies:
     def rho(self) -> float | None:
         """The engine's ρ, None if it has none or one for each state."""
         return self.engine.rho if isinstance(self.engine, FixedRho) else None
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the trainer needs the engine's sets."""
+        return isinstance(self.trainer, EngineSets)
 
     def observe(self, metrics: dict) -> None:
         """Take in the metrics of a finished step."""
@@ -371,6 +392,16 @@ class TrainerOnly(RhoRule):
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
         """See RhoRule.sides."""
         return SafeVocabularies(FixedRho(rho), None)
+
+
+class Replay(RhoRule):
+    """Mask replay: min-p with the grid's ρ on the engine's side; the trainer renormalises over the engine's sets."""
+
+    rule: Literal["replay"]
+
+    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
+        """See RhoRule.sides."""
+        return SafeVocabularies(EngineSets(FixedRho(rho)), FixedRho(rho))
 
 
 class TopKRule(RhoRule):
@@ -481,7 +512,17 @@ class Feedback(_Ranged):
 
 
 Rule = Annotated[
-    Fixed | Margin | EngineOnly | TrainerOnly | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback,
+    Fixed
+    | Margin
+    | EngineOnly
+    | TrainerOnly
+    | Replay
+    | Mass
+    | TopPRule
+    | TopKRule
+    | TopNSigmaRule
+    | Entropy
+    | Feedback,
     Field(discriminator="rule"),
 ]
 """Every rule for ρ that an experiment can ask for."""

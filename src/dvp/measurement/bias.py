@@ -44,7 +44,7 @@ from dvp.core.paired_bias import (
     weight_diagnostics,
 )
 from dvp.core.rank_correlation import clustered_rank_correlation
-from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, rho_in_path
@@ -133,6 +133,7 @@ def measure_bias(
 
     # The paired bias needs samples without a safe vocabulary, whoever else does.
     rules = list(dict.fromkeys([None, *(estimator.safe.engine for estimator in estimators)]))
+    replayed = {estimator.safe.engine for estimator in estimators if estimator.safe.replayed}
     started = VllmEngine(
         model,
         experiment.engines[engine],
@@ -140,6 +141,7 @@ def measure_bias(
         max_num_seqs=ENGINE_SEQUENCES,
         seed=seed,
         rules=rules,
+        report_sets=bool(replayed),
     )
     torch.set_num_threads(threads)  # starting an engine may change it
     progress = Progress(f"{name}: engine {engine}", len(rules) * settings.batches)
@@ -148,7 +150,7 @@ def measure_bias(
         if rule is not None:
             prove_safe_vocabulary(started, fixed.prompts, rule)
         rollouts[rule] = []
-        for rollout in fixed.from_engine(started, rule, settings.batches):
+        for rollout in fixed.from_engine(started, rule, settings.batches, report_sets=rule in replayed):
             rollouts[rule].append(rollout)
             progress.step(sum(map(len, rollouts.values())), f"reward {rollout.rewards_B.mean():.2f}")
 
@@ -185,7 +187,9 @@ def _compare(
 ) -> BiasTables:
     """Gradients of all batches, and what follows from their inner products."""
     # Those without a safe vocabulary come first: the others are paired with their samples.
-    together: dict[tuple[SafeVocabulary | None, SafeVocabulary | None], list[Estimator]] = {(None, None): []}
+    together: dict[tuple[SafeVocabulary | EngineSets | None, SafeVocabulary | None], list[Estimator]] = {
+        (None, None): []
+    }
     for estimator in estimators:
         together.setdefault((estimator.safe.trainer, estimator.safe.engine), []).append(estimator)
     batches = len(next(iter(rollouts.values())))
@@ -321,7 +325,7 @@ def _fill(
     gradient_EKD: torch.Tensor,
     members: list[Estimator],
     rollout: Rollout,
-    safe: SafeVocabulary | None,
+    safe: SafeVocabulary | EngineSets | None,
     gradients: Gradients,
     bins: list[int],
     group_size: int,

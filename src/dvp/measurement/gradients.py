@@ -17,7 +17,7 @@ from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.batch import Batch, Rollout, unflatten_parts
 from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
-from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
@@ -86,7 +86,7 @@ class Gradients:
         self._device = self._parameters[0].device
 
     @torch.no_grad()
-    def score(self, batch: Batch, safe: SafeVocabulary | None) -> dict[str, torch.Tensor]:
+    def score(self, batch: Batch, safe: SafeVocabulary | EngineSets | None) -> dict[str, torch.Tensor]:
         """The head's statistics of every response token, each (B, T), 0 elsewhere."""
         parts = batch.micro_batches(self._tokens)
         scored = [self._statistics(batch.rows(rows), safe) for rows in parts]
@@ -97,7 +97,11 @@ class Gradients:
         }
 
     def of_batch(
-        self, batch: Batch, coefficient_BT: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+        self,
+        batch: Batch,
+        coefficient_BT: torch.Tensor,
+        safe: SafeVocabulary | EngineSets | None,
+        parts_KBT: torch.Tensor,
     ) -> torch.Tensor:
         """∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D); with V_S constant, and no term where c is 0."""
         total_KD = torch.zeros(len(parts_KBT), self.sketch.length)
@@ -110,7 +114,11 @@ class Gradients:
         return total_KD
 
     def of_responses(
-        self, batch: Batch, coefficient_BE: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+        self,
+        batch: Batch,
+        coefficient_BE: torch.Tensor,
+        safe: SafeVocabulary | EngineSets | None,
+        parts_KBT: torch.Tensor,
     ) -> torch.Tensor:
         """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, a sum over t for each part, (E, K, D).
 
@@ -123,7 +131,7 @@ class Gradients:
             total_EkD.addmm_(coefficient_BE[rows].T, gradient_bKD.flatten(1))
         return total_EkD.view(-1, len(parts_KBT), self.sketch.length)
 
-    def squared_norms(self, batch: Batch, safe: SafeVocabulary | None) -> torch.Tensor:
+    def squared_norms(self, batch: Batch, safe: SafeVocabulary | EngineSets | None) -> torch.Tensor:
         """‖∇ log p^mp(y_bt)‖² over the parameters at each response token, (B, T), 0 elsewhere. Exact.
 
         A vectorised backward pass over a response for some of its tokens at a time: the work of as many backward passes
@@ -152,7 +160,7 @@ class Gradients:
         return norm_BT
 
     def _of_response(
-        self, batch: Batch, row: torch.Tensor, safe: SafeVocabulary | None, parts_KBT: torch.Tensor
+        self, batch: Batch, row: torch.Tensor, safe: SafeVocabulary | EngineSets | None, parts_KBT: torch.Tensor
     ) -> torch.Tensor:
         part = batch.rows(row[None])
         statistics = self._statistics(part, safe)
@@ -174,5 +182,5 @@ class Gradients:
             gradients.append(self.sketch(parts).cpu())
         return torch.stack(gradients)
 
-    def _statistics(self, batch: Batch, safe: SafeVocabulary | None) -> TokenStatistics:
+    def _statistics(self, batch: Batch, safe: SafeVocabulary | EngineSets | None) -> TokenStatistics:
         return self._policy(batch.to(self._device), safe=safe, temperature=self._temperature)

@@ -75,13 +75,16 @@ class FixedProblems:
         """B, in a batch."""
         return len(self.prompts) * self.group_size
 
-    def from_engine(self, engine: Engine, rule: SafeVocabulary | None, batches: int) -> Iterator[Rollout]:
+    def from_engine(
+        self, engine: Engine, rule: SafeVocabulary | None, batches: int, *, report_sets: bool = False
+    ) -> Iterator[Rollout]:
         """Batches from the engine. Their seeds do not depend on the safe vocabulary."""
         sampling = Sampling(
             max_tokens=self._training.max_response_tokens,
             n=self.group_size,
             temperature=self._training.temperature,
             safe_vocabulary=rule,
+            report_sets=report_sets,
         )
         for numbers in torch.arange(batches).split(max(1, CALL // self.responses)):
             seeds = [derived_seed(self._seed, number, row) for number in numbers.tolist() for row in self.rows]

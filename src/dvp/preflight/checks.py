@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dvp.core.batch import Batch, Rollout
-from dvp.core.safe_vocabulary import safe_mask
+from dvp.core.safe_vocabulary import SafeVocabulary, safe_mask
 from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import rho_in_path
@@ -152,10 +152,11 @@ def kept_by_method(experiment: Experiment, engine: str, positions: Positions, se
             continue
         sides = method.sides(run.rho_value, experiment.training.max_response_tokens)
         generator = torch.Generator().manual_seed(seed)
-        train_NV, infer_NV = (
-            values_NV if rule is None else _pruned(values_NV, rule)
-            for values_NV, rule in ((positions.train_NV, sides.trainer), (positions.infer_NV, sides.engine))
-        )
+        infer_NV = _pruned(positions.infer_NV, sides.engine)
+        if sides.replayed:
+            train_NV = _renormalised(positions.train_NV, infer_NV.isfinite())
+        else:
+            train_NV = _pruned(positions.train_NV, sides.trainer)
         length = experiment.training.max_response_tokens
         tokens_ND = torch.multinomial(infer_NV.exp(), DRAWS, replacement=True, generator=generator)
         log_ratio_ND = (train_NV - infer_NV).gather(1, tokens_ND)
@@ -174,8 +175,12 @@ def kept_by_method(experiment: Experiment, engine: str, positions: Positions, se
     return kept
 
 
-def _pruned(log_prob_NV: torch.Tensor, rule) -> torch.Tensor:
-    masked_NV = log_prob_NV.masked_fill(~safe_mask(log_prob_NV, rule), -torch.inf)
+def _pruned(log_prob_NV: torch.Tensor, rule: SafeVocabulary | None) -> torch.Tensor:
+    return log_prob_NV if rule is None else _renormalised(log_prob_NV, safe_mask(log_prob_NV, rule))
+
+
+def _renormalised(log_prob_NV: torch.Tensor, inside_NV: torch.Tensor) -> torch.Tensor:
+    masked_NV = log_prob_NV.masked_fill(~inside_NV, -torch.inf)
     return masked_NV - masked_NV.logsumexp(dim=-1, keepdim=True)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import SafeVocabulary
 
 
@@ -17,10 +18,11 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 class Sampling:
     """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt.
 
-    With `whole_vocabulary` every completion carries the log-probabilities of all tokens at each of its positions. With
-    `to_the_end` a response goes on after an end-of-sequence token, until it has `max_tokens`. One that writes the text
-    `stop` ends with the token that completes it. `limits` says for each prompt how many tokens its responses may have,
-    where that is not `max_tokens` for all of them.
+    With `report_sets` every completion carries the sets that its tokens were sampled from; that needs a safe
+    vocabulary, and an engine that was started for it. With `whole_vocabulary` it carries the log-probabilities of all
+    tokens at each of its positions. With `to_the_end` a response goes on after an end-of-sequence token, until it has
+    `max_tokens`. One that writes the text `stop` ends with the token that completes it. `limits` says for each prompt
+    how many tokens its responses may have, where that is not `max_tokens` for all of them.
     """
 
     max_tokens: int
@@ -28,6 +30,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     safe_vocabulary: SafeVocabulary | None = None
+    report_sets: bool = False
     whole_vocabulary: bool = False
     to_the_end: bool = False
     stop: str | None = None
@@ -44,6 +47,7 @@ class Completion:
         wrote outside its calls, which is what it states.
     finish_reason : "stop" (the model ended its response), "length" (cut off) or "string" (it wrote `Sampling.stop`).
     vocabulary_log_probs_TV : log q of every token at each position, float32, −inf where pruned; None if not asked for.
+    kept : the set that each token which the model wrote was sampled from, with log Z'; None if not asked for.
     written : for each token whether the model wrote it; None if it wrote all of them.
     transcript : with a tool, all tokens decoded; else None.
     calls, failed_calls : calls of a tool that were answered, and those of them that were mistakes.
@@ -54,6 +58,7 @@ class Completion:
     text: str
     finish_reason: str
     vocabulary_log_probs_TV: torch.Tensor | None = None
+    kept: KeptSets | None = None
     written: list[bool] | None = None
     transcript: str | None = None
     calls: int = 0

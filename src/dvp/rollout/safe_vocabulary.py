@@ -1,6 +1,7 @@
-"""vLLM's side of a safe vocabulary whose ρ depends on the state: a logits processor that applies the core's rule.
+"""vLLM's side of a safe vocabulary that vLLM has not: a logits processor that applies the core's rule.
 
-A fixed ρ needs none of this: it is vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule
+That is one whose ρ depends on the state, or whose sets are to be reported. A fixed ρ alone needs none of this: it is
+vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule
 travels as {"rule": CLASS, its fields}. Import this only after dvp.rollout.vllm.configure_environment.
 """
 
@@ -14,11 +15,16 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask
 from dvp.errors import DvpError
 from dvp.strict import Strict
 
 ARGUMENT = "safe_vocabulary"  # the key in SamplingParams.extra_args
+REPORTED = "report_sets_as"  # the key of the prompt's number, under which its sets are kept
+
+Response = tuple[int, int]
+"""The number of its prompt, and its seed."""
 
 
 def needs_processor(rule: SafeVocabulary | None) -> bool:
@@ -26,15 +32,20 @@ def needs_processor(rule: SafeVocabulary | None) -> bool:
     return rule is not None and not isinstance(rule, FixedRho)
 
 
-def sampling_arguments(rule: SafeVocabulary | None) -> dict[str, Any]:
-    """What SamplingParams needs in order to sample from the safe vocabulary; None is the full one."""
-    if needs_processor(rule):
+def sampling_arguments(rule: SafeVocabulary | None, *, by_processor: bool = False) -> dict[str, Any]:
+    """What SamplingParams needs in order to sample from the safe vocabulary; None is the full one.
+
+    by_processor : not to leave a fixed ρ to vLLM's min_p.
+    """
+    if rule is None:
+        return {}
+    if by_processor or needs_processor(rule):
         return {"extra_args": {ARGUMENT: to_args(rule)}}
-    return {} if rule is None else {"min_p": rule.rho}
+    return {"min_p": rule.rho}
 
 
 def to_args(rule: SafeVocabulary) -> dict[str, Any]:
-    """A state-dependent rule as plain data.
+    """A rule as plain data.
 
     Raises:
         DvpError: not a rule of dvp.core.safe_vocabulary.
@@ -78,12 +89,12 @@ def _value(name: str, kind: type, value: Any) -> Any:
 
 
 def _rules() -> dict[str, type[SafeVocabulary]]:
-    """Those whose ρ depends on the state, by the name of their class."""
-    return {kind.__name__: kind for kind in SafeVocabulary.__subclasses__() if kind is not FixedRho}
+    """By the name of their class."""
+    return {kind.__name__: kind for kind in SafeVocabulary.__subclasses__()}
 
 
 class SafeVocabularyProcessor(LogitsProcessor):
-    """Sets the logits of the entries outside a request's safe vocabulary to −inf.
+    """Sets the logits of the entries outside a request's safe vocabulary to −inf, and remembers the sets if asked to.
 
     It needs vLLM's V1 model runner. There it comes after temperature, where min_p does, because it leaves the argmax
     alone.
@@ -91,6 +102,10 @@ class SafeVocabularyProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
         self._rules: dict[int, SafeVocabulary] = {}
+        # Of each row that is to be reported: the prompt's number and the response's seed, and its tokens so far, a list
+        # that vLLM extends.
+        self._reported: dict[int, tuple[Response, list[int]]] = {}
+        self._sets: dict[Response, dict[int, KeptSets]] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -107,14 +122,51 @@ class SafeVocabularyProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the requests as they enter, leave and change rows."""
         process_dict_updates(self._rules, batch_update, lambda params, prompt, output: _requested(params))
+        process_dict_updates(self._reported, batch_update, lambda params, prompt, output: _response(params, output))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the rows (one a request) of the requests that have a rule, in place."""
         for rule in set(self._rules.values()):
             rows = torch.tensor([row for row, own in self._rules.items() if own == rule], device=logits.device)
             logits_NV = logits[rows]
-            logits[rows] = logits_NV.masked_fill(~safe_mask(logits_NV, rule), -torch.inf)
+            safe_NV = safe_mask(logits_NV, rule)
+            pruned_NV = logits_NV.masked_fill(~safe_NV, -torch.inf)
+            logits[rows] = pruned_NV
+            if self._reported:
+                self._remember(rows, safe_NV, pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1))
         return logits
+
+    def _remember(self, rows: torch.Tensor, safe_NV: torch.Tensor, log_mass_N: torch.Tensor) -> None:
+        state_M, id_M = safe_NV.nonzero(as_tuple=True)
+        sizes_N = torch.bincount(state_M, minlength=len(rows)).cpu()
+        ids = id_M.int().cpu().split(sizes_N.tolist())
+        for row, own, size, log_mass in zip(
+            rows.tolist(), ids, sizes_N.split(1), log_mass_N.float().cpu().split(1), strict=True
+        ):
+            if row in self._reported:
+                response, output = self._reported[row]
+                # By position: vLLM may come to one again, when it goes on with a request that it had put off.
+                self._sets.setdefault(response, {})[len(output)] = KeptSets(own, size, log_mass)
+
+    def take_sets(self) -> dict[Response, KeptSets]:
+        """Of every response since the last call the sets of its positions, from the first one on."""
+        taken = {
+            response: KeptSets.cat([sets[position] for position in sorted(sets)])
+            for response, sets in self._sets.items()
+        }
+        self._sets.clear()
+        return taken
+
+
+def take_sets(worker: Any) -> dict[Response, KeptSets]:
+    """`SafeVocabularyProcessor.take_sets` of a worker of vLLM."""
+    processors = worker.model_runner.input_batch.logitsprocs.all
+    return next(one for one in processors if isinstance(one, SafeVocabularyProcessor)).take_sets()
+
+
+def _response(params: SamplingParams, output: list[int]) -> tuple[Response, list[int]] | None:
+    number = (params.extra_args or {}).get(REPORTED)
+    return None if number is None else ((number, params.seed), output)
 
 
 def _requested(params: SamplingParams) -> SafeVocabulary | None:

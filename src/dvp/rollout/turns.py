@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.experiment.tools import Tools
 from dvp.rollout.engine import Completion, Engine, Sampling
@@ -118,6 +119,7 @@ class _Response:
         self._delimiters = delimiters
         self._written: list[bool] = []
         self._log_probs: list[float] = []
+        self._kept: list[KeptSets] = []
         self._texts: list[str] = []
         self._answered = self._failed = 0
         self.write(first)
@@ -127,6 +129,8 @@ class _Response:
         self.token_ids = self.token_ids + completion.token_ids
         self._written += [True] * len(completion.token_ids)
         self._log_probs += completion.log_probs
+        if completion.kept is not None:
+            self._kept.append(completion.kept)
         self._finish_reason = completion.finish_reason
         self.calls = completion.finish_reason == "string"
         opening, closing = self._delimiters
@@ -151,6 +155,7 @@ class _Response:
             # A statement does not go on over a call.
             text="\n".join(self._texts),
             finish_reason="length" if self.calls else self._finish_reason,
+            kept=KeptSets.cat(self._kept) if self._kept else None,
             written=self._written,
             transcript=decoded(self.token_ids),
             calls=self._answered,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
@@ -76,12 +77,14 @@ class VllmEngine:
         max_num_seqs: int,
         seed: int,
         rules: Iterable[SafeVocabulary | None] = (),
+        report_sets: bool = False,
     ):
         """Start the engine on a Hugging Face directory. One engine a process.
 
         max_model_len : most tokens of prompt and response together.
         max_num_seqs : most responses sampled at once.
         rules : the safe vocabularies that it will be asked for; those with a fixed ρ need not be named.
+        report_sets : whether it will be asked for the sets that it samples from.
         Raises DvpError if vLLM refuses the model or the precision.
         """
         from vllm import LLM
@@ -94,7 +97,8 @@ class VllmEngine:
         # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
         gc.freeze()
         options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
-        self._by_state = any(map(needs_processor, rules))
+        self._reports_sets = report_sets
+        self._by_state = report_sets or any(map(needs_processor, rules))
         if self._by_state or config.noise is not None:
             # A fixed ρ is vLLM's own min_p, which its default model runner (V2) applies after temperature too, before
             # it samples and reports. But V2 calls logits processors before temperature, and through another interface.
@@ -142,6 +146,10 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
+        from dvp.rollout.safe_vocabulary import take_sets
+
+        if sampling.report_sets and not (self._reports_sets and sampling.safe_vocabulary is not None):
+            raise DvpError("the engine was not started to report sets, or has none to report; see VllmEngine")
         limits = sampling.limits or (sampling.max_tokens,) * len(prompts)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             if len(prompt) + limit > self.max_model_len:
@@ -165,17 +173,22 @@ class VllmEngine:
                 detokenize=sampling.stop is not None,
                 stop=sampling.stop,
                 include_stop_str_in_output=sampling.stop is not None,
-                **self._arguments(sampling.safe_vocabulary),
+                **self._arguments(sampling.safe_vocabulary, number if sampling.report_sets else None),
             )
-            for seed, limit in zip(seeds, limits, strict=True)
+            for number, (seed, limit) in enumerate(zip(seeds, limits, strict=True))
         ]
         self._wake()
         outputs = self.llm.generate(requests, params, use_tqdm=False)
+        sets = self.llm.collective_rpc(take_sets)[0] if sampling.report_sets else {}
         return [
-            [self._completion(response, sampling.whole_vocabulary) for response in output.outputs] for output in outputs
+            [
+                self._completion(response, sampling.whole_vocabulary, sets.get((number, asked.seed + response.index)))
+                for response in output.outputs
+            ]
+            for number, (output, asked) in enumerate(zip(outputs, params, strict=True))
         ]
 
-    def _completion(self, output: Any, whole_vocabulary: bool) -> Completion:
+    def _completion(self, output: Any, whole_vocabulary: bool, kept: KeptSets | None) -> Completion:
         """A completion from an output with flat log-probabilities."""
         token_ids, reported = list(output.token_ids), output.logprobs
         values_TV = None
@@ -194,21 +207,28 @@ class VllmEngine:
             # An end-of-sequence token is named by its id.
             finish_reason="string" if isinstance(output.stop_reason, str) else output.finish_reason,
             vocabulary_log_probs_TV=values_TV,
+            # What was looked at ahead of the end, or beyond it, was not sampled.
+            kept=None if kept is None else kept.states(torch.arange(len(token_ids))),
         )
 
     @property
     def _vocabulary(self) -> int:
         return self.llm.llm_engine.model_config.get_vocab_size()
 
-    def _arguments(self, rule: SafeVocabulary | None) -> dict[str, Any]:
-        """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore."""
+    def _arguments(self, rule: SafeVocabulary | None, report_as: int | None = None) -> dict[str, Any]:
+        """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore.
+
+        report_as : the prompt's number, under which its responses' sets are reported; None if they are not.
+        """
         from dvp.rollout.noise import noise_arguments
-        from dvp.rollout.safe_vocabulary import needs_processor, sampling_arguments
+        from dvp.rollout.safe_vocabulary import REPORTED, needs_processor, sampling_arguments
 
         if needs_processor(rule) and not self._by_state:
             raise DvpError(f"the engine was not started for {rule}; name it in VllmEngine(rules=…)")
-        arguments = sampling_arguments(rule)
-        extra = noise_arguments(self._config.noise) | arguments.pop("extra_args", {})
+        # What is proved must be what samples, also where nothing is reported.
+        arguments = sampling_arguments(rule, by_processor=self._reports_sets)
+        extra = {} if report_as is None else {REPORTED: report_as}
+        extra |= noise_arguments(self._config.noise) | arguments.pop("extra_args", {})
         return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:

@@ -11,9 +11,9 @@ LAST_STEPS = 10  # final/…: means over the last steps of a run, as in the tabl
 # In MLflow's pages a metric's group is what stands before the slash; the first pattern that fits a name decides.
 GROUPS = (
     ("time", r"seconds(?:_\w+)?|tokens_per_second"),
-    ("mismatch", r"k1|k3|chi2|ess|max_abs_log_ratio|ratio_.+|tail_mismatch"),
+    ("mismatch", r"(?:unpruned_)?(?:k3|ess)|k1|chi2|max_abs_log_ratio|ratio_.+|tail_mismatch"),
     ("self_noise", r"self_noise_(.+)"),
-    ("safe", r"rho|safe_size|outside_safe_fraction|pruned_.+"),
+    ("safe", r"rho|safe_size|outside_safe_fraction|(?:engine_)?pruned_.+|set_overlap_mean|sets_bytes"),
     ("correction", r"(?:kept|vetoed|filtered|masked)_fraction"),
     ("otb", r"otb_(.+)"),
     ("train", r".+"),

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dvp.core.batch import Batch, unflatten_parts
 from dvp.core.head import TokenStatistics, dense_log_prob, token_statistics
-from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.kept_sets import KeptSets
+from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
@@ -70,7 +71,7 @@ class Policy(torch.nn.Module):
         model.set_output_embeddings(Head(head.weight))
         self.model = model
 
-    def forward(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> TokenStatistics:
+    def forward(self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
         # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
         hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
@@ -79,7 +80,7 @@ class Policy(torch.nn.Module):
             *self.model.get_output_embeddings()(
                 hidden_BTH[scored_BT],
                 batch.tokens_BT[:, 1:][scored_BT],
-                safe=safe,
+                **_sets(batch, safe),
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
                 product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
@@ -87,7 +88,9 @@ class Policy(torch.nn.Module):
             )
         )
 
-    def dense_log_prob(self, batch: Batch, *, safe: SafeVocabulary | None, temperature: float) -> torch.Tensor:
+    def dense_log_prob(
+        self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float
+    ) -> torch.Tensor:
         """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
         hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
         scored_BT = batch.response_BT[:, 1:]
@@ -95,7 +98,7 @@ class Policy(torch.nn.Module):
             hidden_BTH[scored_BT],
             self.model.get_output_embeddings().weight,
             batch.tokens_BT[:, 1:][scored_BT],
-            safe=safe,
+            **_sets(batch, safe),
             temperature=temperature / self._logit_scale,
         )
 
@@ -122,6 +125,15 @@ class Policy(torch.nn.Module):
                 f"nats, at most {OWN_TOLERANCE:g} is allowed: the model does something between its layers and its "
                 "logits that the trainer does not know"
             )
+
+
+def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> dict[str, Any]:
+    """What the head needs for a safe vocabulary. Raises DvpError if the engine's sets are missing."""
+    if not isinstance(safe, EngineSets):
+        return {"safe": safe}
+    if batch.kept is None:
+        raise DvpError("the engine did not report the sets that it sampled from, which this method replays")
+    return {"safe": safe.rule, "kept": KeptSets.cat(batch.kept)}
 
 
 class _Known(torch.nn.Module):
@@ -213,7 +225,12 @@ class Trainer:
 
     @torch.no_grad()
     def score(
-        self, batch: Batch, safe: SafeVocabulary | None, *, tokens: int | None = None, bf16: bool | None = None
+        self,
+        batch: Batch,
+        safe: SafeVocabulary | EngineSets | None,
+        *,
+        tokens: int | None = None,
+        bf16: bool | None = None,
     ) -> dict[str, torch.Tensor]:
         """The fields of TokenStatistics at every response token of the batch, each (B, T), 0 elsewhere.
 
@@ -236,7 +253,7 @@ class Trainer:
             for name, *values in zip(names, *scored, strict=True)
         }
 
-    def forward_backward(self, batch: Batch, safe: SafeVocabulary | None, loss, last: bool) -> None:
+    def forward_backward(self, batch: Batch, safe: SafeVocabulary | EngineSets | None, loss, last: bool) -> None:
         """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch.
 
         The losses of all ranks add up; all make equally many calls.

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dvp.core.batch import Batch, Rollout
+from dvp.core.kept_sets import KeptSets
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.rollout.engine import Completion
@@ -38,13 +39,17 @@ class Problems:
         """A rollout from the group of responses to each of these problems; every rank grades its share.
 
         Raises:
-            DvpError: a log-prob that is not finite, or a response that the verifier fails on (which is a bug of it).
+            DvpError: a log-prob that is not finite, a token outside the set that it is said to be sampled from, or a
+                response that the verifier fails on (which is a bug of it).
         """
         problems = [row for row, group in zip(rows, groups, strict=True) for _ in group]
         completions = [completion for group in groups for completion in group]
         tokens = [completion.token_ids for completion in completions]
         written = [completion.written for completion in completions]
-        batch = Batch.collate([self.prompts[row] for row in problems], tokens, self.pad, written)
+        kept = [completion.kept for completion in completions if completion.kept is not None]
+        batch = Batch.collate([self.prompts[row] for row in problems], tokens, self.pad, written, kept or None)
+        if kept:
+            _check_sets(batch)
         infer_log_prob_BT = torch.zeros(batch.tokens_BT.shape)
         infer_log_prob_BT[batch.response_BT] = torch.tensor(
             [value for completion in completions for value in completion.log_probs]
@@ -68,6 +73,16 @@ class Problems:
             return float(grade(completion.text, self.answers[row], truncated=completion.finish_reason == "length"))
         except Exception as error:
             raise DvpError(f"{self.places[row]}: the verifier failed on a response ({in_a_line(error)})") from error
+
+
+def _check_sets(batch: Batch) -> None:
+    """Raises DvpError unless every sampled token has its set, and is in it."""
+    sets, sampled_N = KeptSets.cat(batch.kept), batch.tokens_BT[batch.response_BT]
+    if len(batch.kept) != len(batch.tokens_BT) or len(sets) != len(sampled_N):
+        raise DvpError(f"the engine reported the sets of {len(sets)} tokens, and sampled {len(sampled_N)}")
+    outside = int((~sets.contain(sampled_N)).sum())
+    if outside:
+        raise DvpError(f"{outside} of {len(sets)} tokens are not in the sets that the engine says it sampled from")
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:

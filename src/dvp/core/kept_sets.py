@@ -1,0 +1,71 @@
+"""The sets that an engine sampled tokens from, as it reports them, for a trainer that renormalises over the same ones.
+
+That is mask replay (docs/method.md, "Mask replay"): p^rp(a) = p(a) 1[a ∈ V'_S] / Σ_{b∈V'_S} p(b). After min-p a set has
+few tokens, so their ids are kept, not V bits a state.
+
+Shape suffixes: N states (tokens), M ids of all their sets one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """V'_S(s) of N states, none of them empty."""
+
+    ids_M: torch.Tensor
+    """int32 token ids, ascending within a set."""
+    sizes_N: torch.Tensor
+    """int64, |V'_S|."""
+    log_mass_N: torch.Tensor
+    """log Z'(s) = log Σ_{a∈V'_S} q(a), float32, nats: what turns the engine's log q^mp into its unpruned log q."""
+
+    @staticmethod
+    def cat(parts: Sequence[KeptSets]) -> KeptSets:
+        """The states of several, one after the other."""
+        if not parts:
+            return KeptSets(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.long), torch.empty(0))
+        return KeptSets(
+            torch.cat([part.ids_M for part in parts]),
+            torch.cat([part.sizes_N for part in parts]),
+            torch.cat([part.log_mass_N for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes_N)
+
+    def states(self, rows_n: torch.Tensor) -> KeptSets:
+        """These states alone, in this order."""
+        sizes_n = self.sizes_N[rows_n]
+        starts_n = (self.sizes_N.cumsum(0) - self.sizes_N)[rows_n]
+        # The number of each id within its own set, counted from the set's start.
+        within_m = torch.arange(int(sizes_n.sum()), device=sizes_n.device) - (
+            sizes_n.cumsum(0) - sizes_n
+        ).repeat_interleave(sizes_n)
+        return KeptSets(self.ids_M[starts_n.repeat_interleave(sizes_n) + within_m], sizes_n, self.log_mass_N[rows_n])
+
+    def to(self, device: torch.device) -> KeptSets:
+        """The same on another device."""
+        return KeptSets(self.ids_M.to(device), self.sizes_N.to(device), self.log_mass_N.to(device))
+
+    @property
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """State and token id of every member, (M,) int64 each: an index into (N, V)."""
+        state_M = torch.arange(len(self), device=self.sizes_N.device).repeat_interleave(self.sizes_N)
+        return state_M, self.ids_M.long()
+
+    def sums(self, values_M: torch.Tensor) -> torch.Tensor:
+        """The sum over each set, (N,), always in the same order: a GPU's index_add would not repeat to the last bit."""
+        if not len(self):
+            return values_M.new_empty(0)
+        return torch.segment_reduce(values_M, "sum", lengths=self.sizes_N)
+
+    def contain(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        """Whether each state's token is in its set, bool (N,)."""
+        state_M, id_M = self.entries
+        return self.sums((tokens_N[state_M] == id_M).float()) > 0

@@ -1,0 +1,183 @@
+"""Sets of token ids one after the other, and the head that renormalises over them (mask replay)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dvp.core.batch import Batch, Rollout
+from dvp.core.diagnostics import replay_metrics
+from dvp.core.head import dense_log_prob, token_statistics
+from dvp.core.kept_sets import KeptSets
+from dvp.core.safe_vocabulary import FixedRho, safe_mask
+from dvp.errors import DvpError
+
+N, V, H = 9, 41, 6
+RULE = FixedRho(0.1)
+SETS = st.lists(st.sets(st.integers(0, V - 1), min_size=1, max_size=12).map(sorted), max_size=8)
+
+
+def kept(sets, log_mass=None):
+    return KeptSets(
+        torch.tensor([one for own in sets for one in own], dtype=torch.int32),
+        torch.tensor([len(own) for own in sets], dtype=torch.long),
+        torch.zeros(len(sets)) if log_mass is None else torch.tensor(log_mass),
+    )
+
+
+def of_mask(mask_NV):
+    return kept([row.nonzero()[:, 0].tolist() for row in mask_NV])
+
+
+def plain(sets):
+    return [own.tolist() for own in sets.ids_M.split(sets.sizes_N.tolist())] if len(sets) else []
+
+
+@settings(deadline=None)
+@given(sets=SETS, data=st.data())
+def test_states_sums_and_members_are_those_of_plain_lists(sets, data):
+    ours = kept(sets, [-float(number) for number in range(len(sets))])
+    rows = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=6)) if sets else []
+    chosen = ours.states(torch.tensor(rows, dtype=torch.long))
+    assert plain(chosen) == [sets[row] for row in rows]
+    assert chosen.log_mass_N.tolist() == [-row for row in rows]
+    assert ours.sums(ours.ids_M.double()).tolist() == [sum(own) for own in sets]
+    tokens = data.draw(st.lists(st.integers(0, V - 1), min_size=len(sets), max_size=len(sets)))
+    expected = [token in own for token, own in zip(tokens, sets, strict=True)]
+    assert ours.contain(torch.tensor(tokens, dtype=torch.long)).tolist() == expected
+    state_M, id_M = ours.entries
+    assert list(zip(state_M.tolist(), id_M.tolist(), strict=True)) == [
+        (state, one) for state, own in enumerate(sets) for one in own
+    ]
+    assert plain(KeptSets.cat([ours, chosen])) == sets + [sets[row] for row in rows]
+
+
+def problem(seed=0):
+    """Hidden states, weight, and a random half of the vocabulary in each state with a target in it."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=generator, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, requires_grad=True)
+    targets = torch.randint(V, (N,), generator=generator)
+    mask = torch.rand(N, V, generator=generator) < torch.linspace(0.05, 0.9, N)[:, None]
+    mask[torch.arange(N), targets] = True
+    return hidden, weight, targets, mask
+
+
+def reference(hidden, weight, targets, mask, temperature):
+    """In float64 over whole logits."""
+    z = hidden @ weight.T / temperature
+    p, at = z.softmax(1), targets[:, None]
+    inside = z.masked_fill(~mask, -torch.inf)
+    q, log_q = inside.softmax(1), inside.log_softmax(1).masked_fill(~mask, 0)
+    own = z - z.amax(1, keepdim=True) >= math.log(RULE.rho)
+    return {
+        "log_prob": z.log_softmax(1).gather(1, at)[:, 0],
+        "pruned_log_prob": log_q.gather(1, at)[:, 0],
+        "entropy": -(p * p.log()).sum(1),
+        "pruned_entropy": -(q * log_q).sum(1),
+        "sum_p_squared": p.square().sum(1),
+        "pruned_sum_p_squared": q.square().sum(1),
+        "pruned_mass": p.masked_fill(mask, 0).sum(1),
+        "safe_size": mask.sum(1),
+        "target_in_safe": torch.ones(N),
+        "max_logit": z.amax(1),
+        "set_overlap": (mask & own).sum(1) / (mask | own).sum(1),
+    }
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+def test_every_statistic_over_the_sets_against_float64(chunk_size):
+    hidden, weight, targets, mask = problem()
+    options = {"safe": RULE, "kept": of_mask(mask), "temperature": 0.7}
+    actual = token_statistics(hidden, weight, targets, chunk_size=chunk_size, **options)
+    expected = reference(hidden.double(), weight.double(), targets, mask, 0.7)
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(actual, name).double(), values.double(), rtol=2e-6, atol=2e-6, msg=name)
+    dense = dense_log_prob(hidden, weight, targets, **options)
+    torch.testing.assert_close(dense.double(), expected["pruned_log_prob"], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "which", [("pruned_log_prob",), ("pruned_entropy",), ("log_prob", "pruned_log_prob", "entropy")]
+)
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+def test_gradients_over_the_sets_against_float64(which, chunk_size):
+    hidden, weight, targets, mask = problem(1)
+    coefficients = torch.linspace(-1, 1, N)  # one of them is 0
+
+    def gradients(statistics, *leaves):
+        return torch.autograd.grad(sum((statistics[name] * coefficients).sum() for name in which), leaves)
+
+    made = token_statistics(
+        hidden, weight, targets, safe=RULE, kept=of_mask(mask), temperature=0.7, chunk_size=chunk_size
+    )
+    actual = gradients({name: getattr(made, name) for name in which}, hidden, weight)
+    hidden64, weight64 = (leaf.detach().double().requires_grad_() for leaf in (hidden, weight))
+    expected = gradients(reference(hidden64, weight64, targets, mask, 0.7), hidden64, weight64)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=5e-6, atol=5e-6)
+
+
+def test_outside_the_sets_nothing_is_learnt():
+    hidden, weight, targets, mask = problem(2)
+    mask = mask[:4]
+    statistics = token_statistics(hidden[:4], weight, targets[:4], safe=RULE, kept=of_mask(mask))
+    [gradient] = torch.autograd.grad(statistics.pruned_log_prob.sum(), weight)
+    outside = ~mask.any(dim=0)
+    assert outside.any()
+    assert (gradient[outside] == 0).all()
+
+
+def test_the_rules_own_sets_give_what_the_rule_gives():
+    hidden, weight, targets, _ = problem(3)
+    own = safe_mask((hidden @ weight.T).detach(), RULE)
+    targets = torch.where(own.gather(1, targets[:, None])[:, 0], targets, own.int().argmax(dim=1))
+    by_rule = token_statistics(hidden, weight, targets, safe=RULE)
+    replayed = token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(own))
+    for name in ("log_prob", "pruned_log_prob", "pruned_entropy", "pruned_mass", "safe_size", "set_overlap"):
+        torch.testing.assert_close(getattr(replayed, name), getattr(by_rule, name), rtol=1e-6, atol=1e-6, msg=name)
+    one, other = (torch.autograd.grad(made.pruned_log_prob.sum(), [hidden, weight]) for made in (by_rule, replayed))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_set_for_each_row():
+    hidden, weight, targets, mask = problem()
+    with pytest.raises(DvpError, match="kept: expected a set for each of 9 rows, got 8"):
+        token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(mask[:8]))
+
+
+def test_no_rows_keep_the_graph():
+    hidden, weight, targets, mask = problem()
+    nothing = token_statistics(hidden[:0], weight, targets[:0], safe=RULE, kept=of_mask(mask[:0]))
+    [gradient] = torch.autograd.grad(nothing.pruned_log_prob.sum(), weight)
+    assert (gradient == 0).all()
+
+
+def test_batches_carry_the_sets_of_their_rows():
+    sets = [kept([[1, 2], [3]]), kept([[4]]), kept([[5, 6, 7], [8], [9]])]
+    batch = Batch.collate([[10], [10, 11], [10]], [[1, 3], [4], [5, 8, 9]], 0, kept=sets)
+    rows = torch.tensor([2, 0])
+    for part in (batch.rows(rows), batch.rows(rows).to(torch.device("cpu"))):
+        assert [plain(own) for own in part.kept] == [[[5, 6, 7], [8], [9]], [[1, 2], [3]]]
+    rollout = Rollout(batch, torch.zeros(batch.tokens_BT.shape), torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    assert [plain(own) for own in rollout.rows(rows).batch.kept] == [[[5, 6, 7], [8], [9]], [[1, 2], [3]]]
+
+
+def test_log_mass_gives_the_unpruned_ratio():
+    sets = [kept([[1, 2], [3]], [math.log(0.5), 0.0]), kept([[4]], [math.log(0.25)])]
+    batch = Batch.collate([[10], [10]], [[1, 3], [4]], 0, kept=sets)
+    mask = batch.response_BT
+    q_mp, p = torch.tensor([0.6, 1.0, 0.8]).double(), torch.tensor([0.45, 0.5, 0.2]).double()
+    log_q, log_p, overlap = (torch.zeros(mask.shape).double() for _ in range(3))
+    log_q[mask], log_p[mask], overlap[mask] = q_mp.log(), p.log(), torch.tensor([1.0, 0.5, 0.0]).double()
+    rollout = Rollout(batch, log_q, torch.zeros(2), torch.zeros(2, dtype=torch.bool))
+    metrics = replay_metrics(rollout, {"log_prob": log_p, "set_overlap": overlap})
+    ratios = [0.45 / 0.3, 0.5 / 1.0, 0.2 / 0.2]
+    assert metrics["unpruned_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
+    weights = [ratios[0] * ratios[1], ratios[2]]
+    assert metrics["unpruned_ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / 2)
+    assert metrics["engine_pruned_mass_mean"] == pytest.approx((0.5 + 0 + 0.75) / 3)
+    assert metrics["set_overlap_mean"] == pytest.approx(0.5)
+    assert metrics["sets_bytes"] == 4 * 4

@@ -42,7 +42,16 @@ def check(name: str, statistics: list) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["otb_groups_short", "otb_groups", "otb_groups_long", "otb_single", "otb_tools", "otb_mismatch"]
+    "name",
+    [
+        "otb_groups_short",
+        "otb_groups_equal",
+        "otb_groups",
+        "otb_groups_long",
+        "otb_single",
+        "otb_tools",
+        "otb_mismatch",
+    ],
 )
 def test_each_condition_on_training_fits_one_statistic(name, tmp_path):
     experiment = shipped(name)

@@ -29,6 +29,7 @@ def test_published_values():
         (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
         (CONDITION % "where: {rho: e-13}, above: 0", r"claims.0.conditions.0.where: ρ: write exp\(-13\), or 1e-13 if"),
         (CONDITION % "where: {rho: [1]}, above: 0", "claims.0.conditions.0.where.rho: "),
+        (CONDITION % "control: true, above: 0", "expected one that is not a control"),
         ("{id: a, text: t, source: Q, not_tested: n}", r"source 'Q' is not defined"),
         ("{id: a, text: t, source: P, not_tested: n, value: 1.0}", r"claims.0: value, unit and relation go together"),
         (
@@ -45,6 +46,16 @@ def test_refused(tmp_path, entry, message):
         load_claims(path)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_a_change_is_of_a_claim_that_there_is(tmp_path):
+    path = tmp_path / "claims.yaml"
+    path.write_text(
+        "sources: {P: somewhere}\nclaims: [{id: a, text: t, source: P, not_tested: n}]\n"
+        "changes: [{claim: b, commit: c, known: k, what: w}]\n"
+    )
+    with pytest.raises(DvpError, match="changes: 'b' is neither a claim's id nor 'all'"):
+        load_claims(path)
 
 
 def test_quoted_claim_must_have_a_value():

@@ -29,6 +29,8 @@ claims:
       - {says: and by 20, experiment: grid, statistic: gain, where: {rho: 1e-2}, contains: 20}
   - {id: other, text: another thing, source: P, not_tested: no time}
   - {id: large, text: a large thing, source: P, not_testable: no GPU}
+changes:
+  - {claim: gain, commit: "1234567", known: the result, what: "asks for 20, not for 21 | 22"}
 """
 
 
@@ -72,7 +74,7 @@ def answered(folder):
         ((8.0, 5.0, 11.0), "reproduced in part", ["met", "failed"]),
         ((8.0, -5.0, 18.0), "not reproduced", ["open", "failed"]),
         ((-8.0, -15.0, 0.0), "not reproduced", ["failed", "failed"]),
-        ((8.0, None, None), "not testable at this scale", ["open", "open"]),
+        ((8.0, None, None), "could not have been seen here", ["open", "open"]),
     ],
 )
 def test_the_verdict_follows_from_the_interval(place, measured, expected, statuses):
@@ -91,7 +93,7 @@ def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
     gain = result["claims"][0]
     assert gain["verdict"] == "not tested yet"
     assert {one["status"] for one in gain["conditions"]} == {"not measured"}
-    assert "grid has it of rho 0.5, exp(-13): not measured" in render(result, folder)["claims.md"]
+    assert "grid has it of rho 0.5, exp(-13) | not measured" in render(result, folder)["claims.md"]
     assert "grid measures no gain" in render(answered(place()), folder)["claims.html"]
 
 
@@ -103,13 +105,63 @@ def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
         (["met", "failed"], "reproduced in part", "not reproduced"),
         (["met", "not measured"], "reproduced in part", "not reproduced"),
         (["open", "failed"], "not reproduced", "not reproduced"),
-        (["open", "not measured"], "not testable at this scale", "not testable at this scale"),
+        (["open", "not measured"], "could not have been seen here", "could not have been seen here"),
         (["not measured"], "not tested yet", "not tested yet"),
     ],
 )
 def test_conditions_that_mean_something_together_only_are_not_met_in_part(statuses, of_parts, of_all):
-    assert verdict(statuses) == of_parts
-    assert verdict(statuses, needs_all=True) == of_all
+    assert verdict(statuses, []) == of_parts
+    assert verdict(statuses, [], needs_all=True) == of_all
+
+
+@pytest.mark.parametrize(
+    ("statuses", "controls", "expected"),
+    [
+        (["met"], ["met"], "reproduced"),
+        (["met", "open"], ["met"], "reproduced in part"),
+        (["met", "failed"], ["met"], "reproduced in part"),
+        (["met", "met"], ["open"], "not reproduced"),
+        (["met", "met"], ["met", "failed"], "not reproduced"),
+        (["met"], ["not measured"], "not reproduced"),
+        (["failed"], ["met"], "not reproduced"),
+        (["open"], ["open"], "could not have been seen here"),
+        (["not measured"], ["not measured"], "not tested yet"),
+    ],
+)
+def test_what_a_control_does_not_bear_out_reproduces_nothing(statuses, controls, expected):
+    assert verdict(statuses, controls) == expected
+
+
+@pytest.mark.parametrize(
+    ("test", "measured", "says"),
+    [
+        ({"above": 0}, (0.01, -0.02, 0.04), "open; met from 3 points on"),
+        ({"above": 0.02}, (0.03, 0.015, 0.045), "open; met from 3.5 points on"),
+        ({"below": 0}, (0.01, -0.02, 0.04), "open; met up to -3 points"),
+        ({"within": [-0.01, 0.01]}, (0.0, -0.02, 0.04), "open |"),
+        ({"above": 0}, (0.05, 0.02, 0.08), "met |"),
+    ],
+)
+def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measured, says):
+    claims = {
+        "sources": {"P": "somewhere"},
+        "claims": [
+            {
+                "id": "gain",
+                "text": "it gains",
+                "source": "P",
+                "figure": "grid/scores",
+                "conditions": [{"says": "it does", "experiment": "grid", "statistic": "score_over_other"} | test],
+            }
+        ],
+    }
+    folder = make_place(tmp_path, statistic(*measured) | {"name": "score_over_other", "unit": "fraction"})
+    (folder / "claims.yaml").write_text(json.dumps(claims))
+    page = render(answered(folder), folder)["claims.md"]
+    [row] = [line for line in page.splitlines() if line.startswith("| [")]
+    assert says in row
+    value, low, high = (f"{100 * number:.3g}" for number in measured)
+    assert f"| {value} [{low}, {high}] points |" in row
 
 
 def test_a_figure_of_an_earlier_run_is_not_shown(place):
@@ -154,20 +206,29 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
     page = render(result, folder / "evidence")["claims.md"]
-    table = [line for line in page.splitlines() if line.startswith("| [")]
-    assert len(table) == 3
+    table = page.partition("|---|---|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(table) == 4  # a row a condition
     for line in table:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        assert len(cells) == 7
+        assert len(cells) == 9
         assert all(cells)
-    assert "8 [5, 11] %: met<br>8 [5, 11] %: failed" in table[0]
-    assert "**reproduced in part**" in table[0]
+    assert "| above nothing | 8 [5, 11] % | met | **reproduced in part** |" in table[0]
+    assert "| ″ | ″ | and by 20 | 8 [5, 11] % | failed | ″ |" in table[1]
+    assert "| gain | asks for 20, not for 21 \\| 22 | the result | 1234567 |" in page
     assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
     assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
-    assert "Scale: " in page
+    assert "Scale of grid: " in page
     assert page.count("(../tiny/figures/scores.png)") == 2
     html = render(result, folder)["claims.html"]
-    for text in ("8 [5, 11] %: met", "reproduced in part", "tiny/runs/a/train.json", "key1", "no GPU", "no time"):
+    for text in (
+        "<td>8 [5, 11] %</td>",
+        "reproduced in part",
+        "1234567",
+        "tiny/runs/a/train.json",
+        "key1",
+        "no GPU",
+        "no time",
+    ):
         assert text in html
 
 

@@ -18,6 +18,8 @@ class Condition(Strict):
 
     says: str
     """The condition in words."""
+    control: bool = False
+    """Whether it says whose effect it is: where it is not met, nothing of the claim is reproduced."""
     experiment: Name
     """Under which name of `evidence` in config/config.yaml the experiment stands."""
     statistic: Name
@@ -80,6 +82,8 @@ class Claim(Strict):
         given = [name for name in ("conditions", "not_testable", "not_tested") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError("expected one of conditions, not_testable and not_tested")
+        if self.conditions and all(condition.control for condition in self.conditions):
+            raise ValueError("conditions: expected one that is not a control")
         if (self.figure is None) != (not self.conditions):
             raise ValueError("figure: belongs to a claim with conditions, and to no other")
         return self
@@ -93,12 +97,26 @@ class Claim(Strict):
         return self
 
 
-class _File(Strict):
+class Change(Strict):
+    """What was changed after it had been written down."""
+
+    claim: Name
+    """A claim's id, or `all`."""
+    commit: str
+    known: str
+    """What was known of the results then."""
+    what: str
+
+
+class Claims(Strict):
+    """config/claims.yaml."""
+
     sources: dict[str, str]
     claims: list[Claim]
+    changes: list[Change] = []
 
     @model_validator(mode="after")
-    def _consistent(self) -> "_File":
+    def _consistent(self) -> "Claims":
         for field in ("id", "method"):
             values = [value for claim in self.claims if (value := getattr(claim, field)) is not None]
             for value in values:
@@ -108,21 +126,29 @@ class _File(Strict):
             if claim.source not in self.sources:
                 known = ", ".join(self.sources)
                 raise ValueError(f"claims: {claim.id}: source '{claim.source}' is not defined; known are {known}")
+        for change in self.changes:
+            if change.claim not in {"all", *(claim.id for claim in self.claims)}:
+                raise ValueError(f"changes: '{change.claim}' is neither a claim's id nor 'all'")
         return self
 
 
 def load_claims(path: Path = CLAIMS) -> dict[str, Claim]:
     """The claims by id, in the order of the file, their sources spelled out. Raises DvpError."""
+    file = load_file(path)
+    return {claim.id: claim.model_copy(update={"source": file.sources[claim.source]}) for claim in file.claims}
+
+
+def load_file(path: Path) -> Claims:
+    """All of the file, as it is written. Raises DvpError."""
     value = read_yaml(path)
     try:
-        file = _File.model_validate(value)
+        return Claims.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
         message = "unknown key" if first["type"] == "extra_forbidden" else message
         raise DvpError(f"{path}: {key}: {message}" if key else f"{path}: {message}") from None
-    return {claim.id: claim.model_copy(update={"source": file.sources[claim.source]}) for claim in file.claims}
 
 
 def claim(claims: dict[str, Claim], name: str, path: Path = CLAIMS) -> Claim:

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims
+from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims, load_file
 from dvp.analysis.load import check_fresh
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
@@ -20,8 +20,9 @@ from dvp.experiment.loading import read_resolved
 from dvp.files import read_json
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
-NOT_TESTABLE, NOT_TESTED = "not testable at this scale", "not tested yet"
-VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_TESTABLE, NOT_TESTED)
+NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
+NOT_TESTED = "not tested yet"
+VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_SEEN, NOT_TESTABLE, NOT_TESTED)
 MET, FAILED, OPEN, MISSING = "met", "failed", "open", "not measured"
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 
@@ -54,6 +55,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
             for key, report in reports.items()
         },
         "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
+        "changes": [change.model_dump() for change in load_file(claims).changes],
     }
 
 
@@ -73,33 +75,38 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     environment = TEMPLATES.overlay()
     environment.filters = TEMPLATES.filters | {
         "interval": _interval,
+        "seen_from": _seen_from,
         "runs": _runs,
         "link": link,
         "data_uri": data_uri,
         "cell": lambda text: str(text).replace("|", "\\|"),
     }
     count = Counter(claim["verdict"] for claim in answered["claims"])
+    scales: dict[str, list[str]] = {}
+    for name, experiment in answered["experiments"].items():
+        scales.setdefault(" ".join(experiment["scale"].split()), []).append(name)
     page = {
         "claims": answered["claims"],
+        "changes": answered["changes"],
         "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
-        "scales": dict.fromkeys(
-            " ".join(experiment["scale"].split()) for experiment in answered["experiments"].values()
-        ),
+        "scales": scales,
     }
     return {
         name: environment.get_template(f"{name}.j2").render(page) for name in ("claims.md", "claims.html", "table.html")
     }
 
 
-def verdict(statuses: list[str], *, needs_all: bool = False) -> str:
-    """Of a claim's conditions, as config/claims.yaml says; `not tested yet` where none was measured."""
-    if all(status == MISSING for status in statuses):
+def verdict(statuses: list[str], controls: list[str], *, needs_all: bool = False) -> str:
+    """Of conditions and controls, as config/claims.yaml says; `not tested yet` where none was measured."""
+    every = [*statuses, *controls]
+    if all(status == MISSING for status in every):
         return NOT_TESTED
-    if all(status == MET for status in statuses):
+    if all(status == MET for status in every):
         return REPRODUCED
-    if MET not in statuses and FAILED not in statuses:
-        return NOT_TESTABLE
-    return IN_PART if MET in statuses and not needs_all else NOT_REPRODUCED
+    if MET not in every and FAILED not in every:
+        return NOT_SEEN
+    in_part = MET in statuses and all(status == MET for status in controls) and not needs_all
+    return IN_PART if in_part else NOT_REPRODUCED
 
 
 def status(condition: Condition, low: float | None, high: float | None) -> str:
@@ -159,7 +166,11 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
         "source": claim.source,
         "note": claim.note or "no note",
         "published": value,
-        "verdict": verdict([condition["status"] for condition in conditions], needs_all=claim.needs_all)
+        "verdict": verdict(
+            [condition["status"] for condition in conditions if not condition["control"]],
+            [condition["status"] for condition in conditions if condition["control"]],
+            needs_all=claim.needs_all,
+        )
         if conditions
         else NOT_TESTABLE
         if claim.not_testable
@@ -176,7 +187,8 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
 def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) -> dict[str, Any]:
     alike = [statistic for statistic in report["statistics"] if statistic["name"] == condition.statistic]
     fitting = [statistic for statistic in alike if condition.where.items() <= statistic["where"].items()]
-    asked = {"says": condition.says, "statistic": condition.statistic, "where": condition.where, "settings": len(alike)}
+    asked = condition.model_dump(include={"says", "control", "statistic", "where", "above", "below"})
+    asked |= {"settings": len(alike)}
     if not fitting:
         return asked | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
     if len(fitting) > 1:
@@ -198,15 +210,35 @@ def _instead(condition: Condition, alike: list[dict[str, Any]]) -> str:
     return f"{condition.experiment} has it of " + ("; ".join(lacking) or "other combinations")
 
 
-def _number(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.3g}"
+def _number(value: float | None, factor: float) -> str:
+    return "not defined" if value is None else f"{factor * value:.3g}"
 
 
 def _interval(condition: dict[str, Any]) -> str:
     if condition["status"] == MISSING:
         return condition["instead"]
-    numbers = [_number(condition[key]) for key in ("value", "low", "high")]
-    return f"{numbers[0]} [{numbers[1]}, {numbers[2]}] {condition['unit']}"
+    factor, unit = _scale(condition)
+    value, low, high = (_number(condition[key], factor) for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}] {unit}"
+
+
+def _seen_from(condition: dict[str, Any]) -> str | None:
+    """Of a condition that is open: from which value on it would be met with an interval as wide as this one."""
+    if condition["status"] != OPEN or condition["low"] is None or condition["high"] is None:
+        return None
+    factor, unit = _scale(condition)
+    if condition["above"] is not None:
+        return f"from {_number(condition['above'] + condition['value'] - condition['low'], factor)} {unit} on"
+    if condition["below"] is not None:
+        return f"up to {_number(condition['below'] - condition['high'] + condition['value'], factor)} {unit}"
+    return None
+
+
+def _scale(condition: dict[str, Any]) -> tuple[float, str]:
+    """What a statistic is multiplied by and in which unit it is shown: differences of scores in points."""
+    if condition["unit"] == "fraction":
+        return 100, "points" if "_over_" in condition["statistic"] else "%"
+    return 1, condition["unit"]
 
 
 def _runs(condition: dict[str, Any]) -> str:

@@ -150,16 +150,17 @@ def test_scores_of_another_sampler_are_refused(asked, written):
 
 
 @pytest.mark.slow
-def test_each_condition_of_the_claims_fits_one_statistic(tmp_path):
-    value = load_experiment("evaluation_matrix", CONFIG).model_dump(mode="json")
+@pytest.mark.parametrize(("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2)])
+def test_each_condition_of_the_claims_fits_one_statistic(tmp_path, name, count):
+    value = load_experiment(name, CONFIG).model_dump(mode="json")
     value["evaluation"]["bootstrap_resamples"] = 100
     value["training"]["steps"] = 2
     shipped = parse_experiment(value, Path("test.yaml"))
     Results(shipped, tmp_path, problems=3)
     report = {"statistics": [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]}
     every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
-    asked = [condition for condition in every if condition.experiment == "evaluation_matrix"]
-    assert len(asked) == 5
+    asked = [condition for condition in every if condition.experiment == name]
+    assert len(asked) == count
     for condition in asked:
         answered = _answer_condition(condition.says, condition, report)
         assert answered["status"] != MISSING, answered["instead"]

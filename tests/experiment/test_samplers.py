@@ -102,7 +102,7 @@ def test_mistakes_are_one_line(also, message):
 def test_a_method_with_another_rule_than_a_fixed_rho_has_no_rho_to_be_sampled_at():
     grid = [*GRID, {"method": "dvp_margin", "engine": "coarse", "rho": "0.01"}]
     assert refused(*grid, evaluation__also=ALSO) == (
-        "evaluation.also[1].rho: method 'dvp_margin' has the rule 'margin'; expected methods whose safe vocabulary "
-        "has a fixed ρ, or none"
+        "evaluation.also[1].rho: method 'dvp_margin' has the rule 'margin'; expected methods with min-p at a "
+        "fixed ρ, or none"
     )
     experiment(*grid, evaluation__also=ALSO[:1])

@@ -1,6 +1,7 @@
 """How all figures look: a method has one colour everywhere, and a figure is the same each time, byte for byte."""
 
 import textwrap
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dvp.files import atomic_path
 DPI = 150
 # Okabe and Ito: distinguishable with the common colour-vision deficiencies.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#5D3A9B", "#D55E00", "#303030")
+DARKER = 0.6  # of each further rule for the safe vocabulary: how much of its colour is left
 LIGHTER = 0.5  # of a method without a safe vocabulary: how much white is in its colour
 DARK, GREY = "#404040", "#808080"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
@@ -39,8 +41,9 @@ STYLE = {
 def method_colors(experiment: Experiment) -> dict[str, str]:
     """The colour of every method that the experiment trains or compares, the same in all experiments but for clashes.
 
-    Methods that differ only in the safe vocabulary share a hue, which is lighter without it. The hue follows from the
-    order of the catalogue; where two of the experiment would have the same, the later one takes the next free hue.
+    Methods that differ only in the safe vocabulary share a hue, which is lighter without it and darker from one rule
+    for it to the next. The hue follows from the order of the catalogue; where two of the experiment would have the
+    same, the later one takes the next free hue.
     """
     used = dict.fromkeys([*(run.method for run in experiment.runs), *(method for method, _ in experiment.estimators)])
 
@@ -55,14 +58,15 @@ def method_colors(experiment: Experiment) -> dict[str, str]:
     for name in sorted(dict.fromkeys(map(kind, used)), key=preferred.__getitem__):
         wanted = [COLORS[(preferred[name] + step) % len(COLORS)] for step in range(len(COLORS))]
         hues[name] = next((color for color in wanted if color not in hues.values()), wanted[0])
-    return {
-        method: hues[kind(method)] if experiment.methods[method].safe_vocabulary else lighter(hues[kind(method)])
-        for method in used
-    }
-
-
-def lighter(color: str) -> str:
-    return to_hex([channel + (1 - channel) * LIGHTER for channel in to_rgb(color)])
+    colors, pruned = {}, Counter[str]()
+    for method in used:
+        hue = hues[kind(method)]
+        if experiment.methods[method].safe_vocabulary is None:
+            colors[method] = to_hex([channel + (1 - channel) * LIGHTER for channel in to_rgb(hue)])
+        else:
+            colors[method] = to_hex([channel * DARKER ** pruned[hue] for channel in to_rgb(hue)])
+            pruned[hue] += 1
+    return colors
 
 
 def new_figure(width: float, height: float) -> Figure:

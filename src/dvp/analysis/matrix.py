@@ -36,12 +36,13 @@ def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
     Without an importance correction it is the engine's, as if its samples were the trainer's; with one, which weighs
     them by the trainer's probability over the engine's, it is the trainer's, for which evaluation.engine stands. Either
     is restricted to the safe vocabulary if the method has one. None where that has another rule than a fixed ρ, by
-    which no evaluation samples.
+    which no evaluation samples; and for a corrected replay, whose trainer has the engine's sets and its own
+    probabilities, which no engine samples with.
     """
     method = experiment.methods[point.method]
-    if method.safe_vocabulary is not None and method.safe_vocabulary.rule != "fixed":
+    rule, corrected = method.safe_vocabulary, method.importance.level != "none"
+    if rule is not None and (not rule.engine_at_rho or (corrected and rule.rule == "replay")):
         return None
-    corrected = method.importance.level != "none"
     return Sampler(engine=experiment.evaluation.engine if corrected else point.engine, rho=point.rho)
 
 
@@ -106,7 +107,7 @@ def _differences(
         pairs[engine, None] = full, full
         if point.rho is not None and shared_rho:
             pairs[engine, point.rho] = mine, mine
-        if point.rho != other.rho:
+        if point.rho is not None or other.rho is not None:
             pairs[engine, OWN] = mine, its
     own, others = own_sampler(experiment, point), own_sampler(experiment, other)
     if own is not None and others is not None:

@@ -343,6 +343,8 @@ class RhoRule(Strict):
     """Whether ρ comes from the grid."""
     needs_training: ClassVar[bool] = False
     """Whether it says nothing at a fixed policy."""
+    engine_at_rho: ClassVar[bool] = False
+    """Whether the engine samples by min-p at the grid's ρ all along: then a model can be evaluated so."""
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
         """Those of both sides; `rho` is the grid's, None if the rule takes none. Raises DvpError."""
@@ -352,6 +354,7 @@ class RhoRule(Strict):
 class Fixed(RhoRule):
     """The paper's rule: min-p with the grid's ρ on both sides."""
 
+    engine_at_rho = True
     rule: Literal["fixed"]
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
@@ -397,6 +400,7 @@ class TrainerOnly(RhoRule):
 class Replay(RhoRule):
     """Mask replay: min-p with the grid's ρ on the engine's side; the trainer renormalises over the engine's sets."""
 
+    engine_at_rho = True
     rule: Literal["replay"]
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:

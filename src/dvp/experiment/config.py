@@ -169,10 +169,10 @@ class Experiment(Strict):
         for index, entry in enumerate(self.evaluation.also):
             for point in self.points if entry.rho else []:
                 rule = self.methods[point.method].safe_vocabulary
-                if rule is not None and rule.rule != "fixed":
+                if rule is not None and not rule.engine_at_rho:
                     raise ValueError(
                         f"evaluation.also[{index}].rho: method '{point.method}' has the rule '{rule.rule}'; "
-                        "expected methods whose safe vocabulary has a fixed ρ, or none"
+                        "expected methods with min-p at a fixed ρ, or none"
                     )
 
     def _changed_training(self, where: str, settings: dict[str, Any]) -> TrainingConfig:

@@ -4,7 +4,7 @@ STAGE_VERSIONS = {
     "resolve": 1,
     "prepare": 1,
     "base": 1,
-    "preflight": 1,
+    "preflight": 2,
     "train": 3,
     "convert": 2,
     "evaluate": 2,

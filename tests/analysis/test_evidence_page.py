@@ -125,7 +125,9 @@ def test_conditions_that_mean_something_together_only_are_not_met_in_part(status
         (["met"], ["not measured"], "not reproduced"),
         (["failed"], ["met"], "not reproduced"),
         (["open"], ["open"], "could not have been seen here"),
+        (["open"], ["met"], "could not have been seen here"),
         (["not measured"], ["not measured"], "not tested yet"),
+        (["not measured"], ["met"], "not tested yet"),
     ],
 )
 def test_what_a_control_does_not_bear_out_reproduces_nothing(statuses, controls, expected):
@@ -138,7 +140,12 @@ def test_what_a_control_does_not_bear_out_reproduces_nothing(statuses, controls,
         ({"above": 0}, (0.01, -0.02, 0.04), "open; met from 3 points on"),
         ({"above": 0.02}, (0.03, 0.015, 0.045), "open; met from 3.5 points on"),
         ({"below": 0}, (0.01, -0.02, 0.04), "open; met up to -3 points"),
-        ({"within": [-0.01, 0.01]}, (0.0, -0.02, 0.04), "open |"),
+        (
+            {"within": [-0.01, 0.01]},
+            (0.0, -0.02, 0.04),
+            "open; met by no value, as the interval is wider than 2 points",
+        ),
+        ({"within": [-0.05, 0.05]}, (0.03, 0.0, 0.06), "open; met from -2 to 2 points"),
         ({"above": 0}, (0.05, 0.02, 0.08), "met |"),
     ],
 )

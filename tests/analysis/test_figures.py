@@ -25,7 +25,7 @@ def test_styles_differ_and_the_control_is_grey():
 
 def test_a_method_has_one_colour_in_every_experiment():
     tiny = method_colors(make_experiment())
-    for name in ("estimator_bias", "rho_sweep", "training_grid"):
+    for name in ("estimator_bias", "rho_sweep", "training_grid", "tiny_replay"):
         colors = method_colors(load_experiment(name, CONFIG))
         assert len(set(colors.values())) == len(colors)
         for method in set(colors) & set(tiny):

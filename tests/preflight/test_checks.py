@@ -1,13 +1,16 @@
-"""What an engine's own noise may add to the mismatch that a rehearsal allows, and what a correction keeps."""
+"""What engine noise may add to a rehearsal's mismatch, what a correction keeps, and which run is rehearsed."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from dvp.core.safe_vocabulary import FixedRho
+from dvp.experiment.grid import GridEntry
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
 from dvp.preflight.checks import KL_LIMITS, Positions, check_mismatch, kept_by_method, kl_of_noise
+from dvp.preflight.rehearsal import rehearsed_run, rules
 
 ROOT = Path(__file__).parents[2]
 NOISES = [Noise(sigma=0.1), Noise(sigma=1.0), Noise(sigma=2.5), Noise(sigma=2.5, below=0.01)]
@@ -60,3 +63,19 @@ def test_what_replay_keeps_is_of_the_engines_sets():
     assert shares["dvp_replay_mis_rho_0.01"] > shares["dvp_mis_rho_0.01"] + 0.04
     exact = kept_by_method(experiment, "coarse", Positions(pair.train_NV, pair.train_NV), 0)
     assert exact["dvp_replay_mis_rho_0.01"] == exact["dvp_mis_rho_0.01"] == 1
+
+
+def test_a_run_that_replays_is_rehearsed_and_only_what_its_engine_applies_is_proved():
+    experiment = load_experiment("tiny_replay", ROOT / "config")
+    assert rehearsed_run(experiment, "coarse").method == "dvp_replay"
+    assert rules(experiment, "coarse") == [FixedRho(0.01)]
+    assert rehearsed_run(experiment, "fp32").method == "rloo"
+    assert rules(experiment, "fp32") == []
+    # min-p by vLLM itself at the other ρ is not what an engine that reports its sets does.
+    grid = [*experiment.grid, GridEntry(method=["dvp"], engine=["coarse"], rho=["1e-4"])]
+    assert rules(experiment.model_copy(update={"grid": grid}), "coarse") == [FixedRho(0.01)]
+    plain = load_experiment("tiny", ROOT / "config")
+    assert rehearsed_run(plain, "coarse").method == "dvp"
+    every = load_experiment("smoke_methods", ROOT / "config")
+    assert rehearsed_run(every, "coarse").method == "dvp_replay"
+    assert len(rules(every, "coarse")) > 3

@@ -210,6 +210,9 @@ def test_the_sets_that_tokens_were_sampled_from_are_reported(reporting, tiny_mod
 def test_sets_are_reported_by_an_engine_that_was_started_for_it(fp32, reporting, monkeypatch):
     with pytest.raises(DvpError, match="not started to report sets, or has none"):
         reporting.generate(PROMPTS, Sampling(max_tokens=1, report_sets=True), SEEDS)
+    sampling = Sampling(max_tokens=1, safe_vocabulary=FixedRho(0.1), report_sets=True, top_p=0.9)
+    with pytest.raises(DvpError, match="with top_p a token is not sampled from the set"):
+        reporting.generate(PROMPTS, sampling, SEEDS)
     monkeypatch.setattr(fp32, "_reports_sets", False)
     with pytest.raises(DvpError, match="not started to report sets"):
         fp32.generate(PROMPTS, Sampling(max_tokens=1, safe_vocabulary=FixedRho(0.1), report_sets=True), SEEDS)

@@ -98,13 +98,12 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
 
 def verdict(statuses: list[str], controls: list[str], *, needs_all: bool = False) -> str:
     """Of conditions and controls, as config/claims.yaml says; `not tested yet` where none was measured."""
-    every = [*statuses, *controls]
-    if all(status == MISSING for status in every):
+    if all(status == MISSING for status in statuses):
         return NOT_TESTED
-    if all(status == MET for status in every):
-        return REPRODUCED
-    if MET not in every and FAILED not in every:
+    if MET not in statuses and FAILED not in statuses:
         return NOT_SEEN
+    if all(status == MET for status in [*statuses, *controls]):
+        return REPRODUCED
     in_part = MET in statuses and all(status == MET for status in controls) and not needs_all
     return IN_PART if in_part else NOT_REPRODUCED
 
@@ -187,7 +186,7 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
 def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) -> dict[str, Any]:
     alike = [statistic for statistic in report["statistics"] if statistic["name"] == condition.statistic]
     fitting = [statistic for statistic in alike if condition.where.items() <= statistic["where"].items()]
-    asked = condition.model_dump(include={"says", "control", "statistic", "where", "above", "below"})
+    asked = condition.model_dump(include={"says", "control", "statistic", "where", "above", "below", "within"})
     asked |= {"settings": len(alike)}
     if not fitting:
         return asked | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
@@ -223,7 +222,7 @@ def _interval(condition: dict[str, Any]) -> str:
 
 
 def _seen_from(condition: dict[str, Any]) -> str | None:
-    """Of a condition that is open: from which value on it would be met with an interval as wide as this one."""
+    """Of a condition that is open: which value would meet it with an interval as wide as this one."""
     if condition["status"] != OPEN or condition["low"] is None or condition["high"] is None:
         return None
     factor, unit = _scale(condition)
@@ -231,7 +230,11 @@ def _seen_from(condition: dict[str, Any]) -> str | None:
         return f"from {_number(condition['above'] + condition['value'] - condition['low'], factor)} {unit} on"
     if condition["below"] is not None:
         return f"up to {_number(condition['below'] - condition['high'] + condition['value'], factor)} {unit}"
-    return None
+    first, last = condition["within"]
+    low, high = first + condition["value"] - condition["low"], last + condition["value"] - condition["high"]
+    if low < high:
+        return f"from {_number(low, factor)} to {_number(high, factor)} {unit}"
+    return f"by no value, as the interval is wider than {_number(last - first, factor)} {unit}"
 
 
 def _scale(condition: dict[str, Any]) -> tuple[float, str]:

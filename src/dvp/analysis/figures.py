@@ -19,8 +19,8 @@ from dvp.files import atomic_path
 DPI = 150
 # Okabe and Ito: distinguishable with the common colour-vision deficiencies.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#5D3A9B", "#D55E00", "#303030")
-DARKER = 0.6  # of each further rule for the safe vocabulary: how much of its colour is left
 LIGHTER = 0.5  # of a method without a safe vocabulary: how much white is in its colour
+DARKER = (0.6, 0.4, 0.8)  # of rules for it other than the paper's: how much of the colour is left
 DARK, GREY = "#404040", "#808080"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 STYLE = {
@@ -41,9 +41,9 @@ STYLE = {
 def method_colors(experiment: Experiment) -> dict[str, str]:
     """The colour of every method that the experiment trains or compares, the same in all experiments but for clashes.
 
-    Methods that differ only in the safe vocabulary share a hue, which is lighter without it and darker from one rule
-    for it to the next. The hue follows from the order of the catalogue; where two of the experiment would have the
-    same, the later one takes the next free hue.
+    Methods that differ only in the safe vocabulary share a hue, which is lighter without it, and one of three darker
+    shades for any rule but the paper's. The hue follows from the order of the catalogue; where two of the experiment
+    would have the same, the later one takes the next free hue. Shades follow from what else the experiment has.
     """
     used = dict.fromkeys([*(run.method for run in experiment.runs), *(method for method, _ in experiment.estimators)])
 
@@ -58,14 +58,16 @@ def method_colors(experiment: Experiment) -> dict[str, str]:
     for name in sorted(dict.fromkeys(map(kind, used)), key=preferred.__getitem__):
         wanted = [COLORS[(preferred[name] + step) % len(COLORS)] for step in range(len(COLORS))]
         hues[name] = next((color for color in wanted if color not in hues.values()), wanted[0])
-    colors, pruned = {}, Counter[str]()
-    for method in used:
-        hue = hues[kind(method)]
-        if experiment.methods[method].safe_vocabulary is None:
+    colors, others = {}, Counter[str]()
+    for method in filter(used.__contains__, experiment.methods):
+        hue, rule = hues[kind(method)], experiment.methods[method].safe_vocabulary
+        if rule is None:
             colors[method] = to_hex([channel + (1 - channel) * LIGHTER for channel in to_rgb(hue)])
+        elif rule.rule == "fixed":
+            colors[method] = hue
         else:
-            colors[method] = to_hex([channel * DARKER ** pruned[hue] for channel in to_rgb(hue)])
-            pruned[hue] += 1
+            colors[method] = to_hex([channel * DARKER[others[hue] % len(DARKER)] for channel in to_rgb(hue)])
+            others[hue] += 1
     return colors
 
 

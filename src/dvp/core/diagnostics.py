@@ -103,7 +103,8 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "safe_size": mean("safe_size"),
         "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
         "kept_fraction": update.weights.kept_B.float().mean().item(),
-        "vetoed_fraction": update.weights.vetoed_B.float().mean().item(),
+        # By a single ratio, below the veto or outside the trust region.
+        "vetoed_fraction": (update.weights.vetoed_B | update.weights.untrusted_B).float().mean().item(),
         "filtered_fraction": update.weights.filtered_B.float().mean().item(),
         "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
         **({} if batch.kept is None else replay_metrics(rollout, statistics)),

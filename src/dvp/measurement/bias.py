@@ -70,9 +70,9 @@ class BiasTables:
     mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward.
 
     PAIRED, in units of |g|²: paired_squared_bias against ∇J, and paired_squared_bias_pruned against ∇J_mp (NaN without
-    a safe vocabulary); weight_ess, weight_largest_share and weight_mean of the sequence weights behind the first, and
-    the same names with _pruned of those behind the second. Not to be used where the weights' ESS is below
-    SMALLEST_ESS."""
+    a safe vocabulary, and with mask replay, whose objective is another); weight_ess, weight_largest_share and
+    weight_mean of the sequence weights behind the first, and the same names with _pruned of those behind the second.
+    Not to be used where the weights' ESS is below SMALLEST_ESS."""
     jackknife: pd.DataFrame
     """STATISTICS of each method and rho without one batch: of the engine's (sample `engine`) or of the reference."""
     variance: pd.DataFrame
@@ -234,7 +234,8 @@ def _compare(
             rows[estimator] = _row(estimator, statistics[estimator], notes[estimator])
             rows[estimator]["reward"] = _mean_reward(rollouts[rule])
             rows[estimator] |= _paired("", gradient_nD - unpruned_nD, reference_mm, unpruned_weights)
-            pruned_nD = None if safe is None else gradient_nD - exact_nD
+            # Replayed sets are the engine's, and so is their objective.
+            pruned_nD = gradient_nD - exact_nD if isinstance(safe, SafeVocabulary) else None
             rows[estimator] |= _paired("_pruned", pruned_nD, reference_mm, weights)
         gradient_EnKD = gradient_nKD = part_nD = None  # their memory, before the next ones
 

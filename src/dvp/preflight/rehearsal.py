@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dvp.core.importance import ImportanceRule
-from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.safe_vocabulary import SafeVocabularies, SafeVocabulary
 from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
@@ -57,14 +57,17 @@ ANSWER = "7"
 
 
 def rehearsed_run(experiment: Experiment, engine: str) -> Run:
-    """The run that is rehearsed for an engine: its first one with a safe vocabulary, else its first."""
+    """The run that is rehearsed for an engine.
+
+    That is its first one that replays sets, as it asks most of the engine; else its first one with a safe vocabulary,
+    else its first.
+    """
     runs = [run for run in experiment.runs if run.engine == engine]
-    return next((run for run in runs if experiment.methods[run.method].safe_vocabulary is not None), runs[0])
+    return max(runs, key=lambda run: (_sides(experiment, run).replayed, _sides(experiment, run).engine is not None))
 
 
-def _rule(experiment: Experiment, run: Run) -> SafeVocabulary | None:
-    """The safe vocabulary that a run's engine samples from."""
-    return experiment.methods[run.method].sides(run.rho_value, experiment.training.max_response_tokens).engine
+def _sides(experiment: Experiment, run: Run) -> SafeVocabularies:
+    return experiment.methods[run.method].sides(run.rho_value, experiment.training.max_response_tokens)
 
 
 def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
@@ -72,9 +75,15 @@ def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
 
     Any other is proved when its run starts, as each is.
     """
-    by_state = needs_processor(_rule(experiment, rehearsed_run(experiment, engine)))
-    every = dict.fromkeys(_rule(experiment, run) for run in experiment.runs if run.engine == engine)
-    return [rule for rule in every if rule is not None and needs_processor(rule) <= by_state]
+    of_rehearsed = _sides(experiment, rehearsed_run(experiment, engine))
+    by_processor = of_rehearsed.replayed or needs_processor(of_rehearsed.engine)
+    every = dict.fromkeys(
+        sides.engine
+        for sides in (_sides(experiment, run) for run in experiment.runs if run.engine == engine)
+        # An engine that reports sets applies a fixed ρ by the processor, too.
+        if sides.replayed or needs_processor(sides.engine) or not of_rehearsed.replayed
+    )
+    return [rule for rule in every if rule is not None and (by_processor or not needs_processor(rule))]
 
 
 def rehearsed(experiment: Experiment) -> Experiment:
@@ -347,7 +356,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             max_model_len=asked["max_model_len"],
             max_num_seqs=training.prompts_per_step * training.group_size,
             seed=run.seed,
-            rules=[_rule(experiment, run)],
+            rules=[_sides(experiment, run).engine],
         )
         verdict = check_same_engine(
             load_file(work / RELOADED)["log_probs"],

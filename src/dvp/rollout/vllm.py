@@ -150,6 +150,8 @@ class VllmEngine:
 
         if sampling.report_sets and not (self._reports_sets and sampling.safe_vocabulary is not None):
             raise DvpError("the engine was not started to report sets, or has none to report; see VllmEngine")
+        if sampling.report_sets and sampling.top_p != 1:
+            raise DvpError("with top_p a token is not sampled from the set that is reported: vLLM cuts it after that")
         limits = sampling.limits or (sampling.max_tokens,) * len(prompts)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             if len(prompt) + limit > self.max_model_len:

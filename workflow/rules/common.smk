@@ -251,7 +251,7 @@ def outputs(stage, name, evaluated="as all"):
             "as all": [(path, "") for path in ("base", *runs)],
             "along training": [(run.path, "") for run in asked.snapshots],
             "also": [
-                ("base" if run is None else run.path, f"/{sampler.path}")
+                ("base" if run is None else run.path, sampler.in_path)
                 for run, sampler in asked.further_evaluations
             ],
         }[evaluated]

@@ -224,6 +224,11 @@ class Sampler(Strict):
         return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
 
     @property
+    def in_path(self) -> str:
+        """What stands behind the run in the path of its evaluation, where not all models are sampled so."""
+        return f"/{self.path}"
+
+    @property
     def rho_value(self) -> float | None:
         """ρ as a number, None without a safe vocabulary."""
         return None if self.rho is None else parse_rho(self.rho)

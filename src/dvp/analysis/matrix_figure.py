@@ -54,7 +54,8 @@ def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:
         ring = handle("the policy that\nthe updates are for", **RING)
         figure.legend(handles=[*handles, ring], loc="outside right upper", title="sampled by", alignment="left")
         over = bootstrap.over(experiment.seeds)
-        set_title(figure, f"{experiment.name}: scores by policy; bars are 95 % intervals over {over}", WIDTH)
+        # Beside the legend.
+        set_title(figure, f"{experiment.name}: scores by policy; bars are 95 % intervals over {over}", 0.75 * WIDTH)
     return figure
 
 

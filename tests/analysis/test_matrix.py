@@ -150,7 +150,7 @@ def test_scores_of_another_sampler_are_refused(asked, written):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2)])
+@pytest.mark.parametrize(("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2), ("noise_tail", 6)])
 def test_each_condition_of_the_claims_fits_one_statistic(tmp_path, name, count):
     value = load_experiment(name, CONFIG).model_dump(mode="json")
     value["evaluation"]["bootstrap_resamples"] = 100

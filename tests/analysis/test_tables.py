@@ -190,6 +190,34 @@ def test_mismatch_by_hand(experiment, results):
     assert table["outside_safe_fraction"].iloc[-1] == pytest.approx(2e-4)
 
 
+def test_columns_of_replay_stand_where_a_method_replays(tmp_path, experiment, results):
+    assert not {"unpruned_k3", "set_overlap_mean", "sets_bytes"} & set(
+        training_part(experiment, results.folder)[1]["mismatch_table"].frame()
+    )
+    grid = [
+        {"method": ["rloo"], "engine": ["coarse"]},
+        {"method": ["dvp", "dvp_replay"], "engine": ["coarse"], "rho": ["0.01"]},
+    ]
+    replaying = make_experiment(grid=grid)
+    made = Results(replaying, tmp_path)
+    for run in replaying.runs:
+        if run.method == "dvp_replay":
+            rows = made.metrics(run, np.random.default_rng(0))
+            step = {"unpruned_k3": 0.02, "set_overlap_mean": 0.9 + 0.05 * run.seed, "sets_bytes": 20000}
+            made.write_training(run, [row | step for row in rows])
+    table = training_part(replaying, tmp_path)[1]["mismatch_table"]
+    frame = table.frame().set_index("point")
+    row = frame.loc["method~dvp_replay/engine~coarse/rho~0.01"]
+    assert row[["set_overlap_mean", "set_overlap_mean_min", "set_overlap_mean_max"]].tolist() == pytest.approx(
+        [0.925, 0.9, 0.95]
+    )
+    assert row[["unpruned_k3", "sets_bytes"]].tolist() == pytest.approx([0.02, 20000])
+    assert (
+        frame.loc["method~dvp/engine~coarse/rho~0.01", ["unpruned_k3", "set_overlap_mean", "sets_bytes"]].isna().all()
+    )
+    assert "With replay" in " ".join(table.formatted().notes)
+
+
 def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
     """In scores.json, in the table and its text, and in the report's statistics."""
     experiment = make_experiment(seeds=[0], evaluation__bootstrap_resamples=200)

@@ -51,7 +51,10 @@ def test_states_sums_and_members_are_those_of_plain_lists(sets, data):
     assert list(zip(state_M.tolist(), id_M.tolist(), strict=True)) == [
         (state, one) for state, own in enumerate(sets) for one in own
     ]
-    assert plain(KeptSets.cat([ours, chosen])) == sets + [sets[row] for row in rows]
+    both = KeptSets.cat([ours, chosen])
+    assert plain(both) == sets + [sets[row] for row in rows]
+    for part, expected in zip(both.split([len(ours), len(chosen)]), (ours, chosen), strict=True):
+        assert (plain(part), part.log_mass_N.tolist()) == (plain(expected), expected.log_mass_N.tolist())
 
 
 def problem(seed=0):

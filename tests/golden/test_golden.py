@@ -57,7 +57,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 TOLERANCE = 1e-3
-"""Relative, and a thousandth of it absolute."""
+"""Relative, and a hundredth of it absolute: processors round differently, and sums of small numbers show it."""
 # Rounding error alone, and the clock.
 LEFT_OUT = ("second", "noise", "shape", "bf16")
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
@@ -85,7 +85,7 @@ def check(stage: str, numbers: dict[str, float], part: str = "") -> None:
         for name in kept | numbers
         if name not in kept
         or name not in numbers
-        or numbers[name] != pytest.approx(kept[name], rel=TOLERANCE, abs=TOLERANCE**2)
+        or numbers[name] != pytest.approx(kept[name], rel=TOLERANCE, abs=TOLERANCE / 100)
     ]
     if moved:
         pytest.fail(f"numbers of stage {stage} moved: bump STAGE_VERSIONS['{stage}'] and {remake}\n" + "\n".join(moved))
@@ -371,7 +371,10 @@ def test_report_curve(tmp_path):
 def test_report_mismatch(tiny_model, tmp_path):
     experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
     test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
-    check("report_mismatch", sums(make(experiment, tmp_path, "mismatch", CLAIMS).statistics))
+    measured = make(experiment, tmp_path, "mismatch", CLAIMS).statistics
+    # Of the exact engine, and of the trainer against itself, there is rounding error alone: another one on every processor.
+    kept = [one for one in measured if one.where["engine"] != "fp32" and not one.name.startswith("self_noise")]
+    check("report_mismatch", sums(kept))
 
 
 def test_report_bias(tmp_path):

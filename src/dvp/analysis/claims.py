@@ -131,15 +131,19 @@ class Claims(Strict):
                 raise ValueError(f"changes: '{change.claim}' is neither a claim's id nor 'all'")
         return self
 
+    @property
+    def by_id(self) -> dict[str, Claim]:
+        """The claims in the order of the file, their sources spelled out."""
+        return {claim.id: claim.model_copy(update={"source": self.sources[claim.source]}) for claim in self.claims}
+
 
 def load_claims(path: Path = CLAIMS) -> dict[str, Claim]:
-    """The claims by id, in the order of the file, their sources spelled out. Raises DvpError."""
-    file = load_file(path)
-    return {claim.id: claim.model_copy(update={"source": file.sources[claim.source]}) for claim in file.claims}
+    """`Claims.by_id` of the file. Raises DvpError."""
+    return load_file(path).by_id
 
 
-def load_file(path: Path) -> Claims:
-    """All of the file, as it is written. Raises DvpError."""
+def load_file(path: Path = CLAIMS) -> Claims:
+    """All of the file. Raises DvpError."""
     value = read_yaml(path)
     try:
         return Claims.model_validate(value)

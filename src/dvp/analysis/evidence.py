@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.claims import CLAIMS, Claim, Condition, load_claims, load_file
+from dvp.analysis.claims import CLAIMS, Claim, Condition, load_file
 from dvp.analysis.load import check_fresh
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
@@ -37,7 +37,8 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
         DvpError: a key that is missing or malformed, a report that is not there, or a condition that several
             statistics fit.
     """
-    asked = load_claims(claims)
+    file = load_file(claims)
+    asked = file.by_id
     folders: dict[str, Path] = {}
     for pair in experiments:
         key, equals, folder = pair.partition("=")
@@ -55,7 +56,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
             for key, report in reports.items()
         },
         "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
-        "changes": [change.model_dump() for change in load_file(claims).changes],
+        "changes": [change.model_dump() for change in file.changes],
     }
 
 

@@ -32,6 +32,7 @@ MEASURED = (
     *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
     *("tokens_per_second", "response_tokens_mean"),
 )
+REPLAYED = ("unpruned_k3", "set_overlap_mean", "sets_bytes")  # of a run that replays the engine's sets
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
 ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
 KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
@@ -40,9 +41,12 @@ CHANGES = ("squared_bias", "variance")
 WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
 
 
-def _columns(kind: type, names: str, *checks: pa.Check, nullable: bool = False) -> dict[str, pa.Column]:
+def _columns(
+    kind: type, names: str, *checks: pa.Check, nullable: bool = False, required: bool = True
+) -> dict[str, pa.Column]:
     # Whole numbers may be stored as floats; what is not true or false is not taken for either.
-    return {name: pa.Column(kind, list(checks), nullable=nullable, coerce=kind is not bool) for name in names.split()}
+    options = {"nullable": nullable, "required": required, "coerce": kind is not bool}
+    return {name: pa.Column(kind, list(checks), **options) for name in names.split()}
 
 
 def _schema(*columns: dict[str, pa.Column]) -> pa.DataFrameSchema:
@@ -56,6 +60,7 @@ _METRICS = _schema(
     _columns(bool, "skipped"),
     _columns(float, " ".join(MEASURED), _finite),
     _columns(float, "gradient_norm", _finite, nullable=True),  # of a skipped step
+    _columns(float, " ".join(REPLAYED), _finite, required=False),
 )
 _SAMPLES = _schema(
     _columns(str, "problem_id"),
@@ -127,7 +132,7 @@ class Training:
     runs: pd.DataFrame
     """A row a run: point, seed, skipped_steps, collapsed_at (a step or None), source."""
     metrics: pd.DataFrame
-    """A row a step: point, seed, step, skipped, MEASURED (null becomes NaN)."""
+    """A row a step: point, seed, step, skipped, MEASURED (null becomes NaN), and REPLAYED if a run has them."""
     scores: pd.DataFrame
     """A row a model, the base model first: point, seed, avg, pass, maj (fractions, of k samples), source."""
     samples: pd.DataFrame

@@ -37,6 +37,9 @@ _AT_THE_END = {
     "ess": ("ESS", ".3f", "mean"),
     "outside_safe_fraction": ("outside V_S", ".1e", "mean"),
     "masked_fraction": ("masked", ".3f", "mean"),
+    "unpruned_k3": ("k3 unpruned", ".1e", "mean"),
+    "set_overlap_mean": ("overlap of sets", ".3f", "mean"),
+    "sets_bytes": ("sets (bytes a step)", ".3g", "mean"),
     "tokens_per_second": ("tokens/s", ".0f", "mean"),
 }
 
@@ -258,8 +261,10 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
 
     Of each number the mean over a run's last 10 steps (the largest of the log-ratio), as the mean over seeds with the
     smallest and largest seed (`_min`, `_max`). `policies` says between which policies k1, k3, the log-ratio and ESS
-    are, the trainer's first if they differ. skipped_steps counts all steps of all seeds, out of `steps`.
+    are, the trainer's first if they differ. skipped_steps counts all steps of all seeds, out of `steps`. Only where a
+    method replays the engine's sets are there columns of them.
     """
+    shown = {name: how for name, how in _AT_THE_END.items() if name in loaded.metrics}
     rows = {}
     for point in experiment.points:
         own, sources = loaded.metrics[loaded.metrics["point"] == point.path], train_files(loaded, point.path)
@@ -272,8 +277,8 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
             "steps": Cell(len(own), sources),
             "skipped": Cell(f"{skipped} / {len(own)}", sources),
         }
-        for name, (_, _, one_number) in _AT_THE_END.items():
-            if name != "outside_safe_fraction" or policies.startswith("pruned"):
+        for name, (_, _, one_number) in shown.items():
+            if last[name].count().all() and (name != "outside_safe_fraction" or policies.startswith("pruned")):
                 seed_values = last[name].agg(one_number)
                 numbers = (seed_values.mean(), seed_values.min(), seed_values.max())
                 how = "mean of the seeds; smallest and largest seed"
@@ -283,7 +288,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
     several = len(experiment.seeds) > 1
     measured = [
         Column(name, heading, (interval if several else number)(spec), ("min", "max"))
-        for name, (heading, spec, _) in _AT_THE_END.items()
+        for name, (heading, spec, _) in shown.items()
     ]
     columns = [
         *point_columns(experiment, rows, {"control": MARKS["control"]}),
@@ -305,6 +310,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         settings=settings_note(experiment, loaded),
         seeds=seeds_text(experiment),
         control=any(row["role"] == "control" for row in rows.values()),
+        replayed="sets_bytes" in shown,
     )
     return Table(title, columns, rows, below)
 

@@ -49,6 +49,12 @@ class KeptSets:
         ).repeat_interleave(sizes_n)
         return KeptSets(self.ids_M[starts_n.repeat_interleave(sizes_n) + within_m], sizes_n, self.log_mass_N[rows_n])
 
+    def split(self, counts: Sequence[int]) -> list[KeptSets]:
+        """So many states after each other; the reverse of `cat`."""
+        sizes, log_masses = self.sizes_N.split(list(counts)), self.log_mass_N.split(list(counts))
+        ids = self.ids_M.split([int(part.sum()) for part in sizes])
+        return [KeptSets(*part) for part in zip(ids, sizes, log_masses, strict=True)]
+
     def to(self, device: torch.device) -> KeptSets:
         """The same on another device."""
         return KeptSets(self.ids_M.to(device), self.sizes_N.to(device), self.log_mass_N.to(device))

@@ -1,8 +1,8 @@
 """vLLM's side of a safe vocabulary that vLLM has not: a logits processor that applies the core's rule.
 
 That is one whose ρ depends on the state, or whose sets are to be reported. A fixed ρ alone needs none of this: it is
-vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule
-travels as {"rule": CLASS, its fields}. Import this only after dvp.rollout.vllm.configure_environment.
+vLLM's own min_p. vLLM passes a request's arguments on as plain data, so a rule travels as {"rule": CLASS, its fields}.
+Import this only after dvp.rollout.vllm.configure_environment.
 """
 
 from dataclasses import fields
@@ -105,7 +105,8 @@ class SafeVocabularyProcessor(LogitsProcessor):
         # Of each row that is to be reported: the prompt's number and the response's seed, and its tokens so far, a list
         # that vLLM extends.
         self._reported: dict[int, tuple[Response, list[int]]] = {}
-        self._sets: dict[Response, dict[int, KeptSets]] = {}
+        # A step of the engine each: its responses with the position that they are at, and their sets.
+        self._sets: list[tuple[list[tuple[Response, int]], KeptSets]] = []
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -132,30 +133,27 @@ class SafeVocabularyProcessor(LogitsProcessor):
             safe_NV = safe_mask(logits_NV, rule)
             pruned_NV = logits_NV.masked_fill(~safe_NV, -torch.inf)
             logits[rows] = pruned_NV
-            if self._reported:
-                self._remember(rows, safe_NV, pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1))
+            if asked := [place for place, row in enumerate(rows.tolist()) if row in self._reported]:
+                log_mass_N = pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1)
+                self._remember(rows[asked].tolist(), safe_NV[asked], log_mass_N[asked])
         return logits
 
-    def _remember(self, rows: torch.Tensor, safe_NV: torch.Tensor, log_mass_N: torch.Tensor) -> None:
-        state_M, id_M = safe_NV.nonzero(as_tuple=True)
-        sizes_N = torch.bincount(state_M, minlength=len(rows)).cpu()
-        ids = id_M.int().cpu().split(sizes_N.tolist())
-        for row, own, size, log_mass in zip(
-            rows.tolist(), ids, sizes_N.split(1), log_mass_N.float().cpu().split(1), strict=True
-        ):
-            if row in self._reported:
-                response, output = self._reported[row]
-                # By position: vLLM may come to one again, when it goes on with a request that it had put off.
-                self._sets.setdefault(response, {})[len(output)] = KeptSets(own, size, log_mass)
+    def _remember(self, rows: list[int], safe_NV: torch.Tensor, log_mass_N: torch.Tensor) -> None:
+        sizes_N, ids_M = safe_NV.sum(dim=1), safe_NV.nonzero()[:, 1].int()
+        places = [(response, len(output)) for response, output in map(self._reported.__getitem__, rows)]
+        self._sets.append((places, KeptSets(ids_M, sizes_N, log_mass_N.float()).to(torch.device("cpu"))))
 
     def take_sets(self) -> dict[Response, KeptSets]:
         """Of every response since the last call the sets of its positions, from the first one on."""
-        taken = {
-            response: KeptSets.cat([sets[position] for position in sorted(sets)])
-            for response, sets in self._sets.items()
-        }
+        every = KeptSets.cat([sets for _, sets in self._sets])
+        # The last one counts: vLLM may come to a position again, when it goes on with a request that it had put off.
+        states: dict[Response, dict[int, int]] = {}
+        for state, (response, position) in enumerate(place for places, _ in self._sets for place in places):
+            states.setdefault(response, {})[position] = state
         self._sets.clear()
-        return taken
+        order = [of_response[position] for of_response in states.values() for position in sorted(of_response)]
+        parts = every.states(torch.tensor(order, dtype=torch.long)).split([len(part) for part in states.values()])
+        return dict(zip(states, parts, strict=True))
 
 
 def take_sets(worker: Any) -> dict[Response, KeptSets]:

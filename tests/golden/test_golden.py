@@ -372,7 +372,7 @@ def test_report_mismatch(tiny_model, tmp_path):
     experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
     test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
     measured = make(experiment, tmp_path, "mismatch", CLAIMS).statistics
-    # Of the exact engine, and of the trainer against itself, there is rounding error alone: another one on every processor.
+    # Of the exact engine and of the trainer against itself there is rounding alone, which processors do differently.
     kept = [one for one in measured if one.where["engine"] != "fp32" and not one.name.startswith("self_noise")]
     check("report_mismatch", sums(kept))
 

@@ -30,7 +30,10 @@ SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 ARM = {"method": "rloo", "engine": "fp32", "rho": None}
 SINGLE = bootstrap.draws(1, 1, 4, 0, shared=False)  # one problem of one seed
-FIGURES = ["bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets"]
+FIGURES = [
+    *("bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets", "pruned_shares"),
+    "mismatch_by_length",
+]
 
 
 def experiment_of(rhos=(0.01, 0.0001, "exp(-3)"), seeds=(0, 1, 2)):
@@ -180,6 +183,37 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
     assert f"{np.isneginf(rows['pruned_log_ratio']).sum()} of {len(rows)} responses" in over.how
 
 
+def test_what_pruning_can_remove_is_a_share_of_all_seeds_and_grows_with_rho(results, measured):
+    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
+    for name in ("kl", "squared_d", "squared_score"):
+        shares = {}
+        for rho, own in rows[rows["side"] == "none"].groupby("rho"):
+            shares[rho] = own[f"{name}_outside"].sum() / own[name].sum()
+            one = find(measured, f"{name}_outside", engine="coarse", rho=rho)
+            assert one.value == pytest.approx(shares[rho])
+            assert 0 <= one.low <= one.value <= one.high <= 1
+        assert shares["exp(-3)"] > shares["0.01"] > shares["0.0001"]
+
+
+def test_how_the_mismatch_adds_up_over_a_response(results, measured):
+    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    rows = pd.concat(pd.read_parquet(folder / "prefixes.parquet") for folder in folders)
+    assert sorted(set(rows["length"])) == [1, 2, 4, 6]
+    for length, own in rows.groupby("length"):
+        weight = [math.exp(one) for one in own["log_ratio"]]
+        expected = {
+            "kl": own["kl"].sum() / len(own),
+            "variance": np.var(own["log_ratio"]),
+            "kept": sum(0.5 <= one <= 2 for one in weight) / len(own),
+            "ess": sum(weight) ** 2 / sum(one**2 for one in weight) / len(own),
+        }
+        for name, value in expected.items():
+            one = find(measured, f"{name}_by_length", engine="coarse", length=str(length))
+            assert one.value == pytest.approx(value)
+            assert one.low <= one.value <= one.high
+
+
 def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
     """However few of the responses that it prunes were sampled: J is 1 before and after."""
     for measurements in mismatch.groups(experiment, load_mismatch(experiment, results)):
@@ -233,7 +267,8 @@ def test_the_histograms_bins_are_those_of_the_density():
 
 
 def test_tables_have_a_row_for_each_engine_and_rho(measured):
-    engines, safe = (measured.tables[name] for name in ("engines_table", "safe_sets_table"))
+    engines, safe, lengths = (measured.tables[f"{name}_table"] for name in ("engines", "safe_sets", "lengths"))
+    assert len(lengths.frame()) == 2 * len(SIGMA) * 4
     assert len(engines.frame()) == 2 * len(SIGMA) == len(engines.formatted().rows)
     assert "after " in engines.formatted().rows[-1][0]
     assert len(safe.frame()) == 2 * len(SIGMA) * 3
@@ -245,9 +280,10 @@ def test_tables_have_a_row_for_each_engine_and_rho(measured):
         assert to_text(table.formatted())
         for row in table.provenance().values():
             for column, files in row.items():
-                assert bool(files) != (column in ("policy", "label", "engine", "rho"))
+                assert bool(files) != (column in ("policy", "label", "engine", "rho", "length"))
                 assert set(files) <= set(measured.files)
     assert safe.formatted().headings[-1] == "with ε̂ = 0.5"
+    assert lengths.formatted().headings[-1] == "ESS"
 
 
 def test_figures_show_every_policy(measured, tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.core import vocabulary_mismatch as mismatch
+from dvp.core.importance import ImportanceRule
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
 from dvp.errors import DvpError
 
@@ -223,6 +224,63 @@ def test_safe_sets_and_what_pruning_does_to_a_response():
     inside = mismatch.safe_sets(log_p, log_q, safe_train, safe_infer, tokens)
     expected = sum(log_p[row, tokens[row]].item() - math.log(1 - pruned[row]) for row in range(POSITIONS))
     assert inside["pruned_log_prob"] == pytest.approx(expected)
+
+
+def test_what_is_outside_a_safe_vocabulary_is_the_sum_over_its_tokens():
+    log_p, log_q = pair(1.0, spread=1.5)
+    safe = safe_mask(log_p, FixedRho(0.1))
+    expected = dict.fromkeys(("kl", "squared_d", "squared_score"), 0.0)
+    outside = dict(expected)
+    for row in range(POSITIONS):
+        squares = sum(math.exp(2 * log_p[row, a].item()) for a in range(VOCABULARY))
+        for a in range(VOCABULARY):
+            p, q = math.exp(log_p[row, a].item()), math.exp(log_q[row, a].item())
+            terms = {
+                "kl": q * math.log(q / p) + p - q,
+                "squared_d": q * math.log(q / p) ** 2,
+                "squared_score": q * ((1 - p) ** 2 + squares - p**2),
+            }
+            for name, term in terms.items():
+                expected[name] += term
+                outside[name] += 0.0 if safe[row, a] else term
+    found = mismatch.outside(log_p, log_q, safe)
+    assert found == pytest.approx(expected | {f"{name}_outside": value for name, value in outside.items()})
+    assert found["kl"] == pytest.approx(mismatch.kl(log_q, log_p).sum().item())
+
+
+@pytest.mark.parametrize(("moved", "rho", "share"), [("tail", 0.2, 1.0), ("head", 0.2, 0.0), ("tail", 0.001, 0.0)])
+def test_a_share_that_was_planted_is_found_again(moved, rho, share):
+    """An engine that exchanges mass within the tail, or within the head: all of the KL is there, or none."""
+    p = torch.tensor([[0.5, 0.4, 0.06, 0.04], [0.7, 0.28, 0.015, 0.005]], dtype=torch.float64)
+    q = p.clone()
+    first = 2 if moved == "tail" else 0
+    q[:, [first, first + 1]] = p[:, [first + 1, first]]
+    found = mismatch.outside(p.log(), q.log(), safe_mask(p.log(), FixedRho(rho)))
+    for name in ("kl", "squared_d"):
+        assert found[f"{name}_outside"] == pytest.approx(share * found[name], abs=1e-15)
+    assert found["kl"] > 0.001
+
+
+def test_the_mismatch_of_a_responses_beginnings():
+    log_p, log_q = pair(0.3)
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    lengths = [1, 2, 4, 9]
+    bounds = {"lower": 0.5, "upper": 2.0}
+    rows = mismatch.prefixes(
+        log_p, log_q, tokens, lengths, ImportanceRule(level="sequence", action="mask", veto=0.3, **bounds)
+    )
+    assert [row["length"] for row in rows] == lengths
+    for row in rows:
+        ratios = [
+            math.exp((log_p[t, tokens[t]] - log_q[t, tokens[t]]).item()) for t in range(min(row["length"], len(tokens)))
+        ]
+        assert row["log_ratio"] == pytest.approx(sum(map(math.log, ratios)))
+        assert row["kl"] == pytest.approx(mismatch.kl(log_q, log_p)[: row["length"]].sum().item())
+        assert row["kept"] == float(0.5 <= math.prod(ratios) <= 2.0 and min(ratios) >= 0.3)
+    assert {row["kept"] for row in rows} == {0.0, 1.0}
+    alike = log_p[:1].expand(8, -1), log_q[:1].expand(8, -1)
+    two, eight = mismatch.prefixes(*alike, torch.zeros(8, dtype=torch.long), [2, 8], ImportanceRule())
+    assert eight["kl"] == pytest.approx(4 * two["kl"])
 
 
 def test_sums_of_several_responses_add_up_and_maxima_do_not():

@@ -134,6 +134,25 @@ def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_m
             assert row.pruned_mass_sum == pytest.approx(mass, rel=1e-4)
 
 
+def test_all_of_the_mismatch_is_inside_or_outside_and_a_response_is_its_longest_beginning(measure):
+    result, tables = measure(0.4)
+    sets, ends = tables["safe_sets"], tables["prefixes"]
+    noise = tables["noise"].query("source == 'engine'").set_index("problem")["kl"]
+    for _, rows in sets.groupby(["rho", "margin", "side"]):
+        assert rows.groupby("problem")["kl"].sum().to_dict() == pytest.approx(noise.to_dict())
+    for part in ("kl", "squared_d", "squared_score"):
+        assert (sets[f"{part}_outside"] > 0).any()
+        assert (sets[f"{part}_outside"] < sets[part]).all()
+    assert sorted(set(ends["length"])) == [1, 2, 4, LONGEST]
+    whole = ends.query("length == @LONGEST").set_index(["problem", "response"])
+    first = sets.drop_duplicates(["problem", "response"]).set_index(["problem", "response"])
+    assert whole["log_ratio"].to_dict() == pytest.approx(first["log_ratio"].to_dict())
+    assert whole["kl"].sum() == pytest.approx(noise.sum())
+    assert len(ends) == 4 * result["responses"]
+    assert mismatch._lengths(1) == [1]
+    assert mismatch._lengths(6) == [1, 2, 4, 6]
+
+
 def test_a_margin_on_either_side_widens_that_side(measure):
     _, tables = measure(0.4)
     sets = tables["safe_sets"].groupby(["rho", "side"]).mean(numeric_only=True)

@@ -75,13 +75,23 @@ def test_tables_and_figures_of_every_part_are_there_and_in_the_report(copy):
         "mismatch_table",
         "engines_table",
         "safe_sets_table",
+        "lengths_table",
         "bias_table",
         "variance_table",
         "proxy_table",
     )
     for name in tables:
         assert len(pd.read_csv(folder / f"tables/{name}.csv")) > 0
-    figures = ("bounds", "mismatch_distribution", "mismatch_by_probability", "safe_sets", "bias_variance", "rho_sweep")
+    figures = (
+        "bounds",
+        "mismatch_distribution",
+        "mismatch_by_probability",
+        "safe_sets",
+        "pruned_shares",
+        "mismatch_by_length",
+        "bias_variance",
+        "rho_sweep",
+    )
     figures += ("variance_by_baseline", "variance_by_position")
     for name in figures:
         assert (folder / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")

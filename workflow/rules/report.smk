@@ -161,6 +161,7 @@ rule report_mismatch:
         f"{RESULTS}/report/mismatch.json",
         multiext(f"{RESULTS}/tables/engines_table", ".csv", ".md", ".tex"),
         multiext(f"{RESULTS}/tables/safe_sets_table", ".csv", ".md", ".tex"),
+        multiext(f"{RESULTS}/tables/lengths_table", ".csv", ".md", ".tex"),
         expand(
             f"{RESULTS}/figures/{{figure}}.png",
             figure=[
@@ -168,6 +169,8 @@ rule report_mismatch:
                 "mismatch_distribution",
                 "mismatch_by_probability",
                 "safe_sets",
+                "pruned_shares",
+                "mismatch_by_length",
             ],
             allow_missing=True,
         ),
@@ -182,6 +185,12 @@ rule report_mismatch:
             caption="../report/safe_sets_table.rst",
             category="{experiment}",
             labels={"show": "Safe vocabularies"},
+        ),
+        report(
+            f"{RESULTS}/tables/lengths_table.html",
+            caption="../report/lengths_table.rst",
+            category="{experiment}",
+            labels={"show": "The mismatch by length"},
         ),
         report(
             f"{RESULTS}/figures/bounds.svg",
@@ -206,6 +215,18 @@ rule report_mismatch:
             caption="../report/safe_sets.rst",
             category="{experiment}",
             labels={"show": "Safe vocabularies by ρ"},
+        ),
+        report(
+            f"{RESULTS}/figures/pruned_shares.svg",
+            caption="../report/pruned_shares.rst",
+            category="{experiment}",
+            labels={"show": "What ρ can remove"},
+        ),
+        report(
+            f"{RESULTS}/figures/mismatch_by_length.svg",
+            caption="../report/mismatch_by_length.rst",
+            category="{experiment}",
+            labels={"show": "The mismatch by length, drawn"},
         ),
     log:
         f"{LOGS}/report-mismatch.log",

@@ -35,6 +35,8 @@ SCALES: dict[str, bootstrap.Scale] = {
     "probability": "ratio",
     "ratio": "ratio",
     "nats per token": "ratio",
+    "nats per response": "ratio",
+    "nats²": "ratio",
 }
 # Of the safe sets, means over positions: column, unit, what it is.
 MEANS = {
@@ -75,6 +77,22 @@ SAFE_SETS = (
     ("Jaccard", "jaccard", ".3f"),
     ("V'_S in V_S", "infer_in_train", ".3f"),
     ("outside V_S", "outside_safe", ".2g"),
+    ("of KL", "kl_outside", ".2g"),
+    ("of d²", "squared_d_outside", ".2g"),
+    ("of the gradient", "squared_score_outside", ".2g"),
+)
+# What pruning can remove: column of the safe sets, what it is.
+REMOVED = {
+    "kl": "KL(q‖p)",
+    "squared_d": "E_q[d²]",
+    "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient",
+}
+# Of lengths_table: heading, statistic, format.
+LENGTHS = (
+    ("KL (nats)", "kl_by_length", ".2g"),
+    ("variance of Σ d (nats²)", "variance_by_length", ".2g"),
+    ("kept by MIS", "kept_by_length", ".3f"),
+    ("ESS", "ess_by_length", ".3f"),
 )
 
 
@@ -169,6 +187,7 @@ def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
     how = "largest |d| over the literal bound that it violates; 0 without a violation"
     yield from largest("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
     yield from _safe_sets(group, statistic)
+    yield from _by_length(group, statistic)
 
 
 def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> Iterator[Statistic]:
@@ -311,6 +330,11 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         yield from statistic(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, **where)
         if not plain:
             continue
+        for name, what in REMOVED.items():
+            how = f"{what}: share of the tokens outside V_S"
+            yield from statistic(
+                f"{name}_outside", group.ratio(rows, f"{name}_outside", name), "fraction", how, **where
+            )
         mass_R = group.ratio(rows, "pruned_mass_sum", "responses")
         how = "Σ_t (1 − Z_t), mean over the engine's responses"
         yield from statistic("pruned_mass_per_response", mass_R, "probability", how, **where)
@@ -333,8 +357,43 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             yield from statistic(name, value_R, unit, f"{what}, {weights}", **where)
 
 
+def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+    """How the mismatch of a response adds up over its first tokens."""
+    table = group.tables["prefixes"]
+    # ESS does not depend on the weights' scale.
+    weight = np.exp(table["log_ratio"] - table.groupby("length")["log_ratio"].transform("max"))
+    table = table.assign(
+        responses=1.0, squared=table["log_ratio"] ** 2, weight=weight, squared_weight=np.square(weight)
+    )
+    for length, rows in table.groupby("length"):
+        columns = ["responses", "kl", "log_ratio", "squared", "kept", "weight", "squared_weight"]
+        count_R, kl_R, log_ratio_R, squared_R, kept_R, weight_R, squared_weight_R = group.sums(rows, columns).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = {
+                "kl": (
+                    kl_R / count_R,
+                    "nats per response",
+                    "KL(q‖p) of the responses' distributions: mean of Σ_t KL_t, exact at each t",
+                ),
+                "variance": (
+                    squared_R / count_R - (log_ratio_R / count_R) ** 2,
+                    "nats²",
+                    "variance over responses of Σ_t d_t, the sequence's log-ratio",
+                ),
+                "kept": (kept_R / count_R, "fraction of responses", "those that MIS keeps"),
+                "ess": (
+                    weight_R**2 / squared_weight_R / count_R,
+                    "fraction of responses",
+                    "(Σw)² / Σw² / count with w = ∏_t r_t",
+                ),
+            }
+        for name, (value_R, unit, what) in values.items():
+            how = f"{what}; of the first {length} tokens of each response"
+            yield from statistic(f"{name}_by_length", value_R, unit, how, length=str(length))
+
+
 def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]) -> dict[str, Table]:
-    """engines_table, a row a policy and engine; safe_sets_table, a row for each ρ of these."""
+    """engines_table: a row a policy and engine. Of these safe_sets_table: a row a ρ; lengths_table: a row a length."""
     known = lookup(measured)
     first = [Column("policy", None), Column("label", "policy", shown_only=True), Column("engine", "engine")]
     margins = [f"{margin:g}" for margin in experiment.mismatch.margins]
@@ -366,6 +425,12 @@ def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]
     }
     wheres = [group.where for group in every]
     by_rho = [where | {"rho": rho} for where in wheres for rho in experiment.mismatch.rhos]
+    lengths = {name: (heading, name, {}, spec) for heading, name, spec in LENGTHS}
+    by_length = [
+        group.where | {"length": str(length)}
+        for group in every
+        for length in sorted(set(group.tables["prefixes"]["length"]))
+    ]
     return {
         "engines_table": Table(
             f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
@@ -378,5 +443,11 @@ def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]
             [*first, Column("rho", "ρ", rho_text), *shown(safe_sets)],
             {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
             notes("safe_sets_table", **about),
+        ),
+        "lengths_table": Table(
+            f"{experiment.name}: how the mismatch adds up over a response",
+            [*first, Column("length", "first tokens"), *shown(lengths)],
+            {"/".join(where.values()): row(where, lengths) for where in by_length},
+            notes("lengths_table", **about),
         ),
     }

@@ -32,7 +32,7 @@ LOWEST = 1e-9  # of |d| on a logarithmic axis: float64 rounding is not far below
 
 
 def figures(experiment: Experiment, every: list[Group], statistics: list[Statistic]) -> dict[str, Figure]:
-    """bounds, mismatch_distribution, mismatch_by_probability and safe_sets, each of all policies, one below another."""
+    """The figures by name, each of all policies, one below another."""
     policies = {policy: [group for group in every if group.policy == policy] for policy in _unique(every, "policy")}
     labels = {policy: policy_label(experiment, policy) for policy in policies}
     with mpl.rc_context(STYLE):
@@ -41,6 +41,8 @@ def figures(experiment: Experiment, every: list[Group], statistics: list[Statist
             "mismatch_distribution": _distribution(policies, labels),
             "mismatch_by_probability": _by_probability(experiment, policies, labels),
             "safe_sets": _safe_sets(experiment, policies, labels, statistics),
+            "pruned_shares": _pruned_shares(experiment, policies, labels, statistics),
+            "mismatch_by_length": _by_length(policies, labels, statistics),
         }
 
 
@@ -280,6 +282,64 @@ def _safe_sets_panels(
     for axes in panels[:5]:
         axes.set(xscale="log", xlabel="ρ")
         axes.tick_params(labelbottom=True)
+
+
+def _pruned_shares(
+    experiment: Experiment, policies: Policies, labels: dict[str, str], statistics: list[Statistic]
+) -> Figure:
+    """Against ρ: how much of the mismatch, and of the gradient, comes from tokens outside V_S."""
+    panels = {
+        "kl_outside": "of KL(q‖p)",
+        "squared_d_outside": "of E[d²]",
+        "squared_score_outside": "of the gradient's power",
+    }
+    rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
+    figure, grids = _stacked(labels.values(), 1, len(panels), 3.4, 2.7)
+    colors = _engine_colors(policies)
+    for every, grid in zip(policies.values(), grids, strict=True):
+        for place, (axes, (name, title)) in enumerate(zip(grid[0], panels.items(), strict=True)):
+            for group in every:
+                points = {rho: known for rho in rhos if (known := lookup(statistics)(name, group.where | {"rho": rho}))}
+                _line(axes, [parse_rho(rho) for rho in points], list(points.values()), colors[group.engine])
+            axes.set(xscale="log", yscale="log", xlabel="ρ", title=title)
+            _inner(axes, place, "share of tokens outside V_S")
+    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+    title = "What pruning can remove at each ρ: the share that comes from tokens outside V_S; bands: 95 % interval"
+    return _finish(figure, title, handles, 5)
+
+
+def _by_length(policies: Policies, labels: dict[str, str], statistics: list[Statistic]) -> Figure:
+    """Against the number of tokens: KL, variance of the log-ratio, what MIS keeps, ESS."""
+    panels = {
+        "kl_by_length": ("KL(q‖p) of the responses", "nats"),
+        "variance_by_length": ("variance of the sequence's Σ d", "nats²"),
+        "kept_by_length": ("kept by MIS", "fraction of responses"),
+        "ess_by_length": ("effective sample size", "fraction of responses"),
+    }
+    figure, grids = _stacked(labels.values(), 1, len(panels), 3.0, 2.7, share="x")
+    colors = _engine_colors(policies)
+    known = lookup(statistics)
+    for every, grid in zip(policies.values(), grids, strict=True):
+        for axes, (name, (title, unit)) in zip(grid[0], panels.items(), strict=True):
+            for group in every:
+                lengths = sorted(set(group.tables["prefixes"]["length"]))
+                points = [known(name, group.where | {"length": str(length)}) for length in lengths]
+                _line(axes, lengths, points, colors[group.engine])
+            axes.set(xscale="log", xlabel="first tokens of a response", ylabel=unit, title=title)
+            if name in ("kl_by_length", "variance_by_length"):
+                axes.set(yscale="log")
+            else:
+                axes.set_ylim(0, 1.03)
+    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+    title = "How the mismatch adds up over a response (a shorter one counts with all its tokens); bands: 95 % interval"
+    return _finish(figure, title, handles, 5)
+
+
+def _line(axes: Axes, x: list[float], points: list[Statistic], color: str) -> None:
+    """Values and intervals; a single one makes no line."""
+    value, low, high = np.array([[point.value, point.low, point.high] for point in points]).reshape(-1, 3).T
+    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    axes.plot(x, value, color=color, linewidth=1.6, marker="o" if len(points) < FEW else None, markersize=4)
 
 
 def _engine_colors(policies: Policies) -> dict[str, str]:

@@ -8,14 +8,16 @@ log p and log q are float64 and normalised (trainer, engine), d = log q − log 
 known up to a constant, and the bounds hold whatever it is: ε_max is that of the constant which makes it smallest, half
 the range of d over the vocabulary.
 
-Shape suffixes: N positions, V vocabulary, K bins.
+Shape suffixes: N positions, V vocabulary, K bins, L lengths.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from dvp.core.diagnostics import literal_bound, overlap, sharp_bounds
+from dvp.core.importance import ImportanceRule, importance_weights
 from dvp.errors import DvpError
 
 TOLERANCE = 1e-12
@@ -136,9 +138,61 @@ def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
 @torch.no_grad()
 def kl(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
     """KL(q‖p) at each position, (N,), nats, summed over the vocabulary."""
-    log_ratio_NV = log_p_NV - log_q_NV
-    # Σ q (r − 1 − log r): the same, as Σ (p − q) = 0, but it keeps the digits of ratios near 1 and is never negative.
-    return (log_q_NV.exp() * (log_ratio_NV.expm1() - log_ratio_NV)).sum(dim=-1)
+    return _kl_terms(log_q_NV, log_p_NV).sum(dim=-1)
+
+
+@torch.no_grad()
+def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tensor) -> dict[str, float]:
+    """What of the mismatch, and of the gradient, the tokens outside a safe vocabulary are: what pruning can remove.
+
+    Args:
+        log_p_NV, log_q_NV: log p and log q over the full vocabulary.
+        safe_NV: bool, V_S.
+
+    Returns:
+        Sums over the positions, each of the whole vocabulary and (`…_outside`) of the tokens outside V_S:
+            kl: KL(q‖p), nats, as Σ q (r − 1 − log r) with r = p/q, whose terms are never negative.
+            squared_d: Σ q d², nats², the second moment of a sampled token's log-ratio.
+            squared_score: Σ q ‖∇_z log p(a)‖² = Σ q (1 − 2 p(a) + Σ p²), the power of a sampled token's gradient with
+                respect to the logits, before any advantage.
+    """
+    q_NV, p_NV = log_q_NV.exp(), log_p_NV.exp()
+    terms = {
+        "kl": _kl_terms(log_q_NV, log_p_NV),
+        "squared_d": q_NV * (log_q_NV - log_p_NV).square(),
+        "squared_score": q_NV * (1 - 2 * p_NV + p_NV.square().sum(dim=-1, keepdim=True)),
+    }
+    return {name: term_NV.sum().item() for name, term_NV in terms.items()} | {
+        f"{name}_outside": term_NV[~safe_NV].sum().item() for name, term_NV in terms.items()
+    }
+
+
+@torch.no_grad()
+def prefixes(
+    log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, tokens_N: torch.Tensor, lengths: Sequence[int], rule: ImportanceRule
+) -> list[dict[str, float]]:
+    """How the mismatch of a response adds up over its tokens.
+
+    Args:
+        log_p_NV, log_q_NV: log p and log q over the full vocabulary at the response's positions.
+        tokens_N: its tokens, sampled from the full q.
+        lengths: how many of its first tokens; one that is longer than the response is all of them.
+        rule: whether it keeps a response that ends there.
+
+    Returns:
+        Of each length: `length`; `kl` = Σ_t KL_t, nats, whose mean over responses is the KL divergence of the prefixes'
+        distributions; `log_ratio` = Σ_t (log p − log q) of the tokens; `kept`, 1 or 0.
+    """
+    log_ratio_N = (log_p_NV - log_q_NV).gather(1, tokens_N[:, None]).squeeze(1)
+    kl_N = kl(log_q_NV, log_p_NV)
+    ends_L = torch.tensor(lengths, device=tokens_N.device)
+    mask_LN = torch.arange(len(tokens_N), device=tokens_N.device) < ends_L[:, None]
+    weights = importance_weights(log_ratio_N.expand_as(mask_LN), mask_LN, rule)
+    return [
+        {"length": length, "kl": kl_N[:length].sum().item(), "log_ratio": log_ratio_N[:length].sum().item()}
+        | {"kept": float(kept)}
+        for length, kept in zip(lengths, weights.kept_B, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -193,6 +247,12 @@ def combined(sums: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         else torch.stack([part[name] for part in sums]).sum(dim=0)
         for name in sums[0]
     }
+
+
+def _kl_terms(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
+    """Σ over the vocabulary is KL(q‖p), as Σ (p − q) = 0; each term keeps the digits of a ratio near 1 and is ≥ 0."""
+    log_ratio_NV = log_p_NV - log_q_NV
+    return log_q_NV.exp() * (log_ratio_NV.expm1() - log_ratio_NV)
 
 
 def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dvp.core.batch import Batch
 from dvp.core.diagnostics import mismatch_metrics
+from dvp.core.importance import PRESETS
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
 from dvp.core.vocabulary_mismatch import (
     D_EDGES,
@@ -29,6 +30,8 @@ from dvp.core.vocabulary_mismatch import (
     histogram,
     kl,
     normalised,
+    outside,
+    prefixes,
     safe_sets,
 )
 from dvp.errors import DvpError
@@ -40,6 +43,9 @@ from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.training.rollouts import Problems
+
+MIS = PRESETS["mis"].model_copy(update={"veto": PRESETS["veto"].veto})
+"""The rule of the catalogue's `rloo_mis`."""
 
 
 def drawn_problems(available: int, count: int, seed: int) -> list[int]:
@@ -60,7 +66,7 @@ def measure_mismatch(
     engine: Engine,
     folder: Path,
 ) -> dict:
-    """Measure a measurement; write histogram, gaps, bounds, safe_sets and noise .parquet to `folder`.
+    """Measure a measurement; write the TABLES as NAME.parquet to `folder`.
 
     Args:
         problems: with `id` and `answer`, as many as `prompts`, the token ids of their prompts.
@@ -134,7 +140,7 @@ def _measured(
     """The tables' rows of one problem."""
     sums: dict[tuple[str, str], list[dict]] = {}
     noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
-    sets = []
+    sets, lengths = [], []
     for response, (completion, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
         log_p_TV = normalised(logits_TV)
         tokens_T = torch.tensor(completion.token_ids, device=log_p_TV.device)
@@ -150,6 +156,9 @@ def _measured(
                 sums.setdefault(("bounds", source), []).append(bounds(log_p_TV, log_q_TV))
                 rows = _safe_sets(experiment, log_p_TV, log_q_TV, tokens_T)
                 sets += [{"response": response, "reward": rewards[response]} | row for row in rows]
+                ends = _lengths(experiment.training.max_response_tokens)
+                rows = prefixes(log_p_TV, log_q_TV, tokens_T, ends, MIS)
+                lengths += [{"response": response} | row for row in rows]
     binned = {key: combined(values) for key, values in sums.items()}
     edges = {"gaps": ("gap", GAP_EDGES), "bounds": ("rest", REST_EDGES)}
     tables = {
@@ -164,13 +173,18 @@ def _measured(
         _bins(binned["histogram", source], [("p", PROBABILITY_EDGES), ("d", D_EDGES)]).assign(source=source)
         for source in SOURCES
     )
-    tables["safe_sets"] = pd.DataFrame(sets)
+    tables |= {"safe_sets": pd.DataFrame(sets), "prefixes": pd.DataFrame(lengths)}
     tables["noise"] = pd.DataFrame(
         {"source": source}
         | {name: (max if name.startswith("max") else sum)(row[name] for row in rows) for name in rows[0]}
         for source, rows in noise.items()
     )
     return tables
+
+
+def _lengths(longest: int) -> list[int]:
+    """Powers of two below the longest response, and that."""
+    return [2**power for power in range((longest - 1).bit_length())] + [longest]
 
 
 def _bins(sums: dict[str, torch.Tensor], edges: list[tuple[str, tuple[float, ...]]]) -> pd.DataFrame:
@@ -226,6 +240,7 @@ def _safe_sets(
             rows.append(
                 {"rho": rho, "margin": margin, "side": side, "tokens": len(tokens_T)}
                 | compared
+                | outside(log_p_TV, log_q_TV, mask(True, train))
                 | {"log_ratio": log_p - log_q, "pruned_log_ratio": pruned - log_q}
             )
     return rows

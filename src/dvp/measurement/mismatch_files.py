@@ -3,5 +3,5 @@
 ENGINE = "engine"
 SOURCES = (ENGINE, "shape", "bf16")
 """Whose distribution is q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
-TABLES = ("histogram", "gaps", "bounds", "safe_sets", "noise")
+TABLES = ("histogram", "gaps", "bounds", "safe_sets", "prefixes", "noise")
 """The parquet files of a measurement."""

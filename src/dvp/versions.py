@@ -10,14 +10,14 @@ STAGE_VERSIONS = {
     "evaluate": 2,
     "mismatch": 2,
     "bias": 4,
-    "report_training": 3,
+    "report_training": 4,
     "report_matrix": 1,
     "report_curve": 2,
     "report_mismatch": 4,
     "report_bias": 5,
     "report_variance": 2,
     "report_sweep": 3,
-    "evidence": 3,
+    "evidence": 4,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.
 

@@ -165,10 +165,11 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
     folder = make_place(tmp_path, statistic(*measured) | {"name": "score_over_other", "unit": "fraction"})
     (folder / "claims.yaml").write_text(json.dumps(claims))
     page = render(answered(folder), folder)["claims.md"]
-    [row] = [line for line in page.splitlines() if line.startswith("| [")]
+    short, row = (line for line in page.splitlines() if line.startswith("| ["))
     assert says in row
     value, low, high = (f"{100 * number:.3g}" for number in measured)
     assert f"| {value} [{low}, {high}] points |" in row
+    assert f"| {value} [{low}, {high}] points |" in short
 
 
 def test_a_figure_of_an_earlier_run_is_not_shown(place):
@@ -214,11 +215,16 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
     page = render(result, folder / "evidence")["claims.md"]
     table = page.partition("|---|---|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    assert len(table) == 4  # a row a condition
-    for line in table:
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        assert len(cells) == 9
-        assert all(cells)
+    assert len(table) == 2  # a row a condition
+    short = page.partition("|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(short) == 3  # a row a claim
+    for lines, columns in ((table, 9), (short, 6)):
+        for line in lines:
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            assert len(cells) == columns
+            assert all(cells)
+    assert short[0] == "| [it gains](#gain) | 20 % | 8 [5, 11] % | 1 of 2 | – | **reproduced in part** |"
+    assert short[1] == "| [another thing](#other) | in words | no time | – | – | **not tested yet** |"
     assert "| above nothing | 8 [5, 11] % | met | **reproduced in part** |" in table[0]
     assert "| ″ | ″ | and by 20 | 8 [5, 11] % | failed | ″ |" in table[1]
     assert "| gain | asks for 20, not for 21 \\| 22 | the result | 1234567 |" in page

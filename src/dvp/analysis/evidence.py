@@ -78,6 +78,7 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
         "interval": _interval,
         "seen_from": _seen_from,
         "runs": _runs,
+        "met": _met,
         "link": link,
         "data_uri": data_uri,
         "cell": lambda text: str(text).replace("|", "\\|"),
@@ -243,6 +244,12 @@ def _scale(condition: dict[str, Any]) -> tuple[float, str]:
     if condition["unit"] == "fraction":
         return 100, "points" if "_over_" in condition["statistic"] else "%"
     return 1, condition["unit"]
+
+
+def _met(claim: dict[str, Any], control: bool) -> str:
+    """How many of a claim's conditions, or of its controls, are met."""
+    statuses = [condition["status"] for condition in claim["conditions"] if condition["control"] == control]
+    return f"{statuses.count(MET)} of {len(statuses)}" if statuses else "–"
 
 
 def _runs(condition: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from noisy_engine import NoisyEngine
 
 pytestmark = pytest.mark.slow
 
-SIGMA = {"fp32": 0.0, "bf16": 0.02, "coarse": 0.5}
+SIGMA = {"fp32": 0.0, "fp16": 0.003, "bf16": 0.02, "coarse": 0.5}
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 ARM = {"method": "rloo", "engine": "fp32", "rho": None}
 SINGLE = bootstrap.draws(1, 1, 4, 0, shared=False)  # one problem of one seed
@@ -134,6 +134,15 @@ def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_seeds(res
     without_S = (kl_S.sum() - kl_S) / (tokens_S.sum() - tokens_S)
     reach = 4.302653 * math.sqrt(2 / 3 * ((without_S - without_S.mean()) ** 2).sum()) / one.value
     assert (one.low, one.high) == pytest.approx((one.value * math.exp(-reach), one.value * math.exp(reach)))
+
+
+def test_the_kl_as_a_multiple_of_the_trainers_own_in_bf16(measured):
+    for engine in SIGMA:
+        own = find(measured, "kl", engine=engine).value
+        noise = find(measured, "self_noise_kl", engine=engine, control="bf16").value
+        one = find(measured, "kl_over_self_noise", engine=engine, control="bf16")
+        assert one.value == pytest.approx(own / noise)
+        assert one.low <= one.value <= one.high
 
 
 def test_the_size_of_the_noise_is_found_again(measured):
@@ -364,7 +373,7 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
 
 def test_every_table_of_a_cell_is_read(experiment, results):
     every = mismatch.groups(experiment, load_mismatch(experiment, results))
-    assert [(measurements.policy, measurements.engine) for measurements in every][:3] == [
+    assert [(measurements.policy, measurements.engine) for measurements in every][: len(SIGMA)] == [
         ("base", engine) for engine in SIGMA
     ]
     for measurements in every:

@@ -55,6 +55,7 @@ ENGINES = (
     ("σ(ε)", "epsilon_sd", {}, ".2g"),
     ("KL", "kl", {}, ".2g"),
     ("KL, self-noise bf16", "self_noise_kl", {"control": "bf16"}, ".2g"),
+    ("KL over that", "kl_over_self_noise", {"control": "bf16"}, ".2g"),
     ("KL, self-noise shape", "self_noise_kl", {"control": "shape"}, ".2g"),
     ("max |log ratio|", "max_abs_log_ratio", {}, ".2g"),
     ("tail over head", "tail_over_head", {}, ".2g"),
@@ -192,6 +193,7 @@ def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
 
 def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> Iterator[Statistic]:
     """Of the engine, and of the trainer's own noise as control."""
+    engine = group.tables["noise"].query("source == @ENGINE")
     for source in SOURCES:
         rows = group.tables["noise"].query("source == @source")
         prefix, where = ("", {}) if source == ENGINE else ("self_noise_", {"control": source})
@@ -205,6 +207,12 @@ def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> 
         yield from statistic(f"{prefix}epsilon_sd", np.sqrt(mean("epsilon_variance")), "nats", how, **where)
         how = f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}"
         yield from statistic(f"{prefix}ratio_outside", mean("ratio_outside"), "fraction of tokens", how, **where)
+        if source == "bf16":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                over_R = mean("kl", engine) / mean("kl")
+            yield from statistic(
+                "kl_over_self_noise", over_R, "ratio", f"KL(q‖p) of the engine over that of {of}", **where
+            )
         if source == ENGINE:
             yield from statistic("k3", mean("k3"), "nats per token", "mean k3 of sampled tokens")
             yield from statistic("d_positive", mean("d_positive"), "fraction of tokens", "sampled tokens with d > 0")

@@ -13,7 +13,7 @@ STAGE_VERSIONS = {
     "report_training": 4,
     "report_matrix": 1,
     "report_curve": 2,
-    "report_mismatch": 4,
+    "report_mismatch": 5,
     "report_bias": 5,
     "report_variance": 2,
     "report_sweep": 3,

@@ -195,7 +195,7 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
 def test_what_pruning_can_remove_is_a_share_of_all_seeds_and_grows_with_rho(results, measured):
     folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
     rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
-    for name in ("kl", "squared_d", "squared_score"):
+    for name in ("kl", "squared_score"):
         shares = {}
         for rho, own in rows[rows["side"] == "none"].groupby("rho"):
             shares[rho] = own[f"{name}_outside"].sum() / own[name].sum()

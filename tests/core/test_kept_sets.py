@@ -57,6 +57,15 @@ def test_states_sums_and_members_are_those_of_plain_lists(sets, data):
         assert (plain(part), part.log_mass_N.tolist()) == (plain(expected), expected.log_mass_N.tolist())
 
 
+def test_large_sets_are_added_up_without_loss():
+    sizes = [100_000, 1, 30_000]
+    values = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(0)) * 1e-5 + 1e-6
+    values[0] = 1.0  # beside which each of the others is small
+    kept = KeptSets(torch.arange(sum(sizes), dtype=torch.int32), torch.tensor(sizes), torch.zeros(3))
+    expected = [math.fsum(part.double().tolist()) for part in values.split(sizes)]
+    assert kept.sums(values).tolist() == pytest.approx(expected, rel=1e-7)
+
+
 def problem(seed=0):
     """Hidden states, weight, and a random half of the vocabulary in each state with a target in it."""
     generator = torch.Generator().manual_seed(seed)

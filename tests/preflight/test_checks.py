@@ -76,6 +76,15 @@ def test_a_run_that_replays_is_rehearsed_and_only_what_its_engine_applies_is_pro
     assert rules(experiment.model_copy(update={"grid": grid}), "coarse") == [FixedRho(0.01)]
     plain = load_experiment("tiny", ROOT / "config")
     assert rehearsed_run(plain, "coarse").method == "dvp"
+    one_sided = plain.model_copy(
+        update={
+            "grid": [
+                GridEntry(method=["rloo"], engine=["coarse"]),
+                GridEntry(method=["dvp_trainer_only"], engine=["coarse"], rho=["1e-2"]),
+            ]
+        }
+    )
+    assert rehearsed_run(one_sided, "coarse").method == "dvp_trainer_only"
     every = load_experiment("smoke_methods", ROOT / "config")
     assert rehearsed_run(every, "coarse").method == "dvp_replay"
     assert len(rules(every, "coarse")) > 3

@@ -133,3 +133,53 @@ def test_the_processor_follows_requests_from_row_to_row():
     check([None, BUDGET, BUDGET])
     update(0, removed=[0, 1, 2])
     check([None] * 3)
+
+
+def test_sets_are_reported_by_response_whatever_row_it_is_in_and_when_it_is_put_off():
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    from dvp.rollout.safe_vocabulary import REPORTED, SafeVocabularyProcessor, sampling_arguments
+
+    processor = SafeVocabularyProcessor(None, torch.device("cpu"), False)
+    generator = torch.Generator().manual_seed(0)
+    rule = FixedRho(0.1)
+
+    def request(number, seed, output):
+        arguments = sampling_arguments(rule, by_processor=True)["extra_args"] | {REPORTED: number}
+        return SamplingParams(seed=seed, extra_args=arguments), [1], output
+
+    def step(outputs):
+        """Every row one token further; the sets that they were sampled from."""
+        logits = 2 * torch.randn(len(outputs), 30, generator=generator)
+        processor.apply(logits.clone())
+        for output in outputs:
+            output.append(0)
+        return [row.nonzero()[:, 0].tolist() for row in safe_mask(logits, rule)]
+
+    first, second, other = [], [], []
+    processor.update_state(
+        BatchUpdate(
+            3, [], [(0, *request(0, 5, first)), (1, SamplingParams(), [1], other), (2, *request(0, 6, second))], []
+        )
+    )
+    expected = {(0, 5): [], (0, 6): []}
+    for _ in range(2):
+        sets = step([first, other, second])
+        expected[0, 5].append(sets[0])
+        expected[0, 6].append(sets[2])
+    # The first response is put off; the last row takes its place.
+    processor.update_state(BatchUpdate(2, [0], [], [(2, 0, MoveDirectionality.UNIDIRECTIONAL)]))
+    expected[0, 6].append(step([second, other])[0])
+    # It comes back with a list of its own, and one position of it is sampled anew.
+    again = first[:1]
+    processor.update_state(BatchUpdate(3, [], [(2, *request(0, 5, again))], []))
+    sets = step([second, other, again])
+    expected[0, 5][1] = sets[2]
+    expected[0, 6].append(sets[0])
+    taken = {
+        response: [part.tolist() for part in kept.ids_M.split(kept.sizes_N.tolist())]
+        for response, kept in processor.take_sets().items()
+    }
+    assert taken == expected
+    assert processor.take_sets() == {}

@@ -115,7 +115,7 @@ _MISMATCH = {
         _columns(float, "reward margin tokens safe_size_train safe_size_infer pruned_mass pruned_mass_sum jaccard"),
         _columns(float, "infer_in_train train_in_infer outside_train tokens_outside_train tokens_inside_infer"),
         _columns(float, "log_ratio pruned_log_ratio"),
-        *(_columns(float, f"{part} {part}_outside") for part in ("kl", "squared_d", "squared_score")),
+        _columns(float, "kl kl_outside squared_score squared_score_outside", nullable=True),  # without a margin alone
     ),
     "prefixes": _schema(
         _columns(str, "problem"), _columns(int, "response length"), _columns(float, "kl log_ratio kept")

@@ -79,14 +79,12 @@ SAFE_SETS = (
     ("V'_S in V_S", "infer_in_train", ".3f"),
     ("outside V_S", "outside_safe", ".2g"),
     ("of KL", "kl_outside", ".2g"),
-    ("of d²", "squared_d_outside", ".2g"),
     ("of the gradient", "squared_score_outside", ".2g"),
 )
-# What pruning can remove: column of the safe sets, what it is.
-REMOVED = {
-    "kl": "KL(q‖p)",
-    "squared_d": "E_q[d²]",
-    "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient",
+# What is outside V_S: column of the safe sets, what it is a share of.
+OUTSIDE = {
+    "kl": "KL(q‖p), less q(V_S) times that of both restricted to V_S",
+    "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient, its terms outside V_S",
 }
 # Of lengths_table: heading, statistic, format.
 LENGTHS = (
@@ -338,8 +336,8 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         yield from statistic(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, **where)
         if not plain:
             continue
-        for name, what in REMOVED.items():
-            how = f"{what}: share of the tokens outside V_S"
+        for name, what in OUTSIDE.items():
+            how = f"share of {what}"
             yield from statistic(
                 f"{name}_outside", group.ratio(rows, f"{name}_outside", name), "fraction", how, **where
             )
@@ -381,7 +379,7 @@ def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
                 "kl": (
                     kl_R / count_R,
                     "nats per response",
-                    "KL(q‖p) of the responses' distributions: mean of Σ_t KL_t, exact at each t",
+                    "KL(q‖p) of the responses' distributions, given an engine's noise if it has some: mean of Σ_t KL_t",
                 ),
                 "variance": (
                     squared_R / count_R - (log_ratio_R / count_R) ** 2,

@@ -287,14 +287,10 @@ def _safe_sets_panels(
 def _pruned_shares(
     experiment: Experiment, policies: Policies, labels: dict[str, str], statistics: list[Statistic]
 ) -> Figure:
-    """Against ρ: how much of the mismatch, and of the gradient, comes from tokens outside V_S."""
-    panels = {
-        "kl_outside": "of KL(q‖p)",
-        "squared_d_outside": "of E[d²]",
-        "squared_score_outside": "of the gradient's power",
-    }
+    """Against ρ: how much of the mismatch, and of the gradient, is outside V_S."""
+    panels = {"kl_outside": "of KL(q‖p)", "squared_score_outside": "of the gradient's power"}
     rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
-    figure, grids = _stacked(labels.values(), 1, len(panels), 3.4, 2.7)
+    figure, grids = _stacked(labels.values(), 1, len(panels), 4.3, 3.0)
     colors = _engine_colors(policies)
     for every, grid in zip(policies.values(), grids, strict=True):
         for place, (axes, (name, title)) in enumerate(zip(grid[0], panels.items(), strict=True)):
@@ -302,9 +298,9 @@ def _pruned_shares(
                 points = {rho: known for rho in rhos if (known := lookup(statistics)(name, group.where | {"rho": rho}))}
                 _line(axes, [parse_rho(rho) for rho in points], list(points.values()), colors[group.engine])
             axes.set(xscale="log", yscale="log", xlabel="ρ", title=title)
-            _inner(axes, place, "share of tokens outside V_S")
+            _inner(axes, place, "share outside V_S")
     handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
-    title = "What pruning can remove at each ρ: the share that comes from tokens outside V_S; bands: 95 % interval"
+    title = "How much of the mismatch, and of the gradient, is outside the safe vocabulary; bands: 95 % interval"
     return _finish(figure, title, handles, 5)
 
 

@@ -82,7 +82,8 @@ def token_statistics(
     V_S is constant under the gradient.
 
     With `kept` all that is said of V_S is said of these sets V'_S instead (mask replay), and `safe` is only compared
-    with them (set_overlap). 1 − Z is then a difference of two fp32 sums, good to about 1e-6.
+    with them (set_overlap). 1 − Z is then a difference of two fp32 sums, good to about 1e-6
+    and not exactly 0 where nothing is pruned.
 
     A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
     is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it

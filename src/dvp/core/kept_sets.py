@@ -66,10 +66,13 @@ class KeptSets:
         return state_M, self.ids_M.long()
 
     def sums(self, values_M: torch.Tensor) -> torch.Tensor:
-        """The sum over each set, (N,), always in the same order: a GPU's index_add would not repeat to the last bit."""
+        """The sum over each set, (N,), always in the same order: a GPU's index_add would not repeat to the last bit.
+
+        Added up in float64: one after the other, 1e5 small fp32 values would lose four digits, all to the same side.
+        """
         if not len(self):
             return values_M.new_empty(0)
-        return torch.segment_reduce(values_M, "sum", lengths=self.sizes_N)
+        return torch.segment_reduce(values_M.double(), "sum", lengths=self.sizes_N).to(values_M.dtype)
 
     def contain(self, tokens_N: torch.Tensor) -> torch.Tensor:
         """Whether each state's token is in its set, bool (N,)."""

@@ -143,27 +143,31 @@ def kl(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tensor) -> dict[str, float]:
-    """What of the mismatch, and of the gradient, the tokens outside a safe vocabulary are: what pruning can remove.
+    """How much of the mismatch, and of the gradient, is outside a safe vocabulary S (docs/method.md, "Diagnostics").
 
     Args:
         log_p_NV, log_q_NV: log p and log q over the full vocabulary.
-        safe_NV: bool, V_S.
+        safe_NV: bool, S; no row is empty.
 
     Returns:
-        Sums over the positions, each of the whole vocabulary and (`…_outside`) of the tokens outside V_S:
-            kl: KL(q‖p), nats, as Σ q (r − 1 − log r) with r = p/q, whose terms are never negative.
-            squared_d: Σ q d², nats², the second moment of a sampled token's log-ratio.
-            squared_score: Σ q ‖∇_z log p(a)‖² = Σ q (1 − 2 p(a) + Σ p²), the power of a sampled token's gradient with
-                respect to the logits, before any advantage.
+        Sums over the positions:
+            kl: KL(q‖p), nats.
+            kl_outside: KL(q‖p) − q(S) KL(q_S‖p_S), with q_S and p_S restricted to S and renormalised. By the chain rule
+                it is the KL divergence of whether a token is in S, and of which one where it is not; never negative.
+            squared_score: Σ_a q(a) ‖∇_z log p(a)‖² = Σ_a q(a) (1 − 2 p(a) + Σ p²), the power of a sampled token's
+                gradient with respect to the logits, before any advantage.
+            squared_score_outside: its terms outside S.
     """
     q_NV, p_NV = log_q_NV.exp(), log_p_NV.exp()
-    terms = {
-        "kl": _kl_terms(log_q_NV, log_p_NV),
-        "squared_d": q_NV * (log_q_NV - log_p_NV).square(),
-        "squared_score": q_NV * (1 - 2 * p_NV + p_NV.square().sum(dim=-1, keepdim=True)),
-    }
-    return {name: term_NV.sum().item() for name, term_NV in terms.items()} | {
-        f"{name}_outside": term_NV[~safe_NV].sum().item() for name, term_NV in terms.items()
+    log_q_S, log_p_S = (log_NV.masked_fill(~safe_NV, -math.inf).log_softmax(dim=-1) for log_NV in (log_q_NV, log_p_NV))
+    inside_N = q_NV.where(safe_NV, 0.0).sum(dim=-1) * _kl_terms(log_q_S, log_p_S).where(safe_NV, 0.0).sum(dim=-1)
+    kl_N = kl(log_q_NV, log_p_NV)
+    score_NV = q_NV * (1 - 2 * p_NV + p_NV.square().sum(dim=-1, keepdim=True))
+    return {
+        "kl": kl_N.sum().item(),
+        "kl_outside": (kl_N - inside_N).clamp(min=0.0).sum().item(),  # rounding may take it below
+        "squared_score": score_NV.sum().item(),
+        "squared_score_outside": score_NV[~safe_NV].sum().item(),
     }
 
 
@@ -181,7 +185,8 @@ def prefixes(
 
     Returns:
         Of each length: `length`; `kl` = Σ_t KL_t, nats, whose mean over responses is the KL divergence of the prefixes'
-        distributions; `log_ratio` = Σ_t (log p − log q) of the tokens; `kept`, 1 or 0.
+        distributions, given the noise of an engine that has some; `log_ratio` = Σ_t (log p − log q) of the tokens;
+        `kept`, 1 or 0.
     """
     log_ratio_N = (log_p_NV - log_q_NV).gather(1, tokens_N[:, None]).squeeze(1)
     kl_N = kl(log_q_NV, log_p_NV)

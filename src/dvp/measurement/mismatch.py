@@ -240,7 +240,7 @@ def _safe_sets(
             rows.append(
                 {"rho": rho, "margin": margin, "side": side, "tokens": len(tokens_T)}
                 | compared
-                | outside(log_p_TV, log_q_TV, mask(True, train))
+                | (outside(log_p_TV, log_q_TV, mask(True, train)) if side == "none" else {})
                 | {"log_ratio": log_p - log_q, "pruned_log_ratio": pruned - log_q}
             )
     return rows

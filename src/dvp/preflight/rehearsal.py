@@ -62,8 +62,11 @@ def rehearsed_run(experiment: Experiment, engine: str) -> Run:
     That is its first one that replays sets, as it asks most of the engine; else its first one with a safe vocabulary,
     else its first.
     """
-    runs = [run for run in experiment.runs if run.engine == engine]
-    return max(runs, key=lambda run: (_sides(experiment, run).replayed, _sides(experiment, run).engine is not None))
+
+    def asks(run: Run) -> tuple[bool, bool]:
+        return _sides(experiment, run).replayed, experiment.methods[run.method].safe_vocabulary is not None
+
+    return max((run for run in experiment.runs if run.engine == engine), key=asks)
 
 
 def _sides(experiment: Experiment, run: Run) -> SafeVocabularies:
@@ -357,6 +360,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             max_num_seqs=training.prompts_per_step * training.group_size,
             seed=run.seed,
             rules=[_sides(experiment, run).engine],
+            report_sets=_sides(experiment, run).replayed,
         )
         verdict = check_same_engine(
             load_file(work / RELOADED)["log_probs"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dvp.core.importance import PRESETS
@@ -31,6 +31,7 @@ from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import write_text
 
 ROOT = Path(__file__).parents[2]
+SMOKE = load_experiment("smoke", ROOT / "config")
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
@@ -153,6 +154,28 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
     assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
 
 
+TEXT = st.one_of(
+    st.text(),
+    st.from_regex(r"[-+]?[0-9._:xoe]{1,6}([eE][-+]?[0-9]{1,3})?", fullmatch=True),
+    st.text(alphabet="\x85\u2028\u2029\ufeff\r\n\t #:-'\"\\a", max_size=8),
+)
+
+
+@given(TEXT)
+@example("1e-2")
+@example("1e5")
+@example("010")
+@example("1:30")
+@example("a\u2028b")
+@example("a\x85b")
+def test_any_text_is_the_same_text_after_it_is_written_and_read(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    experiment = SMOKE.model_copy(update={"scale": text, "deepspeed": {text: [text]}})
+    write_text(path, dump_experiment(experiment))
+    read = read_yaml(path)
+    assert (read["scale"], read["deepspeed"]) == (text, {text: [text]})
+
+
 def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
     experiment = edit({"engines": {"coarse": {"dtype": "float16"}}})
     assert experiment.engines["coarse"].dtype == "float16"
@@ -171,6 +194,13 @@ def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
         ("1.", 1.0),
         (".inf", math.inf),
         ("3", 3),
+        ("010", 10),
+        ("-08", -8),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("1_000", "1_000"),
         ('"1e-6"', "1e-6"),
         ("exp(-13)", "exp(-13)"),
         ("1e-6x", "1e-6x"),
@@ -195,6 +225,9 @@ def test_numbers_of_yaml(tmp_path, text, value):
         ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("? [a, b]\n: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("a: 2024-13-45\n", "not valid YAML: month must be in"),
+        ("a: " + "[" * 3000 + "]" * 3000, "not valid YAML: nested too deeply"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "not valid YAML: nested too deeply"),
+        ("a: !!int x\n", "not valid YAML: invalid literal"),
         ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML: .*line 1"),
         ("a: \x01\n", "not valid YAML: "),
         (b"a: \xff\n", "not valid YAML: .*can't decode"),

@@ -413,7 +413,7 @@ class TopKRule(RhoRule):
 
     takes_rho = False
     rule: Literal["top_k"]
-    k: Positive
+    k: Annotated[int, Field(ge=1, le=2**31 - 1)]
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
         """See RhoRule.sides."""

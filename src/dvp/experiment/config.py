@@ -32,7 +32,7 @@ from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
-from dvp.strict import Name, Strict
+from dvp.strict import Line, Name, Seed, Strict
 
 
 class Experiment(Strict):
@@ -42,9 +42,9 @@ class Experiment(Strict):
     """The file's name without .yaml."""
     description: str
     """What it compares, in a sentence; it stands over the report."""
-    scale: str
+    scale: Line
     """One sentence on what differs from the paper's scale; it stands beside every published value."""
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
     """Of training runs and measurements: each grid point is trained once for each."""
     data: DataConfig
     """Problems and prompts."""

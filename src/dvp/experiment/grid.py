@@ -53,13 +53,19 @@ def _as_list(value: Any) -> Any:
 
 
 def rho_as_written(value: Any) -> str:
-    """ρ as an experiment keeps it: a text as it is, YAML's 1e-2 as 0.01. Raises ValueError as `parse_rho` does."""
-    parse_rho(value)
-    return value if isinstance(value, str) else repr(value)
+    """ρ as an experiment keeps it: exp(-13) as it is, 1e-2 as 0.01, quoted or not. Raises ValueError as `parse_rho`."""
+    rho = parse_rho(value)
+    return value if str(value).startswith("exp") else repr(rho)
 
 
 def _all_as_written(value: Any) -> list[str]:
-    return [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    rhos = [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    seen = set()
+    for rho in rhos:
+        if parse_rho(rho) in seen:
+            raise ValueError(f"ρ {rho} is listed twice")
+        seen.add(parse_rho(rho))
+    return rhos
 
 
 def _may_differ(value: Any) -> Any:
@@ -273,6 +279,14 @@ class MismatchConfig(_MeasurementConfig):
     """At which safe vocabularies are compared."""
     margins: Annotated[list[PositiveFloat], Field(min_length=1)]
     """ε̂ of the margin rule, nats."""
+
+    @field_validator("margins")
+    @classmethod
+    def _distinct(cls, value: list[float]) -> list[float]:
+        for margin in value:
+            if value.count(margin) > 1:
+                raise ValueError(f"{margin} is listed twice")
+        return value
 
 
 class BiasConfig(_MeasurementConfig):

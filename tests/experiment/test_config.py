@@ -435,7 +435,10 @@ def test_impossible_rho(refused, rho, listed):
         ({"grid.1.rho": ["exp(-13)", "exp(-13.0)"]}, "grid.1.rho: ρ exp(-13.0) is listed twice"),
         # Tasks.
         ({"evaluation.samples_per_problem.aime25": 4}, "evaluation.samples_per_problem: 'aime25' is not defined"),
-        ({"evaluation.samples_per_problem": {}}, "evaluation.samples_per_problem: 'held_out' is not defined"),
+        (
+            {"evaluation.samples_per_problem": {}},
+            "evaluation.samples_per_problem: 'held_out' is missing; expected a number for each of held_out",
+        ),
         ({"evaluation.samples_per_problem.held_out": 0}, "evaluation.samples_per_problem.held_out: "),
         ({"data.held_out": 0}, "data: no evaluation task; set data.held_out or data.evaluation"),
         ({"data.evaluation": ["held_out"], "sources.held_out": HUB}, "data.evaluation: 'held_out' is reserved"),
@@ -450,6 +453,14 @@ def test_impossible_rho(refused, rho, listed):
         ({"base": {"kind": "hub", "path": "a/b", "revision": REVISION + "0"}}, "base.revision: "),
         ({"engines": None}, "engines: expected a mapping of names to entries"),
         ({"sources": ["stories"]}, "sources: expected a mapping of names to entries"),
+        (
+            {"engines.own": {"dtype": "float32"}},
+            "engines.own: this name is reserved, as evaluation.also has a meaning for it",
+        ),
+        (
+            {"engines.training": {"dtype": "float32"}},
+            "engines.training: this name is reserved, as evaluation.also has a meaning for it",
+        ),
         ({"engines": {"a/b": {"dtype": "float32"}}}, "engines.a/b.[key]: "),
         # Its own name.
         ({"name": "tiny"}, "name: expected 'smoke', as the file is called, found 'tiny'"),
@@ -570,6 +581,27 @@ def test_a_setting_that_does_not_exist_is_refused(config, pair):
         DvpError, match=f"^--config {pair}: expected KEY=VALUE with one of the keys experiment, results$"
     ):
         read_settings([pair], config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experiment: tiny", "results: expected a text, found None"),
+        ("experiment: tiny\nresults:", "results: expected a text, found None"),
+        ("experiment: tiny\nresults: ''", "results: expected a text, found ''"),
+        ("experiment: [tiny]\nresults: results", "experiment: expected a text, found ['tiny']"),
+        ("experiment: tiny\nresult: results", "result: unknown key; expected experiment, results and evidence"),
+    ],
+)
+def test_a_setting_that_is_missing_or_misspelt_is_named(config, text, message):
+    (config / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(DvpError, match=f"^{re.escape(f'{config}/config.yaml: {message}')}$"):
+        read_settings(["experiment=smoke"], config)
+
+
+def test_a_setting_without_a_value_is_refused(config):
+    with pytest.raises(DvpError, match=r"^--config results=: expected KEY=VALUE, found no value$"):
+        read_settings(["results="], config)
 
 
 # --- ρ ---

@@ -27,6 +27,9 @@ SET_BY_TRAINING = {
 }
 
 
+SETTINGS = ("experiment", "results")  # keys of config/config.yaml, beside `evidence`
+
+
 class _Numbers:
     """YAML 1.2 numbers, for loader and dumper: YAML 1.1 reads `1e-6` as text, `010` as 8 and `1:30` as 90."""
 
@@ -118,6 +121,8 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     path, value = _read_experiment(name, config)
     if "extends" in value:
         parent, chain = value.pop("extends"), (*extended_by, name)
+        if not isinstance(parent, str):
+            raise DvpError(f"{path}: extends: expected the name of another experiment, found {parent!r}")
         if parent in chain:
             circle = " → ".join([*chain[chain.index(parent) :], parent])
             raise DvpError(f"{path}: extends: {circle} is a circle; one of them must stand alone")
@@ -201,11 +206,20 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
 
     Raises DvpError.
     """
-    settings = {key: str(value) for key, value in read_yaml(config / "config.yaml").items() if key != "evidence"}
+    file = config / "config.yaml"
+    settings = {key: value for key, value in read_yaml(file).items() if key != "evidence"}
+    for key in settings:
+        if key not in SETTINGS:
+            raise DvpError(f"{file}: {key}: unknown key; expected {', '.join(SETTINGS)} and evidence")
+    for key in SETTINGS:
+        if not isinstance(settings.get(key), str) or not settings[key]:
+            raise DvpError(f"{file}: {key}: expected a text, found {settings.get(key)!r}")
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in settings:
             raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys {', '.join(settings)}")
+        if not value:
+            raise DvpError(f"--config {pair}: expected KEY=VALUE, found no value")
         settings[key] = value
     return settings
 

@@ -356,6 +356,19 @@ def test_impossible_rho(refused, rho, listed):
             "methods.odd.importance: no correction is called ['mis']; known are geo_rs",
         ),
         ({"methods.odd": PLAIN | {"safe_vocabulary": {"rule": ["fixed"]}}}, "methods.odd.safe_vocabulary: "),
+        (
+            {"methods.odd": PLAIN | {"loss": {"clip_low": 0.1}}},
+            "methods.odd.loss: kind is missing; expected one of cispo, clip_higher, gspo, ppo, reinforce",
+        ),
+        (
+            {"methods.odd": PLAIN | {"safe_vocabulary": {}}},
+            "methods.odd.safe_vocabulary: rule is missing; expected one of fixed, margin, engine_only",
+        ),
+        (
+            {"methods.odd": PLAIN | {"mask": {}}},
+            "methods.odd.mask: kind is missing; expected one of off_policy, divergence, spurious",
+        ),
+        ({"sources.odd": {}}, "sources.odd: kind is missing; expected one of generated, hub, file"),
         ({"methods.odd": PLAIN | {"importance": "mis2"}}, "methods.odd.importance: no correction is called 'mis2'"),
         ({"methods.odd": PLAIN | {"loss": {"kind": "clip_higher", "clip_low": 2.0}}}, "methods.odd.loss.clip_low: "),
         ({"methods.odd": PLAIN | {"importance": {"preset": "mis", "vet": 1e-4}}}, "methods.odd.importance.vet: "),
@@ -422,7 +435,7 @@ def test_impossible_rho(refused, rho, listed):
         ({"report.declarations": ["a\tb"]}, "report.declarations.0: expected one line without control"),
         ({"base.warm_start.careless_error": 1.5}, "base.warm_start.careless_error: "),
         ({"base.kind": "magic"}, "base: "),
-        ({"base.kind": GONE}, "base: "),
+        ({"base.kind": GONE}, "base: kind is missing; expected one of trained, hub, local"),
         ({"seeds": GONE}, "seeds: Field required"),
         # What is there twice.
         ({"seeds": [0, 1, 0]}, "seeds: 0 is listed twice"),
@@ -468,6 +481,7 @@ def test_impossible_rho(refused, rho, listed):
         ({"a\nb": 1}, "a b: unknown key"),
         # A tool.
         ({"tools": {"kind": "shell"}}, "tools: Input tag 'shell'"),
+        ({"tools": {}}, "tools: kind is missing; expected one of calculator, python"),
         ({"tools": {"kind": "calculator", "seconds": 1.0}}, "tools.seconds: unknown key"),
         ({"tools": {"kind": "python", "processes": 1}}, "tools.processes: "),
         ({"tools": {"kind": "calculator", "max_turns": 1}}, "tools.max_turns: "),
@@ -867,6 +881,11 @@ BIAS = {
             {"mismatch": MISMATCH, "training.temperature": 0.7},
             "training.temperature: `mismatch` measures at temperature 1, found 0.7",
         ),
+        (
+            {"mismatch": MISMATCH | {"policies": ["foo"]}},
+            "mismatch.policies.0: expected base, or a grid point as {method: NAME, engine: NAME}, found 'foo'",
+        ),
+        ({"mismatch": MISMATCH | {"policies": [{"method": "rloo"}]}}, "mismatch.policies.0.engine: Field required"),
         (
             {"mismatch": MISMATCH | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
             "mismatch.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",

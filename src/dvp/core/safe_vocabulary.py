@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
-from dvp.strict import Positive, PositiveFloat, Strict
+from dvp.strict import Positive, PositiveFloat, Strict, Told
 
 Rho = Annotated[float, Field(gt=0, lt=1)]
 
@@ -528,6 +528,7 @@ Rule = Annotated[
     | Entropy
     | Feedback,
     Field(discriminator="rule"),
+    Told("rule"),
 ]
 """Every rule for ρ that an experiment can ask for."""
 

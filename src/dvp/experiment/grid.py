@@ -7,7 +7,16 @@ from itertools import product
 from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
@@ -259,10 +268,24 @@ class Measurement(Strict):
         return None if self.policy == "base" else self.policy.run(self.seed)
 
 
+def _policy(value: Any) -> Any:
+    """Refuse what is neither form in one line; of a union pydantic says what is wrong with each form."""
+    if value != "base" and not isinstance(value, dict | GridPoint):
+        raise ValueError(f"expected base, or a grid point as {{method: NAME, engine: NAME}}, found {value!r}")
+    return value
+
+
+Policy = Annotated[
+    Annotated[Literal["base"], Tag("base")] | Annotated[GridPoint, Tag("point")],
+    Discriminator(lambda value: "base" if value == "base" else "point"),
+    BeforeValidator(_policy),
+]
+
+
 class _MeasurementConfig(Strict):
     """What is measured at fixed policies: every policy with every engine, for every seed."""
 
-    policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
+    policies: Annotated[list[Policy], Field(min_length=1)]
     """The base model, or a grid point at the end of its training."""
     engines: Listed
     """An engine or a list of engines."""

@@ -62,7 +62,9 @@ class Method(Strict):
     def _loss(cls, value: Any) -> Any:
         """`loss: clip_higher` or `{kind: clip_higher, clip_low: 0.1}`."""
         value = {"kind": value} if isinstance(value, str) else value
-        return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) and "kind" in value else value
+        if isinstance(value, dict) and "kind" not in value:
+            raise ValueError(f"kind is missing; expected one of {', '.join(sorted(LOSSES))}")
+        return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _weighs_tokens(self) -> "Method":

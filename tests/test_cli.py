@@ -248,6 +248,8 @@ def test_plan_takes_numbers_above_zero_and_known_gpus(wrong, capsys):
 def test_evidence_takes_several_experiments_after_one_option(refused, place):
     line = refused("evidence", "--experiments", "grid=results/a", "training", "--output", "results/evidence")
     assert line == "--experiments training: expected KEY=FOLDER"
+    line = refused("evidence", "--experiments", "grid=results/a", "grid=results/b", "--output", "results/evidence")
+    assert line == "--experiments grid=results/b: 'grid' is given twice, as results/a too"
     assert not (place / "results" / "evidence").exists()
 
 

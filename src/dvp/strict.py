@@ -1,15 +1,46 @@
 """What all typed, strict models of the configuration have in common."""
 
 import re
-from typing import Annotated, Any, Self
+import unicodedata
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+
+
+def _one_line(text: str) -> str:
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text):
+        raise ValueError(f"expected one line without control characters, found {text!r}")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+
+
+class Told:
+    """Beside Field(discriminator=key): says which key is missing and what it may be, which pydantic does not."""
+
+    def __init__(self, key: str):
+        self.key = key
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The union's own schema, behind the check."""
+        known = [kind for model in get_args(union) for kind in get_args(model.model_fields[self.key].annotation)]
+
+        def has_key(value: Any) -> Any:
+            if isinstance(value, dict) and self.key not in value:
+                raise ValueError(f"{self.key} is missing; expected one of {', '.join(known)}")
+            return value
+
+        return core_schema.no_info_before_validator_function(has_key, handler(union))
 
 
 class Strict(BaseModel):

@@ -41,7 +41,6 @@ def written(asked, tmp_path):
 def test_the_part_is_there_where_it_is_asked_for(asked):
     assert parts(asked) == ["training", "matrix"]
     assert parts(make_experiment()) == ["training"]
-    assert parts(make_experiment(evaluation__also=[{"engine": "fp32"}])) == ["training"]  # what is evaluated already
 
 
 def test_a_correction_trains_the_trainers_policy_and_dvp_the_pruned_one(asked):

@@ -213,6 +213,28 @@ def test_a_path_is_shown_as_a_person_would_write_it(text, shown):
 # --- what is refused ---
 
 
+MEASURED = {"policies": ["base"], "engines": ["coarse"], "problems": 2}
+MISMATCH = MEASURED | {"responses": 2, "rhos": ["1e-2"], "margins": [0.1]}
+BIAS = MEASURED | {"batches": 4, "reference_batches": 4, "estimators": [{"method": "dvp", "rho": "1e-2"}]}
+
+
+@pytest.mark.parametrize("rho", ["1e-2", "0.010", "1E-02", 0.01])
+def test_a_rho_in_quotes_is_the_same_number(rho):
+    made = experiment(RLOO, {"method": "dvp", "engine": "coarse", "rho": rho}, mismatch=MISMATCH, bias=BIAS)
+    assert made.points[1].path == "method~dvp/engine~coarse/rho~0.01"
+    assert made.mismatch.rhos == ["0.01"]
+    assert made.estimators == [("dvp", "0.01")]
+    assert GridPoint(method="dvp", engine="coarse", rho=rho).path == made.points[1].path
+
+
+def test_a_rho_in_quotes_and_without_is_given_twice():
+    twice = ["1e-2", 0.01]
+    assert refused(RLOO, {"method": "dvp", "engine": "coarse", "rho": twice}) == "grid.1.rho: ρ 0.01 is listed twice"
+    assert refused(RLOO, mismatch=MISMATCH | {"rhos": twice}) == "mismatch.rhos: ρ 0.01 is listed twice"
+    bias = BIAS | {"estimators": [{"method": "dvp", "rho": twice}]}
+    assert refused(RLOO, bias=bias) == "bias.estimators.0.rho: ρ 0.01 is listed twice"
+
+
 @pytest.mark.parametrize(
     ("training", "line"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dvp.core.importance import PRESETS
@@ -31,6 +31,7 @@ from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import write_text
 
 ROOT = Path(__file__).parents[2]
+SMOKE = load_experiment("smoke", ROOT / "config")
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
@@ -153,6 +154,28 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
     assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
 
 
+TEXT = st.one_of(
+    st.text(),
+    st.from_regex(r"[-+]?[0-9._:xoe]{1,6}([eE][-+]?[0-9]{1,3})?", fullmatch=True),
+    st.text(alphabet="\x85\u2028\u2029\ufeff\r\n\t #:-'\"\\a", max_size=8),
+)
+
+
+@given(TEXT)
+@example("1e-2")
+@example("1e5")
+@example("010")
+@example("1:30")
+@example("a\u2028b")
+@example("a\x85b")
+def test_any_text_is_the_same_text_after_it_is_written_and_read(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    experiment = SMOKE.model_copy(update={"scale": text, "deepspeed": {text: [text]}})
+    write_text(path, dump_experiment(experiment))
+    read = read_yaml(path)
+    assert (read["scale"], read["deepspeed"]) == (text, {text: [text]})
+
+
 def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
     experiment = edit({"engines": {"coarse": {"dtype": "float16"}}})
     assert experiment.engines["coarse"].dtype == "float16"
@@ -171,6 +194,13 @@ def test_an_experiments_own_entry_replaces_that_of_the_catalogue(edit):
         ("1.", 1.0),
         (".inf", math.inf),
         ("3", 3),
+        ("010", 10),
+        ("-08", -8),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("1_000", "1_000"),
         ('"1e-6"', "1e-6"),
         ("exp(-13)", "exp(-13)"),
         ("1e-6x", "1e-6x"),
@@ -195,6 +225,9 @@ def test_numbers_of_yaml(tmp_path, text, value):
         ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("? [a, b]\n: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("a: 2024-13-45\n", "not valid YAML: month must be in"),
+        ("a: " + "[" * 3000 + "]" * 3000, "not valid YAML: nested too deeply"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "not valid YAML: nested too deeply"),
+        ("a: !!int x\n", "not valid YAML: invalid literal"),
         ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML: .*line 1"),
         ("a: \x01\n", "not valid YAML: "),
         (b"a: \xff\n", "not valid YAML: .*can't decode"),
@@ -314,6 +347,28 @@ def test_impossible_rho(refused, rho, listed):
             "methods.odd.loss.clip_low: unknown key",
         ),
         ({"methods.odd": PLAIN | {"loss": "ppo2"}}, "methods.odd.loss: no loss is called 'ppo2'; known are cispo"),
+        (
+            {"methods.odd": PLAIN | {"loss": {"kind": ["ppo"]}}},
+            "methods.odd.loss: no loss is called ['ppo']; known are cispo",
+        ),
+        (
+            {"methods.odd": PLAIN | {"importance": {"preset": ["mis"]}}},
+            "methods.odd.importance: no correction is called ['mis']; known are geo_rs",
+        ),
+        ({"methods.odd": PLAIN | {"safe_vocabulary": {"rule": ["fixed"]}}}, "methods.odd.safe_vocabulary: "),
+        (
+            {"methods.odd": PLAIN | {"loss": {"clip_low": 0.1}}},
+            "methods.odd.loss: kind is missing; expected one of cispo, clip_higher, gspo, ppo, reinforce",
+        ),
+        (
+            {"methods.odd": PLAIN | {"safe_vocabulary": {}}},
+            "methods.odd.safe_vocabulary: rule is missing; expected one of fixed, margin, engine_only",
+        ),
+        (
+            {"methods.odd": PLAIN | {"mask": {}}},
+            "methods.odd.mask: kind is missing; expected one of off_policy, divergence, spurious",
+        ),
+        ({"sources.odd": {}}, "sources.odd: kind is missing; expected one of generated, hub, file"),
         ({"methods.odd": PLAIN | {"importance": "mis2"}}, "methods.odd.importance: no correction is called 'mis2'"),
         ({"methods.odd": PLAIN | {"loss": {"kind": "clip_higher", "clip_low": 2.0}}}, "methods.odd.loss.clip_low: "),
         ({"methods.odd": PLAIN | {"importance": {"preset": "mis", "vet": 1e-4}}}, "methods.odd.importance.vet: "),
@@ -355,9 +410,32 @@ def test_impossible_rho(refused, rho, listed):
         ({"training.adam_betas": [0.9, 1.0]}, "training.adam_betas.1: "),
         ({"evaluation.top_p": 0.0}, "evaluation.top_p: "),
         ({"seeds": [-1]}, "seeds.0: "),
+        ({"seeds": [2**32]}, "seeds.0: Input should be less than or equal to 4294967295, found 4294967296"),
+        ({"evaluation.seed": -1}, "evaluation.seed: "),
+        ({"evaluation.seed": 2**32}, "evaluation.seed: "),
+        ({"base.seed": -1}, "base.seed: "),
+        ({"base.seed": 2**32}, "base.seed: "),
+        ({"sources.stories_small.seed": -1}, "sources.stories_small.seed: "),
+        ({"sources.stories_small.seed": 2**32}, "sources.stories_small.seed: "),
+        ({"training.learning_rate": 1e300}, "training.learning_rate: Input should be less than or equal to 1, found"),
+        ({"base.warm_start.learning_rate": 1.5}, "base.warm_start.learning_rate: "),
+        ({"base.architecture.head_dim": 33}, "base.architecture.head_dim: Input should be a multiple of 2, found 33"),
+        (
+            {"methods.odd": PLAIN | {"safe_vocabulary": {"rule": "top_k", "k": 2**31}}},
+            "methods.odd.safe_vocabulary.k: Input should be less than or equal to 2147483647, found",
+        ),
+        # What stands in tables.
+        (
+            {"methods.odd": PLAIN | {"label": "a\nb"}},
+            "methods.odd.label: expected one line without control characters, found 'a\\nb'",
+        ),
+        ({"methods.odd": PLAIN | {"label": "a\u2028b"}}, "methods.odd.label: expected one line without control"),
+        ({"methods.odd": PLAIN | {"label": "a\x1bb"}}, "methods.odd.label: expected one line without control"),
+        ({"scale": "One.\n"}, "scale: expected one line without control characters, found 'One.\\n'"),
+        ({"report.declarations": ["a\tb"]}, "report.declarations.0: expected one line without control"),
         ({"base.warm_start.careless_error": 1.5}, "base.warm_start.careless_error: "),
         ({"base.kind": "magic"}, "base: "),
-        ({"base.kind": GONE}, "base: "),
+        ({"base.kind": GONE}, "base: kind is missing; expected one of trained, hub, local"),
         ({"seeds": GONE}, "seeds: Field required"),
         # What is there twice.
         ({"seeds": [0, 1, 0]}, "seeds: 0 is listed twice"),
@@ -366,10 +444,14 @@ def test_impossible_rho(refused, rho, listed):
             {"grid.0.engine": "coarse", "grid.1.method": "rloo", "grid.1.rho": GONE},
             "grid: run method~rloo/engine~coarse/rho~none/seed~0 is listed twice",
         ),
-        ({"grid.1.rho": [0.01, 1e-2]}, "grid: run method~dvp_mis/engine~coarse/rho~0.01/seed~0 is listed twice"),
+        ({"grid.1.rho": [0.01, 1e-2]}, "grid.1.rho: ρ 0.01 is listed twice"),
+        ({"grid.1.rho": ["exp(-13)", "exp(-13.0)"]}, "grid.1.rho: ρ exp(-13.0) is listed twice"),
         # Tasks.
         ({"evaluation.samples_per_problem.aime25": 4}, "evaluation.samples_per_problem: 'aime25' is not defined"),
-        ({"evaluation.samples_per_problem": {}}, "evaluation.samples_per_problem: 'held_out' is not defined"),
+        (
+            {"evaluation.samples_per_problem": {}},
+            "evaluation.samples_per_problem: 'held_out' is missing; expected a number for each of held_out",
+        ),
         ({"evaluation.samples_per_problem.held_out": 0}, "evaluation.samples_per_problem.held_out: "),
         ({"data.held_out": 0}, "data: no evaluation task; set data.held_out or data.evaluation"),
         ({"data.evaluation": ["held_out"], "sources.held_out": HUB}, "data.evaluation: 'held_out' is reserved"),
@@ -384,6 +466,14 @@ def test_impossible_rho(refused, rho, listed):
         ({"base": {"kind": "hub", "path": "a/b", "revision": REVISION + "0"}}, "base.revision: "),
         ({"engines": None}, "engines: expected a mapping of names to entries"),
         ({"sources": ["stories"]}, "sources: expected a mapping of names to entries"),
+        (
+            {"engines.own": {"dtype": "float32"}},
+            "engines.own: this name is reserved, as evaluation.also has a meaning for it",
+        ),
+        (
+            {"engines.training": {"dtype": "float32"}},
+            "engines.training: this name is reserved, as evaluation.also has a meaning for it",
+        ),
         ({"engines": {"a/b": {"dtype": "float32"}}}, "engines.a/b.[key]: "),
         # Its own name.
         ({"name": "tiny"}, "name: expected 'smoke', as the file is called, found 'tiny'"),
@@ -391,6 +481,7 @@ def test_impossible_rho(refused, rho, listed):
         ({"a\nb": 1}, "a b: unknown key"),
         # A tool.
         ({"tools": {"kind": "shell"}}, "tools: Input tag 'shell'"),
+        ({"tools": {}}, "tools: kind is missing; expected one of calculator, python"),
         ({"tools": {"kind": "calculator", "seconds": 1.0}}, "tools.seconds: unknown key"),
         ({"tools": {"kind": "python", "processes": 1}}, "tools.processes: "),
         ({"tools": {"kind": "calculator", "max_turns": 1}}, "tools.max_turns: "),
@@ -504,6 +595,27 @@ def test_a_setting_that_does_not_exist_is_refused(config, pair):
         DvpError, match=f"^--config {pair}: expected KEY=VALUE with one of the keys experiment, results$"
     ):
         read_settings([pair], config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experiment: tiny", "results: expected a text, found None"),
+        ("experiment: tiny\nresults:", "results: expected a text, found None"),
+        ("experiment: tiny\nresults: ''", "results: expected a text, found ''"),
+        ("experiment: [tiny]\nresults: results", "experiment: expected a text, found ['tiny']"),
+        ("experiment: tiny\nresult: results", "result: unknown key; expected experiment, results and evidence"),
+    ],
+)
+def test_a_setting_that_is_missing_or_misspelt_is_named(config, text, message):
+    (config / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(DvpError, match=f"^{re.escape(f'{config}/config.yaml: {message}')}$"):
+        read_settings(["experiment=smoke"], config)
+
+
+def test_a_setting_without_a_value_is_refused(config):
+    with pytest.raises(DvpError, match=r"^--config results=: expected KEY=VALUE, found no value$"):
+        read_settings(["results="], config)
 
 
 # --- ρ ---
@@ -762,11 +874,18 @@ BIAS = {
         ({"mismatch": MISMATCH | {"engines": ["nope"]}}, "mismatch.engines: 'nope' is not defined; known are "),
         ({"mismatch": MISMATCH | {"engines": ["fp32", "fp32"]}}, "mismatch: base/by~fp32/seed~0 is listed twice"),
         ({"mismatch": MISMATCH | {"rhos": [2.0]}}, "mismatch.rhos: ρ must lie in (0, 1)"),
+        ({"mismatch": MISMATCH | {"rhos": [0.1, 1e-2, 0.1]}}, "mismatch.rhos: ρ 0.1 is listed twice"),
         ({"mismatch": MISMATCH | {"margins": [0.0]}}, "mismatch.margins.0: "),
+        ({"mismatch": MISMATCH | {"margins": [0.1, 0.2, 1e-1]}}, "mismatch.margins: 0.1 is listed twice"),
         (
             {"mismatch": MISMATCH, "training.temperature": 0.7},
             "training.temperature: `mismatch` measures at temperature 1, found 0.7",
         ),
+        (
+            {"mismatch": MISMATCH | {"policies": ["foo"]}},
+            "mismatch.policies.0: expected base, or a grid point as {method: NAME, engine: NAME}, found 'foo'",
+        ),
+        ({"mismatch": MISMATCH | {"policies": [{"method": "rloo"}]}}, "mismatch.policies.0.engine: Field required"),
         (
             {"mismatch": MISMATCH | {"policies": [{"method": "rloo", "engine": "bf16"}]}},
             "mismatch.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",

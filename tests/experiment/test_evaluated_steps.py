@@ -37,7 +37,6 @@ def test_by_default_only_the_last_weights_are_evaluated_and_nothing_depends_on_i
         ({"times": 4}, {12: [3, 6, 9], 48: [12, 24, 36]}),
         ({"times": 5}, {12: [2, 5, 7, 10], 48: [10, 19, 29, 38]}),
         ({"times": 12}, {12: [*range(1, 12)], 48: [*range(4, 48, 4)]}),
-        ({"times": 1}, {12: [], 48: []}),
     ],
 )
 def test_each_run_has_the_steps_of_its_own_length_and_its_last_is_the_run_itself(at, steps):
@@ -55,6 +54,10 @@ def test_each_run_has_the_steps_of_its_own_length_and_its_last_is_the_run_itself
         ([1.5], "evaluation.at: expected whole numbers from 1 on, found 1.5"),
         ([True], "evaluation.at: expected whole numbers from 1 on, found True"),
         ([2, 1, 2], "evaluation.at: step 2 is listed twice"),
+        (
+            {"times": 1},
+            "evaluation.at: it has no step but the last, which is evaluated in any case; remove it",
+        ),
         ([], "evaluation.at: expected a list of steps, {every: n} or {times: n}, found []"),
         (3, "evaluation.at: expected a list of steps, {every: n} or {times: n}, found 3"),
         ({"each": 3}, "evaluation.at: expected a list of steps, {every: n} or {times: n}, found {'each': 3}"),

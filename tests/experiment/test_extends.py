@@ -98,8 +98,8 @@ grid: [{method: rloo, engine: fp32}, {method: otb_mass, engine: coarse, rho: 1e-
     ("text", "message"),
     [
         ("extends: nope", "nope.yaml: no such experiment; known are "),
-        ("extends: [smoke]", "expected the name of a file in "),
-        ("extends: null", "expected the name of a file in "),
+        ("extends: [smoke]", "mine.yaml: extends: expected the name of another experiment, found ['smoke']"),
+        ("extends: null", "mine.yaml: extends: expected the name of another experiment, found None"),
         ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),
         ("extends: smoke\ntrainin: null", "mine.yaml: trainin: unknown key"),
         ("extends: smoke\ntraining: {stepps: null}", "mine.yaml: training.stepps: unknown key"),

@@ -51,9 +51,7 @@ def test_each_model_is_scored_once_with_each_engine_and_vocabulary_that_it_has()
     # With fp32 the grid trains at no ρ; that the base model is sampled there at every ρ is the last entry's doing.
     assert paths(made, None) == at_every_rho
     assert paths(experiment(*GRID, evaluation__also=ALSO[:2]), None) == at_every_rho[:3]
-    assert paths(experiment(*GRID, evaluation__also=[{"engine": "fp32"}, {"engine": "bf16"}]), None) == [
-        "by~bf16/min_p~none"
-    ]
+    assert paths(experiment(*GRID, evaluation__also=[{"engine": "bf16"}]), None) == ["by~bf16/min_p~none"]
     assert parse_experiment(made.model_dump(mode="json"), Path("again.yaml")) == made
 
 
@@ -91,12 +89,26 @@ def test_each_sampler_is_another_evaluation_of_the_same_model():
     [
         ([{}], "evaluation.also.0: expected engine, rho or both; without any it is what is evaluated in any case"),
         ([ALSO[0], ALSO[0]], "evaluation.also: {'engine': 'training'} is listed twice"),
+        (
+            [ALSO[0], {"engine": "fp32"}],
+            "evaluation.also[1]: expected another engine than fp32, or rho; this is what is evaluated in any case",
+        ),
         ([{"engine": "fp31"}], "evaluation.also[0].engine: 'fp31' is not defined; known are"),
         ([{"rho": 0.01}], "evaluation.also.0.rho: "),
     ],
 )
 def test_mistakes_are_one_line(also, message):
     assert refused(*GRID, evaluation__also=also).startswith(message)
+
+
+def test_an_entry_that_evaluates_nothing_is_refused():
+    plain = {"method": "rloo", "engine": "fp32"}
+    assert refused(plain, evaluation__also=[{"rho": "own"}]) == (
+        "evaluation.also[0].rho: the grid has no ρ at which models could be sampled"
+    )
+    assert refused(plain, evaluation__also=[{"engine": "training"}]) == (
+        "evaluation.also[0]: expected another engine than fp32, or rho; this is what is evaluated in any case"
+    )
 
 
 def test_a_method_with_another_rule_than_a_fixed_rho_has_no_rho_to_be_sampled_at():

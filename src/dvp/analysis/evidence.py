@@ -44,6 +44,8 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
         key, equals, folder = pair.partition("=")
         if not (key and equals and folder):
             raise DvpError(f"--experiments {pair}: expected KEY=FOLDER")
+        if key in folders:
+            raise DvpError(f"--experiments {pair}: '{key}' is given twice, as {folders[key]} too")
         folders[key] = Path(folder)
     wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
     wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}

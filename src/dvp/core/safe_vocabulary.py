@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
-from dvp.strict import Positive, PositiveFloat, Strict
+from dvp.strict import Positive, PositiveFloat, Strict, Told
 
 Rho = Annotated[float, Field(gt=0, lt=1)]
 
@@ -413,7 +413,7 @@ class TopKRule(RhoRule):
 
     takes_rho = False
     rule: Literal["top_k"]
-    k: Positive
+    k: Annotated[int, Field(ge=1, le=2**31 - 1)]
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
         """See RhoRule.sides."""
@@ -528,6 +528,7 @@ Rule = Annotated[
     | Entropy
     | Feedback,
     Field(discriminator="rule"),
+    Told("rule"),
 ]
 """Every rule for ρ that an experiment can ask for."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dvp.experiment.data import Revision
-from dvp.strict import Fraction, Name, Positive, Strict
+from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict, Told
 
 
 class TokenizerConfig(Strict):
@@ -24,7 +24,8 @@ class _Transformer(Strict):
     layers: Positive
     heads: Positive
     kv_heads: Positive
-    head_dim: Positive
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    """Even, as rotary positions turn pairs of numbers."""
     intermediate_size: Positive
     tie_word_embeddings: bool = True
 
@@ -58,7 +59,7 @@ class WarmStart(Strict):
     """Optimiser steps."""
     batch_size: Positive
     """Documents a step."""
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: LearningRate
     careless_fraction: Fraction
     """Share of the solutions that are careless."""
     careless_error: Fraction
@@ -69,7 +70,7 @@ class TrainedBase(Strict):
     """A tiny model that the pipeline trains itself."""
 
     kind: Literal["trained"]
-    seed: int
+    seed: Seed
     """Of the weights, the documents and their order."""
     source: Name
     """The generated source whose generator supplies the documents."""
@@ -104,4 +105,4 @@ class LocalBase(Strict):
     """Its sizes, without which there is no plan."""
 
 
-Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]
+Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind"), Told("kind")]

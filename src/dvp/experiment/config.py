@@ -32,7 +32,7 @@ from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
-from dvp.strict import Name, Strict
+from dvp.strict import Line, Name, Seed, Strict
 
 
 class Experiment(Strict):
@@ -42,9 +42,9 @@ class Experiment(Strict):
     """The file's name without .yaml."""
     description: str
     """What it compares, in a sentence; it stands over the report."""
-    scale: str
+    scale: Line
     """One sentence on what differs from the paper's scale; it stands beside every published value."""
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
     """Of training runs and measurements: each grid point is trained once for each."""
     data: DataConfig
     """Problems and prompts."""
@@ -117,13 +117,20 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "Experiment":
+        for name in (TRAINING, "own"):
+            if name in self.engines:
+                raise ValueError(f"engines.{name}: this name is reserved, as evaluation.also has a meaning for it")
         _defined("evaluation.engine", self.evaluation.engine, self.engines)
         for index, entry in enumerate(self.evaluation.also):
             if entry.engine not in (None, TRAINING):
                 _defined(f"evaluation.also[{index}].engine", entry.engine, self.engines)
         tasks = dict.fromkeys(self.data.tasks)
         for task in tasks:
-            _defined("evaluation.samples_per_problem", task, self.evaluation.samples_per_problem)
+            if task not in self.evaluation.samples_per_problem:
+                raise ValueError(
+                    f"evaluation.samples_per_problem: '{task}' is missing; expected a number for each of "
+                    f"{', '.join(tasks)}"
+                )
         for task in self.evaluation.samples_per_problem:
             _defined("evaluation.samples_per_problem", task, tasks)
         _defined("report.task", self.report.task, tasks)
@@ -160,13 +167,23 @@ class Experiment(Strict):
                 self.evaluated_steps(point)
             except ValueError as error:
                 raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
+        if self.evaluation.at is not None and not self.snapshots:
+            raise ValueError("evaluation.at: it has no step but the last, which is evaluated in any case; remove it")
         self._check_reference()
         self._check_samplers()
         return self
 
     def _check_samplers(self) -> None:
-        """That what models are sampled with at their ρ is what they were trained with."""
+        """That what models are sampled with at their ρ is what they were trained with, and no entry is for nothing."""
         for index, entry in enumerate(self.evaluation.also):
+            samplers = [sampler for point in [None, *self.points] for sampler in self.samplers_of(entry, point)]
+            if not samplers:
+                raise ValueError(f"evaluation.also[{index}].rho: the grid has no ρ at which models could be sampled")
+            if all(sampler == self.sampler for sampler in samplers):
+                raise ValueError(
+                    f"evaluation.also[{index}]: expected another engine than {self.evaluation.engine}, or rho; "
+                    "this is what is evaluated in any case"
+                )
             for point in self.points if entry.rho else []:
                 rule = self.methods[point.method].safe_vocabulary
                 if rule is not None and not rule.engine_at_rho:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dvp.strict import Name, Positive, Strict
+from dvp.strict import Name, Positive, Seed, Strict, Told
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 """A commit of a repository on the hub."""
@@ -37,7 +37,7 @@ class GeneratedSource(Strict):
     rounds of three small sums."""
     count: Positive
     """Problems."""
-    seed: int
+    seed: Seed
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
     """Fewest and most steps of a problem; of chains, rounds: 13 at most."""
 
@@ -83,7 +83,7 @@ class FileSource(_Table):
     """Relative to the repository's root, or absolute."""
 
 
-Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind")]
+Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind"), Told("kind")]
 
 
 class Decontamination(Strict):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from dvp.experiment.grid import Settings
-from dvp.strict import Name, Positive, Strict
+from dvp.strict import Line, Name, Positive, Seed, Strict
 
 TRAINING = "training"
 """In place of an engine's name: the one that a model was trained with."""
@@ -76,7 +76,7 @@ class EvaluationConfig(Strict):
     """With what else the final weights are sampled and scored, such as [{engine: training, rho: own}]."""
     bootstrap_resamples: Annotated[int, Field(ge=100)] = 2000
     """Of the intervals over problems, in scores.json and the report."""
-    seed: int = 0
+    seed: Seed = 0
     """Of sampling and of the bootstrap."""
 
     @field_validator("also")
@@ -119,5 +119,5 @@ class ReportConfig(Strict):
     """Of that method, training settings of the point that is meant, where the grid has it with several."""
     reached_within: Annotated[float, Field(ge=0)] = Field(2.0, exclude_if=lambda points: points == 2.0)
     """A run has reached the reference's final score when it is at most so many points (%) below it."""
-    declarations: list[str] = []
+    declarations: list[Line] = []
     """Sentences that stand under every table, such as how the base model was made."""

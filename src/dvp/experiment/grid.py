@@ -7,7 +7,16 @@ from itertools import product
 from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
@@ -53,13 +62,19 @@ def _as_list(value: Any) -> Any:
 
 
 def rho_as_written(value: Any) -> str:
-    """ρ as an experiment keeps it: a text as it is, YAML's 1e-2 as 0.01. Raises ValueError as `parse_rho` does."""
-    parse_rho(value)
-    return value if isinstance(value, str) else repr(value)
+    """ρ as an experiment keeps it: exp(-13) as it is, 1e-2 as 0.01, quoted or not. Raises ValueError as `parse_rho`."""
+    rho = parse_rho(value)
+    return value if str(value).startswith("exp") else repr(rho)
 
 
 def _all_as_written(value: Any) -> list[str]:
-    return [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    rhos = [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
+    seen = set()
+    for rho in rhos:
+        if parse_rho(rho) in seen:
+            raise ValueError(f"ρ {rho} is listed twice")
+        seen.add(parse_rho(rho))
+    return rhos
 
 
 def _may_differ(value: Any) -> Any:
@@ -253,10 +268,24 @@ class Measurement(Strict):
         return None if self.policy == "base" else self.policy.run(self.seed)
 
 
+def _policy(value: Any) -> Any:
+    """Refuse what is neither form in one line; of a union pydantic says what is wrong with each form."""
+    if value != "base" and not isinstance(value, dict | GridPoint):
+        raise ValueError(f"expected base, or a grid point as {{method: NAME, engine: NAME}}, found {value!r}")
+    return value
+
+
+Policy = Annotated[
+    Annotated[Literal["base"], Tag("base")] | Annotated[GridPoint, Tag("point")],
+    Discriminator(lambda value: "base" if value == "base" else "point"),
+    BeforeValidator(_policy),
+]
+
+
 class _MeasurementConfig(Strict):
     """What is measured at fixed policies: every policy with every engine, for every seed."""
 
-    policies: Annotated[list[Literal["base"] | GridPoint], Field(min_length=1)]
+    policies: Annotated[list[Policy], Field(min_length=1)]
     """The base model, or a grid point at the end of its training."""
     engines: Listed
     """An engine or a list of engines."""
@@ -273,6 +302,14 @@ class MismatchConfig(_MeasurementConfig):
     """At which safe vocabularies are compared."""
     margins: Annotated[list[PositiveFloat], Field(min_length=1)]
     """ε̂ of the margin rule, nats."""
+
+    @field_validator("margins")
+    @classmethod
+    def _distinct(cls, value: list[float]) -> list[float]:
+        for margin in value:
+            if value.count(margin) > 1:
+                raise ValueError(f"{margin} is listed twice")
+        return value
 
 
 class BiasConfig(_MeasurementConfig):

@@ -27,8 +27,20 @@ SET_BY_TRAINING = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (`1e-6` is a float, which YAML 1.1 reads as text) and no duplicate keys."""
+SETTINGS = ("experiment", "results")  # keys of config/config.yaml, beside `evidence`
+
+
+class _Numbers:
+    """YAML 1.2 numbers, for loader and dumper: YAML 1.1 reads `1e-6` as text, `010` as 8 and `1:30` as 90."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in forms if not tag.endswith((":int", ":float"))]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Loader(_Numbers, yaml.SafeLoader):
+    """No duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -40,12 +52,27 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = self.construct_scalar(node)
+        return int(value, 0 if value.startswith(("0o", "0x")) else 10)
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d+\.\d*|\.\d+)$|^[-+]?\.(inf|Inf)$"),
-    list("-+0123456789."),
-)
+
+class _Dumper(_Numbers, yaml.SafeDumper):
+    """Quotes what the loader would not read as the same text."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None  # line breaks, unless they are escaped
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+for _tag, _form in (
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    ("float", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"({_form})\Z"), list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def read_yaml(path: Path) -> dict:
@@ -58,6 +85,8 @@ def read_yaml(path: Path) -> dict:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError) as error:
         raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise DvpError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a mapping of keys to values")
     return value
@@ -92,6 +121,8 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     path, value = _read_experiment(name, config)
     if "extends" in value:
         parent, chain = value.pop("extends"), (*extended_by, name)
+        if not isinstance(parent, str):
+            raise DvpError(f"{path}: extends: expected the name of another experiment, found {parent!r}")
         if parent in chain:
             circle = " → ".join([*chain[chain.index(parent) :], parent])
             raise DvpError(f"{path}: extends: {circle} is a circle; one of them must stand alone")
@@ -175,11 +206,20 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
 
     Raises DvpError.
     """
-    settings = {key: str(value) for key, value in read_yaml(config / "config.yaml").items() if key != "evidence"}
+    file = config / "config.yaml"
+    settings = {key: value for key, value in read_yaml(file).items() if key != "evidence"}
+    for key in settings:
+        if key not in SETTINGS:
+            raise DvpError(f"{file}: {key}: unknown key; expected {', '.join(SETTINGS)} and evidence")
+    for key in SETTINGS:
+        if not isinstance(settings.get(key), str) or not settings[key]:
+            raise DvpError(f"{file}: {key}: expected a text, found {settings.get(key)!r}")
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in settings:
             raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys {', '.join(settings)}")
+        if not value:
+            raise DvpError(f"--config {pair}: expected KEY=VALUE, found no value")
         settings[key] = value
     return settings
 
@@ -191,7 +231,7 @@ def read_resolved(path: Path) -> Experiment:
 
 def dump_experiment(experiment: Experiment) -> str:
     """An experiment as YAML that `read_resolved` reads back unchanged."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(experiment.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_resolved(experiment: Experiment, folder: Path) -> None:

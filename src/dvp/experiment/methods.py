@@ -13,13 +13,13 @@ from dvp.core.importance import PRESETS, Correction, ImportanceRule
 from dvp.core.masks import Mask
 from dvp.core.objective import LOSSES, Loss, Reinforce
 from dvp.core.safe_vocabulary import Rule, SafeVocabularies
-from dvp.strict import Strict
+from dvp.strict import Line, Strict
 
 
 class Method(Strict):
     """A name for {advantage, safe vocabulary, importance correction, mask, loss}."""
 
-    label: str
+    label: Line
     """How figures and tables call it."""
     advantage: str
     """A name in dvp.core.advantages."""
@@ -62,7 +62,9 @@ class Method(Strict):
     def _loss(cls, value: Any) -> Any:
         """`loss: clip_higher` or `{kind: clip_higher, clip_low: 0.1}`."""
         value = {"kind": value} if isinstance(value, str) else value
-        return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) and "kind" in value else value
+        if isinstance(value, dict) and "kind" not in value:
+            raise ValueError(f"kind is missing; expected one of {', '.join(sorted(LOSSES))}")
+        return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _weighs_tokens(self) -> "Method":
@@ -114,6 +116,6 @@ class Method(Strict):
 def _changed(what: str, presets: dict[str, Strict], key: str, value: dict) -> dict:
     """The settings of a preset with those that stand beside its name on top."""
     name = value[key]
-    if name not in presets:
+    if not isinstance(name, str) or name not in presets:
         raise ValueError(f"no {what} is called {name!r}; known are {', '.join(sorted(presets))}")
     return presets[name].model_dump() | {other: given for other, given in value.items() if other != key}

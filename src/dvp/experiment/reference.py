@@ -122,7 +122,7 @@ def _value(value: dict) -> str:
     if value.get("type") == "object":
         entries = [value.get("additionalProperties"), *value.get("patternProperties", {}).values()]
         return "names, each with " + next((_value(entry) for entry in entries if isinstance(entry, dict)), "keys")
-    bounds = ", ".join(f"{sign} {value[bound]:g}" for bound, sign in BOUNDS.items() if bound in value)
+    bounds = ", ".join(f"{sign} {value[bound]:.12g}" for bound, sign in BOUNDS.items() if bound in value)
     if value.get("pattern") == r"^[0-9a-f]{40}$":
         return "40 hexadecimal digits"
     word = "name" if "pattern" in value else NUMBERS.get(value.get("type", ""), "value")

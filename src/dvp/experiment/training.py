@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dvp.strict import Name, Positive, PositiveFloat, Strict
+from dvp.strict import LearningRate, Name, Positive, PositiveFloat, Strict
 
 BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
 """`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16, and all else stays fp32.
@@ -95,7 +95,7 @@ class TrainingConfig(Strict):
     """Responses per prompt."""
     tokens_per_micro_batch: Positive
     """Tokens per forward pass of one GPU: prompts and responses of like length, with what is padded between them."""
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: LearningRate
     """AdamW's."""
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]
     """AdamW's β₁ and β₂."""

@@ -149,6 +149,16 @@ def test_json_is_read_back(tmp_path_factory, value):
         (b"", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
         (b'{"a": 1', "not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),
         (b'{"a": "\xff"}', "not valid JSON ('utf-8' codec can't decode byte 0xff in position 7: invalid start byte)"),
+        (b'{"a": 1, "b": 2, "a": 1}', "not valid JSON (key 'a' is there twice)"),
+        (
+            b'{"a": ["x \\ud83d y"]}',
+            "not valid JSON (half a character (\\ud83d without its other half), which is no text)",
+        ),
+        (
+            b'{"a": %b}' % (b"1" * 5000),
+            "not valid JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits)",
+        ),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON (nested too deeply)"),
         (b"[1]", "expected a JSON object, found list"),
         (b"null", "expected a JSON object, found NoneType"),
         (b'{"a": 1}', "key 'b' is missing"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -120,18 +121,37 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, dump_json(value) + "\n")
 
 
+def parse_json(text: str) -> Any:
+    """What a JSON text says. Raises ValueError, with one line, for one that is not valid or cannot be kept as it is."""
+    try:
+        value = json.loads(text, object_pairs_hook=_once_each)
+        if "\\u" in text:  # only an escape can say half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"half a character (\\u{ord(half):04x} without its other half), which is no text") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        # Python's own words go on about its settings.
+        raise ValueError(str(error).partition(";")[0]) from None
+    return value
+
+
 def read_json(path: Path, *required: str) -> dict:
     """Read a JSON object and check that it has the `required` keys.
 
     Raises DvpError if the file is missing, is not a JSON object, or lacks a key.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file; the stage that writes it has not finished") from None
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise DvpError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -179,6 +199,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return value
 
 
 def _remove(path: Path) -> None:

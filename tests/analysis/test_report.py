@@ -125,6 +125,13 @@ def test_stale_base_evaluation_is_refused(experiment, results):
             lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],
             r"skipped: expected bool",
         ),
+        *(
+            (
+                lambda lines, value=value: [*lines[:1], json.dumps(json.loads(lines[1]) | {"k3": value}), *lines[2:]],
+                rf"k3: expected float64, found {found} in row 2",
+            )
+            for value, found in (("x", "'x'"), (10**400, "10{59}"))
+        ),
     ],
 )
 def test_malformed_metrics_are_refused(experiment, results, edit, message):

@@ -595,9 +595,10 @@ def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):
     converted = stage(planning.make_plan(loaded, jobs, tmp_path), "convert")
     assert converted["gpu_hours"] * 3600 == pytest.approx(10 * (15 + 20) / 2)
     assert converted["peak_memory"] == 300 * 2**20
-    file.write_text("nothing\n", encoding="utf-8")
-    with pytest.raises(DvpError, match=r"\.tsv: not a benchmark of Snakemake's"):
-        planning.make_plan(loaded, jobs, tmp_path)
+    for content in (b"nothing\n", b"s\th:m:s\tmax_rss\n\xff\t0:00:15\t1.0\n"):
+        file.write_bytes(content)
+        with pytest.raises(DvpError, match=r"\.tsv: not a benchmark of Snakemake's"):
+            planning.make_plan(loaded, jobs, tmp_path)
 
 
 # --- as text ---

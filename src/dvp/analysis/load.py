@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pandera.pandas as pa
 import pyarrow
-from pandera.errors import SchemaError, SchemaErrorReason
+from pandera.errors import SchemaError, SchemaErrorReason, SchemaErrors
 
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
@@ -461,7 +461,7 @@ def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
 def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise DvpError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
     if "rho" in frame:  # null of a method that takes none
         frame["rho"] = frame["rho"].astype(object).where(frame["rho"].notna(), "none")
@@ -471,7 +471,8 @@ def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
 def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     try:
         return schema.validate(frame)
-    except SchemaError as error:
+    except (SchemaError, SchemaErrors) as caught:
+        error = caught.schema_errors[0] if isinstance(caught, SchemaErrors) else caught
         cases = error.failure_cases
         if error.reason_code == SchemaErrorReason.COLUMN_NOT_IN_DATAFRAME:
             raise DvpError(f"{path}: column '{cases}' is missing") from None
@@ -479,5 +480,5 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
         place = ""
         if isinstance(cases, pd.DataFrame) and len(cases):
             row, value = cases[["index", "failure_case"]].iloc[0]
-            place = f", found {value!r}" + ("" if pd.isna(row) else f" in row {row + 1}")
+            place = f", found {repr(value)[:60]}" + ("" if pd.isna(row) else f" in row {row + 1}")
         raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{place}") from None

@@ -81,11 +81,11 @@ class Records:
         path = self._folder / job.benchmark if job.benchmark else None
         if path is None or not path.is_file():
             return None
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
         try:
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file, delimiter="\t"))
             return {key: float(rows[-1][key]) for key in ("s", "max_rss")}
-        except (IndexError, ValueError, KeyError, TypeError) as error:
+        except (IndexError, ValueError, KeyError, TypeError, csv.Error) as error:
             raise DvpError(f"{path}: not a benchmark of Snakemake's ({type(error).__name__}: {error})") from None
 
     def problems(self) -> dict[str, int]:

@@ -162,6 +162,21 @@ def test_json_is_read_back(tmp_path_factory, value):
         (b"[1]", "expected a JSON object, found list"),
         (b"null", "expected a JSON object, found NoneType"),
         (b'{"a": 1}', "key 'b' is missing"),
+        *(
+            (b'{"a": 1, "b": 2, "%b": %b}' % (key.encode(), value), f"{key}: expected {expected}")
+            for key, value, expected in (
+                ("files", b"null", "an object, found null"),
+                ("metrics", b"[]", "an object, found []"),
+                ("tracking_key", b"null", "a text, found null"),
+                ("checkpoint", b"null", "a text, found null"),
+                ("statistics", b"{}", "a list, found {}"),
+                ("seconds_stage", b'"7"', "a finite number, 0 or more, found '7'"),
+                ("seconds_stage", b"-1", "a finite number, 0 or more, found -1"),
+                ("seconds_training", b"NaN", "a finite number, 0 or more, found nan"),
+                ("seconds_training", b"true", "a finite number, 0 or more, found True"),
+                ("seconds_training", b"1e999", "a finite number, 0 or more, found inf"),
+            )
+        ),
     ],
 )
 def test_bad_json_is_named(tmp_path, content, message):

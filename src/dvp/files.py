@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,23 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dvp.errors import DvpError
+
+# By the words for it, what a value is expected to be; true and false are no numbers.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a text": lambda value: isinstance(value, str),
+    "a finite number": lambda value: _is_number(value) and -math.inf < value < math.inf,
+    "a finite number or null": lambda value: value is None or _FITS["a finite number"](value),
+    "a finite number, 0 or more": lambda value: _is_number(value) and 0 <= value < math.inf,
+}
+# Of keys that mean the same in every file that has them.
+_KINDS = {
+    **dict.fromkeys(("files", "metrics", "counts", "tables"), "an object"),
+    **dict.fromkeys(("statistics", "figures", "checks"), "a list"),
+    **dict.fromkeys(("config_hash", "git_commit", "tracking_key", "checkpoint"), "a text"),
+    **dict.fromkeys(("seconds_stage", "seconds_training"), "a finite number, 0 or more"),
+}
 
 
 def sha256_file(path: Path) -> str:
@@ -140,10 +158,30 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def expect(kind: str, value: object, where: str) -> None:
+    """Raise DvpError, which `where` begins, unless `value` is what the words `kind` say, such as `an object`."""
+    if not _FITS[kind](value):
+        found = "null" if value is None else repr(value)[:60]
+        raise DvpError(f"{where}: expected {kind}, found {found}")
+
+
+def expect_keys(value: object, kinds: Mapping[str, str], where: str) -> None:
+    """Raise DvpError unless `value` is an object with these keys, each of its kind.
+
+    `where` begins the message and ends before a key: `FILE: ` or `FILE: key.`.
+    """
+    expect("an object", value, where.rstrip(".: "))
+    for key, kind in kinds.items():
+        if key not in value:
+            raise DvpError(f"{where}{key}: expected {kind}, found nothing")
+        expect(kind, value[key], f"{where}{key}")
+
+
 def read_json(path: Path, *required: str) -> dict:
     """Read a JSON object and check that it has the `required` keys.
 
-    Raises DvpError if the file is missing, is not a JSON object, or lacks a key.
+    Raises DvpError if the file is missing, is not a JSON object, lacks a key, or has something else than belongs under
+    a key that means the same in every file.
     """
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
@@ -158,6 +196,9 @@ def read_json(path: Path, *required: str) -> dict:
     for key in required:
         if key not in value:
             raise DvpError(f"{path}: key '{key}' is missing")
+    for key, kind in _KINDS.items():
+        if key in value:
+            expect(kind, value[key], f"{path}: {key}")
     return value
 
 
@@ -199,6 +240,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

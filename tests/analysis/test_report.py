@@ -86,6 +86,22 @@ def test_terminal_table(written):
     assert len([line for line in text.splitlines() if line.startswith(("base", "RLOO", "DVP"))]) == 8
 
 
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables: expected an object, found []"),
+        ({}, "tables.main_table: expected an object, found nothing"),
+        ({"main_table": {"title": "t"}}, "tables.main_table.headings: expected a list, found nothing"),
+    ],
+)
+def test_a_terminal_table_that_is_none_is_refused(tmp_path, tables, message):
+    path = tmp_path / "report/training.json"
+    write_json(path, {"tables": tables})
+    with pytest.raises(DvpError) as error:
+        print_table(tmp_path)
+    assert str(error.value) == f"{path}: {message}"
+
+
 def change(path: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 

@@ -150,6 +150,11 @@ def test_rows_of_other_settings_are_not_this_runs(folder):
         (f"runs/{RUN}/metrics.jsonl", '{"reward": 1}\n', "line 1: expected a JSON object with an integer 'step'"),
         (f"runs/{RUN}/metrics.jsonl", b'{"step": 1}\n\xff\n', "not UTF-8 text (invalid start byte at byte 12)"),
         (f"runs/{RUN}/metrics.jsonl", '{"step": 1, "step": 2}\n', "line 1: not valid JSON (key 'step' is there twice)"),
+        (
+            f"runs/{RUN}/metrics.jsonl",
+            '{"step": 1, "seconds": NaN}\n',
+            "line 1: seconds: expected a finite number, 0 or more, found nan",
+        ),
         (f"runs/{RUN}/metrics.jsonl", None, "no such file"),
     ],
 )

@@ -295,6 +295,8 @@ def load_mismatch(experiment: Experiment, results: Path) -> Mismatch:
             raise DvpError(f"{where}: problem: expected {problems} different ones, found {len(names)}")
         unit = {name: experiment.seeds.index(measurement.seed) * problems + i for i, name in enumerate(names)}
         for name, table in read.items():
+            if table.empty:
+                raise DvpError(f"{path.with_name(name)}.parquet: no rows")
             frames[name].append(table.assign(unit=table["problem"].map(unit), **key))
     return Mismatch({name: _joined(parts) for name, parts in frames.items()}, reader.files)
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dvp.errors import DvpError
-from dvp.files import parse_json, sha256_json, write_json
+from dvp.files import expect, parse_json, sha256_json, write_json
 from dvp.tracking.names import metric_name
 
 FOLDER = "tracking"  # below the experiment's folder
@@ -129,6 +129,8 @@ def read_rows(path: Path) -> list[dict]:
             raise DvpError(f"{path}: line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise DvpError(f"{path}: line {number}: expected a JSON object with an integer 'step'")
+        if "seconds" in row:
+            expect("a finite number, 0 or more", row["seconds"], f"{path}: line {number}: seconds")
         rows.append(row)
     return rows
 

@@ -166,7 +166,7 @@ def test_json_is_read_back(tmp_path_factory, value):
             (b'{"a": 1, "b": 2, "%b": %b}' % (key.encode(), value), f"{key}: expected {expected}")
             for key, value, expected in (
                 ("files", b"null", "an object, found null"),
-                ("metrics", b"[]", "an object, found []"),
+                ("tables", b"[]", "an object, found []"),
                 ("tracking_key", b"null", "a text, found null"),
                 ("checkpoint", b"null", "a text, found null"),
                 ("statistics", b"{}", "a list, found {}"),

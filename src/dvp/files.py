@@ -26,7 +26,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 }
 # Of keys that mean the same in every file that has them.
 _KINDS = {
-    **dict.fromkeys(("files", "metrics", "counts", "tables"), "an object"),
+    **dict.fromkeys(("files", "counts", "tables"), "an object"),
     **dict.fromkeys(("statistics", "figures", "checks"), "a list"),
     **dict.fromkeys(("config_hash", "git_commit", "tracking_key", "checkpoint"), "a text"),
     **dict.fromkeys(("seconds_stage", "seconds_training"), "a finite number, 0 or more"),

@@ -173,6 +173,8 @@ def test_missing_and_malformed_scores_are_refused(experiment, results):
         assert "\n" not in str(error.value)
         (folder / "scores.json").write_text(kept)
 
+    change(folder / "scores.json", metrics=None)
+    refused(r"scores.json: metrics: expected an object, found null")
     change(folder / "scores.json", metrics={})
     refused(r"metrics.avg@8.value: expected a fraction")
     change(folder / "scores.json", metrics=json.loads(kept)["metrics"] | {"avg@8": {"value": 0.123}})

@@ -22,7 +22,7 @@ from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, GridPoint, Measurement, Run, Sampler
-from dvp.files import read_json, sha256_file, verify_checksums
+from dvp.files import expect, read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
 
@@ -395,6 +395,7 @@ class _Reader:
         expected |= sampler.model_dump() if sampler else {}
         name, seed = (run.path, run.seed) if run else (BASE, None)
         record = self.record("evaluate", source, name, seed, expected, ["samples.parquet"], ("metrics",))
+        expect("an object", record["metrics"], f"{path}: metrics")
         row: dict[str, Any] = {"source": source}
         for key, name in (("avg", f"avg@{k}"), ("pass", f"pass@{k}"), ("maj", f"maj@{k}")):
             entry = record["metrics"].get(name)

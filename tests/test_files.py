@@ -149,9 +149,34 @@ def test_json_is_read_back(tmp_path_factory, value):
         (b"", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
         (b'{"a": 1', "not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),
         (b'{"a": "\xff"}', "not valid JSON ('utf-8' codec can't decode byte 0xff in position 7: invalid start byte)"),
+        (b'{"a": 1, "b": 2, "a": 1}', "not valid JSON (key 'a' is there twice)"),
+        (
+            b'{"a": ["x \\ud83d y"]}',
+            "not valid JSON (half a character (\\ud83d without its other half), which is no text)",
+        ),
+        (
+            b'{"a": %b}' % (b"1" * 5000),
+            "not valid JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits)",
+        ),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON (nested too deeply)"),
         (b"[1]", "expected a JSON object, found list"),
         (b"null", "expected a JSON object, found NoneType"),
         (b'{"a": 1}', "key 'b' is missing"),
+        *(
+            (b'{"a": 1, "b": 2, "%b": %b}' % (key.encode(), value), f"{key}: expected {expected}")
+            for key, value, expected in (
+                ("files", b"null", "an object, found null"),
+                ("tables", b"[]", "an object, found []"),
+                ("tracking_key", b"null", "a text, found null"),
+                ("checkpoint", b"null", "a text, found null"),
+                ("statistics", b"{}", "a list, found {}"),
+                ("seconds_stage", b'"7"', "a finite number, 0 or more, found '7'"),
+                ("seconds_stage", b"-1", "a finite number, 0 or more, found -1"),
+                ("seconds_training", b"NaN", "a finite number, 0 or more, found nan"),
+                ("seconds_training", b"true", "a finite number, 0 or more, found True"),
+                ("seconds_training", b"1e999", "a finite number, 0 or more, found inf"),
+            )
+        ),
     ],
 )
 def test_bad_json_is_named(tmp_path, content, message):

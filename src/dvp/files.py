@@ -2,16 +2,35 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from dvp.errors import DvpError
+
+# By the words for it, what a value is expected to be; true and false are no numbers.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a text": lambda value: isinstance(value, str),
+    "a finite number": lambda value: _is_number(value) and -math.inf < value < math.inf,
+    "a finite number or null": lambda value: value is None or _FITS["a finite number"](value),
+    "a finite number, 0 or more": lambda value: _is_number(value) and 0 <= value < math.inf,
+}
+# Of keys that mean the same in every file that has them.
+_KINDS = {
+    **dict.fromkeys(("files", "counts", "tables"), "an object"),
+    **dict.fromkeys(("statistics", "figures", "checks"), "a list"),
+    **dict.fromkeys(("config_hash", "git_commit", "tracking_key", "checkpoint"), "a text"),
+    **dict.fromkeys(("seconds_stage", "seconds_training"), "a finite number, 0 or more"),
+}
 
 
 def sha256_file(path: Path) -> str:
@@ -120,24 +139,66 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, dump_json(value) + "\n")
 
 
+def parse_json(text: str) -> Any:
+    """What a JSON text says. Raises ValueError, with one line, for one that is not valid or cannot be kept as it is."""
+    try:
+        value = json.loads(text, object_pairs_hook=_once_each)
+        if "\\u" in text:  # only an escape can say half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"half a character (\\u{ord(half):04x} without its other half), which is no text") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        # Python's own words go on about its settings.
+        raise ValueError(str(error).partition(";")[0]) from None
+    return value
+
+
+def expect(kind: str, value: object, where: str) -> None:
+    """Raise DvpError, which `where` begins, unless `value` is what the words `kind` say, such as `an object`."""
+    if not _FITS[kind](value):
+        found = "null" if value is None else repr(value)[:60]
+        raise DvpError(f"{where}: expected {kind}, found {found}")
+
+
+def expect_keys(value: object, kinds: Mapping[str, str], where: str) -> None:
+    """Raise DvpError unless `value` is an object with these keys, each of its kind.
+
+    `where` begins the message and ends before a key: `FILE: ` or `FILE: key.`.
+    """
+    expect("an object", value, where.rstrip(".: "))
+    for key, kind in kinds.items():
+        if key not in value:
+            raise DvpError(f"{where}{key}: expected {kind}, found nothing")
+        expect(kind, value[key], f"{where}{key}")
+
+
 def read_json(path: Path, *required: str) -> dict:
     """Read a JSON object and check that it has the `required` keys.
 
-    Raises DvpError if the file is missing, is not a JSON object, or lacks a key.
+    Raises DvpError if the file is missing, is not a JSON object, lacks a key, or has something else than belongs under
+    a key that means the same in every file.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file; the stage that writes it has not finished") from None
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise DvpError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a JSON object, found {type(value).__name__}")
     for key in required:
         if key not in value:
             raise DvpError(f"{path}: key '{key}' is missing")
+    for key, kind in _KINDS.items():
+        if key in value:
+            expect(kind, value[key], f"{path}: {key}")
     return value
 
 
@@ -179,6 +240,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return value
 
 
 def _remove(path: Path) -> None:

@@ -340,6 +340,8 @@ def copied(results, experiment, tmp_path):
         ("other", r"mismatch.json: measurement: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
         ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
         ("no parquet", r"bounds.parquet: not a parquet file"),
+        ("text", r"gaps.parquet: pairs: expected float64, found 'many' in row 2$"),
+        ("no rows", r"safe_sets.parquet: no rows$"),
     ],
 )
 def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment, tmp_path):
@@ -365,6 +367,11 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
         case "no parquet":
             (folder / "bounds.parquet").write_text("no")
             record["files"]["bounds.parquet"] = sha256_file(folder / "bounds.parquet")
+        case "text":
+            table = pd.read_parquet(folder / "gaps.parquet").astype({"pairs": str})
+            rewrite("gaps", table.assign(pairs=table["pairs"].where(table.index != 1, "many")))
+        case "no rows":
+            rewrite("safe_sets", pd.read_parquet(folder / "safe_sets.parquet").head(0))
     if what != "missing":
         write_json(path, record)
     with pytest.raises(DvpError, match=message):

@@ -210,6 +210,31 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
         answered(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"statistics": None}, "statistics: expected a list, found null"),
+        ({"statistics": [None]}, "statistics.0: expected an object, found null"),
+        ({"statistics": [{"name": "gain"}]}, "statistics.0.unit: expected a text, found nothing"),
+        *(
+            ({"statistics": [statistic(8.0, 5.0, 11.0) | {key: value}]}, f"statistics.0.{key}: expected {expected}")
+            for key, value, expected in (
+                ("where", None, "an object, found null"),
+                ("name", 1, "a text, found 1"),
+                ("value", "8", "a finite number or null, found '8'"),
+            )
+        ),
+    ],
+)
+def test_a_report_with_something_else_than_statistics_is_refused(place, change, message):
+    folder = place()
+    path = folder / "tiny/report/training.json"
+    write_json(path, json.loads(path.read_text()) | change)
+    with pytest.raises(DvpError) as error:
+        answered(folder)
+    assert str(error.value) == f"{path}: {message}"
+
+
 def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))

@@ -86,6 +86,22 @@ def test_terminal_table(written):
     assert len([line for line in text.splitlines() if line.startswith(("base", "RLOO", "DVP"))]) == 8
 
 
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables: expected an object, found []"),
+        ({}, "tables.main_table: expected an object, found nothing"),
+        ({"main_table": {"title": "t"}}, "tables.main_table.headings: expected a list, found nothing"),
+    ],
+)
+def test_a_terminal_table_that_is_none_is_refused(tmp_path, tables, message):
+    path = tmp_path / "report/training.json"
+    write_json(path, {"tables": tables})
+    with pytest.raises(DvpError) as error:
+        print_table(tmp_path)
+    assert str(error.value) == f"{path}: {message}"
+
+
 def change(path: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
@@ -125,6 +141,13 @@ def test_stale_base_evaluation_is_refused(experiment, results):
             lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],
             r"skipped: expected bool",
         ),
+        *(
+            (
+                lambda lines, value=value: [*lines[:1], json.dumps(json.loads(lines[1]) | {"k3": value}), *lines[2:]],
+                rf"k3: expected float64, found {found} in row 2",
+            )
+            for value, found in (("x", "'x'"), (10**400, "10{59}"))
+        ),
     ],
 )
 def test_malformed_metrics_are_refused(experiment, results, edit, message):
@@ -150,6 +173,8 @@ def test_missing_and_malformed_scores_are_refused(experiment, results):
         assert "\n" not in str(error.value)
         (folder / "scores.json").write_text(kept)
 
+    change(folder / "scores.json", metrics=None)
+    refused(r"scores.json: metrics: expected an object, found null")
     change(folder / "scores.json", metrics={})
     refused(r"metrics.avg@8.value: expected a fraction")
     change(folder / "scores.json", metrics=json.loads(kept)["metrics"] | {"avg@8": {"value": 0.123}})

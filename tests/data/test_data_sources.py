@@ -1,6 +1,10 @@
+import datetime
 import json
+import math
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dvp.data.sources import load
@@ -118,13 +122,87 @@ GOOD = {"problem": "1 + 1?", "answer": "2"}
             "row 2: column 'answer': expected a number that means an integer, such as 27.0, found 2.5",
         ),
         (["a", "b"], {}, "row 2: expected an object with named columns, found ['a', 'b']"),
+        *(
+            ({"problem": "a", "answer": value}, {}, f"row 2: column 'answer': expected an answer, found {value}")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        (
+            {"problem": "a", "answer": "1", "id": True},
+            {"columns": {"problem": "problem", "answer": "answer", "id": "id"}},
+            "row 2: column 'id': expected a text or a number, found True",
+        ),
+        (
+            {"problem": "a \ud83d b", "answer": "1"},
+            {},
+            "row 2: not valid JSON: half a character (\\ud83d without its other half), which is no text",
+        ),
     ],
 )
 def test_malformed_rows(write_rows, second, options, message):
-    source = write_rows("bad", [GOOD, second], **options)
+    good = GOOD | {"id": 1} if "columns" in options else GOOD
+    source = write_rows("bad", [good, second], **options)
     with pytest.raises(DvpError) as error:
         load(source, "sources.bad")
     assert str(error.value) == f"sources.bad: {source.path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (True, "True"),
+        (b"0", "b'0'"),
+        (datetime.date(2020, 1, 1), "datetime.date(2020, 1, 1)"),
+    ],
+)
+def test_what_a_parquet_column_holds_is_an_answer_or_refused(tmp_path, value, found):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"problem": ["1 + 1?"], "answer": [value]}), path)
+    source = FileSource(kind="file", path=path, columns=Columns(problem="problem", answer="answer"))
+    with pytest.raises(DvpError) as error:
+        load(source, "x")
+    assert str(error.value) == f"x: {path}: row 1: column 'answer': expected an answer, found {found}"
+
+
+def damaged(content: bytes) -> bytes:
+    """With another byte in the middle of a data page."""
+    return content[:3000] + bytes(255 - byte for byte in content[3000:3400]) + content[3400:]
+
+
+@pytest.mark.parametrize(
+    ("columns", "damage", "message"),
+    [
+        ([("problem", ["a"]), ("answer", ["1"]), ("answer", ["2"])], None, "column 'answer' is there twice"),
+        (
+            [("problem", [f"{n * n * n} + {n}?" for n in range(2000)]), ("answer", ["1"] * 2000)],
+            damaged,
+            "cannot be read after row 0 (OSError: Corrupt snappy",
+        ),
+        (
+            [("problem", pa.array([b"a\xff"]).cast(pa.string(), safe=False)), ("answer", ["1"])],
+            None,
+            "cannot be read after row 0 (UnicodeDecodeError: ",
+        ),
+        (
+            [("problem", ["a"]), ("answer", pa.array([2**60], pa.timestamp("ms")))],
+            None,
+            "cannot be read after row 0 (",
+        ),
+        ([("problem", ["a"]), ("answer", ["1"])], lambda content: content[:4] + bytes(99) + content[103:], ""),
+    ],
+)
+def test_damaged_parquet_files(tmp_path, columns, damage, message):
+    path = tmp_path / "a.parquet"
+    names, values = zip(*columns, strict=True)
+    pq.write_table(pa.table(list(values), names=list(names)), path, use_dictionary=False)
+    if damage:
+        path.write_bytes(damage(path.read_bytes()))
+    source = FileSource(kind="file", path=path, columns=Columns(problem="problem", answer="answer"))
+    with pytest.raises(DvpError) as error:
+        load(source, "x")
+    assert str(error.value).startswith(f"x: {path}: {message}")
+    assert "\n" not in str(error.value)
 
 
 def test_missing_columns(write_rows):
@@ -171,6 +249,21 @@ def test_answers_that_are_numbers_or_boxed(write_rows):
         ("a.json", b'{"problem": "a"}', "expected a list of objects, found dict"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "is it JSON lines? Then call it .jsonl"),
         ("a.json", b"[]", "no rows"),
+        (
+            "a.jsonl",
+            b'{"problem": "a", "answer": "1", "answer": "2"}',
+            "row 1: not valid JSON: key 'answer' is there twice",
+        ),
+        (
+            "a.json",
+            b'[{"problem": "a", "answer": "1"} ,\n {"problem": "a", "x": {"y": 1, "y": 1}}]',
+            "row 2: not valid JSON: key 'y' is there twice",
+        ),
+        ("a.json", b'[{"problem": "a \\ud83d b", "answer": "1"}]', "row 1: not valid JSON: half a character (\\ud83d"),
+        ("a.jsonl", b'{"problem": "a", "answer": %b}' % (b"1" * 5000), "row 1: not valid JSON: Exceeds the limit"),
+        ("a.json", b'[{"problem": "a", "answer": %b}]' % (b"1" * 5000), "not valid JSON (Exceeds the limit"),
+        ("a.jsonl", b"[" * 100_000 + b"]" * 100_000, "row 1: not valid JSON: nested too deeply"),
+        ("a.json", b"[" * 100_000 + b"]" * 100_000, "not valid JSON (nested too deeply)"),
         ("a.parquet", b"nothing of the kind", "not a Parquet file"),
         ("a.csv", b"problem,answer\n", "expected a file that ends in .json, .jsonl, .parquet"),
     ],

@@ -580,6 +580,46 @@ def test_a_row_that_is_being_written_is_left_out_and_a_broken_one_is_named(loade
     assert str(error.value).splitlines() == [str(error.value)]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seconds", -1.0, "seconds: expected a finite number, 0 or more, found -1.0"),
+        ("tokens_per_second", "fast", "tokens_per_second: expected a finite number, 0 or more, found 'fast'"),
+        ("k3", None, "k3: expected a finite number, found null"),
+    ],
+)
+def test_what_a_plan_needs_of_a_step_is_named(loaded, tmp_path, key, value, message):
+    record = Recorded(loaded, tmp_path)
+    run = of(loaded, "rloo", "coarse")
+    record.steps(run, (1.0, 128, 40))
+    file = tmp_path / "runs" / run.path / "metrics.jsonl"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {key: value}) + "\n", encoding="utf-8")
+    with pytest.raises(DvpError) as error:
+        make_plan(loaded, tmp_path)
+    assert str(error.value) == f"{file}: line 1: {message}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (None, "counts: expected an object, found null"),
+        ({}, "counts.evaluation: expected an object, found nothing"),
+        ({"evaluation": {"held_out": "200"}}, "counts.evaluation.held_out: expected a finite number, 0 or more, "),
+    ],
+)
+def test_counts_that_are_no_numbers_are_named(loaded, tmp_path, counts, message):
+    Recorded(loaded, tmp_path).write("data/manifest.json", "prepare", counts=counts)
+    with pytest.raises(DvpError) as error:
+        make_plan(loaded, tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'data/manifest.json'}: {message}")
+
+
+def test_a_preflight_without_figures_is_named(loaded, tmp_path):
+    rehearsed(loaded, tmp_path, "coarse", seconds=None)
+    with pytest.raises(DvpError, match=r"preflight\.json: seconds: expected an object, found null"):
+        make_plan(loaded, tmp_path)
+
+
 def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):
     """Snakemake times the process from its start; a copied stage keeps the seconds of the work itself."""
     record = Recorded(loaded, tmp_path)
@@ -595,8 +635,12 @@ def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):
     converted = stage(planning.make_plan(loaded, jobs, tmp_path), "convert")
     assert converted["gpu_hours"] * 3600 == pytest.approx(10 * (15 + 20) / 2)
     assert converted["peak_memory"] == 300 * 2**20
-    file.write_text("nothing\n", encoding="utf-8")
-    with pytest.raises(DvpError, match=r"\.tsv: not a benchmark of Snakemake's"):
+    for content in (b"nothing\n", b"s\th:m:s\tmax_rss\n\xff\t0:00:15\t1.0\n"):
+        file.write_bytes(content)
+        with pytest.raises(DvpError, match=r"\.tsv: not a benchmark of Snakemake's"):
+            planning.make_plan(loaded, jobs, tmp_path)
+    file.write_text("s\th:m:s\tmax_rss\nnan\t0:00:15\t1.0\n", encoding="utf-8")
+    with pytest.raises(DvpError, match=r"\.tsv: s: expected a finite number, 0 or more, found nan"):
         planning.make_plan(loaded, jobs, tmp_path)
 
 

@@ -148,12 +148,21 @@ def test_rows_of_other_settings_are_not_this_runs(folder):
         (RECORD, '{"experiment": "smoke"}', "name: Field required"),
         (f"runs/{RUN}/metrics.jsonl", '{"step": 1}\nx\n', "line 2: not valid JSON"),
         (f"runs/{RUN}/metrics.jsonl", '{"reward": 1}\n', "line 1: expected a JSON object with an integer 'step'"),
+        (f"runs/{RUN}/metrics.jsonl", b'{"step": 1}\n\xff\n', "not UTF-8 text (invalid start byte at byte 12)"),
+        (f"runs/{RUN}/metrics.jsonl", '{"step": 1, "step": 2}\n', "line 1: not valid JSON (key 'step' is there twice)"),
+        (
+            f"runs/{RUN}/metrics.jsonl",
+            '{"step": 1, "seconds": NaN}\n',
+            "line 1: seconds: expected a finite number, 0 or more, found nan",
+        ),
         (f"runs/{RUN}/metrics.jsonl", None, "no such file"),
     ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_sent(stages, monkeypatch, name, text, message):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{stages.parent}/another.db")
-    (stages / name).unlink() if text is None else (stages / name).write_text(text)
+    (stages / name).unlink()
+    if text is not None:
+        (stages / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DvpError) as error:
         track_here(stages / "config.yaml")
     assert str(error.value).startswith(f"{stages / name}: {message}")

@@ -17,13 +17,18 @@ from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_resolved
-from dvp.files import read_json
+from dvp.files import expect_keys, read_json
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
 NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
 NOT_TESTED = "not tested yet"
 VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_SEEN, NOT_TESTABLE, NOT_TESTED)
 MET, FAILED, OPEN, MISSING = "met", "failed", "open", "not measured"
+_STATISTIC = (
+    dict.fromkeys(("name", "unit", "how"), "a text")
+    | {"where": "an object", "sources": "a list"}
+    | dict.fromkeys(("value", "low", "high"), "a finite number or null")
+)
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 
 
@@ -136,6 +141,8 @@ def _read(folder: Path) -> dict[str, Any]:
         path = folder / "report" / f"{name}.json"
         part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
         check_fresh(path, part, experiment.config_hash("report"))
+        for number, statistic in enumerate(part["statistics"]):
+            expect_keys(statistic, _STATISTIC, f"{path}: statistics.{number}.")
         reports[name] = part["tracking_key"]
         files |= part["files"]
         statistics += part["statistics"]

@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 import pandera.pandas as pa
 import pyarrow
-from pandera.errors import SchemaError, SchemaErrorReason
+from pandera.errors import SchemaError, SchemaErrorReason, SchemaErrors
 
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, GridPoint, Measurement, Run, Sampler
-from dvp.files import read_json, sha256_file, verify_checksums
+from dvp.files import expect, read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
 
@@ -295,6 +295,8 @@ def load_mismatch(experiment: Experiment, results: Path) -> Mismatch:
             raise DvpError(f"{where}: problem: expected {problems} different ones, found {len(names)}")
         unit = {name: experiment.seeds.index(measurement.seed) * problems + i for i, name in enumerate(names)}
         for name, table in read.items():
+            if table.empty:
+                raise DvpError(f"{path.with_name(name)}.parquet: no rows")
             frames[name].append(table.assign(unit=table["problem"].map(unit), **key))
     return Mismatch({name: _joined(parts) for name, parts in frames.items()}, reader.files)
 
@@ -393,6 +395,7 @@ class _Reader:
         expected |= sampler.model_dump() if sampler else {}
         name, seed = (run.path, run.seed) if run else (BASE, None)
         record = self.record("evaluate", source, name, seed, expected, ["samples.parquet"], ("metrics",))
+        expect("an object", record["metrics"], f"{path}: metrics")
         row: dict[str, Any] = {"source": source}
         for key, name in (("avg", f"avg@{k}"), ("pass", f"pass@{k}"), ("maj", f"maj@{k}")):
             entry = record["metrics"].get(name)
@@ -461,7 +464,7 @@ def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
 def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise DvpError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
     if "rho" in frame:  # null of a method that takes none
         frame["rho"] = frame["rho"].astype(object).where(frame["rho"].notna(), "none")
@@ -471,7 +474,8 @@ def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
 def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     try:
         return schema.validate(frame)
-    except SchemaError as error:
+    except (SchemaError, SchemaErrors) as caught:
+        error = caught.schema_errors[0] if isinstance(caught, SchemaErrors) else caught
         cases = error.failure_cases
         if error.reason_code == SchemaErrorReason.COLUMN_NOT_IN_DATAFRAME:
             raise DvpError(f"{path}: column '{cases}' is missing") from None
@@ -479,5 +483,5 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
         place = ""
         if isinstance(cases, pd.DataFrame) and len(cases):
             row, value = cases[["index", "failure_case"]].iloc[0]
-            place = f", found {value!r}" + ("" if pd.isna(row) else f" in row {row + 1}")
+            place = f", found {repr(value)[:60]}" + ("" if pd.isna(row) else f" in row {row + 1}")
         raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{place}") from None

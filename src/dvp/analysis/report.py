@@ -27,7 +27,7 @@ from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
 from dvp.experiment.config import Experiment
-from dvp.files import read_json, sha256_file, write_text
+from dvp.files import expect, expect_keys, read_json, sha256_file, write_text
 
 GAIN, KL_BOUND = "dvp_mis_gain", "dvp_kl"  # the published values that the tables and figures quote
 
@@ -154,7 +154,14 @@ def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
 
 def print_table(folder: Path) -> str:
     """The main table in `folder` as text for a terminal of 110 columns. Raises DvpError."""
-    return to_text(Formatted(**read_json(folder / "report" / "training.json", "tables")["tables"]["main_table"]))
+    path = folder / "report" / "training.json"
+    tables = read_json(path, "tables")["tables"]
+    expect_keys(tables, {"main_table": "an object"}, f"{path}: tables.")
+    table, where = tables["main_table"], f"{path}: tables.main_table"
+    expect_keys(table, {"title": "a text", "headings": "a list", "rows": "a list", "notes": "a list"}, f"{where}.")
+    for number, row in enumerate(table["rows"]):
+        expect("a list", row, f"{where}.rows.{number}")
+    return to_text(Formatted(*(table[key] for key in Formatted._fields)))
 
 
 def _plain(statistic: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """Reading problems: from the hub, from a file, or generated. The same code maps hub rows and file rows."""
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +17,16 @@ from dvp.data.generators import GENERATORS
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
 from dvp.experiment.data import FileSource, GeneratedSource, HubSource
+from dvp.files import parse_json
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000
+_BETWEEN = re.compile(r"[\s,]*")  # two items of a JSON list
 # A row is read whole: these bound what a hostile or broken file can make of memory.
 LONGEST_LINE = 2**24  # characters
 LARGEST_LIST = 2**28  # bytes
+# What pyarrow raises for a damaged file, for text that is not UTF-8 and for times that Python does not have.
+UNREADABLE = (OSError, ValueError, OverflowError, pa.ArrowException)
 
 
 class Row(NamedTuple):
@@ -98,7 +106,7 @@ def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, nam
         identifier = str(number)
         if columns.id:
             value = _dig(row, columns.id, at)
-            if not isinstance(value, str | int) or value == "":
+            if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
                 raise DvpError(f"{at}: column '{columns.id}': expected a text or a number, found {_short(value)}")
             identifier = str(value)
         yield Row(
@@ -141,7 +149,8 @@ def _stripped(problem: str, remove: list[str]) -> str:
 
 
 def _answer(value: Any, answer_format: str, at: str) -> str:
-    if value is None or isinstance(value, bool | list | dict) or not str(value).strip():
+    known = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+    if not known or not str(value).strip() or (isinstance(value, float) and not math.isfinite(value)):
         raise DvpError(f"{at}: expected an answer, found {_short(value)}")
     text = str(value).strip()
     if answer_format == "gsm8k":
@@ -175,9 +184,7 @@ def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
                 if len(line) > LONGEST_LINE:
                     raise DvpError(f"{name}: row {number}: longer than {LONGEST_LINE} characters; no problem is")
                 if line.strip():
-                    yield number, _object(json.loads(line), f"{name}: row {number}")
-        except json.JSONDecodeError as error:
-            raise DvpError(f"{name}: row {number}: not valid JSON: {error.msg} (column {error.colno})") from None
+                    yield number, _object(line, f"{name}: row {number}")
         except UnicodeDecodeError as error:
             raise DvpError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -186,16 +193,36 @@ def _json_list(path: Path, name: str) -> Iterator[tuple[int, Any]]:
     if path.stat().st_size > LARGEST_LIST:
         raise DvpError(f"{name}: larger than {LARGEST_LIST} bytes, which are read at once; make it JSON lines (.jsonl)")
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        rows = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DvpError(f"{name}: not valid JSON ({error}); is it JSON lines? Then call it .jsonl") from None
+    except RecursionError:
+        raise DvpError(f"{name}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise DvpError(f"{name}: not valid JSON ({str(error).partition(';')[0]})") from None
     if not isinstance(rows, list):
         raise DvpError(f"{name}: expected a list of objects, found {type(rows).__name__}")
-    for number, row in enumerate(rows, start=1):
-        yield number, _object(row, f"{name}: row {number}")
+    for number, item in enumerate(_items(text), start=1):
+        yield number, _object(item, f"{name}: row {number}")
 
 
-def _object(row: Any, at: str) -> dict:
+def _items(text: str) -> Iterator[str]:
+    """The text of each item of a JSON list, so that what is wrong with one has its number."""
+    decoder, start = json.JSONDecoder(), text.index("[") + 1
+    while text[start := _BETWEEN.match(text, start).end()] != "]":
+        _, end = decoder.raw_decode(text, start)
+        yield text[start:end]
+        start = end
+
+
+def _object(text: str, at: str) -> dict:
+    try:
+        row = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise DvpError(f"{at}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except ValueError as error:
+        raise DvpError(f"{at}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise DvpError(f"{at}: expected an object with named columns, found {_short(row)}")
     return row
@@ -204,10 +231,14 @@ def _object(row: Any, at: str) -> dict:
 def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, Any]], int]:
     try:
         file = pq.ParquetFile(source.path)
-    except (pa.ArrowInvalid, OSError) as error:
+        present = file.schema_arrow.names
+    except UNREADABLE as error:
         raise DvpError(f"{name}: not a Parquet file ({_first_line(error)})") from None
-    columns = _top_level(source, file.schema_arrow.names)
-    return _numbered(file.iter_batches(batch_size=_BATCH, columns=columns)), file.metadata.num_rows
+    twice = [column for column, count in Counter(present).items() if count > 1]
+    if twice:
+        raise DvpError(f"{name}: column '{twice[0]}' is there twice")
+    columns = _top_level(source, present)
+    return _numbered(file.iter_batches(batch_size=_BATCH, columns=columns), name), file.metadata.num_rows
 
 
 def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]], int]:
@@ -223,7 +254,7 @@ def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]],
         ) from None
     columns = _top_level(source, dataset.column_names)
     batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=_BATCH)
-    return _numbered(batches), len(dataset)
+    return _numbered(batches, where), len(dataset)
 
 
 def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
@@ -234,10 +265,16 @@ def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
     return list(dict.fromkeys(needed)) if set(needed) <= set(present) else present
 
 
-def _numbered(batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[tuple[int, Any]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
+def _numbered(batches: Iterable[pa.RecordBatch | pa.Table], name: str) -> Iterator[tuple[int, Any]]:
+    number, batches = 0, iter(batches)
+    while True:
+        try:
+            rows = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except UNREADABLE as error:
+            raise DvpError(f"{name}: cannot be read after row {number} ({_first_line(error)})") from None
+        for row in rows:
             number += 1
             yield number, row
 

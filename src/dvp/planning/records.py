@@ -10,7 +10,7 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import BASE, RESULTS
 from dvp.experiment.grid import Run
-from dvp.files import read_json
+from dvp.files import expect_keys, read_json
 from dvp.planning.dag import Job
 from dvp.tracking.record import read_rows
 
@@ -24,6 +24,12 @@ RECORDS = {
     "bias.json",
 }
 """With which the stages before the report end."""
+NEEDED = dict.fromkeys(("seconds", "tokens_per_second", "response_tokens_mean"), "a finite number, 0 or more") | {
+    "k3": "a finite number"
+}
+"""What a plan needs of a step."""
+REHEARSED = dict.fromkeys(("seconds", "kept"), "an object") | {"kl": "a finite number"}
+"""What it needs of a preflight, among what may be null."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +87,26 @@ class Records:
         path = self._folder / job.benchmark if job.benchmark else None
         if path is None or not path.is_file():
             return None
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
         try:
-            return {key: float(rows[-1][key]) for key in ("s", "max_rss")}
-        except (IndexError, ValueError, KeyError, TypeError) as error:
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file, delimiter="\t"))
+            measured = {key: float(rows[-1][key]) for key in ("s", "max_rss")}
+        except (IndexError, ValueError, KeyError, TypeError, csv.Error) as error:
             raise DvpError(f"{path}: not a benchmark of Snakemake's ({type(error).__name__}: {error})") from None
+        expect_keys(measured, dict.fromkeys(measured, "a finite number, 0 or more"), f"{path}: ")
+        return measured
 
     def problems(self) -> dict[str, int]:
         """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
         record = self._read("data/manifest.json", "config_hash", "counts")
         current = record and record["config_hash"] == self._experiment.config_hash("prepare")
-        return dict(record["counts"]["evaluation"]) if current else {}
+        if not current:
+            return {}
+        where = f"{self._folder / 'data/manifest.json'}: counts."
+        expect_keys(record["counts"], {"evaluation": "an object"}, where)
+        counted = record["counts"]["evaluation"]
+        expect_keys(counted, dict.fromkeys(counted, "a finite number, 0 or more"), f"{where}evaluation.")
+        return dict(counted)
 
     @cached_property
     def training(self) -> dict[str, Trained]:
@@ -105,16 +119,13 @@ class Records:
         for run in self._experiment.runs if self._current else ():
             path = self._folder / "runs" / run.path / "metrics.jsonl"
             rows = read_rows(path) if path.is_file() else []
-            try:
-                tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
-                if tokens > 0:
-                    seconds = sum(row["seconds"] for row in rows)
-                    length = fmean(row["response_tokens_mean"] for row in rows)
-                    rates[run.path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
-            except (KeyError, TypeError) as error:
-                raise DvpError(
-                    f"{path}: a row without what a plan needs of its step ({type(error).__name__}: {error})"
-                ) from None
+            for number, row in enumerate(rows, start=1):
+                expect_keys(row, NEEDED, f"{path}: line {number}: ")
+            tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
+            if tokens > 0:
+                seconds = sum(row["seconds"] for row in rows)
+                length = fmean(row["response_tokens_mean"] for row in rows)
+                rates[run.path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
         return rates
 
     def preflight(self, path: str) -> dict | None:
@@ -126,6 +137,8 @@ class Records:
             return None
         if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
             return None
+        where = self._folder / RESULTS["preflight"].replace("{of}", path)
+        expect_keys(record, REHEARSED, f"{where}: ")
         return record | {"checks": {line["check"]: line for line in record["checks"]}}
 
     def startup(self, run: Run) -> float | None:

@@ -1,6 +1,5 @@
 """What a stage says of itself for the tracking store: a file, from which the store can be fed at any time."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dvp.errors import DvpError
-from dvp.files import sha256_json, write_json
+from dvp.files import expect, parse_json, sha256_json, write_json
 from dvp.tracking.names import metric_name
 
 FOLDER = "tracking"  # below the experiment's folder
@@ -118,14 +117,20 @@ def read_rows(path: Path) -> list[dict]:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file, although the stage's tracking record names it") from None
+    except OSError as error:
+        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise DvpError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise DvpError(f"{path}: line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise DvpError(f"{path}: line {number}: expected a JSON object with an integer 'step'")
+        if "seconds" in row:
+            expect("a finite number, 0 or more", row["seconds"], f"{path}: line {number}: seconds")
         rows.append(row)
     return rows
 

@@ -299,15 +299,19 @@ ANSWERING = _option(
 def evidence(
     experiments: Annotated[list[str], ANSWERING],
     output: Annotated[Path, _option("FOLDER", "where the page goes")],
+    earlier: Annotated[
+        Path | None, _option("claims.json", "of an earlier page: it answers what none of these experiments does")
+    ] = None,
     more: More = None,
 ) -> None:
     """Hold what was measured against what was published.
 
-    Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html and claims.json.
+    Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html, claims.json and figures/. What
+    neither these experiments nor an earlier page answer stands there as not run.
     """
     from dvp.analysis import stage
 
-    stage.evidence([*experiments, *(more or [])], output)
+    stage.evidence([*experiments, *(more or [])], output, earlier)
 
 
 FARTHEST = "where the mismatch is largest"

@@ -17,7 +17,7 @@ STAGE_VERSIONS = {
     "report_bias": 5,
     "report_variance": 2,
     "report_sweep": 3,
-    "evidence": 4,
+    "evidence": 5,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.
 

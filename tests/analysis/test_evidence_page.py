@@ -1,13 +1,14 @@
 """The page of claims: conditions, verdicts, and what it says of where the numbers come from."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
 from made_up_results import make_experiment
 
 from dvp.analysis.claims import Condition
-from dvp.analysis.evidence import answer, render, status, verdict
+from dvp.analysis.evidence import answer, collect_figures, render, status, verdict
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment
 from dvp.files import write_json, write_text
@@ -55,6 +56,7 @@ def make_place(folder, *statistics):
     record = {"statistics": list(statistics), "files": {"runs/a/train.json": ORIGIN}}
     record |= {"config_hash": experiment.config_hash("report"), "tracking_key": "report 1", "figures": ["scores"]}
     write_json(folder / "tiny/report/training.json", record)
+    write_text(folder / "tiny/figures/scores.png", "a picture")
     return folder
 
 
@@ -65,6 +67,11 @@ def place(tmp_path):
 
 def answered(folder):
     return answer([f"grid={folder / 'tiny'}"], folder / "claims.yaml")
+
+
+def rendered(answers, folder):
+    collect_figures(answers, folder)
+    return render(answers, folder)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_what_an_experiment_does_not_measure_is_said_and_is_no_verdict(place):
     assert gain["verdict"] == "not tested yet"
     assert {one["status"] for one in gain["conditions"]} == {"not measured"}
     assert "grid has it of rho 0.5, exp(-13) | not measured" in render(result, folder)["claims.md"]
-    assert "grid measures no gain" in render(answered(place()), folder)["claims.html"]
+    assert "grid measures no gain" in rendered(answered(place()), folder)["claims.html"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
     }
     folder = make_place(tmp_path, statistic(*measured) | {"name": "score_over_other", "unit": "fraction"})
     (folder / "claims.yaml").write_text(json.dumps(claims))
-    page = render(answered(folder), folder)["claims.md"]
+    page = rendered(answered(folder), folder)["claims.md"]
     short, row = (line for line in page.splitlines() if line.startswith("| ["))
     assert says in row
     value, low, high = (f"{100 * number:.3g}" for number in measured)
@@ -176,12 +183,10 @@ def test_a_figure_of_an_earlier_run_is_not_shown(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     path = folder / "tiny/report/training.json"
     write_json(path, json.loads(path.read_text()) | {"figures": []})
-    (folder / "tiny/figures").mkdir()
-    (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     result = answered(folder)
     assert result["claims"][0]["figure"] is None
     assert "scores.png" not in render(result, folder)["claims.md"]
-    assert "data:image" not in render(result, folder)["claims.html"]
+    assert "data:image" not in rendered(result, folder)["claims.html"]
 
 
 def test_a_condition_that_two_statistics_fit_is_refused(place):
@@ -190,12 +195,75 @@ def test_a_condition_that_two_statistics_fit_is_refused(place):
         answered(folder)
 
 
-def test_an_experiment_that_is_asked_for_and_not_named_is_refused(place):
+def test_an_experiment_that_no_claim_asks_for_is_told(place):
     folder = place(statistic(1.0, 0.5, 1.5, rho="0.01"))
-    with pytest.raises(DvpError, match=r"evidence: 'grid', for which .*claims.yaml asks, is missing"):
-        answer([f"mismatch={folder / 'tiny'}"], folder / "claims.yaml")
+    pages = rendered(answer([f"grit={folder / 'tiny'}"], folder / "claims.yaml"), folder)
+    for name in ("claims.md", "claims.html"):
+        assert "Not run for this page: grid." in pages[name]
+        assert "Run, and asked for by no claim: grit." in pages[name]
     with pytest.raises(DvpError, match="expected KEY=FOLDER"):
         answer(["grid"], folder / "claims.yaml")
+
+
+def test_what_was_not_run_is_said_and_is_no_verdict(place):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    result = answer([], folder / "claims.yaml")
+    assert (result["not_run"], result["claims"][0]["verdict"]) == (["grid"], "not tested yet")
+    pages = rendered(result, folder)
+    assert "Not run for this page: grid." in pages["claims.md"]
+    assert "| [it gains](#gain) | 20 % | grid was not run |" in pages["claims.md"]
+    assert "Not run for this page: grid." in pages["claims.html"]
+
+
+def test_a_later_page_takes_over_what_was_measured_and_holds_it_against_its_own_rules(place):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"), statistic(99.0, 98.0, 100.0, rho="exp(-13)"))
+    first, path = answered(folder), folder / "first/claims.json"
+    rendered(first, folder / "first")
+    write_json(path, first | {"tracking_key": "page 1"})
+    shutil.rmtree(folder / "tiny")
+    (folder / "claims.yaml").write_text(CLAIMS.replace("contains: 20", "contains: 10"))
+
+    later = answer([], folder / "claims.yaml", path)
+    page = rendered(later, folder / "later")["claims.md"]
+    assert first["claims"][0]["verdict"] == "reproduced in part"
+    assert later["claims"][0]["verdict"] == "reproduced"
+    assert later["claims"][0]["files"] == first["claims"][0]["files"] == {"tiny/runs/a/train.json": ORIGIN}
+    assert [one["settings"] for one in later["claims"][0]["conditions"]] == [2, 2]
+    assert "Measured for an earlier page and held against the rules of this one: grid." in page
+    assert (folder / "later/figures/tiny/scores.png").read_text() == "a picture"
+    assert later["not_run"] == []
+
+    # Of a page of a page it is still known where it was made; and what is measured anew replaces it.
+    write_json(folder / "later/claims.json", later | {"tracking_key": "page 2"})
+    third = answer([], folder / "claims.yaml", folder / "later/claims.json")
+    assert third["experiments"]["grid"]["earlier"] == "page 1"
+    place(statistic(-8.0, -11.0, -5.0, rho="0.01"))
+    anew = answer([f"grid={folder / 'tiny'}"], folder / "claims.yaml", path)
+    assert anew["claims"][0]["conditions"][0]["value"] == -8.0
+    assert anew["experiments"]["grid"]["earlier"] is None
+
+    # A rule that asks for something else has no number there.
+    (folder / "claims.yaml").write_text(CLAIMS.replace("1e-2", "1e-3"))
+    other = answer([], folder / "claims.yaml", path)
+    assert other["claims"][0]["conditions"][0]["instead"] == "the earlier page did not ask for it"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experiments": []}, "experiments: expected an object, found []"),
+        ({"experiments": {"grid": {}}}, "experiments.grid.folder: expected a text, found nothing"),
+    ],
+)
+def test_an_earlier_page_that_is_none_is_refused(place, change, message):
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    path = folder / "claims.json"
+    write_json(path, answered(folder) | {"tracking_key": "page 1"} | change)
+    with pytest.raises(DvpError) as error:
+        answer([], folder / "claims.yaml", path)
+    assert str(error.value) == f"{path}: {message}"
+    with pytest.raises(DvpError, match=r"other\.json: no such file"):
+        answer([], folder / "claims.yaml", folder / "other.json")
 
 
 def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
@@ -238,7 +306,7 @@ def test_a_report_with_something_else_than_statistics_is_refused(place, change, 
 def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
-    page = render(result, folder / "evidence")["claims.md"]
+    page = rendered(result, folder / "evidence")["claims.md"]
     table = page.partition("|---|---|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert len(table) == 2  # a row a condition
     short = page.partition("|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
@@ -256,8 +324,9 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
     assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
     assert "Scale of grid: " in page
-    assert page.count("(../tiny/figures/scores.png)") == 2
-    html = render(result, folder)["claims.html"]
+    assert page.count("(figures/tiny/scores.png)") == 2
+    assert (folder / "evidence/figures/tiny/scores.png").read_text() == "a picture"
+    html = render(result, folder / "evidence")["claims.html"]
     for text in (
         "<td>8 [5, 11] %</td>",
         "reproduced in part",
@@ -272,11 +341,10 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
 
 def test_the_html_page_escapes_what_it_quotes_and_holds_its_figures(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
-    (folder / "tiny/figures").mkdir()
     (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     result = answered(folder)
     result["claims"][0]["text"] = "<script>"
-    html = render(result, folder)["claims.html"]
+    html = rendered(result, folder)["claims.html"]
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert "data:image/png;base64,iVBORw==" in html

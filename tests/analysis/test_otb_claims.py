@@ -35,9 +35,9 @@ def shipped(name: str, **bias):
 def check(name: str, statistics: list) -> None:
     conditions = [condition for condition in ASKED if condition.experiment == name]
     assert len(conditions) >= 2
-    report = {"statistics": [vars(statistic) for statistic in statistics]}
+    report = {"statistics": [vars(statistic) for statistic in statistics], "measured": {}, "earlier": None}
     for condition in conditions:
-        answered = _answer_condition(condition.says, condition, report)
+        answered = _answer_condition(condition.says, condition, {condition.experiment: report})
         assert answered["status"] != MISSING, answered["instead"]
 
 

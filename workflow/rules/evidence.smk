@@ -8,6 +8,7 @@ rule evidence:
         f"{EVIDENCE}/claims.json",
         f"{EVIDENCE}/claims.md",
         f"{EVIDENCE}/table.html",
+        directory(f"{EVIDENCE}/figures"),
         report(
             f"{EVIDENCE}/claims.html",
             caption="../report/claims.rst",

@@ -1,12 +1,13 @@
 """The page of claims: what was published, what was measured here, the verdict, and from which runs.
 
 The rules that make a verdict stand in config/claims.yaml, beside the claims. Both forms of the page are rendered from
-the same data, by templates/claims.md.j2 and templates/claims.html.j2.
+the same data, by templates/claims.md.j2 and templates/claims.html.j2. That data, claims.json, is all that a later page
+needs to take over what was measured for this one.
 """
 
 import base64
 import math
-import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_resolved
-from dvp.files import expect_keys, read_json
+from dvp.files import atomic_path, expect, expect_keys, read_json
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
 NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
@@ -32,15 +33,16 @@ _STATISTIC = (
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 
 
-def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
+def answer(experiments: list[str], claims: Path = CLAIMS, earlier: Path | None = None) -> dict[str, Any]:
     """Every claim with its conditions, their statistics and the verdict, as plain data.
 
     Args:
         experiments: KEY=FOLDER, the experiment with this folder (results/E) answers what the claims ask of KEY.
+        earlier: the claims.json of a page made before, whose numbers answer what is asked of other keys.
 
     Raises:
-        DvpError: a key that is missing or malformed, a report that is not there, or a condition that several
-            statistics fit.
+        DvpError: a key that is malformed or given twice, a report that is not there, an earlier page
+            that is none, or a condition that several statistics fit.
     """
     file = load_file(claims)
     asked = file.by_id
@@ -54,31 +56,45 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
         folders[key] = Path(folder)
     wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
     wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}
-    if missing := sorted(wanted - set(folders)):
-        raise DvpError(f"config/config.yaml: evidence: '{missing[0]}', for which {claims} asks, is missing")
-    reports = {key: _read(folder) for key, folder in folders.items()}
+    reports = _read_earlier(earlier) if earlier else {}
+    reports = {key: report for key, report in reports.items() if key in wanted}
+    reports |= {key: _read(folder) for key, folder in folders.items()}
+    answered = [_answer_claim(claim, reports) for claim in asked.values()]
     return {
-        "experiments": {
-            key: {"folder": str(folders[key])} | {name: report[name] for name in ("scale", "reports", "files")}
-            for key, report in reports.items()
-        },
-        "claims": [_answer_claim(claim, reports, folders) for claim in asked.values()],
+        "experiments": {key: _of_use(key, report, answered) for key, report in reports.items()},
+        "not_run": sorted(wanted - set(reports)),
+        "not_asked": sorted(set(reports) - wanted),
+        "claims": answered,
         "changes": [change.model_dump() for change in file.changes],
     }
+
+
+def collect_figures(answered: dict[str, Any], folder: Path) -> None:
+    """Copy the figures that the page shows to FOLDER/figures, so that the page can be moved and kept."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    for experiment in answered["experiments"].values():
+        for name, drawn in experiment["figures"].items():
+            source, kept = Path(drawn), f"figures/{Path(experiment['folder']).name}/{name}.png"
+            if not source.is_file():
+                raise DvpError(f"{source}: no such file; the page shows it")
+            if source.resolve() != (folder / kept).resolve():
+                with atomic_path(folder / kept) as temporary:
+                    shutil.copyfile(source, temporary)
+            experiment["figures"][name] = kept
 
 
 def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     """The page by file name: claims.md, claims.html (one file, with its figures in it), and its table alone.
 
-    folder : where the page will be, for its links.
+    folder : where the page and its figures are (`collect_figures`).
     """
 
-    def link(image: str) -> str:
-        return Path(os.path.relpath(image, folder)).as_posix()
+    def image(figure: str) -> str:
+        key, name = figure.split("/")
+        return answered["experiments"][key]["figures"][name]
 
-    def data_uri(image: str) -> str | None:
-        path = Path(image)
-        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
+    def data_uri(figure: str) -> str:
+        return f"data:image/png;base64,{base64.b64encode((folder / image(figure)).read_bytes()).decode()}"
 
     environment = TEMPLATES.overlay()
     environment.filters = TEMPLATES.filters | {
@@ -86,7 +102,7 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
         "seen_from": _seen_from,
         "runs": _runs,
         "met": _met,
-        "link": link,
+        "image": image,
         "data_uri": data_uri,
         "cell": lambda text: str(text).replace("|", "\\|"),
     }
@@ -99,6 +115,9 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
         "changes": answered["changes"],
         "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
         "scales": scales,
+        "not_run": answered["not_run"],
+        "not_asked": answered["not_asked"],
+        "earlier": [key for key, experiment in answered["experiments"].items() if experiment["earlier"]],
     }
     return {
         name: environment.get_template(f"{name}.j2").render(page) for name in ("claims.md", "claims.html", "table.html")
@@ -136,7 +155,7 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
     experiment = read_resolved(folder / "config.yaml")
-    reports, files, statistics, figures = {}, {}, [], []
+    reports, files, statistics, figures = {}, {}, [], {}
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
         part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
@@ -146,30 +165,71 @@ def _read(folder: Path) -> dict[str, Any]:
         reports[name] = part["tracking_key"]
         files |= part["files"]
         statistics += part["statistics"]
-        figures += part["figures"]
+        # A file of another name may be of an earlier run that drew it.
+        figures |= {figure: str(folder / "figures" / f"{figure}.png") for figure in part["figures"]}
     return {
+        "folder": str(folder),
         "scale": experiment.scale,
         "reports": reports,
-        "files": files,
+        "earlier": None,
         "statistics": statistics,
+        "measured": dict(Counter(statistic["name"] for statistic in statistics)),
+        "files": files,
         "figures": figures,
     }
 
 
-def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
-    conditions = [
-        _answer_condition(claim.id, condition, reports[condition.experiment]) for condition in claim.conditions
+def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a report what the page shows, in the same form."""
+    asked = [
+        condition
+        for claim in answered
+        for condition in claim["conditions"]
+        if condition["experiment"] == key and condition["status"] != MISSING
     ]
+    shown = {claim["figure"] for claim in answered}
+    return report | {
+        "statistics": [
+            statistic
+            for statistic in report["statistics"]
+            if any(
+                condition["statistic"] == statistic["name"] and condition["where"].items() <= statistic["where"].items()
+                for condition in asked
+            )
+        ],
+        "files": {source: report["files"][source] for condition in asked for source in condition["sources"]},
+        "figures": {name: path for name, path in report["figures"].items() if f"{key}/{name}" in shown},
+    }
+
+
+def _read_earlier(path: Path) -> dict[str, Any]:
+    """By key, what an earlier page shows of the experiments that it was made of."""
+    page = read_json(path, "tracking_key", "experiments")
+    expect("an object", page["experiments"], f"{path}: experiments")
+    for key, report in page["experiments"].items():
+        where = f"{path}: experiments.{key}."
+        objects = ("reports", "measured", "files", "figures")
+        expect_keys(report, {"folder": "a text", "scale": "a text", "statistics": "a list"}, where)
+        expect_keys(report, dict.fromkeys(objects, "an object"), where)
+        for number, statistic in enumerate(report["statistics"]):
+            expect_keys(statistic, _STATISTIC, f"{where}statistics.{number}.")
+            expect_keys(report["files"], dict.fromkeys(statistic["sources"], "an object"), f"{where}files.")
+            expect_keys(report["measured"], {statistic["name"]: "a finite number, 0 or more"}, f"{where}measured.")
+        report["earlier"] = report.get("earlier") or page["tracking_key"]
+        report["figures"] = {name: str(path.parent / figure) for name, figure in report["figures"].items()}
+    return page["experiments"]
+
+
+def _answer_claim(claim: Claim, reports: dict[str, Any]) -> dict[str, Any]:
+    conditions = [_answer_condition(claim.id, condition, reports) for condition in claim.conditions]
     value = "in words" if claim.value is None else f"{RELATIONS[claim.relation]}{claim.value:g} {claim.unit}"
     files: dict[str, Any] = {}
     for condition, answered in zip(claim.conditions, conditions, strict=True):
-        origins = reports[condition.experiment]["files"]
-        files |= {f"{folders[condition.experiment].name}/{name}": origins[name] for name in answered["sources"]}
-    figure = image = None
+        if answered["sources"]:
+            report = reports[condition.experiment]
+            of = Path(report["folder"]).name
+            files |= {f"{of}/{source}": report["files"][source] for source in answered["sources"]}
     key, name = (claim.figure or "/").split("/")
-    # A file of that name may be of an earlier run that drew it.
-    if claim.figure and name in reports[key]["figures"]:
-        figure, image = f"{folders[key].name}/{name}", str(folders[key] / "figures" / f"{name}.png")
     return {
         "id": claim.id,
         "text": claim.text,
@@ -188,19 +248,25 @@ def _answer_claim(claim: Claim, reports: dict[str, Any], folders: dict[str, Path
         "why": claim.not_testable or claim.not_tested or "",
         "conditions": conditions,
         "settings": max((condition["settings"] for condition in conditions), default=0),
-        "figure": figure,
-        "image": image,
+        "figure": claim.figure if key in reports and name in reports[key]["figures"] else None,
         "files": files,
     }
 
 
-def _answer_condition(claim: str, condition: Condition, report: dict[str, Any]) -> dict[str, Any]:
+def _answer_condition(claim: str, condition: Condition, reports: dict[str, Any]) -> dict[str, Any]:
+    asked = condition.model_dump(
+        include={"says", "control", "experiment", "statistic", "where", "above", "below", "within"}
+    )
+    missing = {"status": MISSING, "sources": []}
+    if condition.experiment not in reports:
+        return asked | missing | {"settings": 0, "instead": f"{condition.experiment} was not run"}
+    report = reports[condition.experiment]
     alike = [statistic for statistic in report["statistics"] if statistic["name"] == condition.statistic]
     fitting = [statistic for statistic in alike if condition.where.items() <= statistic["where"].items()]
-    asked = condition.model_dump(include={"says", "control", "statistic", "where", "above", "below", "within"})
-    asked |= {"settings": len(alike)}
+    asked |= {"settings": report["measured"].get(condition.statistic, 0)}
     if not fitting:
-        return asked | {"status": MISSING, "sources": [], "instead": _instead(condition, alike)}
+        instead = "the earlier page did not ask for it" if report["earlier"] else _instead(condition, alike)
+        return asked | missing | {"instead": instead}
     if len(fitting) > 1:
         raise DvpError(
             f"claim '{claim}': {condition.statistic}: {len(fitting)} statistics fit {condition.where}; "

@@ -66,19 +66,24 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
     return inputs
 
 
-def evidence(experiments: list[str], output: Path) -> None:
-    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json."""
-    from dvp.analysis.claims import CLAIMS
-    from dvp.analysis.evidence import answer, render
+def evidence(experiments: list[str], output: Path, earlier: Path | None) -> None:
+    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json.
 
-    answered = answer(experiments)
+    earlier : the claims.json of an earlier page, for what none of these experiments answers.
+    """
+    from dvp.analysis.claims import CLAIMS
+    from dvp.analysis.evidence import answer, collect_figures, render
+
+    answered = answer(experiments, earlier=earlier)
     inputs = {
         key: [Path(experiment["folder"]) / "report" / f"{part}.json" for part in experiment["reports"]]
         for key, experiment in answered["experiments"].items()
+        if not experiment["earlier"]
     }
-    config_hash = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
+    config_hash = sha256_json([experiments, sha256_file(CLAIMS), earlier and sha256_file(earlier)])[:12]
     output = output.resolve()
     with run_stage("evidence", output, output / "claims.json", config_hash, inputs, verify=False) as stage:
+        collect_figures(answered, output)
         pages = render(answered, output)
         for name, text in pages.items():
             write_text(output / name, text)
@@ -89,6 +94,8 @@ def evidence(experiments: list[str], output: Path) -> None:
         stage.finish(answered)
     for claim in answered["claims"]:
         print(f"{claim['verdict']:22} {claim['text']}")
+    for key in answered["not_run"]:
+        print(f"{'not run':22} {key}")
     print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
 
 

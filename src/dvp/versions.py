@@ -14,7 +14,7 @@ STAGE_VERSIONS = {
     "report_matrix": 1,
     "report_curve": 2,
     "report_mismatch": 5,
-    "report_bias": 5,
+    "report_bias": 6,
     "report_variance": 2,
     "report_sweep": 3,
     "evidence": 5,

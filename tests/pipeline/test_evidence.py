@@ -102,7 +102,7 @@ def test_tables_and_figures_of_every_part_are_there_and_in_the_report(copy):
     report = (copy.results / "evidence/report.html").read_text()
     for text in (
         "Claims and verdicts",
-        "Bias against variance",
+        "Bias and variance",
         "Where the mismatch is",
         "Score, KL, bias and variance",
     ):

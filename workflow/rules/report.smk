@@ -263,7 +263,7 @@ rule report_bias:
             f"{RESULTS}/figures/bias_variance.svg",
             caption="../report/bias_variance.rst",
             category="{experiment}",
-            labels={"show": "Bias against variance"},
+            labels={"show": "Bias and variance"},
         ),
     log:
         f"{LOGS}/report-bias.log",

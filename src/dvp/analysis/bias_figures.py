@@ -1,7 +1,6 @@
-"""Squared bias against variance of the gradient estimators."""
+"""Squared bias and variance of the gradient estimators, a row each."""
 
-from collections.abc import Callable
-from itertools import cycle, product
+from itertools import product
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -9,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from dvp.analysis.bias import estimator_places, partner_of
-from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
+from dvp.analysis.figures import DARK, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
@@ -17,90 +16,123 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 
 LINEAR = 0.1  # |squared bias| up to which the figure's axis is linear
+PAIRED = "paired_squared_bias"
 
 
 def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
-    """A panel a policy and engine, with `bias.statistics`; an arrow from each estimator to itself with DVP."""
-    known, places, colors = lookup(measured), estimator_places(experiment), method_colors(experiment)
-    engines, policies = experiment.bias.engines, list(dict.fromkeys(where["policy"] for where in places))
-    prunings = _prunings(experiment)
-    markers = dict(zip(prunings, cycle(MARKERS[1:]), strict=False))
+    """With `bias.statistics`, a row of panels a policy and two columns an engine: squared bias, and variance.
+
+    An estimator without a safe vocabulary stands above itself with each.
+    """
+    known, colors = lookup(measured), method_colors(experiment)
+    engines = experiment.bias.engines
+    policies = list(dict.fromkeys(where["policy"] for where in estimator_places(experiment)))
+    families = _families(experiment)
+    rows = [estimator for family in families for estimator in family]
+    labels = [_label(experiment, family, *estimator) for family in families for estimator in family]
     with mpl.rc_context(STYLE):
-        width = max(3.1 * len(engines), 4.2)
-        figure = new_figure(width + 2.7, 3.3 * len(policies) + 0.9)
-        grid = figure.subplots(len(policies), len(engines), squeeze=False, sharex=True, sharey=True)
-        for (row, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
-            axes = grid[row, column]
-            axes.set_xscale("log")
-            plain_log(axes.xaxis)
-            axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.7)
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
-            axes.axhspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)
-            axes.axhline(0, color="#808080", linewidth=0.8, zorder=1)
-            axes.set_title(f"engine {engine}, {policy_label(experiment, policy)}")
-            axes.set_xlabel("variance of one batch, of |g|²" if row == len(policies) - 1 else "")
-            axes.set_ylabel("" if column else "squared bias, of |g|²")
-            for where in places:
-                if (where["policy"], where["engine"]) == (policy, engine):
-                    shape = markers.get(_pruning(experiment, where["method"], where["rho"]), "o")
-                    partner = partner_of(experiment, where["method"])
-                    start = where | {"method": partner, "rho": "none"} if partner else None
-                    _estimator(axes, known, where, start, colors[where["method"]], shape)
-        title = (
-            "Estimators of the policy gradient against the exact one: lower is less biased, further left less noisy. "
-            f"Bars: 95 %. The vertical axis is linear within ±{LINEAR:g} (grey)."
+        width = 2.2 + 3.6 * len(engines)
+        figure = new_figure(width, (0.18 * len(rows) + 0.6) * len(policies) + 1.3)
+        grid = figure.subplots(
+            len(policies),
+            2 * len(engines),
+            squeeze=False,
+            sharex="col",
+            sharey=True,
+            width_ratios=[1.3, 1] * len(engines),
         )
-        set_title(figure, title, width)
-        plain = dict.fromkeys(partner_of(experiment, where["method"]) or where["method"] for where in places)
-        handles = [handle(experiment.methods[method].label, color=colors[method], marker="o") for method in plain]
-        handles.append(handle(" ", linewidth=0))
-        handles += [handle(label, color=DARK, marker=markers[pruning]) for pruning, label in prunings.items()]
-        handles += [
-            handle("what DVP changes", color=DARK, marker=r"$\rightarrow$", markersize=11),
-            handle("95 % interval of the\nbias holds 0", color=DARK, marker="o", mfc="white"),
+        for (line, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
+            bias, variance = grid[line, 2 * column : 2 * column + 2]
+            bias.axvspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)
+            bias.axvline(0, color="#808080", linewidth=0.8, zorder=1)
+            bias.set_title(f"engine {engine}, {policy_label(experiment, policy)}", loc="left")
+            for place, (method, rho) in enumerate(rows):
+                where = {"policy": policy, "engine": engine, "method": method, "rho": rho}
+                _row(bias, place, known("squared_bias", where), known(PAIRED, where), colors[method])
+                _row(variance, place, known("variance", where), None, colors[method], logarithmic=True)
+            for axes in (bias, variance):
+                axes.grid(visible=False, axis="y")
+                axes.tick_params(axis="y", length=0)
+                for end in _ends(families):
+                    axes.axhline(end, color="#D8D8D8", linewidth=0.6, zorder=0)
+            bias.set_xscale("symlog", linthresh=LINEAR, linscale=0.7)
+            bias.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+            variance.set_xscale("log")
+            plain_log(variance.xaxis)
+            if line == len(policies) - 1:
+                bias.set_xlabel("squared bias, of |g|²")
+                variance.set_xlabel("variance, of |g|²")
+        # All columns of a kind have one scale, so that engines can be compared.
+        for kind in (0, 1):
+            columns = grid[0, kind::2]
+            ends = [axes.get_xlim() for axes in columns]
+            for axes in columns:
+                axes.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
+        grid[0, 0].set_yticks(range(len(rows)), labels)
+        grid[0, 0].set_ylim(len(rows) - 0.5, -0.5)
+        set_title(
+            figure,
+            "Estimators of the policy gradient g against the exact one: bias, and variance of one batch. Bars: 95 %. "
+            f"The axis of the bias is linear within ±{LINEAR:g} (grey).",
+            width,
+        )
+        handles = [
+            handle("biased", color=DARK, marker="o", markersize=5),
+            handle("95 % interval of the bias holds 0", color=DARK, marker="o", markersize=5, mfc="white"),
         ]
-        if any(known("paired_squared_bias", where) for where in places):
-            looks = {"marker": "_", "markersize": 11, "markeredgewidth": 1.4}
-            handles.append(handle("the same bias, paired\n(thick: 95 %)", color=DARK, **looks))
-        figure.legend(handles=handles, loc="outside right upper")
+        if any(statistic.name == PAIRED for statistic in measured):
+            handles.append(handle("the same bias, paired (thick: 95 %)", color=DARK, marker="|", markersize=7))
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure
 
 
-def _estimator(
-    axes: Axes, known: Callable, where: dict[str, str], start: dict[str, str] | None, color: str, shape: str
+def _row(
+    axes: Axes,
+    place: float,
+    statistic: Statistic,
+    paired: Statistic | None,
+    color: str,
+    *,
+    logarithmic: bool = False,
 ) -> None:
-    bias, variance = known("squared_bias", where), known("variance", where)
-    x, y = variance.value, bias.value
-    if start:
-        before = tuple(known(name, start).value for name in ("variance", "squared_bias"))
-        looks = {"arrowstyle": "->", "color": color, "linewidth": 0.9, "alpha": 0.75, "shrinkA": 3, "shrinkB": 3}
-        axes.annotate("", (x, y), before, arrowprops=looks, zorder=2)
-    faint = {"color": color, "linewidth": 0.8, "alpha": 0.4, "zorder": 2}
-    axes.plot([x, x], [bias.low, bias.high], **faint)
     # A logarithmic axis has no place for what is not above 0.
-    axes.plot([max(variance.low, x / 10), variance.high], [y, y], **faint)
-    paired = known("paired_squared_bias", where)
+    low = max(statistic.low, statistic.value / 10) if logarithmic else statistic.low
+    axes.plot([low, statistic.high], [place, place], color=color, linewidth=0.9, alpha=0.6, zorder=2)
     if paired:
-        axes.plot([x, x], [paired.low, paired.high], color=color, linewidth=2.2, zorder=4)
-        axes.plot(x, paired.value, "_", color=color, markersize=11, markeredgewidth=1.4, zorder=4)
-    axes.plot(x, y, shape, color=color, markersize=5, mfc=color if bias.low > 0 else "white", zorder=3)
+        axes.plot([paired.low, paired.high], [place, place], color=color, linewidth=2.6, zorder=3)
+        axes.plot(paired.value, place, "|", color=color, markersize=7, zorder=3)
+    filled = logarithmic or statistic.low > 0
+    axes.plot(statistic.value, place, "o", color=color, markersize=4, mfc=color if filled else "white", zorder=4)
 
 
-def _pruning(experiment: Experiment, method: str, rho: str) -> tuple[str, str] | None:
-    """The rule for the safe vocabulary with its settings, and its ρ; None without one."""
+def _families(experiment: Experiment) -> list[list[tuple[str, str]]]:
+    """Method and ρ of the estimators: each that has no safe vocabulary, and after it itself with one.
+
+    The largest fixed ρ comes first, and rules that are not a fixed ρ last. An estimator without such a counterpart is a
+    family of its own.
+    """
+    families: dict[str, list[tuple[str, str]]] = {}
+    for method, rho in experiment.estimators:
+        families.setdefault(partner_of(experiment, method) or method, []).append((method, rho or "none"))
+
+    def order(estimator: tuple[str, str]) -> tuple[bool, bool, float]:
+        method, rho = estimator
+        rule = experiment.methods[method].safe_vocabulary
+        return rule is not None, rule is not None and rule.rule != "fixed", -(0.0 if rho == "none" else parse_rho(rho))
+
+    return [sorted(family, key=order) for family in families.values()]
+
+
+def _label(experiment: Experiment, family: list[tuple[str, str]], method: str, rho: str) -> str:
+    """What tells an estimator from the first of its family; of the first, what it is called."""
     rule = experiment.methods[method].safe_vocabulary
-    return None if rule is None else (rule.model_dump_json(), rho)
+    at = "" if rho == "none" else f", ρ = {rho_text(rho)}"
+    if (method, rho) == family[0] or rule is None:
+        return f"{experiment.methods[method].label}{at}"
+    return f"with DVP{'' if rule.rule == 'fixed' else f', {rule.rule}'.replace('_', ' ')}{at}"
 
 
-def _prunings(experiment: Experiment) -> dict[tuple[str, str], str]:
-    """Every rule and ρ, those of DVP with a fixed ρ first and the largest ρ first; how each is called."""
-    labels, order = {}, {}
-    for method, rho in ((method, rho or "none") for method, rho in experiment.estimators):
-        pruning = _pruning(experiment, method, rho)
-        if pruning is not None:
-            rule = experiment.methods[method].safe_vocabulary.rule
-            fixed, value = rule == "fixed", 0.0 if rho == "none" else parse_rho(rho)
-            name = "with DVP" if fixed else f"with DVP, {rule.replace('_', ' ')}"
-            labels[pruning] = name if rho == "none" else f"{name}, ρ = {rho_text(rho)}"
-            order[pruning] = (not fixed, pruning[0], -value)
-    return {pruning: labels[pruning] for pruning in sorted(labels, key=order.__getitem__)}
+def _ends(families: list[list[tuple[str, str]]]) -> list[float]:
+    """Where a line separates a family from the next."""
+    lengths = [len(family) for family in families[:-1]]
+    return [sum(lengths[: place + 1]) - 0.5 for place in range(len(lengths))]

@@ -233,7 +233,8 @@ def test_tables_figure_and_a_claim(written, asked, tmp_path):
         where={"method": "rloo", "engine": "coarse", "group_size": 8},
         within=[-1, 2],
     )
-    assert _answer_condition("c", condition, report)["status"] == MET
+    report |= {"measured": {}, "earlier": None}
+    assert _answer_condition("c", condition, {"e": report})["status"] == MET
 
 
 def test_one_sample_a_problem_gives_no_peak(tmp_path):

@@ -149,17 +149,20 @@ def test_scores_of_another_sampler_are_refused(asked, written):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2), ("noise_tail", 6)])
-def test_each_condition_of_the_claims_fits_one_statistic(tmp_path, name, count):
+@pytest.mark.parametrize(
+    ("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2), ("noise_tail", 6), ("horizon", 3)]
+)
+def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):
     value = load_experiment(name, CONFIG).model_dump(mode="json")
     value["evaluation"]["bootstrap_resamples"] = 100
     value["training"]["steps"] = 2
     shipped = parse_experiment(value, Path("test.yaml"))
     Results(shipped, tmp_path, problems=3)
-    report = {"statistics": [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]}
+    made = [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]
+    report = {"statistics": made, "measured": {}, "earlier": None}
     every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
-    asked = [condition for condition in every if condition.experiment == name]
+    asked = [each for each in every if each.experiment == name and each.statistic.endswith("_by_policy")]
     assert len(asked) == count
     for condition in asked:
-        answered = _answer_condition(condition.says, condition, report)
+        answered = _answer_condition(condition.says, condition, {name: report})
         assert answered["status"] != MISSING, answered["instead"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
-from dvp.files import atomic_path, read_json, sha256_json, verify_checksums, write_json
+from dvp.files import atomic_path, expect, expect_keys, read_json, sha256_json, verify_checksums, write_json
 from dvp.provenance import git_commit
 from dvp.tracking.names import policy_params, policy_title
 from dvp.tracking.record import KEY
@@ -72,7 +72,7 @@ class Stage:
                     continue
                 verify_checksums(there.parent, record["files"])
                 checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
-                for name in [*record["files"], *checkpoints, *record.get("kept", {}).values()]:
+                for name in [*record["files"], *checkpoints, *kept_steps(record, there).values()]:
                     _copy(there.parent / name, self.result.parent / name)
                 source = f"{other.name} {record[KEY]}"
                 self.tracked.adopt(other, run)
@@ -164,6 +164,14 @@ def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]
                 verify_checksums(path.parent, record["files"])
             records[stage].append(record)
     return records
+
+
+def kept_steps(record: dict, path: Path) -> dict[str, str]:
+    """Of a training run's JSON file, `path`, where the weights of single steps are, by the step. Raises DvpError."""
+    kept = record.get("kept", {})  # read_json cannot check it: a preflight's `kept` is something else
+    expect("an object", kept, f"{path}: kept")
+    expect_keys(kept, dict.fromkeys(kept, "a text"), f"{path}: kept.")
+    return kept
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -199,7 +199,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.one_of(st.text(max_size=60), st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join)),
     st.booleans(),

@@ -96,7 +96,7 @@ def test_without_variation_an_interval_has_no_width(value):
     assert all(entry == {"value": value, "low": value, "high": value} for entry in summary.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(MATRIX, st.integers(0, 2**32))
 def test_an_interval_contains_its_estimate_and_repeats(rows, seed):
     answers = [["1" if correct else None for correct in row] for row in rows]

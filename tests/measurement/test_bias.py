@@ -15,6 +15,7 @@ from dvp.analysis.bias import statistics
 from dvp.analysis.load import load_bias
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
+from dvp.data.prepared import TRAIN_COLUMNS
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
@@ -23,6 +24,7 @@ from dvp.measurement.bias import _fill
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
 from dvp.training.backend import Policy
+from made_up_problems import write_problems
 
 ANSWER, SHARE = "1", 4  # of four answers that are given, one is right
 PROBLEMS = [f"{name} tells a number" for name in ("bafi", "dogu", "kelo", "mipa", "nuri", "sato")]
@@ -412,7 +414,7 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
     (results / "data").mkdir()
     table = problem_table(6)
     table["id"] = [str(number) for number in range(1, 7)]
-    table.to_parquet(results / "data" / "train.parquet")
+    write_problems(results / "data" / "train.parquet", TRAIN_COLUMNS, **table.to_dict("list"))
     write_json(results / "data" / "manifest.json", {"tracking_key": "prepare", "files": checksums(results / "data")})
     measurement = experiment.measurements("bias")[0]
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)

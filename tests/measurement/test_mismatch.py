@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.data.prepared import TRAIN_COLUMNS
 from dvp.errors import DvpError
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
 from dvp.measurement import mismatch
 from dvp.measurement.mismatch_files import SOURCES, TABLES
+from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
@@ -183,8 +185,8 @@ def place(root, tiny_model, tmp_path_factory):
     shutil.copytree(tiny_model, folder / "models" / RUN)
     write_json(folder / "models" / RUN / "conversion.json", {"files": checksums(tiny_model), "tracking_key": "RUN"})
     (folder / "data").mkdir()
-    problems = [{"id": f"p{n}", "answer": str(n), "prompt": "badu kefi " * n} for n in range(1, 7)]
-    pd.DataFrame(problems).to_parquet(folder / "data" / "train.parquet")
+    problems = {"id": [f"p{n}" for n in range(1, 7)], "prompt": ["badu kefi " * n for n in range(1, 7)]}
+    write_problems(folder / "data" / "train.parquet", TRAIN_COLUMNS, answer=list("123456"), **problems)
     for part in ("base", "data"):
         write_json(folder / part / "manifest.json", {"files": checksums(folder / part), "tracking_key": part})
     return folder

@@ -51,7 +51,7 @@ def test_parameters_of_the_published_models():
     assert Model(5120, 40, 40, 8, 128, 17408, False, 151936).parameters == 14_768_307_200
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     hidden=st.integers(1, 6),
     layers=st.integers(1, 3),
@@ -130,7 +130,6 @@ def test_bytes_of_the_cache():
     assert QWEN3_8B.cache_bytes(EngineConfig(dtype="bfloat16")) == 144 * 1024
 
 
-@settings(deadline=None)
 @given(prompt=st.floats(0, 500), share=st.floats(0.02, 0.98), longest=st.integers(10, 9000))
 def test_moments_of_lengths_are_those_of_the_uniform_distribution(prompt, share, longest):
     lengths = Lengths(prompt, share * longest, longest)

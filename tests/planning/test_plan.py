@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.errors import DvpError
@@ -86,7 +86,6 @@ def test_wall_time_by_hand(jobs, gpus, seconds):
     assert wall_seconds(jobs, gpus) == seconds
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_wall_time_lies_between_its_bounds(data):
     jobs = []

@@ -105,6 +105,14 @@ def test_weights_that_were_kept_along_training_are_taken_over(folder, other):
     assert not taken(folder)
 
 
+@pytest.mark.parametrize("kept", [None, ["checkpoints/0123/step-3"], {"2": None}, {"2": 2}])
+def test_a_record_that_does_not_say_where_its_weights_are_is_of_no_use(folder, other, kept):
+    there = other / "runs" / RUN / "train.json"
+    write_json(there, read_json(there) | {"kept": kept})
+    assert not taken(folder)
+    assert not (folder / "runs" / RUN / "train.json").exists()
+
+
 def test_a_run_of_another_seed_is_other_work(folder, other):
     own = RUN.replace("seed~0", "group_size~4/seed~1")
     with stage_run(folder, EXPERIMENT, "train", **(WORK | {"run": own})) as tracked:

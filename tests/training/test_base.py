@@ -1,6 +1,7 @@
 """The base model: the tokenizer, a few real steps of warm start, and models that cannot be used."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.data.prepared import EVAL_COLUMNS
 from dvp.data.stories import generate
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture
@@ -19,6 +21,7 @@ from dvp.files import verify_checksums
 from dvp.rollout.turns import ToolEngine
 from dvp.training import base
 from dvp.training.base import check_vocabulary, make_base, train_tokenizer
+from made_up_problems import write_problems
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def experiment(root, tmp_path):
     found = load_experiment("smoke", root / "config")
     warm_start = found.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
     stories = generate(3, seed=found.sources[found.base.source].seed + 1_000_003)
-    pd.DataFrame({"problem": [story.problem for story in stories]}).to_parquet(tmp_path / "eval.parquet")
+    write_problems(tmp_path / "eval.parquet", EVAL_COLUMNS, problem=[story.problem for story in stories])
     return found.model_copy(update={"base": found.base.model_copy(update={"warm_start": warm_start})})
 
 
@@ -66,6 +69,23 @@ def test_a_trained_base_is_an_ordinary_directory_and_the_same_every_time(experim
     assert model.dtype == torch.float32
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert sum(parameter.numel() for parameter in model.parameters()) == manifests[0]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "no such file; `dvp prepare` writes it"),
+        (lambda file: os.truncate(file, 100), "not a Parquet file that can be read (ArrowInvalid: Parquet magic bytes"),
+        (lambda file: write_problems(file, ("id",), id=["1"]), "expected columns task, id, problem, answer, prompt"),
+    ],
+)
+def test_evaluation_problems_that_cannot_be_read_are_refused_in_one_line(experiment, tmp_path, damage, message):
+    damage(tmp_path / "eval.parquet")
+    with pytest.raises(DvpError) as error:
+        make_base(experiment, tmp_path, tmp_path / "base")
+    assert str(error.value).startswith(f"{tmp_path / 'eval.parquet'}: {message}")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "base").exists()
 
 
 def test_no_evaluation_problem_is_among_the_documents(experiment, tmp_path):

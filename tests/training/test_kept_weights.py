@@ -116,6 +116,22 @@ def test_a_training_that_did_not_keep_a_step_is_named(tmp_path):
         _trained(tmp_path / "train.json", 3)
 
 
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (None, "kept: expected an object, found null"),
+        (["weights"], "kept: expected an object, found ['weights']"),
+        ({"1": None}, "kept.1: expected a text, found null"),
+        ({"3": 3}, "kept.3: expected a text, found 3"),
+    ],
+)
+def test_what_does_not_say_where_the_weights_are_is_named(tmp_path, kept, message):
+    write_json(tmp_path / "train.json", {"checkpoint": "checkpoints/0123/step-000004", "kept": kept})
+    with pytest.raises(DvpError) as error:
+        _trained(tmp_path / "train.json", 3)
+    assert str(error.value) == f"{tmp_path}/train.json: {message}"
+
+
 def test_an_altered_weight_is_named(make_loop, tiny_model, tmp_path):
     train(make_loop, tmp_path, [1], steps=2)
     kept = checkpoint.kept_weights(tmp_path / "checkpoints", 1)

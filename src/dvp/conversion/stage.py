@@ -9,7 +9,7 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import whole_run
 from dvp.files import read_json
-from dvp.stage import run_stage
+from dvp.stage import kept_steps, run_stage
 from dvp.training.probe import PROBE
 
 
@@ -44,7 +44,7 @@ def _trained(result: Path, step: int | None) -> tuple[Path, Path]:
     """Of a training run the checkpoint, or the weights that it kept of a step, and their probe. Raises DvpError."""
     if step is None:
         return result.parent / read_json(result, "checkpoint")["checkpoint"], result.parent / PROBE
-    kept = read_json(result).get("kept", {})
+    kept = kept_steps(read_json(result), result)
     if str(step) not in kept:
         raise DvpError(f"{result}: the weights after step {step} were not kept; train the run again")
     folder = result.parent / kept[str(step)]

@@ -21,14 +21,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.data.sources import Row, load, locate
 from dvp.data.verifier import check_reference, equal
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSource
 from dvp.files import atomic_path, sha256_file
 
-TRAIN_COLUMNS = ("id", "source", "problem", "answer", "prompt")
-EVAL_COLUMNS = ("task", "id", "problem", "answer", "prompt")
 COMMON = 10
 _WORD = re.compile(r"\w+")
 

@@ -233,7 +233,7 @@ def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, An
         file = pq.ParquetFile(source.path)
         present = file.schema_arrow.names
     except UNREADABLE as error:
-        raise DvpError(f"{name}: not a Parquet file ({_first_line(error)})") from None
+        raise DvpError(f"{name}: not a Parquet file ({first_line(error)})") from None
     twice = [column for column, count in Counter(present).items() if count > 1]
     if twice:
         raise DvpError(f"{name}: column '{twice[0]}' is there twice")
@@ -249,7 +249,7 @@ def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]],
     except Exception as error:
         raise DvpError(
             f"{where}: cannot load {source.path} ({source.split}, revision {source.revision}) from the "
-            f"Hugging Face hub: {_first_line(error)}; without the hub, get its file some other way and "
+            f"Hugging Face hub: {first_line(error)}; without the hub, get its file some other way and "
             f"replace the source by {{kind: file, path: FILE.parquet, columns: …}} with the same columns"
         ) from None
     columns = _top_level(source, dataset.column_names)
@@ -273,12 +273,13 @@ def _numbered(batches: Iterable[pa.RecordBatch | pa.Table], name: str) -> Iterat
         except StopIteration:
             return
         except UNREADABLE as error:
-            raise DvpError(f"{name}: cannot be read after row {number} ({_first_line(error)})") from None
+            raise DvpError(f"{name}: cannot be read after row {number} ({first_line(error)})") from None
         for row in rows:
             number += 1
             yield number, row
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Type and first line of an exception of somebody else's code."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -18,7 +18,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.data.prepare import EVAL_COLUMNS
+from dvp.data.prepared import read_task
 from dvp.data.verifier import grade, stated_answer
 from dvp.errors import DvpError
 from dvp.evaluation.lm import EngineLM, Response
@@ -75,7 +75,7 @@ def evaluate(
             f"evaluation.samples_per_problem: no task '{task}'; it has {', '.join(settings.samples_per_problem)}"
         )
     k = settings.samples_per_problem[task]
-    _check_rows(eval_parquet, task)
+    read_task(eval_parquet, task)  # lm-eval, which reads the file itself, says less of what is wrong with it
     model = EngineLM(engine, tokenizer, chat=experiment.data.chat, seed=settings.seed, safe_vocabulary=safe_vocabulary)
     with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch, _quiet():
         _write_task(experiment, task, eval_parquet, Path(scratch))
@@ -113,22 +113,6 @@ def evaluate(
         "task_version": results["versions"][task],
         "seconds": round(time.monotonic() - started, 3),
     }
-
-
-def _check_rows(path: Path, task: str) -> None:
-    """Raise DvpError unless the table has rows of the task, each with an id of its own."""
-    try:
-        rows = pq.read_table(path, columns=list(EVAL_COLUMNS))
-    except FileNotFoundError:
-        raise DvpError(f"{path}: no such file; `dvp prepare` writes it") from None
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise DvpError(f"{path}: expected columns {', '.join(EVAL_COLUMNS)} ({error})") from None
-    names = rows["task"].to_pylist()
-    ids = [id_ for name, id_ in zip(names, rows["id"].to_pylist(), strict=True) if name == task]
-    if not ids:
-        raise DvpError(f"{path}: no rows of task '{task}'; it has {', '.join(sorted(set(names))) or 'none'}")
-    if len(set(ids)) < len(ids):
-        raise DvpError(f"{path}: task '{task}' has two rows of the same id")
 
 
 def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: Path) -> None:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
-
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import BASE, ExperimentDir
 from dvp.experiment.grid import Sampler
@@ -62,6 +60,7 @@ def sample(
     from transformers import AutoConfig, AutoTokenizer
 
     from dvp.core.safe_vocabulary import FixedRho
+    from dvp.data.prepared import read_task
     from dvp.data.prompts import encode_prompts
     from dvp.evaluation.runner import evaluate as evaluate_model
     from dvp.rollout.turns import ToolEngine
@@ -73,7 +72,7 @@ def sample(
     check_vocabulary(model)
     tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems = pd.read_parquet(eval_parquet).query("task == @task")
+    problems = read_task(eval_parquet, task)
     encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
     longest = max(map(len, encoded), default=0) + settings.max_response_tokens
     engine = VllmEngine(

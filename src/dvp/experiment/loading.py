@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.training import BF16_AUTOCAST
-from dvp.files import write_text
+from dvp.files import parse_json, write_text
 from dvp.strict import NAME
 
 # DeepSpeed's keys that follow from `training`.
@@ -27,6 +27,7 @@ SET_BY_TRAINING = {
 }
 
 
+DEEPEST = 32  # levels of a DeepSpeed file; what has more than 255 cannot be written down with the experiment
 SETTINGS = ("experiment", "results")  # keys of config/config.yaml, beside `evidence`
 
 
@@ -179,7 +180,7 @@ def _differ_in_kind(below: dict, above: dict) -> bool:
 def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
     """A DeepSpeed file: a ZeRO stage, perhaps bf16 autocast, and no key that the experiment sets. Raises DvpError."""
     try:
-        options = json.loads(file.read_text(encoding="utf-8"))
+        options = parse_json(file.read_text(encoding="utf-8"))
         zero = options["zero_optimization"]
         stage = zero["stage"]
     except FileNotFoundError:
@@ -188,6 +189,8 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
         raise DvpError(
             f"{file}: expected JSON with zero_optimization.stage ({type(error).__name__}: {error})"
         ) from None
+    if _levels(options) > DEEPEST:
+        raise DvpError(f"{file}: nested too deeply, expected at most {DEEPEST} levels")
     if type(stage) is not int or stage not in (1, 2, 3):
         raise DvpError(f"{file}: zero_optimization.stage: expected 1, 2 or 3, found {stage!r}")
     if not zero.get("compute_grad_norm", True):
@@ -199,6 +202,15 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
     for key in sorted(SET_BY_TRAINING & set(options)):
         raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
     return options
+
+
+def _levels(value: Any) -> int:
+    """How deep lists and mappings are nested."""
+    count, inside = 0, [value]
+    while inside := [outer for outer in inside if isinstance(outer, dict | list)]:
+        count += 1
+        inside = [inner for outer in inside for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return count
 
 
 def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import Columns, FileSource
@@ -27,6 +25,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
     from dvp.measurement.mismatch import drawn_problems, measure_mismatch
     from dvp.training.base import check_vocabulary
@@ -45,7 +44,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
         )
         check_vocabulary(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = pd.read_parquet(directory.data / "train.parquet")
+        problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
         encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
         kept = short_enough(encoded, experiment.training.max_prompt_tokens)
         rows = [kept[index] for index in drawn_problems(len(kept), settings.problems, measurement.seed)]
@@ -83,6 +82,7 @@ def bias(config: Path, path: str, threads: int) -> None:
     configure_environment(threads)
     import torch
 
+    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.measurement.bias import measure_bias, write_tables
 
     torch.set_num_threads(threads)
@@ -94,7 +94,7 @@ def bias(config: Path, path: str, threads: int) -> None:
         stage.tracked.log_params(
             {"measurement": path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})}
         )
-        problems, where = pd.read_parquet(directory.data / "train.parquet"), "data/train.parquet"
+        problems, where = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS), "data/train.parquet"
         measured = measure_bias(
             experiment, model, measurement.engine, problems, where=where, seed=measurement.seed, name=path
         )

@@ -372,14 +372,13 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 def evaluate(directory: ExperimentDir, work: Path) -> None:
     """The fourth process: a few problems of the report's task, by the model that was converted."""
-    import pandas as pd
-
+    from dvp.data.prepared import read_task
     from dvp.evaluation.stage import sample
 
     report, task = Report(work / "report.jsonl"), directory.experiment.report.task
     with report.asking("evaluate"):
         started = time.time()
-        problems = pd.read_parquet(directory.data / "eval.parquet").query("task == @task").head(EVALUATED)
+        problems = read_task(directory.data / "eval.parquet", task).head(EVALUATED)
         problems.to_parquet(work / "eval.parquet", index=False)
         scores = sample(directory.experiment, task, work / MODEL, work / "eval.parquet", work)
     figures = {name: scores[name] for name in ("problems", "samples", "mean_response_tokens", "truncated_fraction")}

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwe
 
 from dvp.core.batch import Batch
 from dvp.data.generators import GENERATORS
+from dvp.data.prepared import EVAL_COLUMNS, read_problems
 from dvp.data.products import MARK
 from dvp.data.stories import Story
 from dvp.errors import DvpError
@@ -119,7 +119,7 @@ def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTraine
 def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) -> dict:
     source = experiment.sources[base.source]
     assert isinstance(source, GeneratedSource)  # the configuration checked it
-    evaluated = set(pd.read_parquet(data / "eval.parquet", columns=["problem"])["problem"])
+    evaluated = set(read_problems(data / "eval.parquet", EVAL_COLUMNS)["problem"])
     stories = list(_fresh(source, base, evaluated))
     tokenizer = train_tokenizer(
         (

@@ -5,8 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
 from dvp.files import only_writer, sha256_file
@@ -162,6 +160,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     import torch
     from transformers import AutoTokenizer
 
+    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
     from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
@@ -172,7 +171,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     experiment, settings = directory.experiment, directory.experiment.training_of(run)
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
-    problems = pd.read_parquet(directory.data / "train.parquet")
+    problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
     kept = short_enough(prompts, settings.max_prompt_tokens)
     too_long = len(prompts) - len(kept)

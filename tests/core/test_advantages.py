@@ -97,21 +97,21 @@ def reference(name, responses):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(responses=batches() | batches(rejecting=True))
 def test_every_advantage_is_its_formula_and_zero_outside_the_mask(name, responses):
     np.testing.assert_allclose(ADVANTAGES[name](responses), reference(name, responses), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2, full=True))
 def test_a_group_sums_to_zero(name, responses):
     advantage_PG = ADVANTAGES[name](responses)[:, 0].reshape(-1, responses.group_size)
     np.testing.assert_allclose(advantage_PG.sum(dim=1), 0, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2, full=True))
 def test_reinforce_pp_is_white_over_the_batch(responses):
     advantage_B = ADVANTAGES["reinforce_pp"](responses)[:, 0]
@@ -121,7 +121,7 @@ def test_reinforce_pp_is_white_over_the_batch(responses):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(rejecting=True), seed=st.integers(0, 1000))
 def test_order_of_responses_and_of_groups_is_immaterial(name, responses, seed):
     rng = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ def test_order_of_responses_and_of_groups_is_immaterial(name, responses, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2))
 def test_what_stands_outside_the_mask_is_immaterial(name, responses):
     garbage = torch.tensor(math.nan, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_what_stands_outside_the_mask_is_immaterial(name, responses):
 
 
 @pytest.mark.parametrize("name", PER_RESPONSE)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2), shift=st.floats(-3, 3))
 def test_a_constant_added_to_all_rewards_changes_no_advantage(name, responses, shift):
     shifted = replaced(responses, rewards_B=responses.rewards_B + shift)
@@ -159,7 +159,7 @@ def test_a_constant_added_to_all_rewards_changes_no_advantage(name, responses, s
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(responses=batches(), shift=st.floats(-3, 3))
 def test_a_constant_added_to_all_rewards_reaches_the_tail_of_otb_and_nothing_else(name, responses, shift):
     """Past the second-longest response B = 0: what the longest learns there depends on where 0 lies."""
@@ -215,7 +215,7 @@ def test_the_rewards_type_is_kept(name):
     assert ADVANTAGES[name](responses).dtype == torch.float32
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2, full=True))
 def test_with_equal_weights_otb_is_the_group_mean_and_leave_one_out_is_rloo(responses):
     proxy_BT = torch.zeros_like(responses.proxy_BT)
@@ -225,7 +225,7 @@ def test_with_equal_weights_otb_is_the_group_mean_and_leave_one_out_is_rloo(resp
     torch.testing.assert_close(ADVANTAGES["otb_leave_one_out"](flat), ADVANTAGES["rloo"](flat))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches(min_group=2))
 def test_with_lengths_for_weights_otb_is_opo_while_all_are_alive(responses):
     """OPO weighs by whole responses, so W must reach the length before the first member ends: at token 1."""
@@ -242,7 +242,7 @@ def test_with_lengths_for_weights_otb_is_opo_while_all_are_alive(responses):
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(responses=batches(min_group=2))
 def test_a_multi_turn_batch_equals_the_same_batch_without_the_environments_tokens(name, responses):
     mask = responses.mask_BT
@@ -260,7 +260,7 @@ def test_a_multi_turn_batch_equals_the_same_batch_without_the_environments_token
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_a_single_turn_batch_with_prompts_of_any_length_gives_the_plain_formula(name, seed):
     rng = np.random.default_rng(seed)
@@ -286,7 +286,7 @@ def test_a_single_turn_batch_with_prompts_of_any_length_gives_the_plain_formula(
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(responses=batches(min_group=2) | batches(min_group=2, rejecting=True), seed=st.integers(0, 10_000))
 def test_a_rejected_response_changes_nothing_for_the_others(name, responses, seed):
     """Not by its reward, its length or its proxies: the others' advantages are those of a group without it."""
@@ -325,7 +325,7 @@ def test_without_any_weight_the_baseline_is_zero(name):
     assert ADVANTAGES[name](responses).tolist() == [[1.0, 1.0], [0.5, 0.5]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(2, 8), st.floats(0.1, 20))
 def test_the_proxy_is_the_squared_norm_of_the_gradient_over_the_logits(seed, vocabulary, scale):
     generator = torch.Generator().manual_seed(seed)
@@ -353,7 +353,7 @@ def test_the_proxy_of_a_nearly_certain_token_is_positive_and_of_the_right_size_i
         assert 0.4 * exact < proxy < 2.1 * exact
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(responses=batches())
 def test_readouts_against_a_loop(responses):
     advantage_BT = ADVANTAGES["otb"](responses)

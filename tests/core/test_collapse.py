@@ -43,7 +43,7 @@ def test_ordinary_variation_is_no_collapse():
     assert detector.reason is None
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([0.0, 0.1, 0.11, 0.12, 0.5, 0.9]), min_size=1, max_size=40),
     st.integers(2, 6),
@@ -189,7 +189,7 @@ def test_a_slow_fall_is_one_as_well():
     assert rewards(values).collapsed_at == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([0.0, 0.125, 0.3125, 0.5625, 1.0, math.nan]), max_size=30),
     st.integers(1, 5),

@@ -19,7 +19,7 @@ from dvp.core.diagnostics import (
 from dvp.errors import DvpError
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     log_ratio=hnp.arrays(np.float64, (4, 3), elements=st.one_of(st.floats(-0.3, 0.3), st.floats(-12, 12))),
     mask=hnp.arrays(np.bool_, (4, 3)).filter(np.any),
@@ -119,7 +119,7 @@ def test_tail_mismatch_looks_at_unlikely_tokens_only():
     assert tail_mismatch(log_ratio, torch.zeros(2, 4), mask) == 0.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     mass=hnp.arrays(np.float64, (4, 3), elements=st.floats(0, 1)),
     mask=hnp.arrays(np.bool_, (4, 3)).filter(np.any),
@@ -146,7 +146,7 @@ def test_no_tokens_have_no_pruned_mass(shape):
 masks = hnp.arrays(np.bool_, (3, 6)).map(lambda mask: mask | (np.arange(6) == 2))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(masks, masks)
 def test_overlap_against_sets(train, infer):
     jaccard, infer_in_train, train_in_infer = [], [], []
@@ -188,7 +188,7 @@ def perturbed(logits, epsilon):
     return log_p, noisy - np.log(np.exp(noisy).sum())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     hnp.arrays(np.float64, 6, elements=st.floats(-8, 8)),
     hnp.arrays(np.float64, 6, elements=st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0]))),

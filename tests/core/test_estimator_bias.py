@@ -45,7 +45,7 @@ def gaussian(rng, mean_D, variance, count):
     return mean_D + rng.normal(size=(count, len(mean_D))) * math.sqrt(variance / len(mean_D))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(4, 7),
@@ -116,7 +116,7 @@ def test_a_plain_difference_of_means_would_be_biased_by_the_noise():
     assert np.mean(unbiased) == pytest.approx(0, abs=0.02)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6))
 def test_the_unit_of_the_gradient_does_not_matter(seed, scale):
     rng = np.random.default_rng(seed)
@@ -174,7 +174,7 @@ def variance_of(part_nD, y_mD):
     return gradient_variance(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), n=st.integers(4, 7), m=st.integers(4, 7))
 def test_the_variance_of_a_part_and_its_jackknife_are_those_of_the_definitions(seed, n, m):
     """(P − A)/C, A/C and (P − A)/A, one product after the other; numpy's own variance says the first again."""

@@ -55,7 +55,7 @@ def assert_matches_reference(statistics, logits, targets, rho, tolerance):
             assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance), name
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     # No log ρ below is a multiple of 1/8: at a tie fp32 and float64 may differ.
     logits=hnp.arrays(np.float32, (7, V), elements=st.integers(-60, 60).map(lambda k: k / 8)),
@@ -135,7 +135,7 @@ def test_gradients_against_dense_float64(which, rho, chunk_size):
         torch.testing.assert_close(a.double(), e, atol=1e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     logits=hnp.arrays(np.float32, (7, V), elements=st.integers(-60, 60).map(lambda k: k / 8)),
     targets=st.lists(st.integers(0, V - 1), min_size=7, max_size=7),
@@ -460,7 +460,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time(rho):
     assert peaks[1] == peaks[0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     logits=hnp.arrays(np.float64, (1, V), elements=st.floats(-12, 12)),
     noise=hnp.arrays(np.float64, (1, V), elements=st.floats(-1, 1)),

@@ -77,7 +77,7 @@ def reference(log_ratio, mask, rule):
     return weight, kept, vetoed, untrusted, filtered
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(batch=batches())
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_rule_against_plain_python(rule, batch):
@@ -139,7 +139,7 @@ def test_the_presets_are_those_of_the_method():
     assert set(PRESETS) == {"tis", "seq_tis", "mis", "icepop", "geo_rs", "k3", "veto", "trm"}
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(log_ratio=hnp.arrays(np.float64, (3, 1), elements=st.floats(-3, 3)))
 @pytest.mark.parametrize("action", ["truncate", "mask"])
 def test_all_levels_agree_on_sequences_of_one_token(action, log_ratio):
@@ -246,7 +246,7 @@ def test_a_bound_beyond_the_clamp_still_rejects():
     torch.testing.assert_close(weights.weight_BT, expected, atol=0, rtol=1e-6)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(batch=batches())
 @pytest.mark.parametrize("denominator", ["all", "kept"])
 @pytest.mark.parametrize("rule", BOUNDED, ids=str)
@@ -265,7 +265,7 @@ def test_self_normalised_weights_average_to_one(rule, denominator, batch):
     assert mean.item() == pytest.approx(1.0)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(batch=batches(), factor=st.floats(0.1, 10))
 def test_self_normalisation_forgets_a_common_factor(batch, factor):
     log_ratio, mask = torch.tensor(batch[0]).clamp(-2, 2), torch.tensor(batch[1])
@@ -276,7 +276,7 @@ def test_self_normalisation_forgets_a_common_factor(batch, factor):
     )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(batch=batches())
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_self_normalised_sequences_weigh_the_same_with_either_denominator(level, batch):

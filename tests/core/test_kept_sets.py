@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, Rollout
@@ -35,7 +35,6 @@ def plain(sets):
     return [own.tolist() for own in sets.ids_M.split(sets.sizes_N.tolist())] if len(sets) else []
 
 
-@settings(deadline=None)
 @given(sets=SETS, data=st.data())
 def test_states_sums_and_members_are_those_of_plain_lists(sets, data):
     ours = kept(sets, [-float(number) for number in range(len(sets))])

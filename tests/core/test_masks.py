@@ -49,7 +49,7 @@ def reference(kind, log_p, log_q, advantage, entropy, mask):
     return keeps
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(made=arrays)
 @pytest.mark.parametrize("kind", MASKS)
 def test_every_mask_against_plain_python(kind, made):

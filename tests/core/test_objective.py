@@ -59,7 +59,7 @@ def dense(case, term):
     return loss.item(), leaf.grad
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_reinforce_and_its_gradient_against_a_loop(seed):
     case = Case(seed)
@@ -82,7 +82,7 @@ def test_reinforce_does_not_look_at_the_old_policy():
     assert torch.equal(gradient, expected_gradient)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS)
 @pytest.mark.parametrize("name", ["ppo", "clip_higher"])
 def test_ppo_against_the_published_minimum(name, seed):
@@ -105,7 +105,7 @@ def test_ppo_against_the_published_minimum(name, seed):
         assert clipped[i, t].item() == ((i, t) in case.active() and expected_gradient[i, t].item() == 0.0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, st.sampled_from([2e-3, 0.5]))
 def test_gspo_against_the_published_sequence_ratio(seed, spread):
     case = Case(seed, spread=spread, one_a_sequence=True)
@@ -135,7 +135,7 @@ def test_gspo_against_the_published_sequence_ratio(seed, spread):
         assert clipped[i, t].item() == ((i, t) in case.active() and i in clipped_rows)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS)
 @pytest.mark.parametrize("rule", [LOSSES["cispo"], Cispo(clip_low=0.1, clip_high=0.2)], ids=["published", "two-sided"])
 def test_cispo_against_its_formula(rule, seed):
@@ -156,7 +156,7 @@ def test_cispo_against_its_formula(rule, seed):
     np.testing.assert_array_equal(clipped.numpy(), outside)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS)
 @pytest.mark.parametrize("name", ["ppo", "clip_higher", "cispo"])
 def test_at_a_ratio_of_one_the_gradient_is_that_of_reinforce(name, seed):
@@ -166,7 +166,7 @@ def test_at_a_ratio_of_one_the_gradient_is_that_of_reinforce(name, seed):
     assert not clipped.any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS)
 def test_at_a_ratio_of_one_gspo_is_reinforce_over_the_length(seed):
     case = Case(seed, one_a_sequence=True)
@@ -176,7 +176,7 @@ def test_at_a_ratio_of_one_gspo_is_reinforce_over_the_length(seed):
     assert not clipped.any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_clip_higher_differs_from_ppo_only_above_the_lower_of_their_upper_bounds(seed):
     case = Case(seed)
@@ -226,7 +226,7 @@ def one_token_sequences(case):
     return {name: getattr(case, name).reshape(-1, 1) for name in NAMES}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS)
 @pytest.mark.parametrize("name", ["reinforce", "ppo", "clip_higher", "cispo"])
 def test_losses_of_tokens_do_not_care_how_tokens_are_cut_into_sequences(name, seed):
@@ -238,7 +238,7 @@ def test_losses_of_tokens_do_not_care_how_tokens_are_cut_into_sequences(name, se
     assert torch.equal(cut_clipped, clipped.reshape(-1, 1))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS)
 def test_gspo_is_ppo_on_sequences_of_one_token(seed):
     case = Case(seed)

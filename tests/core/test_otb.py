@@ -129,7 +129,7 @@ def uneven_lengths(seed):
 LENGTHS = pytest.mark.parametrize("make", [equal_lengths, uneven_lengths])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000))
 def test_the_baseline_minimises_the_weighted_squared_error(seed):
     """B = argmin_b Σ W (R − b)², over the members alive, at each token where there is something to compare."""

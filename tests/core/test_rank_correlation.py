@@ -29,7 +29,7 @@ def test_known_answers(left, right, expected):
     assert found == pytest.approx(expected, nan_ok=True)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), count=st.integers(6, 40), ties=st.booleans())
 def test_it_is_scipys_and_its_error_the_jackknifes(seed, count, ties):
     rng = np.random.default_rng(seed)

@@ -47,7 +47,7 @@ LOGITS = hnp.arrays(np.float32, (5, V), elements=st.integers(-80, 80).map(lambda
 LOG_RHO = hnp.arrays(np.float32, (5,), elements=st.sampled_from([-np.inf, -13.0, -3.1, -0.01, 0.0]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(logits=LOGITS, log_rho=LOG_RHO, coefficients=hnp.arrays(np.float32, (4, 5), elements=st.floats(-2, 2, width=32)))
 def test_sums_and_gradient_against_float64(logits, log_rho, coefficients):
     z, threshold = torch.tensor(logits), torch.tensor(log_rho)

@@ -52,7 +52,7 @@ def softmax(row):
 # A fixed ρ
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGITS, st.sampled_from([0.5, 1e-2, 2e-6]))
 def test_it_is_the_min_p_rule(logits, rho):
     # No log ρ here is a multiple of 1/4: at a tie the ratio of probabilities rounds either way.
@@ -61,14 +61,14 @@ def test_it_is_the_min_p_rule(logits, rho):
 
 
 @pytest.mark.parametrize("rule", [DEFAULT, MassBudget(0.01), entropy_scaled(1e-2, 1.0, 1.0, 1e-6, 0.5)])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(logits=LOGITS, shift=st.sampled_from([-64.0, 32.0, 128.0]))
 def test_no_rule_sees_a_shift(rule, logits, shift):
     logits = torch.tensor(logits)
     assert torch.equal(safe_mask(logits, rule), safe_mask(logits + shift, rule))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(LOGITS)
 def test_a_smaller_rho_keeps_more(logits):
     logits = torch.tensor(logits)
@@ -145,14 +145,14 @@ def mass_budget_by_trying(row, budget):
     return best
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.one_of(LOGITS, ROUGH), BUDGETS)
 def test_a_mass_budget_prunes_as_much_as_it_may(logits, budget):
     expected = [mass_budget_by_trying(row, budget) for row in logits]
     assert (safe_mask(torch.tensor(logits), MassBudget(budget)).numpy() == expected).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.one_of(LOGITS, ROUGH), BUDGETS)
 def test_the_budget_holds_and_the_next_larger_threshold_breaks_it(logits, budget):
     mask = safe_mask(torch.tensor(logits), MassBudget(budget)).numpy()
@@ -168,7 +168,7 @@ def test_the_budget_holds_and_the_next_larger_threshold_breaks_it(logits, budget
             assert (pruned + math.fsum(p[least])) * slack >= budget
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.one_of(LOGITS, ROUGH), BUDGETS)
 def test_the_threshold_gives_back_exactly_the_set_it_was_read_off_from(logits, budget):
     """No rounding may flip an entry between the rule and whoever applies its log ρ, shifted or not."""
@@ -183,7 +183,7 @@ def test_the_threshold_gives_back_exactly_the_set_it_was_read_off_from(logits, b
     assert torch.equal(safe_mask(gaps, rule), mask)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.one_of(LOGITS, ROUGH), BUDGETS, BUDGETS)
 def test_a_larger_budget_keeps_less(logits, one, other):
     logits = torch.tensor(logits)
@@ -234,7 +234,7 @@ def test_budget_outside_its_range(budget):
 # Other sets
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGITS, st.integers(1, 50))
 def test_top_k_keeps_the_k_most_likely_and_what_is_as_likely(logits, k):
     kept = safe_mask(torch.tensor(logits), TopK(k))
@@ -243,7 +243,7 @@ def test_top_k_keeps_the_k_most_likely_and_what_is_as_likely(logits, k):
         assert own == [value >= last for value in row]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGITS, st.floats(0.1, 5))
 def test_top_n_sigma_keeps_what_lies_within_n_standard_deviations(logits, n):
     gap = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64)
@@ -261,7 +261,7 @@ def test_top_n_sigma_does_not_see_what_cannot_be_sampled():
     assert safe_mask(row, TopNSigma(1.0)).tolist() == [[True, False, False, False]]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(ROUGH, st.floats(0.05, 0.999))
 def test_top_p_is_the_fewest_most_likely_that_hold_p(logits, p):
     sides = TopPRule(rule="top_p", p=p).sides(None, 40)
@@ -287,7 +287,7 @@ def test_n_outside_its_range(n):
         TopNSigma(n)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGITS, hnp.arrays(np.float32, (3, 37), elements=st.sampled_from([-1.0, 1.0, 0.0])), st.floats(1e-3, 0.5))
 @pytest.mark.parametrize("rule", [FixedRho(0.02), MassBudget(0.1), TopK(1), TopK(5), TopNSigma(0.7), TopNSigma(3.0)])
 def test_no_perturbation_moves_the_threshold_out_of_the_range(rule, logits, signs, nats):
@@ -308,7 +308,7 @@ def test_one_side_alone():
 # ρ by entropy
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGITS, st.floats(-3, 3), st.floats(0, 4))
 def test_entropy_moves_rho_between_its_limits(logits, alpha, target):
     rule = entropy_scaled(1e-3, alpha, target, 1e-5, 0.2)
@@ -364,7 +364,7 @@ def test_a_rho_outside_the_range_of_the_settings(rho):
 # The trainer's margin
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     logits=ROUGH,
     signs=hnp.arrays(np.int8, (3, 23), elements=st.sampled_from([-1, 0, 1])),
@@ -456,7 +456,7 @@ def test_feedback_against_counting_runs(values, patience):
     assert history[len(values) // 2 :] == fed(resumed, values[len(values) // 2 :])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.floats(1e-3, 1e3), st.integers(1, 3))
 def test_a_loop_whose_change_is_smaller_than_the_band_comes_to_rest(strength, patience):
     """One change of ρ moves this signal by √2; the bounds are a factor of 4 apart."""

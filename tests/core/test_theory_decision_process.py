@@ -71,7 +71,7 @@ def test_theorem_4_1_the_bias_is_the_difference_of_the_exact_expectations(seed, 
     assert difference.abs().max() > 1e-4 * epsilon
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(SEEDS)
 def test_theorem_4_1_with_a_constant_reward_the_bias_is_the_gradient_of_minus_kl(seed):
     """∇J = 0, and E_q[∇log p] = −∇KL(q‖p): the bias alone pulls the trainer's policy towards the engine's."""
@@ -103,7 +103,7 @@ def safe_sets(instance: Instance, trainer: FixedRho, engine: FixedRho) -> tuple[
     return safe_mask(instance.trainer_logits(), trainer), safe_mask(instance.engine_logits(), engine)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS, st.booleans(), st.sampled_from(["equal sets", "a wider engine", "an engine that does not prune"]))
 def test_theorem_5_3_the_weighted_gradient_is_unbiased_where_the_engine_covers_the_safe_set(seed, shared, case):
     instance = random_instance(seed, epsilon=EPSILON, shared=shared)
@@ -115,7 +115,7 @@ def test_theorem_5_3_the_weighted_gradient_is_unbiased_where_the_engine_covers_t
     close(estimate, exact)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS, st.booleans())
 def test_theorem_5_3_without_nesting_the_bias_is_minus_the_missing_responses(seed, shared):
     """E[ĝ] = ∇J_mp − Σ_{y ∈ supp p^mp ∖ supp q^mp} R(y) ∇p^mp(y), V_S held constant."""
@@ -141,7 +141,7 @@ def test_theorem_5_3_nesting_is_only_needed_in_states_that_the_pruned_policy_rea
     close(estimate, exact - missing)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS)
 def test_a_margin_on_the_trainers_side_keeps_every_sampled_token_safe_but_leaves_the_bias(seed):
     """ρ_train = ρ e^{−2ε̂} gives V'_S ⊆ V_S: no ratio is 0. But Theorem 5.3 asks for the other inclusion."""
@@ -163,7 +163,7 @@ def test_a_margin_on_the_trainers_side_adds_to_what_the_engine_misses():
     assert 2 * biased(FixedRho(RHO)) < biased(with_margin(RHO, EPSILON))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS)
 def test_a_margin_on_the_engines_side_restores_nesting_and_unbiasedness(seed):
     """ρ_infer = ρ_train e^{−2ε̂} gives V_S ⊆ V'_S: sampled tokens outside V_S occur, with a ratio of exactly 0."""
@@ -208,7 +208,7 @@ def test_theorem_5_3_through_the_projects_own_head_weights_and_loss(seed):
 # Ratios and the KL estimators k1 and k3.
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_the_expected_ratio_is_one_where_supports_are_equal_and_short_by_the_missing_mass_else(seed):
     instance = random_instance(seed, epsilon=EPSILON)
@@ -239,7 +239,7 @@ def expected_metrics(process: DecisionProcess, log_p_SV: torch.Tensor, log_q_SV:
     return expected
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(SEEDS, st.sampled_from([0.01, 0.3, 2.0]), st.booleans())
 def test_k1_and_k3_have_the_exact_kl_of_the_responses_as_their_expectation(seed, epsilon, pruned):
     """Summed over the tokens, as KL of the sequences is the sum of the tokens' (chain rule). Equal supports."""
@@ -253,7 +253,7 @@ def test_k1_and_k3_have_the_exact_kl_of_the_responses_as_their_expectation(seed,
     assert expected_metrics(instance.process, log_p_SV, log_q_SV) == pytest.approx({"k1": kl, "k3": kl}, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(SEEDS)
 def test_k3_falls_short_of_the_kl_by_the_mass_that_only_the_trainer_keeps(seed):
     """V'_S ⊆ V_S: the KL is finite and k1 is unbiased, but E_q[r_t] = 1 − p^mp(V_S ∖ V'_S), which k3 inherits."""

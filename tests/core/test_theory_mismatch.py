@@ -45,7 +45,7 @@ def perturbations(epsilon_max: float, seed: int) -> torch.Tensor:
 # Proposition 4.2: bounds on the log-ratio.
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
 def test_the_sharp_pair_holds_and_is_attained_by_the_extremal_perturbation(logits, epsilon_max, seed):
     """log_ratio_a falls in ε_a and rises in every other ε_k, so its extremes over |ε| ≤ ε_max are at the two corners in
@@ -62,7 +62,7 @@ def test_the_sharp_pair_holds_and_is_attained_by_the_extremal_perturbation(logit
         )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
 def test_the_form_with_the_smaller_probability_always_holds(logits, epsilon_max, seed):
     """|log_ratio_a| ≤ 2 ε_max (1 − min(p_a, q_a))."""
@@ -70,7 +70,7 @@ def test_the_form_with_the_smaller_probability_always_holds(logits, epsilon_max,
     assert (log_ratio_NV.abs() <= literal_bound(torch.minimum(p_NV, q_NV), epsilon_max) + ROUNDING).all()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(LOGITS, EPSILON_MAX, st.integers(0, 1000))
 def test_the_papers_bound_holds_on_the_side_where_the_engine_overrates(logits, epsilon_max, seed):
     """|log_ratio_a| ≤ 2 ε_max (1 − p_a) where q_a > p_a: Jensen's inequality on the lower member of the sharp pair."""
@@ -126,7 +126,7 @@ def squared_distance(p_V, token):
     return 1.0 - 2.0 * p_V[token] + (p_V**2).sum()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(hnp.arrays(np.float64, 30, elements=st.floats(-8, 8)), st.floats(0.01, 0.5), st.integers(0, 29))
 def test_proposition_4_3_under_the_most_likely_noise_the_engine_overrates_what_it_sampled(logits, sigma, token):
     """Exact. Given that a was sampled from q, the density of the noise is ∝ exp(−‖ε‖²/2σ²) q_a(ε), log-concave; its

@@ -60,7 +60,7 @@ def random_rewards(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_proposition_5_5_the_bias_is_at_most_t_times_the_largest_pruned_mass(seed):
     """|J_mp − J| ≤ T (1 − Z_min) for R ∈ [0, 1], twice that for [−1, 1]; rewards random, and 0/1 as a verifier's."""
@@ -71,7 +71,7 @@ def test_proposition_5_5_the_bias_is_at_most_t_times_the_largest_pruned_mass(see
         assert abs(pruned.bias(2.0 * unit_Y - 1.0)) <= 2.0 * pruned.worst_state_bound + 1e-12
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_proposition_5_5_the_largest_bias_over_all_rewards_is_one_minus_the_product_of_retained_masses(seed):
     """sup_R |J_mp − J| over R ∈ [0, 1] is the total variation 1 − E_{p^mp}[Π_t Z_t] = P_p(a token is pruned), attained
@@ -129,7 +129,7 @@ def test_the_refinement_is_no_bound_under_the_engines_samples_unless_they_are_re
     assert (q_mp_Y * ratio_Y * pruned.sum_Y).sum().item() >= bias - 1e-12
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, st.sampled_from([0.5, 0.1, 0.01]))
 def test_a_mass_budget_makes_proposition_5_5_a_guarantee(seed, delta):
     """1 − Z(s) ≤ δ/T in every state, so |J_mp − J| ≤ δ for R ∈ [0, 1] and 2δ for [−1, 1] before anything is sampled."""
@@ -159,7 +159,7 @@ def random_logits(seed: int) -> torch.Tensor:
     return 4.0 * torch.randn(6, 37, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS, st.floats(-500, 500))
 def test_the_mask_at_max_minus_50_and_exact_omission_agree_in_value_and_gradient(seed, shift):
     """The masked entries together weigh at most V e^−50 ≈ 7e-21 of the largest one."""

@@ -164,13 +164,13 @@ def test_a_bound_that_is_broken_is_counted(monkeypatch):
     assert mismatch.bounds(log_p, log_q)["sharp_violations"].sum() > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), noise=st.floats(1e-7, 6.0), spread=st.floats(0.1, 12.0))
 def test_no_engine_breaks_the_sharp_bounds(seed, noise, spread):
     assert mismatch.bounds(*pair(noise, seed, spread))["sharp_violations"].sum() == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), noise=st.floats(0, 6.0), shift=st.floats(-50, 50))
 def test_a_constant_added_to_the_logits_is_no_mismatch(seed, noise, shift):
     log_p, log_q = pair(noise, seed)

@@ -12,10 +12,10 @@ STAGE_VERSIONS = {
     "bias": 4,
     "report_training": 4,
     "report_matrix": 1,
-    "report_curve": 2,
+    "report_curve": 3,
     "report_mismatch": 5,
-    "report_bias": 6,
-    "report_variance": 2,
+    "report_bias": 7,
+    "report_variance": 3,
     "report_sweep": 3,
     "evidence": 5,
 }

@@ -340,7 +340,9 @@ def copied(results, experiment, tmp_path):
         ("other", r"mismatch.json: measurement: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
         ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
         ("no parquet", r"bounds.parquet: not a parquet file"),
-        ("text", r"gaps.parquet: pairs: expected float64, found 'many' in row 2$"),
+        ("text", r"gaps.parquet: pairs: expected a number, found '\d+(\.0)?' in row 1$"),
+        ("half", r"safe_sets.parquet: response: expected a whole number, found 0.5 in row 2$"),
+        ("number", r"noise.parquet: problem: expected a text, found 7 in row 1$"),
         ("no rows", r"safe_sets.parquet: no rows$"),
     ],
 )
@@ -368,8 +370,12 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
             (folder / "bounds.parquet").write_text("no")
             record["files"]["bounds.parquet"] = sha256_file(folder / "bounds.parquet")
         case "text":
-            table = pd.read_parquet(folder / "gaps.parquet").astype({"pairs": str})
-            rewrite("gaps", table.assign(pairs=table["pairs"].where(table.index != 1, "many")))
+            rewrite("gaps", pd.read_parquet(folder / "gaps.parquet").astype({"pairs": str}))
+        case "half":
+            table = pd.read_parquet(folder / "safe_sets.parquet").astype({"response": float})
+            rewrite("safe_sets", table.assign(response=table["response"].where(table.index != 1, 0.5)))
+        case "number":
+            rewrite("noise", pd.read_parquet(folder / "noise.parquet").assign(problem=7))
         case "no rows":
             rewrite("safe_sets", pd.read_parquet(folder / "safe_sets.parquet").head(0))
     if what != "missing":

@@ -11,6 +11,7 @@ from scipy import stats
 
 from dvp.analysis import curve
 from dvp.analysis.claims import Condition
+from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.evidence import MET, _answer_condition
 from dvp.analysis.load import load_curve
 from dvp.analysis.points import reference_point
@@ -212,6 +213,17 @@ def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written
     logs = np.log(taken)
     ends = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
     assert (statistic.value, statistic.low, statistic.high) == pytest.approx((np.exp(logs.mean()), *np.exp(ends)))
+
+
+def test_all_panels_of_the_figure_hold_all_curves_and_the_reference_is_drawn_in_the_others(written, asked):
+    given_scores(written, asked, lambda run: (0, 0.75, 1) if "fp32" in run.path else (0.5, 0.5, 0.5))
+    figure = score_curve(asked, curve.groups(asked, load_curve(asked, written.folder)))
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        assert low < 0
+        assert high > 100
+    drawn = [[line for line in axes.lines if line.get_color() == "black"] for axes in figure.axes]
+    assert [len(lines) for lines in drawn] == [1, 1, 0, 0]
 
 
 def test_tables_figure_and_a_claim(written, asked, tmp_path):

@@ -150,7 +150,15 @@ def test_scores_of_another_sampler_are_refused(asked, written):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count"), [("evaluation_matrix", 5), ("tiny_replay", 2), ("noise_tail", 6), ("horizon", 3)]
+    ("name", "count"),
+    [
+        ("evaluation_matrix", 5),
+        ("tiny_replay", 2),
+        ("noise_tail", 6),
+        ("remedies", 15),
+        ("remedies_sets", 5),
+        ("horizon", 3),
+    ],
 )
 def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):
     value = load_experiment(name, CONFIG).model_dump(mode="json")

@@ -62,11 +62,12 @@ def test_each_condition_on_training_fits_one_statistic(name, tmp_path):
     check(name, statistics)
 
 
-def test_each_condition_on_the_variance_fits_one_statistic(tmp_path):
-    experiment = shipped("otb_variance", policies=["base"], batches=24, reference_batches=48)
+@pytest.mark.parametrize("name", ["otb_variance", "otb_variance_long"])
+def test_each_condition_on_the_variance_fits_one_statistic(name, tmp_path):
+    experiment = shipped(name, policies=["base"], batches=24, reference_batches=48)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("otb_variance", variance.statistics(experiment, load_variance(experiment, tmp_path)))
+    check(name, variance.statistics(experiment, load_variance(experiment, tmp_path)))
 
 
 def test_no_experiment_of_otb_is_left_out():

@@ -139,14 +139,20 @@ def test_stale_base_evaluation_is_refused(experiment, results):
         ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"skipped": "no"}), *lines[1:]],
-            r"skipped: expected bool",
+            r"skipped: expected true or false, found 'no' in row 1",
         ),
         *(
             (
                 lambda lines, value=value: [*lines[:1], json.dumps(json.loads(lines[1]) | {"k3": value}), *lines[2:]],
-                rf"k3: expected float64, found {found} in row 2",
+                rf"k3: expected {expected} in row 2$",
             )
-            for value, found in (("x", "'x'"), (10**400, "10{59}"))
+            for value, expected in (
+                ("x", "a number, found 'x'"),
+                ("1.5", "a number, found '1.5'"),
+                (True, "a number, found True"),
+                (None, "a number, found nan"),
+                (10**400, "float64, found 10{59}"),
+            )
         ),
     ],
 )

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up_results import Results, make_experiment, training_part
 
@@ -19,7 +19,6 @@ def test_the_interval_over_three_seeds_is_students():
     assert (low, high) == (pytest.approx(3.0 - reach, rel=1e-5), pytest.approx(3.0 + reach, rel=1e-5))
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
 def test_the_logarithmic_interval_holds_the_geometric_mean_and_stays_positive(values):
     mean, low, high = over_seeds(values, logarithmic=True)

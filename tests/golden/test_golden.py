@@ -36,6 +36,7 @@ from dvp.core.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.generators import GENERATORS
 from dvp.data.prepare import prepare
+from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.folder import ExperimentDir
@@ -50,6 +51,7 @@ from dvp.training.loop import run_loop
 from dvp.training.probe import write_probe
 from dvp.training.stage import set_up
 from dvp.versions import STAGE_VERSIONS
+from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
 
 pytestmark = pytest.mark.slow
@@ -163,9 +165,8 @@ def test_base(root, tmp_path, generator):
     experiment = experiment_with(root, generator)
     warm_start = experiment.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
     experiment = experiment.model_copy(update={"base": experiment.base.model_copy(update={"warm_start": warm_start})})
-    pd.DataFrame({"problem": [story.problem for story in GENERATORS[generator].generate(3, seed=1)]}).to_parquet(
-        tmp_path / "eval.parquet"
-    )
+    problems = [story.problem for story in GENERATORS[generator].generate(3, seed=1)]
+    write_problems(tmp_path / "eval.parquet", EVAL_COLUMNS, problem=problems)
     manifest = make_base(experiment, tmp_path, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     check(
@@ -203,8 +204,8 @@ def set_up_run(root, tiny_model, tmp_path, monkeypatch):
     directory.data.mkdir()
     prompts = [" ".join([WORDS[row % 4], WORDS[row // 4], "nuri"][: 2 + row % 2]) for row in range(6)]
     prompts += [" ".join(WORDS * 3)]
-    table = pd.DataFrame({"id": [str(row) for row in range(7)], "answer": "7", "prompt": prompts})
-    table.to_parquet(directory.data / "train.parquet")
+    ids = [str(row) for row in range(7)]
+    write_problems(directory.data / "train.parquet", TRAIN_COLUMNS, id=ids, answer="7", prompt=prompts)
     given: dict[str, float] = {}
 
     class RecordedTrainer(Trainer):

@@ -32,7 +32,7 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
     labels = [_label(experiment, family, *estimator) for family in families for estimator in family]
     with mpl.rc_context(STYLE):
         width = 2.2 + 3.6 * len(engines)
-        figure = new_figure(width, (0.18 * len(rows) + 0.6) * len(policies) + 1.3)
+        figure = new_figure(width, (0.18 * len(rows) + 0.6) * len(policies) + 1.5)
         grid = figure.subplots(
             len(policies),
             2 * len(engines),
@@ -58,7 +58,7 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
             bias.set_xscale("symlog", linthresh=LINEAR, linscale=0.7)
             bias.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
             variance.set_xscale("log")
-            plain_log(variance.xaxis)
+            plain_log(variance.xaxis, (1, 3))  # a panel is narrow
             if line == len(policies) - 1:
                 bias.set_xlabel("squared bias, of |g|²")
                 variance.set_xlabel("variance, of |g|²")
@@ -82,7 +82,7 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
         ]
         if any(statistic.name == PAIRED for statistic in measured):
             handles.append(handle("the same bias, paired (thick: 95 %)", color=DARK, marker="|", markersize=7))
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(engines) == 1 else len(handles))
     return figure
 
 

@@ -83,9 +83,9 @@ def set_title(figure: Figure, title: str, width: float) -> None:
     figure.suptitle(textwrap.fill(title, int(13 * width)), fontsize=9.5, x=0.01, ha="left")
 
 
-def plain_log(axis: Axis) -> None:
+def plain_log(axis: Axis, subs: tuple[int, ...] = (1, 2, 5)) -> None:
     """Label a logarithmic axis of few decades: 1, 2, 5, 10, …"""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 

@@ -8,7 +8,9 @@ Columns that all frames share: `point`, the path of a grid point, or `base`; `se
 stage's JSON file, relative to the experiment's folder `results` (results/E).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,25 @@ CHANGES = ("squared_bias", "variance")
 WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+# What a value has to be before pandera brings a column to one type. That is needed: files store whole numbers as
+# floats, floats that happen to be whole as integers, and what is missing throughout as objects. But it would also make
+# a number of the text 1.5 or of true, a text of a number, and 1 of 1.5.
+_IS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    float: ("a number", _is_number),
+    int: ("a whole number", lambda value: _is_number(value) and value % 1 == 0),
+    bool: ("true or false", lambda value: isinstance(value, bool | np.bool_)),
+}
+
+
 def _columns(
     kind: type, names: str, *checks: pa.Check, nullable: bool = False, required: bool = True
 ) -> dict[str, pa.Column]:
-    # Whole numbers may be stored as floats; what is not true or false is not taken for either.
-    options = {"nullable": nullable, "required": required, "coerce": kind is not bool}
+    options = {"nullable": nullable, "required": required, "coerce": True, "metadata": {"kind": kind}}
     return {name: pa.Column(kind, list(checks), **options) for name in names.split()}
 
 
@@ -472,6 +488,9 @@ def _parquet(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
 
 
 def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    for name, column in schema.columns.items():
+        if name in frame and column.metadata:  # else pandera says what is missing, or checks the values itself
+            _check_kind(frame[name], column.metadata["kind"], column.nullable, path)
     try:
         return schema.validate(frame)
     except (SchemaError, SchemaErrors) as caught:
@@ -483,5 +502,18 @@ def _validated(schema: pa.DataFrameSchema, frame: pd.DataFrame, path: Path) -> p
         place = ""
         if isinstance(cases, pd.DataFrame) and len(cases):
             row, value = cases[["index", "failure_case"]].iloc[0]
-            place = f", found {repr(value)[:60]}" + ("" if pd.isna(row) else f" in row {row + 1}")
+            place = f", found {repr(value)[:60]}" + ("" if pd.isna(row) else f" in row {int(row) + 1}")
         raise DvpError(f"{path}: {error.schema.name}: expected {wanted}{place}") from None
+
+
+def _check_kind(values: pd.Series, kind: type, nullable: bool, path: Path) -> None:
+    """Raise DvpError, naming column and row, for a value of another kind or one that is missing and must not be."""
+    expected, fits = _IS[kind]
+    missing = values.isna()
+    texts = isinstance(values.dtype, pd.StringDtype)
+    of_kind = texts if kind is str else values.dtype.kind in {float: "iuf", int: "iu", bool: "b"}[kind]
+    if of_kind and (nullable or not missing.any()):
+        return
+    for row, (value, absent) in enumerate(zip(values, missing, strict=True), start=1):
+        if not (nullable if absent else fits(value)):
+            raise DvpError(f"{path}: {values.name}: expected {expected}, found {repr(value)[:60]} in row {row}")

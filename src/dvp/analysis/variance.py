@@ -20,7 +20,7 @@ MEASURED = {
     "gradient_signal": "signal",
     "variance_over_signal": "variance_over_signal",
 }
-UNITS = {"gradient_variance": "of |g|²", "gradient_signal": "of |g|²", "variance_over_signal": "1"}
+UNITS = {"gradient_variance": "of |g|²", "gradient_signal": "of |g|²", "variance_over_signal": "ratio"}
 RATIOS = {"variance_ratio": "variance", "variance_over_signal_ratio": "variance_over_signal"}
 PROXY = "proxy_rank_correlation"
 
@@ -89,7 +89,7 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
             if math.isfinite(numbers[0]):
                 how = f"{mean.format('geometric mean')}, over {partner} from the same responses (paired); {spread}"
                 how += ", of logarithms"
-                yield Statistic(name, where, *numbers, "1", how, sources)
+                yield Statistic(name, where, *numbers, "ratio", how, sources)
 
 
 def _proxy(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
@@ -100,7 +100,7 @@ def _proxy(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
         if math.isfinite(numbers[0]):
             how = f"Spearman; {spread_text(len(experiment.seeds))}"
             where = {"policy": policy, "position": position}
-            yield Statistic(PROXY, where, *numbers, "1", how, tuple(rows["source"]))
+            yield Statistic(PROXY, where, *numbers, "correlation", how, tuple(rows["source"]))
 
 
 # --- tables -------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def begin():
             raise WorkflowError(str(error)) from None
         write_resolved(experiment(name), Path(folder))
     rehearse_first(workflow.dag)
+    sleep_between_jobs(workflow)
 
 
 HELD = ExitStack()
@@ -101,6 +102,18 @@ def rehearse_first(dag):
                 dag.depending[preflight][training] = set()
                 dag._n_until_ready[training] += 1
                 dag._ready_jobs.discard(training)
+
+
+def sleep_between_jobs(workflow):
+    """Have Snakemake's scheduler wake when a job has ended, and not every second as well.
+
+    To hold its default limit, 100 jobs a second, it looks at all files of all jobs that are ready once a second, and once
+    more for each job that has ended: with some hundred jobs, most of a core (version 9; a test would notice). A limit that
+    somebody sets is kept.
+    """
+    limit = workflow.scheduling_settings.max_jobs_per_timespan
+    if limit and (limit.max_jobs, limit.timespan) == (100, 1):
+        workflow.scheduler.job_rate_limiter = None
 
 
 # Training settings that the grid gives, one a part of the path.

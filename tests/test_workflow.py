@@ -270,22 +270,23 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
 def train(tmp_path, monkeypatch):
     """Train an experiment whose stages are made up; returns (exit status, the preflights and runs that began).
 
-    Stages write empty files; the preflight of the engine `fails` fails.
+    Stages sleep for `seconds` and write empty files; the preflight of the engine `fails` fails.
     """
     for name in ("workflow", "config", "envs", "profiles"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "Snakefile", tmp_path)
     for name in ("data", "base", "preflight", "train"):
         file = tmp_path / f"workflow/rules/{name}.smk"
-        made_up = '"echo {output[0]} >> began.txt; touch {output}"'
+        made_up = '"echo {output[0]} >> began.txt; sleep $SECONDS_EACH; touch {output}"'
         if name == "preflight":
             made_up = '"echo {output[0]} >> began.txt; test {wildcards.engine} != $FAILS; touch {output}"'
         text, count = re.subn(r'"dvp .*?{log:q}"', lambda _, new=made_up: new, file.read_text(), flags=re.DOTALL)
         assert count == 1
         file.write_text(text)
 
-    def run(*engines: str, fails: str = "none") -> tuple[int, list[str]]:
+    def run(*engines: str, fails: str = "none", seconds: int = 0, options: tuple[str, ...] = ()):
         monkeypatch.setenv("FAILS", fails)
+        monkeypatch.setenv("SECONDS_EACH", str(seconds))
         grid = ", ".join(f"{{method: rloo, engine: {engine}}}" for engine in engines)
         file = tmp_path / "config/experiments/made_up.yaml"
         file.write_text(f"name: made_up\nextends: smoke\npreflight: always\ngrid: [{grid}]\n")
@@ -294,7 +295,7 @@ def train(tmp_path, monkeypatch):
         goals = [f"there/made_up/runs/{run}/train.json" for run in runs]
         settings = ["--config", "experiment=made_up", "results=there"]
         done = subprocess.run(
-            [sys.executable, "-m", "snakemake", *goals, "--cores", "2", "--keep-going", *settings],
+            [sys.executable, "-m", "snakemake", *goals, "--cores", "2", "--keep-going", *options, *settings],
             cwd=tmp_path,
             check=False,
             capture_output=True,
@@ -322,6 +323,22 @@ def test_runs_wait_for_all_preflights_and_are_not_made_again_for_one_engine_more
     assert [stage for stage, _ in began] == ["preflight"] * 2 + ["method"] * 2
     assert train("fp32", "coarse") == (0, [])
     assert train("fp32", "coarse", "bf16") == (0, [("preflight", "bf16"), ("method", "bf16")])
+
+
+def test_the_scheduler_sleeps_until_a_job_has_ended_unless_a_limit_is_set(train, tmp_path):
+    """Woken every second, and once more for each job that has ended, it took most of a core with some hundred jobs."""
+    train("fp32")  # what all share
+    looked = []
+    for engines, limit in (
+        (("bf16", "coarse", "coarser"), ()),
+        (("fp16", "noise_1", "bf16_fp8kv"), ("--max-jobs-per-timespan", "50/1s")),
+    ):
+        shutil.rmtree(tmp_path / ".snakemake" / "log")
+        status, began = train(*engines, seconds=4, options=("--verbose", *limit))
+        assert (status, len(began)) == (0, 6)
+        (log,) = (tmp_path / ".snakemake" / "log").iterdir()
+        looked.append(log.read_text().count("Ready jobs: "))
+    assert looked[0] <= 6 + 1 < looked[1] - 1, looked
 
 
 @pytest.mark.parametrize("stage", ["train.json", "../../../../../data/manifest.json"])
@@ -366,6 +383,29 @@ def test_an_unknown_experiment_is_named_in_one_line(snakemake):
     lines = [line for line in (out + errors).splitlines() if "nope" in line]
     known = ", ".join(sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml")))
     assert lines == [f"config/experiments/nope.yaml: no such experiment; known are {known}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (
+            "runs/method~foo/engine~fp32/rho~none/seed~0/train.json",
+            "run 'method~foo/engine~fp32/rho~none/seed~0' is not in the grid of experiment 'tiny'; one that is: ",
+        ),
+        (
+            "evals/base/by~int2/min_p~none/held_out/scores.json",
+            "'base/by~int2/min_p~none': evaluation.also of experiment 'tiny' does not ask for it",
+        ),
+        ("mismatch/base/by~fp32/seed~0/mismatch.json", "base/by~fp32/seed~0 is not measured by 'tiny'"),
+    ],
+)
+def test_a_path_that_the_experiment_has_not_is_refused_in_one_line(snakemake, path, says):
+    """`snakemake` sees to it that there is no traceback."""
+    for arguments in (("-n",), ("--cores", "1")):
+        status, out, errors = snakemake(*arguments, f"results/tiny/{path}")
+        assert status == 1
+        assert [line for line in (out + errors).splitlines() if line.startswith(says)]
+        assert "Exception" not in out + errors
 
 
 def test_a_fault_of_an_experiment_is_named_in_one_line(snakemake, place):

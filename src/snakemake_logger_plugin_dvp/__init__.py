@@ -9,6 +9,7 @@ keeps in .snakemake/log is whole. Snakemake finds this package by its name.
 """
 
 import logging
+import re
 import sys
 from collections import Counter
 from functools import cache
@@ -25,6 +26,10 @@ TARGETS = ("all",)  # rules that only collect
 BENCHMARKS = "benchmarks"  # the folder of an experiment's results in which each rule has one
 # Of no use to somebody who waits for results. All else that is said without an event is passed on.
 CHATTER = ("Building DAG of jobs", "Select jobs to execute", "Assuming unrestricted shared filesystem", "Using shell")
+# What a function of a rule refuses, which Snakemake wraps in wildcards and a traceback.
+REFUSED = re.compile(
+    r"InputFunctionException in rule \w+ .*?\n  (?:DvpError|WorkflowError):\s+(.*?)\nWildcards:", re.DOTALL
+)
 SILENT = (LogEvent.JOB_STARTED, LogEvent.PROGRESS, LogEvent.SHELLCMD, LogEvent.RULEGRAPH, LogEvent.WORKFLOW_STARTED)
 
 
@@ -46,7 +51,11 @@ class LogHandler(LogHandlerBase):
     def emit(self, record: logging.LogRecord) -> None:
         """Print what the record means, if anything."""
         event = getattr(record, "event", None)
-        if self._details:
+        refused = None if self.common_settings.verbose else REFUSED.search(record.getMessage())
+        if refused:
+            self._own.stream.write(f"{refused[1]}\n")
+            self._own.flush()
+        elif self._details:
             self._own.emit(record)
         elif event == LogEvent.RUN_INFO:
             self._planned(record.stats)

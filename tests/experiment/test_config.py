@@ -534,6 +534,10 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
             "such key",
         ),
         (
+            '{"zero_optimization": {"stage": 1, "stage": 2}}',
+            "expected JSON with zero_optimization.stage (ValueError: key 'stage' is there twice)",
+        ),
+        (
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
             "gradient_clipping: the experiment's `training` sets this; remove it here",
         ),
@@ -545,6 +549,24 @@ def test_a_deepspeed_file_that_cannot_be_run_is_named(config, content, message):
     with pytest.raises(DvpError) as error:
         load_experiment("tiny", config)
     assert str(error.value).startswith(f"{file}: {message}")
+
+
+def test_a_deepspeed_file_is_nested_as_deeply_as_can_be_written_down(config, tmp_path):
+    """From 256 levels on, pydantic writes nothing down; from some thousand on, Python reads nothing."""
+    file = config / "deepspeed" / "zero1.json"
+    for levels, message in (
+        (32, "nested too deeply, expected at most 32 levels"),
+        (300, "nested too deeply, expected at most 32 levels"),
+        (2000, "expected JSON with zero_optimization.stage (ValueError: nested too deeply)"),
+    ):
+        file.write_text('{"zero_optimization": {"stage": 1}, "x": %s}' % ("[" * levels + "]" * levels))
+        with pytest.raises(DvpError) as error:
+            load_experiment("tiny", config)
+        assert str(error.value) == f"{file}: {message}"
+    file.write_text('{"zero_optimization": {"stage": 1}, "x": %s}' % ("[" * 31 + "]" * 31))
+    experiment = load_experiment("tiny", config)
+    write_resolved(experiment, tmp_path / "written")
+    assert read_resolved(tmp_path / "written" / "config.yaml").deepspeed == experiment.deepspeed
 
 
 def test_a_deepspeed_file_says_in_which_type_the_trainer_multiplies(config):
@@ -709,7 +731,9 @@ def test_runs_of_tiny():
 @pytest.mark.parametrize("path", ["", "base", "method~rloo", "method~rloo/engine~fp32/rho~none/seed~2", "../x"])
 def test_an_unknown_run_is_named(path):
     experiment = load_experiment("tiny", ROOT / "config")
-    with pytest.raises(DvpError, match=rf"^run '{re.escape(path)}' is not in the grid of experiment 'tiny'$"):
+    with pytest.raises(
+        DvpError, match=rf"^run '{re.escape(path)}' is not in the grid of experiment 'tiny'; one that is: method~"
+    ):
         experiment.run(path)
 
 

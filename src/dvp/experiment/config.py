@@ -332,7 +332,7 @@ class Experiment(Strict):
         for run in self.runs:
             if run.path == path:
                 return run
-        raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'")
+        raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'; one that is: {self.runs[0].path}")
 
     def evaluated_steps(self, point: GridPoint) -> list[int]:
         """The steps after which the runs of a point are evaluated (evaluation.at), in their order, without the last."""

@@ -7,14 +7,17 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import NullPool, create_engine
 
-from dvp.cli import app, main
+from dvp.cli import LARGEST_SEED, app, main
 from dvp.errors import Stopped
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
+from dvp.strict import Seed
 from dvp.tracking.record import read_record
 
 pytestmark = pytest.mark.slow  # each call is a process of its own
@@ -154,6 +157,27 @@ def test_a_command_that_is_no_command_is_one_line(arguments, line, capsys):
     assert capsys.readouterr() == ("", line + "\n")
 
 
+def options_of(kind: type) -> list[tuple[str, str]]:
+    """Verb and name of every option of a kind."""
+    return [
+        (command.callback.__name__, f"--{name.replace('_', '-')}")
+        for command in app.registered_commands
+        for name, option in get_type_hints(command.callback).items()
+        if kind in (option, *get_args(option))
+    ]
+
+
+@pytest.mark.parametrize(("verb", "option"), options_of(Path))
+def test_a_path_is_not_empty(verb, option, capsys, tmp_path, monkeypatch):
+    """As that of a variable that is not set: it would be the current folder."""
+    assert ("bias", "--problems") in options_of(Path)
+    monkeypatch.chdir(tmp_path)
+    assert main([verb, option, ""]) == 2
+    expected = f"dvp {verb}: Invalid value for '{option}': expected a path, found an empty text"
+    assert capsys.readouterr() == ("", f"{expected}; see `dvp {verb} --help`\n")
+    assert not list(tmp_path.iterdir())
+
+
 # --- dvp resolve ---
 
 
@@ -235,11 +259,39 @@ def test_plan_refuses_what_it_cannot_plan(refused):
     )
 
 
-@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--price", "-1"], ["--price", "nan"], ["--gpu", "abacus"]])
-def test_plan_takes_numbers_above_zero_and_known_gpus(wrong, capsys):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--gpus", "0"],
+        ["--price", "-1"],
+        ["--price", "nan"],
+        ["--price", "inf"],
+        ["--price", "1e308"],
+        ["--response-tokens", "1e10"],
+        ["--gpu", "abacus"],
+    ],
+)
+def test_plan_takes_numbers_within_bounds_and_known_gpus(wrong, capsys):
     assert main(["plan", *wrong]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dvp plan: Invalid value for '{wrong[0]}': ")
+
+
+def test_a_number_out_of_bounds_is_said_with_them(capsys):
+    assert main(["plan", "--price", "1e308"]) == 2
+    line = "dvp plan: Invalid value for '--price': 1e+308 is not a number above zero, 1,000,000,000 at most"
+    assert capsys.readouterr().err == f"{line}; see `dvp plan --help`\n"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_bias_takes_the_seeds_that_an_experiment_may_have(seed, capsys):
+    with pytest.raises(ValidationError):
+        TypeAdapter(Seed).validate_python(seed)
+    assert TypeAdapter(Seed).validate_python(LARGEST_SEED) == LARGEST_SEED
+    assert main(["bias", "--seed", str(seed)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    bound = "greater than or equal to 0" if seed < 0 else f"less than or equal to {LARGEST_SEED}"
+    assert line == f"dvp bias: Invalid value for '--seed': Input should be {bound}; see `dvp bias --help`"
 
 
 # --- dvp evidence ---
@@ -309,7 +361,7 @@ def test_train_takes_runs_of_the_grid_only(refused, resolved, place):
     config = resolved()
     run = RUN.replace("seed~0", "seed~7")
     line = refused("train", "--config", config, "--run", run)
-    assert line == f"run '{run}' is not in the grid of experiment 'smoke'"
+    assert line.startswith(f"run '{run}' is not in the grid of experiment 'smoke'; one that is: method~")
     assert [path.name for path in (place / config).parent.iterdir()] == ["config.yaml"]
 
 
@@ -356,3 +408,36 @@ def test_a_signal_while_the_store_is_closed_is_no_traceback(monkeypatch, caplog)
     with suppress(Stopped), engine.connect():
         pass
     assert not caplog.records
+
+
+DROPPED = """
+import signal, sys, time, weakref
+from contextlib import nullcontext
+from dvp.cli import stoppable
+from dvp.errors import Stopped
+from dvp.training.stopping import Abandoned, StopRequest
+
+class Connection:
+    pass
+
+stoppable()
+training = StopRequest() if sys.argv[1] == "training" else nullcontext()
+with training as stop:
+    try:
+        with stop.abandonable() if stop else nullcontext():
+            connection = Connection()
+            watched = weakref.ref(connection, lambda _: signal.raise_signal(signal.SIGTERM))
+            del connection
+            time.sleep(30)
+            print("it went on")
+    except (Abandoned, Stopped) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("where", "raised"), [("a stage", "Stopped"), ("training", "Abandoned")])
+def test_a_signal_within_a_callback_of_python_is_not_lost(where, raised):
+    """What is raised there is dropped, with a traceback: the process would go on as if it had not been told."""
+    done = subprocess.run([sys.executable, "-c", DROPPED, where], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{raised}\n"
+    assert done.stderr == ""

@@ -5,7 +5,6 @@ A verb imports its room when it is called, so `dvp --help` and `dvp plan` need n
 
 import gc
 import logging
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dvp.errors import STOP_SIGNALS, DvpError, Stopped
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped, send_again
 
 app = typer.Typer(
     add_completion=False,
@@ -30,17 +29,32 @@ app = typer.Typer(
 )
 
 
+LARGEST = 1e9  # of a price, a length or megabytes: more is a slip, and what follows from it may be infinite
+LARGEST_SEED = 2**32 - 1  # of dvp.strict.Seed
+
+
 def _above_zero(value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{value:g} is not a number above zero.")
+    if value is not None and not 0 < value <= LARGEST:
+        raise typer.BadParameter(f"{value:g} is not a number above zero, {LARGEST:,.0f} at most.")
     return value
+
+
+def _to_path(text: str) -> Path:
+    # What a variable that is not set leaves; Path("") would be the current folder.
+    if not text:
+        raise typer.BadParameter("expected a path, found an empty text.")
+    return Path(text)
 
 
 def _option(metavar: str, help: str, **more: Any) -> Any:
     return typer.Option(metavar=metavar, help=help, **more)
 
 
-CONFIG = _option("FILE", "results/E/config.yaml")
+def _path(metavar: str, help: str, **more: Any) -> Any:
+    return _option(metavar, help, parser=_to_path, **more)
+
+
+CONFIG = _path("FILE", "results/E/config.yaml")
 Config = Annotated[Path, CONFIG]
 RunPath = Annotated[
     str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
@@ -59,7 +73,7 @@ RESULTS = "Results"
 @app.command(rich_help_panel=EXPERIMENT)
 def resolve(
     experiment: Annotated[str, _option("NAME", "name of a file in config/experiments")],
-    folder: Annotated[Path, _option("FOLDER", "where results go, such as results/tiny")],
+    folder: Annotated[Path, _path("FOLDER", "where results go, such as results/tiny")],
 ) -> None:
     """Validate an experiment and write it resolved.
 
@@ -226,21 +240,19 @@ def mismatch(config: Config, measurement: Annotated[str, MEASURED], threads: Thr
     stage.mismatch(config, measurement, threads)
 
 
-PROBLEMS = _option(
-    "FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on"
-)
+PROBLEMS = _path("FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on")
 
 
 @app.command(rich_help_panel=MEASUREMENT)
 def bias(
     config: Annotated[Path | None, CONFIG] = None,
     measurement: Annotated[str | None, MEASURED] = None,
-    model: Annotated[Path | None, _option("FOLDER", "a Hugging Face directory")] = None,
+    model: Annotated[Path | None, _path("FOLDER", "a Hugging Face directory")] = None,
     engine: Annotated[str | None, _option("NAME", "an engine of the experiment or of config/catalogue")] = None,
     experiment: Annotated[str, _option("NAME", "whose estimators, batches and sampling are used")] = "estimator_bias",
     problems: Annotated[Path | None, PROBLEMS] = None,
-    seed: Annotated[int, _option("N", "draws problems and responses", min=0)] = 0,
-    output: Annotated[Path, _option("FOLDER", "where to write")] = Path("bias"),
+    seed: Annotated[int, _option("N", "draws problems and responses", min=0, max=LARGEST_SEED)] = 0,
+    output: Annotated[Path, _path("FOLDER", "where to write")] = Path("bias"),
     threads: Threads = 1,
 ) -> None:
     """Measure bias and variance of every estimator of the policy gradient.
@@ -298,9 +310,9 @@ ANSWERING = _option(
 @app.command(rich_help_panel=RESULTS)
 def evidence(
     experiments: Annotated[list[str], ANSWERING],
-    output: Annotated[Path, _option("FOLDER", "where the page goes")],
+    output: Annotated[Path, _path("FOLDER", "where the page goes")],
     earlier: Annotated[
-        Path | None, _option("claims.json", "of an earlier page: it answers what none of these experiments does")
+        Path | None, _path("claims.json", "of an earlier page: it answers what none of these experiments does")
     ] = None,
     more: More = None,
 ) -> None:
@@ -362,9 +374,7 @@ def track(config: Config) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
-    # A terminated stage ends like an interrupted one: temporary files are removed, MLflow is told.
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+    stoppable()
     quiet()
     # The libraries make a million objects that live for ever. To look through them for garbage while they are imported,
     # as Python does by default, costs a quarter of a stage's start.
@@ -406,6 +416,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _say(line: str, status: int) -> int:
     print(line, file=sys.stderr)
     return status
+
+
+def stoppable() -> None:
+    """End a stage that is told to stop like an interrupted one: temporary files are removed, MLflow is told."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    sys.unraisablehook = _dropped
+
+
+def _dropped(unraisable: Any) -> None:
+    """A signal that came while Python called back for an object that goes, where nothing can be raised, comes again."""
+    if isinstance(unraisable.exc_value, Stopped):
+        send_again(unraisable.exc_value.code - 128)
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from dvp.errors import STOP_SIGNALS, Stopped
+from dvp.errors import STOP_SIGNALS, Stopped, send_again
 from dvp.training import ranks
 
 
@@ -36,11 +37,21 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        self._previous_hook = sys.unraisablehook
+        sys.unraisablehook = self._dropped
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._previous_hook
+
+    def _dropped(self, unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, Abandoned):
+            self._abandonable = True
+            send_again(self.signal)
+        else:
+            self._previous_hook(unraisable)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)

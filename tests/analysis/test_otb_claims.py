@@ -46,7 +46,7 @@ def check(name: str, statistics: list) -> None:
     [
         "otb_groups_short",
         "otb_groups_equal",
-        "otb_groups",
+        "otb_groups_between",
         "otb_groups_long",
         "otb_single",
         "otb_tools",

@@ -329,12 +329,12 @@ def test_the_scheduler_sleeps_until_a_job_has_ended_unless_a_limit_is_set(train,
     """Woken every second, and once more for each job that has ended, it took most of a core with some hundred jobs."""
     train("fp32")  # what all share
     looked = []
-    for engines, limit in (
-        (("bf16", "coarse", "coarser"), ()),
-        (("fp16", "noise_1", "bf16_fp8kv"), ("--max-jobs-per-timespan", "50/1s")),
+    for engines, seconds, limit in (
+        (("bf16", "coarse", "coarser"), 3, ()),
+        (("fp16", "noise_1", "bf16_fp8kv"), 9, ("--max-jobs-per-timespan", "50/1s")),
     ):
         shutil.rmtree(tmp_path / ".snakemake" / "log")
-        status, began = train(*engines, seconds=4, options=("--verbose", *limit))
+        status, began = train(*engines, seconds=seconds, options=("--verbose", *limit))
         assert (status, len(began)) == (0, 6)
         (log,) = (tmp_path / ".snakemake" / "log").iterdir()
         looked.append(log.read_text().count("Ready jobs: "))

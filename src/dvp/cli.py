@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dvp.errors import STOP_SIGNALS, DvpError, Stopped, send_again
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped
+from dvp.signals import dropped
 
 app = typer.Typer(
     add_completion=False,
@@ -374,7 +375,37 @@ def track(config: Config) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
+    before = sys.unraisablehook
     stoppable()
+    try:
+        return _run(arguments)
+    finally:
+        # What is cleaned up at exit, and a signal then, is no stage's any more.
+        dropped.heard()
+        sys.unraisablehook = before
+
+
+def stoppable() -> None:
+    """End a stage that is told to stop like an interrupted one: temporary files are removed, MLflow is told."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, Stopped):
+            dropped.send_again(unraisable.exc_value.code - 128)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if dropped.may_raise():
+        raise Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number)
+
+
+def _run(arguments: list[str] | None) -> int:
     quiet()
     # The libraries make a million objects that live for ever. To look through them for garbage while they are imported,
     # as Python does by default, costs a quarter of a stage's start.
@@ -416,25 +447,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _say(line: str, status: int) -> int:
     print(line, file=sys.stderr)
     return status
-
-
-def stoppable() -> None:
-    """End a stage that is told to stop like an interrupted one: temporary files are removed, MLflow is told."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
-    sys.unraisablehook = _dropped
-
-
-def _dropped(unraisable: Any) -> None:
-    """A signal that came while Python called back for an object that goes, where nothing can be raised, comes again."""
-    if isinstance(unraisable.exc_value, Stopped):
-        send_again(unraisable.exc_value.code - 128)
-    else:
-        sys.__unraisablehook__(unraisable)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number)
 
 
 def quiet() -> None:

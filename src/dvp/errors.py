@@ -1,7 +1,6 @@
 """The exceptions that a user sees as a single line."""
 
 import signal
-import threading
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -26,13 +25,3 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.message
-
-
-def send_again(number: int) -> None:
-    """Send the main thread a signal once more, in a moment.
-
-    For what a signal's handler raised and Python had to drop, as it does within a callback for an object that goes.
-    """
-    again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
-    again.daemon = True
-    again.start()

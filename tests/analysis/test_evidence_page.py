@@ -154,6 +154,9 @@ def test_what_a_control_does_not_bear_out_reproduces_nothing(statuses, controls,
         ),
         ({"within": [-0.05, 0.05]}, (0.03, 0.0, 0.06), "open; met from -2 to 2 points"),
         ({"above": 0}, (0.05, 0.02, 0.08), "met |"),
+        # Of the logarithm: as many times as it is wide, not as much.
+        ({"below": 0.01}, (0.006, 0.003, 0.012), "open; met up to 0.5 points"),
+        ({"above": 0.01}, (0.016, 0.004, 0.064), "open; met from 4 points on"),
     ],
 )
 def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measured, says):
@@ -246,6 +249,42 @@ def test_a_later_page_takes_over_what_was_measured_and_holds_it_against_its_own_
     (folder / "claims.yaml").write_text(CLAIMS.replace("1e-2", "1e-3"))
     other = answer([], folder / "claims.yaml", path)
     assert other["claims"][0]["conditions"][0]["instead"] == "the earlier page did not ask for it"
+
+
+def test_the_table_of_one_experiment_opens_the_page_and_a_later_one(place):
+    """Its first three notes say what it shows, and stand above it; what it is made of stands below."""
+    folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
+    (folder / "claims.yaml").write_text(f"overview: grid\n{CLAIMS}")
+    missing = "is not here: grid was not run, or its models were sampled in one way only"
+    assert missing in rendered(answered(folder), folder / "without")["claims.md"]
+
+    experiment = make_experiment(evaluation__also=[{"engine": "training"}])
+    write_text(folder / "tiny/config.yaml", dump_experiment(experiment))
+    report = {"statistics": [], "files": {}, "figures": [], "tracking_key": "report 2"}
+    report["config_hash"] = experiment.config_hash("report")
+    training = json.loads((folder / "tiny/report/training.json").read_text())
+    write_json(folder / "tiny/report/training.json", training | {"config_hash": report["config_hash"]})
+    table = {"title": "t", "headings": ["method", "k3 | nats"], "rows": [["<b>DVP", "1e-3"]]}
+    table["notes"] = ["First.", "Second.", "Third.", "The scale."]
+    path = folder / "tiny/report/matrix.json"
+    for wrong, message in (({}, "tables: expected"), ({"tables": {}}, "tables.overview_table: expected")):
+        write_json(path, report | wrong)
+        with pytest.raises(DvpError, match=f"^{path}: {message}"):
+            answered(folder)
+    write_json(path, report | {"tables": {"overview_table": table}})
+    first = answered(folder)
+    page_of_first = rendered(first, folder / "first")
+    write_json(folder / "first/claims.json", first | {"tracking_key": "page 1"})
+    later = answer([], folder / "claims.yaml", folder / "first/claims.json")
+    for pages in (page_of_first, rendered(later, folder / "later")):
+        page = pages["claims.md"]
+        places = [
+            page.index(text) for text in ("- First.", "- Third.", "k3 \\| nats", "- The scale.", "## Claim by claim")
+        ]
+        assert places == sorted(places)
+        assert "| <b>DVP | 1e-3 |" in page
+        assert "tiny/provenance.json names the runs" in page
+        assert "<td>&lt;b&gt;DVP</td>" in pages["claims.html"]
 
 
 @pytest.mark.parametrize(

@@ -416,7 +416,7 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
     experiment = load_experiment("smoke").model_copy(update={"training": loop.config})
     problems = pd.DataFrame({"id": ["a", "b"], "answer": ["7", "7"]})
     with pytest.raises(
-        DvpError, match=r"data/train.parquet: row 1 \(id b\): its prompt has 60 tokens.*of 64 leaves 52"
+        DvpError, match=r"data/train.parquet: row 2 \(id b\): its prompt has 60 tokens.*of 64 leaves 52"
     ):
         Loop(experiment, loop.run, problems, [[1], [2] * 60], 1, loop.trainer, loop.engine, loop.recorder)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -290,10 +291,16 @@ def start(config: Path) -> subprocess.Popen:
     )
 
 
+def rank_of(process: psutil.Process) -> str | None:
+    """RANK of a process; None without, and of one that has ended."""
+    with suppress(psutil.Error):
+        return process.environ().get("RANK")
+
+
 def ended(process: subprocess.Popen, pids: list[psutil.Process]) -> str:
     """What the process said, once it and those that it started are gone."""
     errors = process.communicate(timeout=PATIENCE)[1]
-    psutil.wait_procs(pids, timeout=5)
+    psutil.wait_procs(pids, timeout=PATIENCE)
     assert not [one for one in pids if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     return errors
 
@@ -339,7 +346,7 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_to_its_evaluat
         assert time.monotonic() < until
         time.sleep(0.05)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    second = [one for one in everyone if one.environ().get("RANK") == "1"]
+    second = [one for one in everyone if rank_of(one) == "1"]
     second[0].send_signal(signal.SIGKILL)
     errors = ended(process, everyone)
     assert process.returncode == 2, errors

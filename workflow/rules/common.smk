@@ -108,11 +108,12 @@ def sleep_between_jobs(workflow):
     """Have Snakemake's scheduler wake when a job has ended, and not every second as well.
 
     To hold its default limit, 100 jobs a second, it looks at all files of all jobs that are ready once a second, and once
-    more for each job that has ended: with some hundred jobs, most of a core (version 9; a test would notice). A limit that
-    somebody sets is kept.
+    more for each job that has ended: with some hundred jobs, most of a core (version 9; a test would notice). Another limit
+    is kept, and so is the default one where only a part of the jobs is looked at, which nothing else would wake it for.
     """
-    limit = workflow.scheduling_settings.max_jobs_per_timespan
-    if limit and (limit.max_jobs, limit.timespan) == (100, 1):
+    settings = workflow.scheduling_settings
+    limit = settings.max_jobs_per_timespan
+    if limit and (limit.max_jobs, limit.timespan) == (100, 1) and settings.subsample is None:
         workflow.scheduler.job_rate_limiter = None
 
 

@@ -72,15 +72,23 @@ rule report_training:
 rule report_matrix:
     input:
         config=rules.resolve.output,
+        runs=all_of(rules.train),
         scores=all_of(rules.evaluate),
         also=all_of(rules.evaluate, evaluated="also"),
     output:
         f"{RESULTS}/report/matrix.json",
         multiext(f"{RESULTS}/tables/matrix_table", ".csv", ".md", ".tex"),
+        multiext(f"{RESULTS}/tables/overview_table", ".csv", ".md", ".tex"),
         expand(
             f"{RESULTS}/figures/{{figure}}.png",
             figure=["evaluation_matrix"],
             allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/overview_table.html",
+            caption="../report/overview_table.rst",
+            category="{experiment}",
+            labels={"show": "A method in a row"},
         ),
         report(
             f"{RESULTS}/tables/matrix_table.html",

@@ -113,6 +113,8 @@ class Claims(Strict):
 
     sources: dict[str, str]
     claims: list[Claim]
+    overview: Name | None = None
+    """The experiment whose `overview_table` opens the page."""
     changes: list[Change] = []
 
     @model_validator(mode="after")

@@ -56,12 +56,14 @@ def answer(experiments: list[str], claims: Path = CLAIMS, earlier: Path | None =
         folders[key] = Path(folder)
     wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
     wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}
+    wanted |= {file.overview} - {None}
     reports = _read_earlier(earlier) if earlier else {}
     reports = {key: report for key, report in reports.items() if key in wanted}
     reports |= {key: _read(folder) for key, folder in folders.items()}
     answered = [_answer_claim(claim, reports) for claim in asked.values()]
     return {
-        "experiments": {key: _of_use(key, report, answered) for key, report in reports.items()},
+        "experiments": {key: _of_use(key, report, answered, file.overview) for key, report in reports.items()},
+        "overview": file.overview,
         "not_run": sorted(wanted - set(reports)),
         "not_asked": sorted(set(reports) - wanted),
         "claims": answered,
@@ -113,6 +115,9 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     page = {
         "claims": answered["claims"],
         "changes": answered["changes"],
+        "overview_of": answered["overview"],
+        "overview": answered["experiments"].get(answered["overview"], {}).get("overview"),
+        "overview_folder": answered["experiments"].get(answered["overview"], {}).get("folder"),
         "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
         "scales": scales,
         "not_run": answered["not_run"],
@@ -155,7 +160,7 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
     experiment = read_resolved(folder / "config.yaml")
-    reports, files, statistics, figures = {}, {}, [], {}
+    reports, files, statistics, figures, overview = {}, {}, [], {}, None
     for name in parts(experiment):
         path = folder / "report" / f"{name}.json"
         part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
@@ -166,6 +171,10 @@ def _read(folder: Path) -> dict[str, Any]:
         files |= part["files"]
         statistics += part["statistics"]
         # A file of another name may be of an earlier run that drew it.
+        if name == "matrix":
+            expect_keys(part, {"tables": "an object"}, f"{path}: ")
+            expect_keys(part["tables"], {"overview_table": "an object"}, f"{path}: tables.")
+            overview = part["tables"]["overview_table"]
         figures |= {figure: str(folder / "figures" / f"{figure}.png") for figure in part["figures"]}
     return {
         "folder": str(folder),
@@ -176,10 +185,11 @@ def _read(folder: Path) -> dict[str, Any]:
         "measured": dict(Counter(statistic["name"] for statistic in statistics)),
         "files": files,
         "figures": figures,
+        "overview": overview,
     }
 
 
-def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]], overview: str | None) -> dict[str, Any]:
     """Of a report what the page shows, in the same form."""
     asked = [
         condition
@@ -199,6 +209,7 @@ def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]]) ->
         ],
         "files": {source: report["files"][source] for condition in asked for source in condition["sources"]},
         "figures": {name: path for name, path in report["figures"].items() if f"{key}/{name}" in shown},
+        "overview": report["overview"] if key == overview else None,
     }
 
 
@@ -216,6 +227,7 @@ def _read_earlier(path: Path) -> dict[str, Any]:
             expect_keys(report["files"], dict.fromkeys(statistic["sources"], "an object"), f"{where}files.")
             expect_keys(report["measured"], {statistic["name"]: "a finite number, 0 or more"}, f"{where}measured.")
         report["earlier"] = report.get("earlier") or page["tracking_key"]
+        report["overview"] = report.get("overview")  # pages were made before there was one
         report["figures"] = {name: str(path.parent / figure) for name, figure in report["figures"].items()}
     return page["experiments"]
 
@@ -303,6 +315,12 @@ def _seen_from(condition: dict[str, Any]) -> str | None:
     if condition["status"] != OPEN or condition["low"] is None or condition["high"] is None:
         return None
     factor, unit = _scale(condition)
+    value, first, last = (condition[key] for key in ("value", "low", "high"))
+    if first > 0 and math.isclose(value**2, first * last, rel_tol=1e-6):  # an interval of the logarithm
+        if condition["above"] is not None:
+            return f"from {_number(condition['above'] * value / first, factor)} {unit} on"
+        if condition["below"] is not None:
+            return f"up to {_number(condition['below'] * value / last, factor)} {unit}"
     if condition["above"] is not None:
         return f"from {_number(condition['above'] + condition['value'] - condition['low'], factor)} {unit} on"
     if condition["below"] is not None:

@@ -32,7 +32,7 @@ ORIGIN = ("config_hash", "git_commit", "tracking_key")
 # What tables and figures use of a metrics row; the file holds more.
 MEASURED = (
     *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
-    *("tokens_per_second", "response_tokens_mean"),
+    *("tokens_per_second", "response_tokens_mean", "seconds"),
 )
 REPLAYED = ("unpruned_k3", "set_overlap_mean", "sets_bytes")  # of a run that replays the engine's sets
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
@@ -53,7 +53,8 @@ def _is_number(value: Any) -> bool:
 _IS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     str: ("a text", lambda value: isinstance(value, str)),
     float: ("a number", _is_number),
-    int: ("a whole number", lambda value: _is_number(value) and value % 1 == 0),
+    # A float beyond 2**53 need not be the number that was meant, and one beyond 2**63 has no place in a column of them.
+    int: ("a whole number", lambda value: _is_number(value) and value % 1 == 0 and abs(value) <= 2**53),
     bool: ("true or false", lambda value: isinstance(value, bool | np.bool_)),
 }
 
@@ -162,10 +163,14 @@ class Training:
 
 @dataclass
 class Matrix:
-    """Scores on report.task of all models with all that samples them. `point` is POINT/by~ENGINE/min_p~RHO."""
+    """Runs of the grid and scores on report.task of all models with all that samples them."""
 
+    runs: pd.DataFrame
+    metrics: pd.DataFrame
+    """Both as of Training."""
     scores: pd.DataFrame
-    """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source."""
+    """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source. `point`,
+    here and in samples, is POINT/by~ENGINE/min_p~RHO."""
     samples: pd.DataFrame
     """A row a response: point, seed, problem, sample, correct; the same problems in the same order everywhere."""
     files: Origins
@@ -220,13 +225,9 @@ class Variance:
 def load_training(experiment: Experiment, results: Path) -> Training:
     """train.json, metrics.jsonl, scores.json and samples.parquet of every run. Raises DvpError."""
     reader = _Reader(experiment, results)
-    runs, metrics, scores, samples = [], [], [], []
+    runs, metrics = _trained(reader)
+    scores, samples = [], []
     trained = [(point.path, point.run(seed)) for point in experiment.points for seed in experiment.seeds]
-    for point, run in trained:
-        key = {"point": point, "seed": run.seed}
-        row, frame = reader.training(run)
-        runs.append(key | row)
-        metrics.append(frame.assign(**key))
     for point, run in [(BASE, None), *trained]:
         key = {"point": point, "seed": run.seed if run else -1}
         row, frame = reader.evaluation(run, experiment.report.task)
@@ -235,13 +236,14 @@ def load_training(experiment: Experiment, results: Path) -> Training:
             raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
         scores.append(key | row)
         samples.append(frame.assign(**key))
-    frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
-    return Training(*frames, reader.files)
+    return Training(runs, metrics, pd.DataFrame(scores), _joined(samples), reader.files)
 
 
 def load_matrix(experiment: Experiment, results: Path) -> Matrix:
-    """scores.json and samples.parquet on report.task of every model and all that samples it. Raises DvpError."""
+    """train.json and metrics.jsonl of every run; scores.json and samples.parquet on report.task of every model and all
+    that samples it. Raises DvpError."""
     reader = _Reader(experiment, results)
+    runs, metrics = _trained(reader)
     scores, samples = [], []
     models = [(None, None), *((point, point.run(seed)) for point in experiment.points for seed in experiment.seeds)]
     for point, run in models:
@@ -254,7 +256,18 @@ def load_matrix(experiment: Experiment, results: Path) -> Matrix:
                 raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
             scores.append(key | row)
             samples.append(frame.assign(**key))
-    return Matrix(pd.DataFrame(scores), _joined(samples), reader.files)
+    return Matrix(runs, metrics, pd.DataFrame(scores), _joined(samples), reader.files)
+
+
+def _trained(reader: "_Reader") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """`runs` and `metrics` of Training."""
+    runs, metrics = [], []
+    for run in reader.experiment.runs:
+        key = {"point": run.point.path, "seed": run.seed}
+        row, frame = reader.training(run)
+        runs.append(key | row)
+        metrics.append(frame.assign(**key))
+    return pd.DataFrame(runs, dtype=object), _joined(metrics)
 
 
 def cell_name(point: GridPoint | None, sampler: Sampler) -> str:

@@ -12,6 +12,7 @@ from dvp.analysis import (
     matrix,
     mismatch,
     mismatch_figures,
+    overview,
     sweep,
     training,
     training_figures,
@@ -73,7 +74,8 @@ def _matrix(experiment: Experiment, results: Path, claims: Path) -> Part:
     statistics = matrix.statistics(experiment, loaded)
     table = matrix.table(experiment, statistics)
     drawn = {"evaluation_matrix": evaluation_matrix(experiment, table)}
-    return Part(statistics, {"matrix_table": table}, drawn, loaded.files)
+    tables = {"matrix_table": table, "overview_table": overview.table(experiment, loaded, statistics)}
+    return Part(statistics, tables, drawn, loaded.files)
 
 
 def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:

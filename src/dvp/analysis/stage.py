@@ -46,17 +46,18 @@ def report(config: Path, part: str) -> None:
 def _inputs(directory: ExperimentDir, part: str) -> Inputs:
     experiment = directory.experiment
     inputs: dict[str, list[Path]] = {}
+    runs = [run.path for run in experiment.runs]
+    if part in ("training", "matrix", "curve", "sweep"):
+        inputs["train"] = [directory.result("train", path) for path in runs]
     if part in ("training", "curve", "sweep"):
-        paths = [run.path for run in experiment.runs]
-        inputs["train"] = [directory.result("train", path) for path in paths]
-        tasks = [experiment.report.task]
+        paths, tasks = runs, [experiment.report.task]
         if part == "curve":
             paths, tasks = [*paths, *(run.path for run in experiment.snapshots)], experiment.data.tasks
         inputs["evaluate"] = [
             directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
         ]
     if part == "matrix":
-        asked = [BASE, *(run.path for run in experiment.runs)]
+        asked = [BASE, *runs]
         further = experiment.further_evaluations
         asked += [f"{BASE if run is None else run.path}/{sampler.path}" for run, sampler in further]
         inputs["evaluate"] = [directory.result("evaluate", f"{path}/{experiment.report.task}") for path in asked]

@@ -14,7 +14,7 @@ def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: st
         try:
             encoded.append(encode_prompt(tokenizer, problem["prompt"], chat))
         except DvpError as error:
-            raise DvpError(f"{where}: row {row} (id {problem['id']}): {error}") from None
+            raise DvpError(f"{where}: row {row + 1} (id {problem['id']}): {error}") from None
     return encoded
 
 

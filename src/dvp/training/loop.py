@@ -149,7 +149,9 @@ class Loop:
         self.recorder = recorder
         self.stop = StopRequest()
         self.ids = list(problems["id"])
-        places = [f"data/train.parquet: row {row} (id {name})" for row, name in enumerate(self.ids)]
+        places = [
+            f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)
+        ]
         self.problems = Problems(places, list(problems["answer"]), prompts, pad)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
 

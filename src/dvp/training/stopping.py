@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dvp.errors import STOP_SIGNALS, Stopped, send_again
+from dvp.errors import STOP_SIGNALS, Stopped
+from dvp.signals import dropped
 from dvp.training import ranks
 
 
@@ -42,6 +43,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        dropped.heard()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         sys.unraisablehook = self._previous_hook
@@ -49,13 +51,15 @@ class StopRequest:
     def _dropped(self, unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, Abandoned):
             self._abandonable = True
-            send_again(self.signal)
+            dropped.send_again(self.signal)
         else:
             self._previous_hook(unraisable)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        if self._abandonable:
+        if not self._abandonable:
+            dropped.heard()
+        elif dropped.may_raise():
             self._abandonable = False
             raise Abandoned
 

@@ -1,0 +1,153 @@
+"""Everything about a method in one row: its scores where it may be served, whether it collapsed, and what it cost."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+from scipy import stats
+
+from dvp.analysis.formats import rho_text
+from dvp.analysis.load import Matrix
+from dvp.analysis.matrix import OVER_REFERENCE, OWN, SCORE, where
+from dvp.analysis.pages import notes
+from dvp.analysis.points import reference_point, seeds_text
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval
+from dvp.analysis.training import (
+    LAST_STEPS,
+    LEVEL,
+    MARKS,
+    over_seeds,
+    point_cells,
+    point_columns,
+    role,
+    train_files,
+    where_of,
+)
+from dvp.evaluation import bootstrap
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import GridPoint, settings_as_read
+
+
+def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> Table:
+    """A row a grid point, `measured` as of `matrix.statistics`.
+
+    `exact` is the score on the evaluation's engine from the full vocabulary, `served` that on the engine of training
+    from the vocabulary of training; `_over_reference` the paired difference to the reference, of `served` where that
+    was trained on the same engine. k3 (nats per token) and kept (the share of sampled tokens with a weight above 0) are
+    means over a run's last steps, seconds_per_step the median over its steps; all three with a t interval over seeds.
+    In the CSV scores and shares are fractions.
+    """
+    known = lookup(measured)
+    exact, reference = experiment.evaluation.engine, reference_point(experiment)
+    rows = {}
+    for point in experiment.points:
+        runs = loaded.runs[loaded.runs["point"] == point.path]
+        rows[point.path] = point_cells(experiment, point) | {
+            "exact": known(SCORE, where(experiment, point, exact, None)),
+            "exact_over_reference": known(OVER_REFERENCE, where(experiment, point, exact, None)),
+            "served": known(SCORE, where(experiment, point, point.engine, point.rho)),
+            "served_over_reference": _served_over_reference(experiment, point, measured),
+            "collapsed": Cell(_of(runs["collapsed_at"]), train_files(loaded, point.path)),
+            **_over_runs(experiment, loaded, point),
+        }
+    score, difference = interval(".1f", 100), interval("+.1f", 100)
+    columns = [
+        *point_columns(experiment, rows, MARKS),
+        Column("exact", f"{exact}, full (%) [95 %]", score, INTERVAL),
+        Column("exact_over_reference", "over ref. (points) [95 %]", difference, INTERVAL),
+        Column("served", "as in training (%) [95 %]", score, INTERVAL),
+        Column("served_over_reference", "over ref. there (points) [95 %]", difference, INTERVAL),
+        Column("collapsed", "collapsed"),
+        Column("k3", "k3 (nats a token)", interval(".1e"), INTERVAL),
+        Column("kept", "kept (%)", interval(".1f", 100), INTERVAL),
+        Column("seconds_per_step", "s a step", interval(".2f"), INTERVAL),
+    ]
+    k = experiment.evaluation.samples_per_problem[experiment.report.task]
+    steps = [experiment.training_of(point).steps for point in experiment.points]
+    below = [
+        *_sentences(experiment, loaded, rows),
+        *notes(
+            "overview_table",
+            experiment,
+            evaluation=experiment.evaluation,
+            k=k,
+            over=bootstrap.over(experiment.seeds),
+            seeds=seeds_text(experiment),
+            reference=_name(experiment, reference),
+            last=min(LAST_STEPS, max(steps)),
+            control=any(row["role"] == "control" for row in rows.values()),
+        ),
+    ]
+    return Table(f"{experiment.name}: a method in a row", columns, rows, below)
+
+
+def _served_over_reference(experiment: Experiment, point: GridPoint, measured: Iterable[Statistic]) -> Statistic | None:
+    """A point minus the reference, each with the vocabulary of its training; none where their engines differ."""
+    reference = reference_point(experiment)
+    if point.engine != reference.engine:
+        return None
+    own = None if point.rho is None and reference.rho is None else OWN
+    return lookup(measured)(OVER_REFERENCE, where(experiment, point, point.engine, own))
+
+
+def _of(collapsed_at: pd.Series) -> str:
+    return f"{sum(step is not None for step in collapsed_at)} / {len(collapsed_at)}"
+
+
+def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict[str, Statistic]:
+    own = loaded.metrics[loaded.metrics["point"] == point.path]
+    last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
+    how = f"t interval over {seeds_text(experiment)}"
+    return {
+        name: Statistic(
+            name,
+            where_of(experiment, point),
+            *over_seeds(list(values), logarithmic=logarithmic),
+            unit,
+            how + (", of the logarithm" if logarithmic else ""),
+            train_files(loaded, point.path),
+        )
+        for name, values, unit, logarithmic in (
+            ("k3", last["k3"].mean(), "nats per token", True),
+            ("kept", 1 - last["masked_fraction"].mean(), "fraction", False),
+            ("seconds_per_step", own.groupby("seed")["seconds"].median(), "s", True),
+        )
+    }
+
+
+def _name(experiment: Experiment, point: GridPoint) -> str:
+    parts = [experiment.methods[point.method].label, point.engine, *settings_as_read(experiment.settings_of(point))]
+    return ", ".join(parts if point.rho is None else [*parts, f"ρ = {rho_text(point.rho)}"])
+
+
+def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) -> list[str]:
+    """What the table says in three: who is told from the reference by either score, and who collapsed."""
+    reference = _name(experiment, reference_point(experiment))
+    result = []
+    for key, policy in (
+        ("exact_over_reference", f"On {experiment.evaluation.engine} from the full vocabulary"),
+        ("served_over_reference", "On the engine of training, with the vocabulary of training"),
+    ):
+        compared = {
+            _name(experiment, point): rows[point.path][key]
+            for point in experiment.points
+            if rows[point.path][key] is not None and role(experiment, point) != "reference"
+        }
+        above = [name for name, each in compared.items() if each.low > 0]
+        below = [name for name, each in compared.items() if each.high < 0]
+        if compared:
+            result.append(
+                f"{policy}, of {len(compared)} compared with {reference}: above it {'; '.join(above) or 'none'}. "
+                f"Below it {'; '.join(below) or 'none'}. Not told from it: {len(compared) - len(above) - len(below)}."
+            )
+    runs = loaded.runs
+    seeds, total = len(experiment.seeds), sum(step is not None for step in runs["collapsed_at"])
+    bound = stats.binomtest(0, seeds).proportion_ci(LEVEL, method="exact").high
+    which = [
+        _name(experiment, point)
+        for point in experiment.points
+        if not rows[point.path]["collapsed"].value.startswith("0 ")
+    ]
+    rules_out = f"no collapse in {seeds} of {seeds} rules out a rate above {bound:.0%} of a method's runs"
+    ending = f"of {'; '.join(which)}" if which else rules_out
+    return [*result, f"{total} of {len(runs)} runs collapsed: {ending}."]

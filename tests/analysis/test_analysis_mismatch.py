@@ -342,6 +342,7 @@ def copied(results, experiment, tmp_path):
         ("no parquet", r"bounds.parquet: not a parquet file"),
         ("text", r"gaps.parquet: pairs: expected a number, found '\d+(\.0)?' in row 1$"),
         ("half", r"safe_sets.parquet: response: expected a whole number, found 0.5 in row 2$"),
+        ("huge", r"safe_sets.parquet: response: expected a whole number, found 1e\+300 in row 2$"),
         ("number", r"noise.parquet: problem: expected a text, found 7 in row 1$"),
         ("no rows", r"safe_sets.parquet: no rows$"),
     ],
@@ -374,6 +375,9 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
         case "half":
             table = pd.read_parquet(folder / "safe_sets.parquet").astype({"response": float})
             rewrite("safe_sets", table.assign(response=table["response"].where(table.index != 1, 0.5)))
+        case "huge":
+            table = pd.read_parquet(folder / "safe_sets.parquet").astype({"response": float})
+            rewrite("safe_sets", table.assign(response=table["response"].where(table.index != 1, 1e300)))
         case "number":
             rewrite("noise", pd.read_parquet(folder / "noise.parquet").assign(problem=7))
         case "no rows":

@@ -452,6 +452,20 @@ def test_a_signal_within_a_callback_of_python_is_not_lost(where, raised):
     assert done.stdout.split() == [raised] * 30
 
 
+def test_a_stop_that_a_library_makes_an_error_of_is_a_stop(monkeypatch, capsys):
+    """transformers does, where it comes while a module is imported."""
+
+    def load_experiment(*_):
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except Stopped:
+            raise ModuleNotFoundError("Could not import module 'AutoTokenizer'") from None
+
+    monkeypatch.setattr("dvp.experiment.loading.load_experiment", load_experiment)
+    assert main(["resolve", "--experiment", "smoke", "--folder", "results/smoke"]) == 138
+    assert capsys.readouterr().err == "dvp resolve: stopped by SIGUSR1; run again to go on\n"
+
+
 def test_a_hook_that_was_there_before_is_there_again(monkeypatch, capsys):
     def hook(unraisable):
         pass

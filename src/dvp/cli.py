@@ -376,6 +376,7 @@ def track(config: Config) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
     before = sys.unraisablehook
+    _stopped.clear()
     stoppable()
     try:
         return _run(arguments)
@@ -400,9 +401,14 @@ def stoppable() -> None:
     sys.unraisablehook = hook
 
 
+_stopped: list[Stopped] = []
+"""What `_stop` has raised."""
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     if dropped.may_raise():
-        raise Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number)
+        _stopped.append(Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number))
+        raise _stopped[-1]
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -437,6 +443,9 @@ def _run(arguments: list[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        # Some libraries make an error of their own of a stop that comes while they are imported.
+        if _stopped:
+            return _say(f"{name}: {_stopped[-1]}", _stopped[-1].code)
         if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that is not ours
             return _say(f"{name}: {error.filename}: {error.strerror}", 2)
         traceback.print_exc()

@@ -61,5 +61,9 @@ def test_the_store_tells_them_apart(copy):
 def test_the_table_has_all_of_them_and_nothing_is_left_to_do(copy):
     table = pd.read_csv(copy.results / NAME / "tables/matrix_table.csv")
     assert list(table["role"].fillna("")) == ["base", "evaluation_only", "reference", "", "evaluation_only"]
+    rows = pd.read_csv(copy.results / NAME / "tables/overview_table.csv").set_index("point")
+    assert list(rows["collapsed"]) == ["0 / 1", "0 / 1"]
+    assert rows["kept"].between(0, 1).all()
+    assert (rows["seconds_per_step"] > 0).all()
     assert (copy.results / NAME / "figures/evaluation_matrix.png").read_bytes().startswith(b"\x89PNG")
     assert "Nothing to be done" in copy.snakemake().stdout

@@ -113,7 +113,11 @@ def sleep_between_jobs(workflow):
     """
     settings = workflow.scheduling_settings
     limit = settings.max_jobs_per_timespan
-    if limit and (limit.max_jobs, limit.timespan) == (100, 1) and settings.subsample is None:
+    if (
+        limit
+        and (limit.max_jobs, limit.timespan) == (100, 1)
+        and settings.subsample is None
+    ):
         workflow.scheduler.job_rate_limiter = None
 
 

@@ -267,7 +267,11 @@ def test_the_table_of_one_experiment_opens_the_page_and_a_later_one(place):
     table = {"title": "t", "headings": ["method", "k3 | nats"], "rows": [["<b>DVP", "1e-3"]]}
     table["notes"] = ["First.", "Second.", "Third.", "The scale."]
     path = folder / "tiny/report/matrix.json"
-    for wrong, message in (({}, "tables: expected"), ({"tables": {}}, "tables.overview_table: expected")):
+    for wrong, message in (
+        ({}, "tables: expected"),
+        ({"tables": {}}, "tables.overview_table: expected"),
+        ({"tables": {"overview_table": {"headings": []}}}, "tables.overview_table.rows: expected a list"),
+    ):
         write_json(path, report | wrong)
         with pytest.raises(DvpError, match=f"^{path}: {message}"):
             answered(folder)
@@ -276,6 +280,11 @@ def test_the_table_of_one_experiment_opens_the_page_and_a_later_one(place):
     page_of_first = rendered(first, folder / "first")
     write_json(folder / "first/claims.json", first | {"tracking_key": "page 1"})
     later = answer([], folder / "claims.yaml", folder / "first/claims.json")
+    broken = json.loads((folder / "first/claims.json").read_text())
+    broken["experiments"]["grid"]["overview"] = {"headings": [], "rows": []}
+    write_json(folder / "broken.json", broken)
+    with pytest.raises(DvpError, match=r"broken.json: experiments.grid.overview.notes: expected a list"):
+        answer([], folder / "claims.yaml", folder / "broken.json")
     for pages in (page_of_first, rendered(later, folder / "later")):
         page = pages["claims.md"]
         places = [

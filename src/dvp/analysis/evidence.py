@@ -30,6 +30,7 @@ _STATISTIC = (
     | {"where": "an object", "sources": "a list"}
     | dict.fromkeys(("value", "low", "high"), "a finite number or null")
 )
+_TABLE = dict.fromkeys(("headings", "rows", "notes"), "a list")
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 
 
@@ -175,6 +176,7 @@ def _read(folder: Path) -> dict[str, Any]:
             expect_keys(part, {"tables": "an object"}, f"{path}: ")
             expect_keys(part["tables"], {"overview_table": "an object"}, f"{path}: tables.")
             overview = part["tables"]["overview_table"]
+            expect_keys(overview, _TABLE, f"{path}: tables.overview_table.")
         figures |= {figure: str(folder / "figures" / f"{figure}.png") for figure in part["figures"]}
     return {
         "folder": str(folder),
@@ -228,6 +230,9 @@ def _read_earlier(path: Path) -> dict[str, Any]:
             expect_keys(report["measured"], {statistic["name"]: "a finite number, 0 or more"}, f"{where}measured.")
         report["earlier"] = report.get("earlier") or page["tracking_key"]
         report["overview"] = report.get("overview")  # pages were made before there was one
+        if report["overview"] is not None:
+            expect("an object", report["overview"], f"{where}overview")
+            expect_keys(report["overview"], _TABLE, f"{where}overview.")
         report["figures"] = {name: str(path.parent / figure) for name, figure in report["figures"].items()}
     return page["experiments"]
 

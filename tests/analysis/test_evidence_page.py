@@ -182,6 +182,32 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
     assert f"| {value} [{low}, {high}] points |" in short
 
 
+@pytest.mark.parametrize(
+    ("unit", "test", "measured", "says"),
+    [
+        ("fraction", {"above": 0}, (-0.03, -0.04, -0.01), "3 [1, 4] points | met"),
+        ("fraction", {"above": 0}, (-0.03, -0.04, 0.01), "3 [-1, 4] points | open; met from 4 points on"),
+        ("fraction", {"above": 0}, (0.03, 0.02, 0.04), "-3 [-4, -2] points | failed"),
+        ("ratio", {"above": 24}, (0.025, 0.02, 0.04), "40 [25, 50] ratio | met"),
+        ("ratio", {"above": 24}, (0.05, 0.025, 0.1), "20 [10, 40] ratio | open; met from 48 ratio on"),
+        ("ratio", {"above": 24}, (0.025, -0.01, 0.06), "40 [16.7, not defined] ratio | open"),
+        ("fraction", {"above": 0}, (-0.03, None, None), "3 [not defined, not defined] points | open"),
+    ],
+)
+def test_a_statistic_can_be_asked_for_the_other_way_round(tmp_path, unit, test, measured, says):
+    asked = {"says": "it does", "experiment": "grid", "statistic": "score_over_other", "turned": True} | test
+    claim = {"id": "gain", "text": "it gains", "source": "P", "figure": "grid/scores", "conditions": [asked]}
+    made = statistic(*measured) | {"name": "score_over_other", "unit": unit}
+    folder = make_place(tmp_path, made)
+    (folder / "claims.yaml").write_text(json.dumps({"sources": {"P": "somewhere"}, "claims": [claim]}))
+    page = answered(folder)
+    _, row = (line for line in rendered(page, folder)["claims.md"].splitlines() if line.startswith("| ["))
+    assert f"| {says}" in row
+    assert page["claims"][0]["conditions"][0]["how"] == "t interval over 3 training seeds; turned round"
+    # What was measured stands in the file as it was measured.
+    assert page["experiments"]["grid"]["statistics"] == [made]
+
+
 def test_a_figure_of_an_earlier_run_is_not_shown(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     path = folder / "tiny/report/training.json"

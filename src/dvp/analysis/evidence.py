@@ -291,7 +291,19 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Any])
         )
     [statistic] = fitting
     measured = {key: statistic[key] for key in ("value", "low", "high", "unit", "how", "sources")}
-    return asked | measured | {"status": status(condition, statistic["low"], statistic["high"])}
+    if condition.turned:
+        measured |= _turned(statistic)
+    return asked | measured | {"status": status(condition, measured["low"], measured["high"])}
+
+
+def _turned(statistic: dict[str, Any]) -> dict[str, Any]:
+    """Value and interval the other way round; none where a ratio is not above 0, which has no reciprocal."""
+    value, low, high = (statistic[key] for key in ("value", "low", "high"))
+    if statistic["unit"] == "ratio":
+        value, low, high = (None if number is None or number <= 0 else 1 / number for number in (value, low, high))
+    else:
+        value, low, high = (None if number is None else 0.0 - number for number in (value, low, high))
+    return {"value": value, "low": high, "high": low, "how": f"{statistic['how']}; turned round"}
 
 
 def _instead(condition: Condition, alike: list[dict[str, Any]]) -> str:

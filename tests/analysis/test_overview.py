@@ -35,6 +35,7 @@ def table(tmp_path):
             late = row["step"] > 2
             row["masked_fraction"] = 0.25 + 0.05 * seed if late else 0.9
             row["k3"] = 10.0 ** -(2 + seed) if late else 1.0
+            row["unpruned_k3"] = 3 * row["k3"]
             row["seconds"] = 1.5 * 2.0**seed if late else 60.0
         written.write_training(DVP.run(seed), rows, collapsed_at=9 if seed == 2 else None)
     return make(asked, tmp_path, "matrix", CLAIMS).tables["overview_table"], asked
@@ -50,6 +51,8 @@ def test_a_row_by_hand(table):
     assert row["served_over_reference"].value == pytest.approx((6 - 8) / PROBLEMS)
     assert row["collapsed"].value == "1 / 3"
     assert row["k3"].value == pytest.approx(1e-3)  # the geometric mean of 1e-2, 1e-3 and 1e-4
+    assert row["k3_full"].value == pytest.approx(3e-3)
+    assert table.rows[MIS.path]["k3_full"].value == table.rows[MIS.path]["k3"].value
     # 0.75, 0.70 and 0.65: a standard error of 0.05 / sqrt(3), and t of two degrees of freedom.
     assert row["kept"].value == pytest.approx(0.70)
     assert row["kept"].high - row["kept"].value == pytest.approx(4.302653 * 0.05 / 3**0.5, rel=1e-5)

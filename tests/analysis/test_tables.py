@@ -190,7 +190,7 @@ def test_mismatch_by_hand(experiment, results):
     assert table["outside_safe_fraction"].iloc[-1] == pytest.approx(2e-4)
 
 
-def test_columns_of_replay_stand_where_a_method_replays(tmp_path, experiment, results):
+def test_columns_of_reported_sets_stand_where_an_engine_reports_them(tmp_path, experiment, results):
     assert not {"unpruned_k3", "set_overlap_mean", "sets_bytes"} & set(
         training_part(experiment, results.folder)[1]["mismatch_table"].frame()
     )
@@ -215,7 +215,7 @@ def test_columns_of_replay_stand_where_a_method_replays(tmp_path, experiment, re
     assert (
         frame.loc["method~dvp/engine~coarse/rho~0.01", ["unpruned_k3", "set_overlap_mean", "sets_bytes"]].isna().all()
     )
-    assert "With replay" in " ".join(table.formatted().notes)
+    assert "Where the engine reports its sets" in " ".join(table.formatted().notes)
 
 
 def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):

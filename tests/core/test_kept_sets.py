@@ -1,6 +1,7 @@
 """Sets of token ids one after the other, and the head that renormalises over them (mask replay)."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, Rollout
-from dvp.core.diagnostics import replay_metrics
+from dvp.core.diagnostics import set_metrics
 from dvp.core.head import dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
@@ -153,6 +154,29 @@ def test_the_rules_own_sets_give_what_the_rule_gives():
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+def test_sets_that_are_compared_change_nothing_but_the_overlap(chunk_size):
+    hidden, weight, targets, mask = problem(4)
+    options = {"safe": RULE, "temperature": 0.7, "chunk_size": chunk_size}
+    plain, compared = (token_statistics(hidden, weight, targets, **options, compared=c) for c in (None, of_mask(mask)))
+    for field in fields(plain):
+        if field.name != "set_overlap":
+            assert torch.equal(getattr(plain, field.name), getattr(compared, field.name)), field.name
+    assert (plain.set_overlap == 1).all()
+    expected = reference(hidden.double(), weight.double(), targets, mask, 0.7)["set_overlap"]
+    torch.testing.assert_close(compared.set_overlap.double(), expected.double(), rtol=1e-6, atol=1e-6)
+    one, other = (torch.autograd.grad(made.pruned_log_prob.sum(), [hidden, weight]) for made in (plain, compared))
+    assert all(map(torch.equal, one, other))
+
+
+def test_sets_are_replayed_or_compared():
+    hidden, weight, targets, mask = problem()
+    with pytest.raises(DvpError, match="compared: expected a set for each of 9 rows, got 8"):
+        token_statistics(hidden, weight, targets, safe=RULE, compared=of_mask(mask[:8]))
+    with pytest.raises(DvpError, match="compared: the sets of `kept` are compared already"):
+        token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(mask), compared=of_mask(mask))
+
+
 def test_a_set_for_each_row():
     hidden, weight, targets, mask = problem()
     with pytest.raises(DvpError, match="kept: expected a set for each of 9 rows, got 8"):
@@ -184,7 +208,7 @@ def test_log_mass_gives_the_unpruned_ratio():
     log_q, log_p, overlap = (torch.zeros(mask.shape).double() for _ in range(3))
     log_q[mask], log_p[mask], overlap[mask] = q_mp.log(), p.log(), torch.tensor([1.0, 0.5, 0.0]).double()
     rollout = Rollout(batch, log_q, torch.zeros(2), torch.zeros(2, dtype=torch.bool))
-    metrics = replay_metrics(rollout, {"log_prob": log_p, "set_overlap": overlap})
+    metrics = set_metrics(rollout, {"log_prob": log_p, "set_overlap": overlap})
     ratios = [0.45 / 0.3, 0.5 / 1.0, 0.2 / 0.2]
     assert metrics["unpruned_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
     weights = [ratios[0] * ratios[1], ratios[2]]

@@ -76,6 +76,18 @@ def test_a_run_that_replays_is_rehearsed_and_only_what_its_engine_applies_is_pro
     assert rules(experiment.model_copy(update={"grid": grid}), "coarse") == [FixedRho(0.01)]
     plain = load_experiment("tiny", ROOT / "config")
     assert rehearsed_run(plain, "coarse").method == "dvp"
+    # Where sets are reported without a replay, of what samples from one.
+    reporting = experiment.model_copy(
+        update={
+            "training": experiment.training.changed(report_sets=True),
+            "grid": [
+                GridEntry(method=["dvp_trainer_only"], engine=["coarse"], rho=["1e-2"]),
+                GridEntry(method=["dvp"], engine=["coarse"], rho=["1e-3"]),
+            ],
+        }
+    )
+    assert rehearsed_run(reporting, "coarse").method == "dvp"
+    assert rules(reporting, "coarse") == [FixedRho(1e-3)]
     one_sided = plain.model_copy(
         update={
             "grid": [

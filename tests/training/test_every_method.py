@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.core.kept_sets import KeptSets
 from dvp.errors import DvpError
 from dvp.experiment.loading import load_experiment
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
@@ -107,6 +108,39 @@ def test_on_an_exact_engine_replayed_sets_are_the_trainers_own(make_loop, traine
     assert metrics["unpruned_k3"] < 1e-9
     assert metrics["unpruned_ess"] == pytest.approx(1)
     assert metrics["engine_pruned_mass_mean"] == pytest.approx(metrics["pruned_mass_mean"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dvp", "top_p", "dvp_engine_only", "dvp_trainer_only", "rloo"])
+def test_reported_sets_of_a_pruned_run_give_its_unpruned_ratio_and_change_nothing(make_loop, method):
+    loop = make_loop(next(run for run in EXPERIMENT.runs if run.method == method))
+    rollout = loop.problems.graded([0, 1], loop.sample(1, [0, 1]))
+    loop.config = loop.config.changed(report_sets=True)
+    reporting = loop.problems.graded([0, 1], loop.sample(1, [0, 1]))
+    assert torch.equal(reporting.infer_log_prob_BT, rollout.infer_log_prob_BT)
+    statistics, plain = loop.score(reporting), loop.score(rollout)
+    for name in set(plain) - {"set_overlap"}:
+        assert torch.equal(statistics[name], plain[name]), name
+    metrics, without = loop.learn(1, [0, 1], reporting), loop.learn(1, [0, 1], rollout)
+    assert metrics["gradient_norm"] == pytest.approx(without["gradient_norm"], rel=1e-4)
+    if method in ("rloo", "dvp_trainer_only"):  # whose engine samples from everything
+        assert rollout.batch.kept is reporting.batch.kept is None
+        assert metrics.keys() == without.keys()
+        return
+    assert metrics.keys() - without.keys() == {
+        "unpruned_k3",
+        "unpruned_ess",
+        "engine_pruned_mass_mean",
+        "set_overlap_mean",
+        "sets_bytes",
+    }
+    mask_BT, sets = reporting.batch.response_BT, KeptSets.cat(reporting.batch.kept)
+    log_q_N = reporting.infer_log_prob_BT[mask_BT] + sets.log_mass_N
+    d_N = (statistics["log_prob"][mask_BT] - log_q_N).double()
+    assert metrics["unpruned_k3"] == pytest.approx((d_N.exp() - 1 - d_N).mean().item(), rel=1e-5)
+    assert 0 < metrics["unpruned_k3"] < 0.1  # σ = 0.05
+    assert 0 < metrics["engine_pruned_mass_mean"] < 1
+    assert 0 < metrics["set_overlap_mean"] <= 1
 
 
 @pytest.mark.slow

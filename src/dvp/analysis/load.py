@@ -34,7 +34,7 @@ MEASURED = (
     *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
     *("tokens_per_second", "response_tokens_mean", "seconds"),
 )
-REPLAYED = ("unpruned_k3", "set_overlap_mean", "sets_bytes")  # of a run that replays the engine's sets
+REPORTED = ("unpruned_k3", "set_overlap_mean", "sets_bytes")  # of a run whose engine reports its sets
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
 ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
 KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
@@ -77,7 +77,7 @@ _METRICS = _schema(
     _columns(bool, "skipped"),
     _columns(float, " ".join(MEASURED), _finite),
     _columns(float, "gradient_norm", _finite, nullable=True),  # of a skipped step
-    _columns(float, " ".join(REPLAYED), _finite, required=False),
+    _columns(float, " ".join(REPORTED), _finite, required=False),
 )
 _SAMPLES = _schema(
     _columns(str, "problem_id"),
@@ -153,7 +153,7 @@ class Training:
     runs: pd.DataFrame
     """A row a run: point, seed, skipped_steps, collapsed_at (a step or None), source."""
     metrics: pd.DataFrame
-    """A row a step: point, seed, step, skipped, MEASURED (null becomes NaN), and REPLAYED if a run has them."""
+    """A row a step: point, seed, step, skipped, MEASURED (null becomes NaN), and REPORTED if a run has them."""
     scores: pd.DataFrame
     """A row a model, the base model first: point, seed, avg, pass, maj (fractions, of k samples), source."""
     samples: pd.DataFrame

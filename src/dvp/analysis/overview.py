@@ -33,8 +33,9 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
 
     `exact` is the score on the evaluation's engine from the full vocabulary, `served` that on the engine of training
     from the vocabulary of training; `_over_reference` the paired difference to the reference, of `served` where that
-    was trained on the same engine. k3 (nats per token) and kept (the share of sampled tokens with a weight above 0) are
-    means over a run's last steps, seconds_per_step the median over its steps; all three with a t interval over seeds.
+    was trained on the same engine. k3 and k3_full (nats per token; between the policies of training and between the
+    full ones) and kept (the share of sampled tokens with a weight above 0) are means over a run's last steps,
+    seconds_per_step the median over its steps; all with a t interval over seeds.
     In the CSV scores and shares are fractions.
     """
     known = lookup(measured)
@@ -59,6 +60,7 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
         Column("served_over_reference", "over ref. there (points) [95 %]", difference, INTERVAL),
         Column("collapsed", "collapsed"),
         Column("k3", "k3 (nats a token)", interval(".1e"), INTERVAL),
+        Column("k3_full", "k3, full (nats a token)", interval(".1e"), INTERVAL),
         Column("kept", "kept (%)", interval(".1f", 100), INTERVAL),
         Column("seconds_per_step", "s a step", interval(".2f"), INTERVAL),
     ]
@@ -97,6 +99,15 @@ def _of(collapsed_at: pd.Series) -> str:
 def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict[str, Statistic]:
     own = loaded.metrics[loaded.metrics["point"] == point.path]
     last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
+    measured = {
+        "k3": (last["k3"].mean(), "nats per token", True),
+        "kept": (1 - last["masked_fraction"].mean(), "fraction", False),
+        "seconds_per_step": (own.groupby("seed")["seconds"].median(), "s", True),
+    }
+    # Of a pruned run only an engine that reports its sets knows it.
+    full = "k3" if experiment.methods[point.method].safe_vocabulary is None else "unpruned_k3"
+    if full in own and own[full].notna().all():
+        measured["k3_full"] = (last[full].mean(), "nats per token", True)
     how = f"t interval over {seeds_text(experiment)}"
     return {
         name: Statistic(
@@ -107,11 +118,7 @@ def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict
             how + (", of the logarithm" if logarithmic else ""),
             train_files(loaded, point.path),
         )
-        for name, values, unit, logarithmic in (
-            ("k3", last["k3"].mean(), "nats per token", True),
-            ("kept", 1 - last["masked_fraction"].mean(), "fraction", False),
-            ("seconds_per_step", own.groupby("seed")["seconds"].median(), "s", True),
-        )
+        for name, (values, unit, logarithmic) in measured.items()
     }
 
 

@@ -310,7 +310,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
         settings=settings_note(experiment, loaded),
         seeds=seeds_text(experiment),
         control=any(row["role"] == "control" for row in rows.values()),
-        replayed="sets_bytes" in shown,
+        reported="sets_bytes" in shown,
     )
     return Table(title, columns, rows, below)
 

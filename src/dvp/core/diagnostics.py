@@ -107,13 +107,13 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "vetoed_fraction": (update.weights.vetoed_B | update.weights.untrusted_B).float().mean().item(),
         "filtered_fraction": update.weights.filtered_B.float().mean().item(),
         "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
-        **({} if batch.kept is None else replay_metrics(rollout, statistics)),
+        **({} if batch.kept is None else set_metrics(rollout, statistics)),
     }
 
 
 @torch.no_grad()
-def replay_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Read-outs that an engine which reports its sets gives on top (docs/method.md, "Mask replay").
+def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Read-outs that an engine which reports its sets gives on top (docs/method.md, "log Z' of the engine").
 
     Returns:
         unpruned_k3, unpruned_ess: as in `mismatch_metrics`, of the unpruned p/q, where log q = log q^mp + log Z'. The

@@ -59,7 +59,7 @@ class TokenStatistics:
     max_logit: torch.Tensor
     """max_a z_a, after temperature."""
     set_overlap: torch.Tensor
-    """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the replayed one; 1 where none is replayed."""
+    """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the one it is compared with; 1 where there is none."""
 
 
 def token_statistics(
@@ -69,6 +69,7 @@ def token_statistics(
     *,
     safe: SafeVocabulary | None,
     kept: KeptSets | None = None,
+    compared: KeptSets | None = None,
     temperature: float = 1.0,
     product_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -97,6 +98,7 @@ def token_statistics(
         targets_N: int64 token ids in [0, V).
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
         kept: sets to renormalise over, one a row, ids below V.
+        compared: sets, one a row, ids below V, that are only compared with V_S (set_overlap); not with `kept`.
         temperature: sampling temperature, > 0.
         product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
             they are multiplied; None takes the hidden states' own.
@@ -111,8 +113,11 @@ def token_statistics(
         raise DvpError(
             f"targets_N: expected one target for each of {len(hidden_NH)} rows, got {tuple(targets_N.shape)}"
         )
-    if kept is not None and len(kept) != len(targets_N):
-        raise DvpError(f"kept: expected a set for each of {len(targets_N)} rows, got {len(kept)}")
+    for name, sets in (("kept", kept), ("compared", compared)):
+        if sets is not None and len(sets) != len(targets_N):
+            raise DvpError(f"{name}: expected a set for each of {len(targets_N)} rows, got {len(sets)}")
+    if kept is not None and compared is not None:
+        raise DvpError("compared: the sets of `kept` are compared already")
     if not temperature > 0.0:
         raise DvpError(f"temperature: expected a number above 0, got {temperature}")
     product_dtype = product_dtype or hidden_NH.dtype
@@ -127,7 +132,16 @@ def token_statistics(
         raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
     return TokenStatistics(
         *_Head.apply(
-            hidden_NH, weight_VH, targets_N, safe, kept, 1.0 / temperature, product_dtype, logits_dtype, chunk_size
+            hidden_NH,
+            weight_VH,
+            targets_N,
+            safe,
+            kept,
+            compared,
+            1.0 / temperature,
+            product_dtype,
+            logits_dtype,
+            chunk_size,
         )
     )
 
@@ -163,7 +177,9 @@ class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, safe, kept, scale, product_dtype, logits_dtype, chunk_size):
+    def forward(
+        ctx, hidden_NH, weight_VH, targets_N, safe, kept, compared, scale, product_dtype, logits_dtype, chunk_size
+    ):
         product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         chunks = []
         for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
@@ -174,6 +190,8 @@ class _Head(torch.autograd.Function):
             overlap_n = torch.ones_like(target_logit_n)
             if kept is not None:
                 sums, overlap_n = _over_kept(sums, kept.states(rows), logits_nV, log_rho_n)
+            elif compared is not None:
+                _, overlap_n = _over_kept(sums, compared.states(rows), logits_nV, log_rho_n)
             chunks.append((*sums, target_logit_n, log_rho_n, overlap_n))
         (
             maximum_N,
@@ -288,7 +306,7 @@ class _Head(torch.autograd.Function):
             product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, *[None] * 7
+        return grad_hidden_NH, grad_weight_VH, *[None] * 8
 
 
 def _over_kept(

@@ -1,9 +1,11 @@
 """Settings of the inference engine and of the RL loop."""
 
+from operator import not_
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from dvp.core.safe_vocabulary import SafeVocabularies
 from dvp.strict import LearningRate, Name, Positive, PositiveFloat, Strict
 
 BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
@@ -109,6 +111,9 @@ class TrainingConfig(Strict):
     """Of sampling; trainer and engine both divide logits by it."""
     max_response_tokens: Positive
     """Longest response."""
+    report_sets: bool = Field(False, exclude_if=not_)
+    """The engine reports the set that each token was sampled from, with log Z', so that a pruned run has the ratio, k3
+    and ESS of the unpruned policies too. Mask replay needs them, and has them without being asked."""
     minibatches: Positive = 1
     """Optimiser steps per rollout batch, each on as many of its prompts."""
     synchronise_every: Positive = 1
@@ -139,6 +144,10 @@ class TrainingConfig(Strict):
     def ranks(self) -> int:
         """GPUs of all nodes together."""
         return self.gpus * self.nodes
+
+    def sets_reported(self, safe: SafeVocabularies) -> bool:
+        """Whether the engine of a run with these safe vocabularies reports its sets."""
+        return safe.replayed or (self.report_sets and safe.engine is not None)
 
     @model_validator(mode="after")
     def _divides(self) -> "TrainingConfig":

@@ -59,12 +59,14 @@ ANSWER = "7"
 def rehearsed_run(experiment: Experiment, engine: str) -> Run:
     """The run that is rehearsed for an engine.
 
-    That is its first one that replays sets, as it asks most of the engine; else its first one with a safe vocabulary,
-    else its first.
+    That is its first one that replays sets, as it asks most of the engine; else its first one whose sets are reported,
+    else its first one with a safe vocabulary, else its first.
     """
 
-    def asks(run: Run) -> tuple[bool, bool]:
-        return _sides(experiment, run).replayed, experiment.methods[run.method].safe_vocabulary is not None
+    def asks(run: Run) -> tuple[bool, bool, bool]:
+        safe = _sides(experiment, run)
+        pruned = experiment.methods[run.method].safe_vocabulary is not None
+        return safe.replayed, experiment.training.sets_reported(safe), pruned
 
     return max((run for run in experiment.runs if run.engine == engine), key=asks)
 
@@ -78,13 +80,13 @@ def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
 
     Any other is proved when its run starts, as each is.
     """
-    of_rehearsed = _sides(experiment, rehearsed_run(experiment, engine))
-    by_processor = of_rehearsed.replayed or needs_processor(of_rehearsed.engine)
+    reported, of_rehearsed = experiment.training.sets_reported, _sides(experiment, rehearsed_run(experiment, engine))
+    by_processor = reported(of_rehearsed) or needs_processor(of_rehearsed.engine)
     every = dict.fromkeys(
         sides.engine
         for sides in (_sides(experiment, run) for run in experiment.runs if run.engine == engine)
         # An engine that reports sets applies a fixed ρ by the processor, too.
-        if sides.replayed or needs_processor(sides.engine) or not of_rehearsed.replayed
+        if reported(sides) or needs_processor(sides.engine) or not reported(of_rehearsed)
     )
     return [rule for rule in every if rule is not None and (by_processor or not needs_processor(rule))]
 
@@ -360,7 +362,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             max_num_seqs=training.prompts_per_step * training.group_size,
             seed=run.seed,
             rules=[_sides(experiment, run).engine],
-            report_sets=_sides(experiment, run).replayed,
+            report_sets=training.sets_reported(_sides(experiment, run)),
         )
         verdict = check_same_engine(
             load_file(work / RELOADED)["log_probs"],

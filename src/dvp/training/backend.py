@@ -81,6 +81,7 @@ class Policy(torch.nn.Module):
                 hidden_BTH[scored_BT],
                 batch.tokens_BT[:, 1:][scored_BT],
                 **_sets(batch, safe),
+                compared=None if batch.kept is None or isinstance(safe, EngineSets) else KeptSets.cat(batch.kept),
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
                 product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,

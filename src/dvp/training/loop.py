@@ -208,7 +208,7 @@ class Loop:
             n=self.config.group_size,
             temperature=self.config.temperature,
             safe_vocabulary=self.safe.engine,
-            report_sets=self.safe.replayed,
+            report_sets=self.config.sets_reported(self.safe),
         )
         seeds = [derived_seed(self.run.seed, step, row) for row in mine]
         # The ranks of one engine wait for each other all the time.

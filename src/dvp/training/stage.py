@@ -189,7 +189,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         max_num_seqs=settings.prompts_per_step * settings.group_size,
         seed=run.seed,
         rules=[safe.engine],
-        report_sets=safe.replayed,
+        report_sets=settings.sets_reported(safe),
     )
     if experiment.tools:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)

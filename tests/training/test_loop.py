@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.batch import Batch
+from dvp.core.length_decay import LearningRateShare, LengthDecay
 from dvp.errors import DvpError
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
@@ -180,8 +181,10 @@ def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_mod
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
     shadow = ScriptedEngine(reference)
     for step in (1, 2, 3):
+        share = 0.25 if step == 3 else 1.0
+        loop.trainer.scale_learning_rate(share)
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, step / 2)
+            group["lr"] = share * 1e-3 * min(1.0, step / 2)
         rows = prompt_rows(6, 2, step, 3)
         sampling = type("S", (), {"n": 4})
         groups = shadow.generate(
@@ -422,6 +425,7 @@ def test_a_prompt_longer_than_the_context_is_named(make_loop):
 
 
 FEEDBACK = {"rule": "feedback", "signal": "k3", "low": 1e-9, "high": 1e-6, "factor": 2.0, "patience": 1}
+DECAY = {"growth": 1e-9, "patience": 1, "factor": 0.5, "every": 1, "lowest": 0.2}
 CONTINUED = {
     "plain": {},
     "tools": {"tools": CALCULATOR, **LONG_ENOUGH, "method": "otb_mis", "distance": 0.01},
@@ -431,6 +435,12 @@ CONTINUED = {
         "synchronise_every": 2,
         "minibatches": 2,
         "collapse": {"reward_below": 0.6, "patience": 3},
+    },
+    "a learning rate that falls": {
+        "method": {"advantage": "rloo", "learning_rate_decay": DECAY},
+        "warmup_steps": 3,
+        "prompts_per_step": 1,
+        "group_size": 2,  # mean lengths of 5, 7, 4.5 and 6
     },
 }
 
@@ -465,6 +475,13 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings)
     if "rho" in settings:
         assert len({row["rho"] for row in rows(folder)}) > 1
         assert [row["collapsed"] for row in rows(folder)] == [False, False, True, True]
+    if "warmup_steps" in settings:
+        rate, rates = LearningRateShare(LengthDecay(**DECAY)), []
+        for row in rows(folder):
+            rates.append(1e-3 * min(1.0, row["step"] / 3) * rate.value)
+            rate.observe(row)
+        assert [row["learning_rate"] for row in rows(folder)] == pytest.approx(rates)
+        assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3 / 2, 1e-3 / 4])
     expected = dict(whole.trainer.weights())
     assert all(torch.equal(value, expected[name]) for name, value in resumed.trainer.weights())
 

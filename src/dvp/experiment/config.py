@@ -269,8 +269,9 @@ class Experiment(Strict):
                 self._check_method(f"bias.estimators[{index}]", name, entry.rho, self.training)
                 if not self.methods[name].at_fixed_policy:
                     raise ValueError(
-                        f"bias.estimators[{index}]: method '{name}': expected loss reinforce and a rule for ρ that "
-                        "needs no training; the others cannot be compared at a fixed policy"
+                        f"bias.estimators[{index}]: method '{name}': expected loss reinforce, a rule for ρ that "
+                        "needs no training and no decay of the learning rate; the others cannot be compared at a fixed "
+                        "policy"
                     )
         if self.bias and self.bias.position_bins[-1:] >= [self.training.max_response_tokens]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A method: an advantage, a safe vocabulary, an importance correction, a mask and a loss.
+"""A method: an advantage, a safe vocabulary, an importance correction, a mask, a loss and a decay of the learning rate.
 
 Each part is a strict model, or for an advantage a name, that stands in dvp.core beside its mathematics.
 """
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.importance import PRESETS, Correction, ImportanceRule
+from dvp.core.length_decay import LengthDecay
 from dvp.core.masks import Mask
 from dvp.core.objective import LOSSES, Loss, Reinforce
 from dvp.core.safe_vocabulary import Rule, SafeVocabularies
@@ -17,7 +18,7 @@ from dvp.strict import Line, Strict
 
 
 class Method(Strict):
-    """A name for {advantage, safe vocabulary, importance correction, mask, loss}."""
+    """A name for {advantage, safe vocabulary, importance correction, mask, loss, decay of the learning rate}."""
 
     label: Line
     """How figures and tables call it."""
@@ -31,6 +32,8 @@ class Method(Strict):
     """dvp.core.masks: tokens that are left out by the sign of their advantage; None leaves none out."""
     loss: Loss = Reinforce()
     """dvp.core.objective: a loss by its settings or by its name."""
+    learning_rate_decay: LengthDecay | None = Field(None, exclude_if=lambda decay: decay is None)
+    """dvp.core.length_decay: a learning rate that falls once responses grow longer; None keeps it."""
     true_norms: bool = Field(False, exclude_if=not_)
     """Whether OTB weighs tokens by the true squared norms of their gradients instead of its proxy: an oracle, which
     `bias` can measure and nothing can train with."""
@@ -101,7 +104,8 @@ class Method(Strict):
     @property
     def at_fixed_policy(self) -> bool:
         """Whether it gives an estimate of the gradient at a fixed policy, where nothing is clipped or fed back."""
-        return not self.loss.has_ratio and not (self.safe_vocabulary and self.safe_vocabulary.needs_training)
+        needs_training = self.safe_vocabulary is not None and self.safe_vocabulary.needs_training
+        return not self.loss.has_ratio and not needs_training and self.learning_rate_decay is None
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
         """The safe vocabularies of trainer and engine; `rho` is the grid's, None if the method takes none.

@@ -202,13 +202,15 @@ class Trainer:
             weight_decay=config.weight_decay,
         )
         warmup = config.warmup_steps
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
+        self._learning_rate_share = 1.0
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: self._learning_rate_share * (min(1.0, (step + 1) / warmup) if warmup else 1.0),
         )
         self._engine, *_ = deepspeed.initialize(
             model=self.policy,
             optimizer=optimizer,
-            lr_scheduler=schedule,
+            lr_scheduler=self._schedule,
             config={
                 "train_micro_batch_size_per_gpu": 1,  # what a pass holds is ours to say
                 "gradient_accumulation_steps": 1,
@@ -264,6 +266,18 @@ class Trainer:
         # DeepSpeed takes the mean over the ranks.
         self._engine.backward(loss(statistics) * ranks.count())
         self._engine.step()
+
+    def scale_learning_rate(self, share: float) -> None:
+        """From the next update on take this share of the learning rate, warm-up included."""
+        self._learning_rate_share = share
+        [rate], [function], step = self._schedule.base_lrs, self._schedule.lr_lambdas, self._schedule.last_epoch
+        for group in self._schedule.optimizer.param_groups:
+            group["lr"] = rate * function(step)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self._schedule.optimizer.param_groups[0]["lr"]
 
     @property
     def gradient_norm(self) -> float:

@@ -24,6 +24,7 @@ from dvp.core.batch import Rollout, unflatten
 from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import rollout_metrics, self_noise
 from dvp.core.head import TokenStatistics
+from dvp.core.length_decay import LearningRateShare
 from dvp.core.objective import policy_loss
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
@@ -142,6 +143,8 @@ class Loop:
         self.importance, self.mask = method.importance, method.mask
         self.advantage = ADVANTAGES[method.advantage]
         self.loss = method.loss
+        decay = method.learning_rate_decay
+        self.learning_rate_share = None if decay is None else LearningRateShare(decay)
         self.tools = experiment.tools
         self.collapse = CollapseDetector(**self.config.collapse.model_dump())
         self.trainer = trainer
@@ -195,6 +198,9 @@ class Loop:
     def observe(self, row: dict) -> None:
         """Let what follows a run from step to step see a finished one: a step of now, or of a checkpoint."""
         self.safe.observe(row)
+        if self.learning_rate_share is not None:
+            self.learning_rate_share.observe(row)
+            self.trainer.scale_learning_rate(self.learning_rate_share.value)
         self.collapse.observe(row["step"], row)
 
     def sample(self, step: int, rows: list[int]) -> list[list[Completion]]:
@@ -227,6 +233,8 @@ class Loop:
         statistics = self.score(rollout)
         update = self.prepare(rollout, statistics)
         metrics = rollout_metrics(rollout, statistics, update)
+        if self.learning_rate_share is not None:
+            metrics["learning_rate"] = self.trainer.learning_rate
         if step == 1:
             metrics |= self._noise(rollout, statistics)
         if ranks.is_main():

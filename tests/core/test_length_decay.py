@@ -1,0 +1,48 @@
+"""The share of the learning rate, step by step."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dvp.core.length_decay import LearningRateShare, LengthDecay
+
+SETTINGS = LengthDecay(growth=0.25, patience=2, factor=0.5, every=3, lowest=0.2)
+
+
+def shares(lengths, settings=SETTINGS):
+    rate, seen = LearningRateShare(settings), []
+    for length in lengths:
+        rate.observe({"response_tokens_mean": length})
+        seen.append(rate.value)
+    return seen
+
+
+def test_it_halves_at_the_surge_and_every_three_steps_down_to_the_lowest():
+    #          means of two: 100  90   90   110 (1.22 of 90), 125 (1.39): the surge
+    lengths = [100.0, 100.0, 80.0, 100.0, 120.0, 130.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0]
+    assert shares(lengths) == [1.0] * 5 + [0.5] * 3 + [0.25] * 3 + [0.2] * 2
+
+
+def test_lengths_that_fall_or_grow_too_little_change_nothing():
+    assert set(shares([300.0, 200.0, 100.0, 90.0, 112.0, 100.0])) == {1.0}
+    # The surge is measured from the shortest responses so far, however slowly they grow.
+    assert shares([100.0, 100.0, 110.0, 120.0, 130.0, 140.0])[-1] == 0.5
+
+
+@given(st.lists(st.floats(1.0, 1e4), max_size=40), st.integers(0, 40))
+def test_the_rate_never_rises_and_a_resumed_run_goes_on_where_it_stood(lengths, split):
+    whole = shares(lengths)
+    assert all(later <= earlier for earlier, later in pairwise(whole))
+    assert all(share == 1 or 0.2 <= share <= 0.5 for share in whole)
+    assert shares(lengths[:split]) == whole[:split]  # nothing of later steps is in an earlier one
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"growth": 0.0}, {"factor": 1.0}, {"every": 0}, {"lowest": 0.0}, {"patience": 0}, {"window": 3}]
+)
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        SETTINGS.changed(**wrong)

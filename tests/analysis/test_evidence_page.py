@@ -208,6 +208,18 @@ def test_a_statistic_can_be_asked_for_the_other_way_round(tmp_path, unit, test, 
     assert page["experiments"]["grid"]["statistics"] == [made]
 
 
+@pytest.mark.parametrize(
+    ("name", "unit"), [("score_change_percent", "%"), ("final_k3", "nats per token"), ("score", "fraction")]
+)
+def test_what_has_no_other_way_round_is_refused(tmp_path, name, unit):
+    asked = {"says": "it does", "experiment": "grid", "statistic": name, "turned": True, "above": 0}
+    claim = {"id": "gain", "text": "it gains", "source": "P", "figure": "grid/scores", "conditions": [asked]}
+    folder = make_place(tmp_path, statistic(0.1, 0.05, 0.2) | {"name": name, "unit": unit})
+    (folder / "claims.yaml").write_text(json.dumps({"sources": {"P": "somewhere"}, "claims": [claim]}))
+    with pytest.raises(DvpError, match=f"claim 'gain': {name}: turned: expected a ratio or a difference"):
+        answered(folder)
+
+
 def test_a_figure_of_an_earlier_run_is_not_shown(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     path = folder / "tiny/report/training.json"

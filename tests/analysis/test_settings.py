@@ -9,6 +9,7 @@ from made_up_results import CLAIMS, Results, main_table, make_experiment, traini
 from dvp.analysis import training_figures as figures
 from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition, load_claims
+from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
 from dvp.analysis.points import policy_label, reference_point, unpruned_point
 from dvp.analysis.report import make
@@ -125,6 +126,18 @@ def test_points_are_compared_with_their_like(experiment):
     assert reference_point(experiment).path == G16
     pruned = [point for point in experiment.points if point.method == "dvp"]
     assert [unpruned_point(experiment, point).path for point in pruned] == [G4, G16]
+
+
+def test_a_decay_of_the_learning_rate_makes_another_method():
+    grid = [
+        {"method": ["rloo_length_decay", "rloo"], "engine": ["coarse"]},
+        {"method": ["dvp"], "engine": ["coarse"], "rho": ["0.01"]},
+    ]
+    experiment = make_experiment(grid=grid)
+    [pruned] = [point for point in experiment.points if point.method == "dvp"]
+    assert unpruned_point(experiment, pruned).method == "rloo"
+    colors = method_colors(experiment)
+    assert colors["rloo_length_decay"] != colors["rloo"]
 
 
 def test_curves_have_a_panel_for_each_setting_and_a_legend_entry_for_each_method(experiment, results):

@@ -32,16 +32,28 @@ def test_lengths_that_fall_or_grow_too_little_change_nothing():
     assert shares([100.0, 100.0, 110.0, 120.0, 130.0, 140.0])[-1] == 0.5
 
 
-@given(st.lists(st.floats(1.0, 1e4), max_size=40), st.integers(0, 40))
-def test_the_rate_never_rises_and_a_resumed_run_goes_on_where_it_stood(lengths, split):
+@given(st.lists(st.integers(1, 60).map(float), max_size=40))
+def test_the_rate_falls_from_the_first_surge_on_and_never_rises(lengths):
     whole = shares(lengths)
     assert all(later <= earlier for earlier, later in pairwise(whole))
     assert all(share == 1 or 0.2 <= share <= 0.5 for share in whole)
-    assert shares(lengths[:split]) == whole[:split]  # nothing of later steps is in an earlier one
+    means = [(one + other) / 2 for one, other in pairwise(lengths)]
+    surges = [step for step, mean in enumerate(means) if step and mean > 1.25 * min(means[:step])]
+    fallen = [step for step, share in enumerate(whole) if share < 1]
+    assert fallen[:1] == [step + 1 for step in surges[:1]]
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"growth": 0.0}, {"factor": 1.0}, {"every": 0}, {"lowest": 0.0}, {"patience": 0}, {"window": 3}]
+    "wrong",
+    [
+        {"growth": 0.0},
+        {"factor": 1.0},
+        {"every": 0},
+        {"lowest": 0.0},
+        {"lowest": 1.0},
+        {"lowest": 0.6},
+        {"patience": 0},
+    ],
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValidationError):

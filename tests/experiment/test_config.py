@@ -479,6 +479,15 @@ def test_impossible_rho(refused, rho, listed):
         ({"name": "tiny"}, "name: expected 'smoke', as the file is called, found 'tiny'"),
         ({"name": GONE}, "name: expected 'smoke', as the file is called, found None"),
         ({"a\nb": 1}, "a b: unknown key"),
+        # What could never act.
+        (
+            {"training.report_sets": True, "grid.1.method": "dvp_trainer_only", "grid.2.method": "rloo"},
+            "training.report_sets: no method of the grid prunes in the engine; there are no sets",
+        ),
+        (
+            {"training.steps": 8, "grid.0.method": "rloo_length_decay"},
+            "grid[0]: method 'rloo_length_decay': learning_rate_decay.patience (8) must be below training.steps (8)",
+        ),
         # A tool.
         ({"tools": {"kind": "shell"}}, "tools: Input tag 'shell'"),
         ({"tools": {}}, "tools: kind is missing; expected one of calculator, python"),
@@ -772,6 +781,8 @@ def config_hashes(experiment: Experiment, run: Run) -> dict[str, str]:
         ({"sources.stories.seed": 7}, set()),
         # Over how many GPUs a run is spread is part of it: sums are taken in another order.
         ({"training.gpus": 2}, set()),
+        # Its engine has no sets to report.
+        ({"training.report_sets": True}, set()),
         # Its own engine and method.
         ({"engines.coarse.weight_rounding": "int3"}, OF_RUN),
         ({"methods.rloo.importance.level": "token"}, OF_RUN),
@@ -851,6 +862,13 @@ def test_a_preflight_depends_on_nothing_that_training_does_not_depend_on():
 def test_each_engine_of_the_grid_has_a_preflight_where_it_is_asked_for(name, preflight, engines):
     experiment = load_experiment(name, ROOT / "config").model_copy(update={"preflight": preflight})
     assert experiment.preflights == engines
+
+
+def test_a_run_depends_on_whether_sets_are_reported_where_its_engine_would_not_report_them_in_any_case():
+    asked = load_experiment("remedies", ROOT / "config")
+    plain = asked.model_copy(update={"training": asked.training.changed(report_sets=False)})
+    others = {run.method for run in asked.runs if asked.config_hash("train", run) != plain.config_hash("train", run)}
+    assert others == {"dvp", "dvp_mis"}  # and not mask replay, nor what has no safe vocabulary
 
 
 def test_runs_that_differ_have_different_config_hashes():

@@ -112,7 +112,7 @@ def test_on_an_exact_engine_replayed_sets_are_the_trainers_own(make_loop, traine
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dvp", "top_p", "dvp_engine_only", "dvp_trainer_only", "rloo"])
-def test_reported_sets_of_a_pruned_run_give_its_unpruned_ratio_and_change_nothing(make_loop, method):
+def test_reported_sets_of_a_pruned_run_give_its_unpruned_ratio_and_change_no_statistic(make_loop, method):
     loop = make_loop(next(run for run in EXPERIMENT.runs if run.method == method))
     rollout = loop.problems.graded([0, 1], loop.sample(1, [0, 1]))
     loop.config = loop.config.changed(report_sets=True)

@@ -26,7 +26,7 @@ class Condition(Strict):
     where: dict[Name, str] = {}
     """Which row of the statistic: values of its columns, such as method, rho, engine or policy."""
     turned: bool = False
-    """Whether it is asked the other way round: of a ratio the reciprocal, of any other number the negative."""
+    """Whether it is asked the other way round: of a ratio the reciprocal, of a difference the negative; of no other."""
     above: float | None = None
     below: float | None = None
     within: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None

@@ -292,17 +292,22 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Any])
     [statistic] = fitting
     measured = {key: statistic[key] for key in ("value", "low", "high", "unit", "how", "sources")}
     if condition.turned:
-        measured |= _turned(statistic)
+        measured |= _turned(claim, statistic)
     return asked | measured | {"status": status(condition, measured["low"], measured["high"])}
 
 
-def _turned(statistic: dict[str, Any]) -> dict[str, Any]:
+def _turned(claim: str, statistic: dict[str, Any]) -> dict[str, Any]:
     """Value and interval the other way round; none where a ratio is not above 0, which has no reciprocal."""
     value, low, high = (statistic[key] for key in ("value", "low", "high"))
     if statistic["unit"] == "ratio":
         value, low, high = (None if number is None or number <= 0 else 1 / number for number in (value, low, high))
-    else:
+    elif _is_difference(statistic["name"], statistic["unit"]):
         value, low, high = (None if number is None else 0.0 - number for number in (value, low, high))
+    else:
+        raise DvpError(
+            f"claim '{claim}': {statistic['name']}: turned: expected a ratio or a difference of fractions, found "
+            f"unit '{statistic['unit']}'"
+        )
     return {"value": value, "low": high, "high": low, "how": f"{statistic['how']}; turned round"}
 
 
@@ -352,8 +357,12 @@ def _seen_from(condition: dict[str, Any]) -> str | None:
 def _scale(condition: dict[str, Any]) -> tuple[float, str]:
     """What a statistic is multiplied by and in which unit it is shown: differences of scores in points."""
     if condition["unit"] == "fraction":
-        return 100, "points" if "_over_" in condition["statistic"] else "%"
+        return 100, "points" if _is_difference(condition["statistic"], condition["unit"]) else "%"
     return 1, condition["unit"]
+
+
+def _is_difference(name: str, unit: str) -> bool:
+    return unit == "fraction" and "_over_" in name
 
 
 def _met(claim: dict[str, Any], control: bool) -> str:

@@ -49,9 +49,7 @@ def method_colors(experiment: Experiment) -> dict[str, str]:
 
     @cache
     def kind(method: str) -> str:
-        return experiment.methods[method].model_dump_json(
-            include={"advantage", "importance", "mask", "loss", "true_norms"}
-        )
+        return experiment.methods[method].model_dump_json(exclude={"label", "safe_vocabulary"})
 
     preferred = {name: place for place, name in enumerate(dict.fromkeys(map(kind, experiment.methods)))}
     hues: dict[str, str] = {}

@@ -78,6 +78,7 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
             reference=_name(experiment, reference),
             last=min(LAST_STEPS, max(steps)),
             control=any(row["role"] == "control" for row in rows.values()),
+            reported="sets_bytes" in loaded.metrics,
         ),
     ]
     return Table(f"{experiment.name}: a method in a row", columns, rows, below)
@@ -104,7 +105,7 @@ def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict
         "kept": (1 - last["masked_fraction"].mean(), "fraction", False),
         "seconds_per_step": (own.groupby("seed")["seconds"].median(), "s", True),
     }
-    # Of a pruned run only an engine that reports its sets knows it.
+    # Where the engine prunes, it alone knows its full policy; of a trainer that prunes alone it is not measured.
     full = "k3" if experiment.methods[point.method].safe_vocabulary is None else "unpruned_k3"
     if full in own and own[full].notna().all():
         measured["k3_full"] = (last[full].mean(), "nats per token", True)

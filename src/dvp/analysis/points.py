@@ -23,8 +23,7 @@ def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str |
         return None
     for name in among:
         other = experiment.methods[name]
-        same = ("advantage", "importance", "mask", "loss", "true_norms")
-        if other.safe_vocabulary is None and all(getattr(other, key) == getattr(own, key) for key in same):
+        if other.safe_vocabulary is None and other.like(own, but=["safe_vocabulary"]):
             return name
     return None
 

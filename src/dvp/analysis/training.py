@@ -261,8 +261,8 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
 
     Of each number the mean over a run's last 10 steps (the largest of the log-ratio), as the mean over seeds with the
     smallest and largest seed (`_min`, `_max`). `policies` says between which policies k1, k3, the log-ratio and ESS
-    are, the trainer's first if they differ. skipped_steps counts all steps of all seeds, out of `steps`. Only where a
-    method replays the engine's sets are there columns of them.
+    are, the trainer's first if they differ. skipped_steps counts all steps of all seeds, out of `steps`. Only where an
+    engine reports its sets are there columns of them.
     """
     shown = {name: how for name, how in _AT_THE_END.items() if name in loaded.metrics}
     rows = {}

@@ -49,10 +49,8 @@ def rloo_of(experiment: Experiment, method: str) -> str | None:
     own = experiment.methods[method]
     for name, _ in experiment.estimators:
         other = experiment.methods[name]
-        same = all(
-            getattr(other, key) == getattr(own, key) for key in ("safe_vocabulary", "importance", "mask", "loss")
-        )
-        if name != method and other.advantage == "rloo" and same:
+        # With the true norms of gradients or with their proxy, OTB alone has use for either.
+        if name != method and other.advantage == "rloo" and other.like(own, but=["advantage", "true_norms"]):
             return name
     return None
 

@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dvp.strict import Positive, PositiveFloat, Strict
 
@@ -27,8 +27,14 @@ class LengthDecay(Strict):
     """What the learning rate is multiplied by at the surge, and again after every `every` steps."""
     every: Positive
     """Steps."""
-    lowest: Annotated[float, Field(gt=0, le=1)]
-    """The share of training.learning_rate below which it does not fall."""
+    lowest: Annotated[float, Field(gt=0, lt=1)]
+    """The share of training.learning_rate below which it does not fall; at most `factor`."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> LengthDecay:
+        if self.lowest > self.factor:
+            raise ValueError(f"lowest ({self.lowest}) must not exceed factor ({self.factor})")
+        return self
 
 
 class LearningRateShare:

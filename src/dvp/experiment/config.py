@@ -171,7 +171,19 @@ class Experiment(Strict):
             raise ValueError("evaluation.at: it has no step but the last, which is evaluated in any case; remove it")
         self._check_reference()
         self._check_samplers()
+        self._check_reports()
         return self
+
+    def _check_reports(self) -> None:
+        """That sets are not asked for where no engine of the grid has any."""
+        asked = [point for point in self.points if self.training_of(point).report_sets]
+        if asked and not any(
+            self.training_of(point).sets_reported(
+                self.methods[point.method].sides(point.rho_value, self.training_of(point).max_response_tokens)
+            )
+            for point in asked
+        ):
+            raise ValueError("training.report_sets: no method of the grid prunes in the engine; there are no sets")
 
     def _check_samplers(self) -> None:
         """That what models are sampled with at their ρ is what they were trained with, and no entry is for nothing."""
@@ -286,6 +298,12 @@ class Experiment(Strict):
         if self.methods[name].takes_rho != (rho is not None):
             expected = "needs" if self.methods[name].takes_rho else "takes no"
             raise ValueError(f"{where}: method '{name}' {expected} rho")
+        decay = self.methods[name].learning_rate_decay
+        if decay is not None and decay.patience >= training.steps:
+            raise ValueError(
+                f"{where}: method '{name}': learning_rate_decay.patience ({decay.patience}) must be below "
+                f"training.steps ({training.steps}): no surge would be seen"
+            )
         for value in rho or [None]:
             try:
                 self.methods[name].sides(value and parse_rho(value), training.max_response_tokens)

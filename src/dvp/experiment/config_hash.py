@@ -53,7 +53,11 @@ def settings_of_stage(
             parts["tools"] = experiment.tools.model_dump(mode="json", include=written)
     if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
-        parts["training"] = experiment.training_of(run).model_dump(mode="json", exclude={"gpus", "nodes"})
+        trained = experiment.training_of(run)
+        safe = experiment.methods[run.method].sides(run.rho_value, trained.max_response_tokens)
+        # A run whose engine would report no sets, or reports them in any case, is the same whether it is asked to.
+        asked = set() if trained.sets_reported(safe) and not safe.replayed else {"report_sets"}
+        parts["training"] = trained.model_dump(mode="json", exclude={"gpus", "nodes"} | asked)
         parts["deepspeed"] = experiment.deepspeed
         parts["run"] = run.model_dump(mode="json", exclude={"training"})
         parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")

@@ -3,6 +3,7 @@
 Each part is a strict model, or for an advantage a name, that stands in dvp.core beside its mathematics.
 """
 
+from collections.abc import Iterable
 from operator import not_
 from typing import Any
 
@@ -88,6 +89,11 @@ class Method(Strict):
                 f"loss {self.loss.kind} takes one advantage a sequence; {self.advantage} gives one a token"
             )
         return self
+
+    def like(self, other: "Method", *, but: Iterable[str]) -> bool:
+        """Whether it differs from another one in its label and in these parts at most."""
+        apart = {"label", *but}
+        return self.model_dump(exclude=apart) == other.model_dump(exclude=apart)
 
     @property
     def takes_rho(self) -> bool:

@@ -112,8 +112,9 @@ class TrainingConfig(Strict):
     max_response_tokens: Positive
     """Longest response."""
     report_sets: bool = Field(False, exclude_if=not_)
-    """The engine reports the set that each token was sampled from, with log Z', so that a pruned run has the ratio, k3
-    and ESS of the unpruned policies too. Mask replay needs them, and has them without being asked."""
+    """Where the engine prunes, it reports the set that each token was sampled from, with log Z', so that the run has k3
+    and ESS of the unpruned policies too; vLLM then samples through a logits processor and not by its own min-p. Mask
+    replay needs the sets, and has them without being asked."""
     minibatches: Positive = 1
     """Optimiser steps per rollout batch, each on as many of its prompts."""
     synchronise_every: Positive = 1

@@ -81,7 +81,7 @@ class Policy(torch.nn.Module):
                 hidden_BTH[scored_BT],
                 batch.tokens_BT[:, 1:][scored_BT],
                 **_sets(batch, safe),
-                compared=None if batch.kept is None or isinstance(safe, EngineSets) else KeptSets.cat(batch.kept),
+                compared=_compared(batch, safe),
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
                 product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
@@ -135,6 +135,13 @@ def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> dict[str, A
     if batch.kept is None:
         raise DvpError("the engine did not report the sets that it sampled from, which this method replays")
     return {"safe": safe.rule, "kept": KeptSets.cat(batch.kept)}
+
+
+def _compared(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> KeptSets | None:
+    """The engine's sets, where they are reported and not replayed; none in an update, which has no use for them."""
+    if batch.kept is None or isinstance(safe, EngineSets) or torch.is_grad_enabled():
+        return None
+    return KeptSets.cat(batch.kept)
 
 
 class _Known(torch.nn.Module):

@@ -166,6 +166,8 @@ class Loop:
         times.append(time.perf_counter())
 
         rollout = self.problems.graded(rows, completions)
+        if rollout.batch.kept is None and self.config.sets_reported(self.safe):
+            raise DvpError("the engine did not report the sets that it sampled from, for which training asks")
         times.append(time.perf_counter())
 
         metrics = self.learn(step, rows, rollout)

@@ -32,6 +32,17 @@ def test_a_method_has_one_colour_in_every_experiment():
             assert colors[method] == tiny[method]
 
 
+@pytest.mark.parametrize("name", ["remedies", "remedies_sets", "training_grid", "noise_tail", "otb_groups"])
+def test_no_two_curves_of_a_panel_look_alike(name):
+    experiment = load_experiment(name, CONFIG)
+    style = figures.styles(experiment)
+    shown = [points for _, points in figures.panels(experiment)]
+    assert shown
+    for points in shown:
+        looks = [(style[point].color, str(style[point].line), style[point].settings) for point in points]
+        assert len(set(looks)) == len(looks)
+
+
 def test_panels():
     titles, shown = zip(*figures.panels(make_experiment()), strict=True)
     assert titles == ("engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01")

@@ -41,9 +41,16 @@ class Style:
 
 
 def styles(experiment: Experiment) -> dict[GridPoint, Style]:
-    """Colour by method, line and marker by ρ in the order of the grid; controls dashed and grey."""
+    """Colour by method, line and marker by ρ in the order of the grid; controls dashed and grey.
+
+    Where there are more methods than colours, those of one colour have lines of their own.
+    """
     every, colors = experiment.points, method_colors(experiment)
     methods, rhos = list(dict.fromkeys(point.method for point in every)), [None, *_rhos(every)]
+    earlier = {
+        method: [colors[other] for other in methods[:place]].count(colors[method])
+        for place, method in enumerate(methods)
+    }
     several = len({point.engine for point in every if not is_control(experiment, point)}) > 1
     result = {}
     for point in every:
@@ -51,7 +58,7 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
         label = experiment.methods[point.method].label
         label += "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
         # With and without a single ρ the line is solid: the colour already tells the methods apart.
-        color, line = colors[point.method], _LINES[max(rho - 1, 0) % len(_LINES)]
+        color, line = colors[point.method], _LINES[(max(rho - 1, 0) + earlier[point.method]) % len(_LINES)]
         if is_control(experiment, point):
             label += f"\n(control: engine {point.engine})"
             color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))

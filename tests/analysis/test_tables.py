@@ -248,6 +248,9 @@ def test_reference():
         {"method": ["rloo_mis"], "engine": ["bf16"]},
     ]
     assert reference_point(make_experiment(grid=grid)).engine == "bf16"
+    assert reference_point(make_experiment(grid=grid, report__reference_engine="coarse")).engine == "coarse"
+    # A control, where it is asked for.
+    assert reference_point(make_experiment(grid=grid[:1], report__reference_engine="fp32")).engine == "fp32"
     with pytest.raises(DvpError, match=r"report.reference: 'rloo' is ambiguous, it could be .*bf16.* or .*coarse"):
         reference_point(make_experiment(grid=grid[:1]))
     with pytest.raises(DvpError, match=r"report.reference: method 'rloo' is not in the grid"):

@@ -295,6 +295,13 @@ def test_a_reference_is_named_by_its_settings():
     assert refused(*grid, report__reference_training={"group": 4}) == "report.reference_training.group: unknown key"
 
 
+def test_a_reference_is_named_by_its_engine():
+    grid = ({"method": "rloo", "engine": ["fp32", "coarse"]}, {"method": "otb", "engine": "coarse"})
+    assert experiment(*grid, report__reference_engine="fp32").report.reference_engine == "fp32"
+    line = refused(*grid, report__reference_engine="bf16")
+    assert line == "report.reference_engine: the grid has no 'rloo' with engine 'bf16'"
+
+
 def test_a_policy_that_is_measured_is_named_by_its_settings_and_sampled_as_it_was_trained():
     grid = (RLOO | {"training": {"temperature": [1.0, 0.7]}},)
     measured = {"engines": "coarse", "problems": 2, "responses": 2, "rhos": [0.1], "margins": [0.1]}

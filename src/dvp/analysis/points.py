@@ -43,16 +43,19 @@ def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None
 def reference_point(experiment: Experiment) -> GridPoint:
     """The point that the others are compared with.
 
-    It is of the method report.reference, with report.reference_training. Controls are left out unless there is nothing
-    else; of the rest it is the one whose engine most points of the grid share. Raises DvpError if there is none, or if
-    that does not decide.
+    It is of the method report.reference, with report.reference_training and report.reference_engine. Without the
+    latter controls are left out unless there is nothing else; of the rest it is the one whose engine most points of the
+    grid share. Raises DvpError if there is none, or if that does not decide.
     """
-    method = experiment.report.reference
+    method, engine = experiment.report.reference, experiment.report.reference_engine
     settings = experiment.report.reference_training
     candidates = [
         point for point in experiment.points if point.method == method and experiment.has_settings(point, settings)
     ]
-    candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
+    if engine is None:
+        candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
+    else:
+        candidates = [point for point in candidates if point.engine == engine]
     if not candidates:
         raise DvpError(f"experiment '{experiment.name}': report.reference: method '{method}' is not in the grid")
     engines = [point.engine for point in experiment.points]

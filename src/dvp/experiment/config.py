@@ -220,6 +220,11 @@ class Experiment(Strict):
         own = [point for point in self.points if point.method == method]
         if not own:
             raise ValueError(f"report.reference: method '{method}' is not in the grid")
+        engine = self.report.reference_engine
+        if engine is not None:
+            own = [point for point in own if point.engine == engine]
+            if not own:
+                raise ValueError(f"report.reference_engine: the grid has no '{method}' with engine '{engine}'")
         fitting = [point for point in own if self.has_settings(point, settings)]
         if not fitting:
             asked = ", ".join(_written(settings))

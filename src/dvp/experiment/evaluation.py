@@ -114,7 +114,9 @@ class ReportConfig(Strict):
     task: Name
     """The task whose score is in the main table."""
     reference: Name
-    """The method (on its mismatched engine) that the others are set against."""
+    """The method that the others are set against."""
+    reference_engine: Name | None = Field(None, exclude_if=lambda engine: engine is None)
+    """Its engine; by default, of those that are not evaluation.engine if it has such, the one of most points."""
     reference_training: Settings = Field({}, exclude_if=not_)
     """Of that method, training settings of the point that is meant, where the grid has it with several."""
     reached_within: Annotated[float, Field(ge=0)] = Field(2.0, exclude_if=lambda points: points == 2.0)

@@ -155,6 +155,7 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("evaluation_matrix", 5),
         ("tiny_replay", 2),
         ("noise_tail", 6),
+        ("noise_dial", 11),
         ("remedies", 15),
         ("remedies_sets", 5),
         ("horizon", 3),
@@ -164,6 +165,7 @@ def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, c
     value = load_experiment(name, CONFIG).model_dump(mode="json")
     value["evaluation"]["bootstrap_resamples"] = 100
     value["training"]["steps"] = 2
+    value["seeds"] = [0, 1]
     shipped = parse_experiment(value, Path("test.yaml"))
     Results(shipped, tmp_path, problems=3)
     made = [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]

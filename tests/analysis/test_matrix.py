@@ -155,7 +155,7 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("evaluation_matrix", 5),
         ("tiny_replay", 2),
         ("noise_tail", 6),
-        ("noise_dial", 11),
+        ("noise_dial", 16),
         ("remedies", 15),
         ("remedies_sets", 5),
         ("horizon", 3),

@@ -227,7 +227,7 @@ class Experiment(Strict):
                 raise ValueError(f"report.reference_engine: the grid has no '{method}' with engine '{engine}'")
         fitting = [point for point in own if self.has_settings(point, settings)]
         if not fitting:
-            asked = ", ".join(_written(settings))
+            asked = ", ".join([*_written(settings), *([f"engine '{engine}'"] if engine else [])])
             raise ValueError(f"report.reference_training: the grid has no '{method}' with {asked}")
         for point in fitting:
             alike = [other.path for other in fitting if (other.engine, other.rho) == (point.engine, point.rho)]

@@ -116,7 +116,8 @@ class ReportConfig(Strict):
     reference: Name
     """The method that the others are set against."""
     reference_engine: Name | None = Field(None, exclude_if=lambda engine: engine is None)
-    """Its engine; by default, of those that are not evaluation.engine if it has such, the one of most points."""
+    """The engine of that point. By default, of the method's engines (without evaluation.engine, if there are others),
+    the one that most points of the grid have."""
     reference_training: Settings = Field({}, exclude_if=not_)
     """Of that method, training settings of the point that is meant, where the grid has it with several."""
     reached_within: Annotated[float, Field(ge=0)] = Field(2.0, exclude_if=lambda points: points == 2.0)

@@ -16,6 +16,7 @@ from dvp.analysis.parts import parts
 from dvp.analysis.points import unpruned
 from dvp.analysis.report import make, record, write
 from dvp.analysis.variance import rloo_of
+from dvp.analysis.variance_figures import variance_by_position
 from dvp.errors import DvpError
 from dvp.files import dump_json
 
@@ -163,3 +164,10 @@ def test_what_is_not_the_experiments_is_refused_with_one_line(tmp_path):
     refused("variance.parquet", lambda table: table.iloc[1:], "variance.parquet: method, rho, position: not those of")
     refused("proxy.parquet", lambda table: table.iloc[1:], "proxy.parquet: position: not those of the experiment")
     refused("variance.parquet", lambda table: table.assign(signal=math.nan), "variance.parquet: signal: ")
+
+
+def test_a_figure_without_a_value_says_why(experiment, measured):
+    undefined = [one for one in measured.statistics if one.name != "variance_over_signal"]
+    for axes in variance_by_position(experiment, undefined).axes:
+        assert [text.get_text() for text in axes.texts] == ["no bin's signal can be told from 0"]
+    assert not [text for axes in measured.figures["variance_by_position"].axes for text in axes.texts]

@@ -72,6 +72,9 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
                     if each is not None and math.isfinite(each.low):
                         ends = [max(each.low, each.value / 10), each.high]
                         axes.plot([place, place], ends, color=colors[method], linewidth=0.8, alpha=0.5)
+            if all(math.isnan(value) for line in axes.lines for value in line.get_ydata()):
+                text = "no bin's signal can be told from 0"
+                axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
             axes.set_yscale("log")
             plain_log(axes.yaxis)
             axes.set_xticks(range(len(positions)), [each.replace("-", "–") for each in positions])

@@ -1,6 +1,6 @@
 """Run by the tests in a process of its own (one engine a process): sample with an engine, optionally after an update.
 
-Fails if the engine does not prune as each kind of rule says.
+Fails if the engine does not prune as each kind of rule says, or if its logits are not as fine as its head.
 
 usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
 """
@@ -28,9 +28,10 @@ def main() -> None:
     from dvp.rollout.engine import Sampling
 
     torch.set_num_threads(1)
+    config = EngineConfig(**json.loads(sys.argv[2]))
     engine = VllmEngine(
         Path(sys.argv[1]),
-        EngineConfig(**json.loads(sys.argv[2])),
+        config,
         max_model_len=128,
         max_num_seqs=32,
         seed=0,
@@ -42,6 +43,10 @@ def main() -> None:
         engine.load_weights(model.named_parameters())
     for rule in RULES:
         prove_safe_vocabulary(engine, PROMPTS, rule)
+    for prompt in PROMPTS:
+        values_V = engine.log_probs(prompt, None)
+        equal = len(values_V) - len(values_V.unique())
+        assert (equal > len(values_V) / 8) == (config.dtype == "bfloat16" and config.head_dtype == "auto"), equal
     groups = engine.generate(PROMPTS, Sampling(max_tokens=24, n=4), SEEDS)
     print(json.dumps([[asdict(one) for one in group] for group in groups]))
 

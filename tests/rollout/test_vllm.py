@@ -302,12 +302,19 @@ def completions(process: subprocess.Popen) -> list:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("precision", [{"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16", "head_dtype": "float32"},
+    ],
+)
 def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, changed, tmp_path):
     """The tied-embeddings trap: without lm_head.weight in the stream the packed head silently keeps the old weights.
 
     Both processes also prove that they prune: in bf16, logits are full of ties, and one step of theirs is many times
-    the proof's tolerance.
+    the proof's tolerance. A head in float32 has no ties.
     """
     changed.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)

@@ -38,6 +38,8 @@ class EngineConfig(Strict):
     """Of keys and values; auto is `dtype`."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    head_dtype: Literal["auto", "float32"] = Field("auto", exclude_if=lambda dtype: dtype == "auto")
+    """Of its logits. auto: as `dtype`. float32: the sums of the head's products are not rounded."""
     noise: Noise | None = Field(None, exclude_if=lambda noise: noise is None)
     """Added to its logits; log-probs are those of what is sampled from."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5

@@ -97,6 +97,8 @@ class VllmEngine:
         # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
         gc.freeze()
         options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+        if config.head_dtype != "auto":
+            options["hf_overrides"] = {"head_dtype": config.head_dtype}
         self._reports_sets = report_sets
         self._by_state = report_sets or any(map(needs_processor, rules))
         if self._by_state or config.noise is not None:

@@ -169,5 +169,5 @@ def test_what_is_not_the_experiments_is_refused_with_one_line(tmp_path):
 def test_a_figure_without_a_value_says_why(experiment, measured):
     undefined = [one for one in measured.statistics if one.name != "variance_over_signal"]
     for axes in variance_by_position(experiment, undefined).axes:
-        assert [text.get_text() for text in axes.texts] == ["no bin's signal can be told from 0"]
+        assert [text.get_text() for text in axes.texts] == ["in no bin can each signal be told from 0"]
     assert not [text for axes in measured.figures["variance_by_position"].axes for text in axes.texts]

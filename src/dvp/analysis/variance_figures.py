@@ -73,7 +73,7 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
                         ends = [max(each.low, each.value / 10), each.high]
                         axes.plot([place, place], ends, color=colors[method], linewidth=0.8, alpha=0.5)
             if all(math.isnan(value) for line in axes.lines for value in line.get_ydata()):
-                text = "no bin's signal can be told from 0"
+                text = "in no bin can each signal be told from 0"
                 axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
             axes.set_yscale("log")
             plain_log(axes.yaxis)
@@ -87,7 +87,7 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
         figure.legend(handles=handles, loc="outside right upper")
         title = (
             "Variance over squared signal of what the tokens of each bin of positions contribute to the gradient of a "
-            "batch. Bars: 95 %. No mark where the signal's interval holds 0."
+            "batch. Bars: 95 %. No mark where the interval of a set of problems' signal holds 0."
         )
         set_title(figure, title, width)
     return figure

@@ -229,8 +229,10 @@ def test_an_exception_ends_the_calls(python, monkeypatch):
         seen.append(descendants() - before)
         raise KeyboardInterrupt
 
+    processes = 3 * min(4, len(os.sched_getaffinity(0)))  # of a call: bwrap twice, and the program
+
     def when_they_run():
-        wait_until(lambda: descendants() - before)
+        wait_until(lambda: len(descendants() - before) >= processes)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
     previous = signal.signal(signal.SIGALRM, interrupt)
@@ -240,8 +242,30 @@ def test_an_exception_ends_the_calls(python, monkeypatch):
             python.answers(["import time\ntime.sleep(60)"] * 4)
     finally:
         signal.signal(signal.SIGALRM, previous)
-    assert seen[0]
+    assert len(seen[0]) >= processes
     assert wait_until(lambda: descendants() <= before)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_exception_while_a_call_starts_leaves_none_that_runs(python, monkeypatch):
+    """When its process is there already, but nobody knows it who could end it."""
+    before, files = descendants(), len(os.listdir("/proc/self/fd"))
+    started = []
+    execute = subprocess.Popen._execute_child
+
+    def interrupted(*arguments):
+        execute(*arguments)
+        started.append(descendants() - before)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "_execute_child", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            python.answers(["import time\ntime.sleep(60)"])
+    assert started[0]
+    assert wait_until(
+        lambda: not any(is_alive(child) for child in psutil.Process().children() if child.pid not in before)
+    )
     assert len(os.listdir("/proc/self/fd")) == files
 
 

@@ -2,7 +2,8 @@
 
 The sandbox has no network and no process but its own; of the machine's files it has the system's libraries and this
 environment's Python, read-only. What it may write is a small temporary folder, its home, gone when it ends. It ends
-with the program, at the limit of wall time, when it prints too much, and with the process that started it.
+with the program, at the limit of wall time, when it prints too much, and with the process that started it. A program
+waits for the word to begin, so that one whose start was interrupted, and that nobody would end, ends by itself.
 
 Run by root, the sandbox is made without a user namespace and the program gives root up: limits of processes do not hold
 for root. Memory is limited by process, so all of a call's processes may take `processes` times as much; what a whole
@@ -55,6 +56,9 @@ except OSError:
 # Runs in the sandbox before the program; what it sets holds for the program and all that it starts, for ever.
 LIMITED = """
 import os, resource, sys
+if not os.read(0, 1):
+    sys.exit("the start of this call was interrupted")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 user, program, *limits = sys.argv[1:]
 if os.getuid() == 0 and int(user):
     os.setgroups([])
@@ -160,7 +164,7 @@ class _Call:
             try:
                 self.process = subprocess.Popen(
                     [part if part != FILE else str(descriptor) for part in self._command],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=[descriptor],
@@ -169,6 +173,8 @@ class _Call:
             except OSError as error:
                 self.answer = Answer(f"error: the sandbox does not start: {error.strerror}", failed=True)
                 return
+        with suppress(BrokenPipeError), self.process.stdin as begin:  # a sandbox that could not be made has ended
+            begin.write(b"1")
         self.deadline = time.monotonic() + self._seconds
         self.ended = os.pidfd_open(self.process.pid)
         os.set_blocking(self.process.stdout.fileno(), False)

@@ -11,7 +11,7 @@ STAGE_VERSIONS = {
     "mismatch": 2,
     "bias": 4,
     "report_training": 4,
-    "report_matrix": 3,
+    "report_matrix": 4,
     "report_curve": 3,
     "report_mismatch": 5,
     "report_bias": 7,

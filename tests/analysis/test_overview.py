@@ -24,6 +24,7 @@ def table(tmp_path):
     written = Results(asked, tmp_path, problems=PROBLEMS)
     k = asked.evaluation.samples_per_problem["held_out"]
     right = {(NAIVE, "fp32", None): 3, (DVP, "fp32", None): 5, (NAIVE, "coarse", None): 8, (DVP, "coarse", RHO): 6}
+    right[NAIVE, "coarse", RHO] = 10
     for (point, engine, rho), count in right.items():
         sampler = Sampler(engine=engine, rho=rho)
         for seed in asked.seeds:
@@ -49,6 +50,9 @@ def test_a_row_by_hand(table):
     assert row["served"].value == pytest.approx(6 / PROBLEMS)
     assert row["served"].where["evaluated_rho"] == RHO
     assert row["served_over_reference"].value == pytest.approx((6 - 8) / PROBLEMS)
+    # What naive RLOO has when it is sampled at ρ is no gain of DVP's.
+    assert row["over_evaluation_only"].value == pytest.approx((6 - 10) / PROBLEMS)
+    assert row["over_evaluation_only"].where["evaluated_rho"] == RHO
     assert row["collapsed"].value == "1 / 3"
     assert row["k3"].value == pytest.approx(1e-3)  # the geometric mean of 1e-2, 1e-3 and 1e-4
     assert row["k3_full"].value == pytest.approx(3e-3)
@@ -85,5 +89,8 @@ def test_three_sentences_say_who_is_told_from_the_reference(table):
         below = below.split(". Not told")[0]
         for text, side in ((above, "above"), (below, "below")):
             assert (0 if text == "none" else len(text.split("; "))) == told[side]
-        assert sentence.endswith(f"Not told from it: {told['not']}.")
+        assert f"Not told from it: {told['not']}." in sentence
+    only = table.rows[DVP.path]["over_evaluation_only"]
+    says = "above it DVP, coarse, ρ = 0.01" if only.low > 0 else "Below it DVP, coarse, ρ = 0.01"
+    assert says in served.split("the same method without a safe vocabulary")[1]
     assert collapsed == f"1 of {3 * len(asked.points)} runs collapsed: of DVP, coarse, ρ = 0.01."

@@ -28,6 +28,7 @@ SCORE, OVER_UNPRUNED, OVER_REFERENCE = (
 OWN, OWN_MARK = "own", " *"
 ONLY = "evaluation_only"
 """The role of a row of a model that was trained without DVP, sampled at a ρ."""
+ONLY_HEADING = "over ρ at evaluation only (points) [95 %]"
 
 
 def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
@@ -227,7 +228,7 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
         ),
         Column("own_policy", None),
         Column("over_unpruned", "DVP adds, own policies (points) [95 %]", adds, INTERVAL),
-        Column("over_evaluation_only", "over ρ at evaluation only (points) [95 %]", adds, INTERVAL),
+        Column("over_evaluation_only", ONLY_HEADING, adds, INTERVAL),
     ]
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     below = notes(

@@ -7,7 +7,7 @@ from scipy import stats
 
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Matrix
-from dvp.analysis.matrix import OVER_REFERENCE, OWN, SCORE, where
+from dvp.analysis.matrix import ONLY_HEADING, OVER_REFERENCE, OVER_UNPRUNED, OWN, SCORE, where
 from dvp.analysis.pages import notes
 from dvp.analysis.points import reference_point, seeds_text
 from dvp.analysis.statistics import Statistic, lookup
@@ -33,9 +33,10 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
 
     `exact` is the score on the evaluation's engine from the full vocabulary, `served` that on the engine of training
     from the vocabulary of training; `_over_reference` the paired difference to the reference, of `served` where that
-    was trained on the same engine. k3 and k3_full (nats per token; between the policies of training and between the
-    full ones) and kept (the share of sampled tokens with a weight above 0) are means over a run's last steps,
-    seconds_per_step the median over its steps; all with a t interval over seeds.
+    was trained on the same engine; `over_evaluation_only` that of a method with ρ to the same method without a safe
+    vocabulary, both sampled at ρ on the engine of training. k3 and k3_full (nats per token; between the policies of
+    training and between the full ones) and kept (the share of sampled tokens with a weight above 0) are means over a
+    run's last steps, seconds_per_step the median over its steps; all with a t interval over seeds.
     In the CSV scores and shares are fractions.
     """
     known = lookup(measured)
@@ -48,16 +49,20 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
             "exact_over_reference": known(OVER_REFERENCE, where(experiment, point, exact, None)),
             "served": known(SCORE, where(experiment, point, point.engine, point.rho)),
             "served_over_reference": _served_over_reference(experiment, point, measured),
+            "over_evaluation_only": point.rho
+            and known(OVER_UNPRUNED, where(experiment, point, point.engine, point.rho)),
             "collapsed": Cell(_of(runs["collapsed_at"]), train_files(loaded, point.path)),
             **_over_runs(experiment, loaded, point),
         }
     score, difference = interval(".1f", 100), interval("+.1f", 100)
+    pruned = any(row["over_evaluation_only"] is not None for row in rows.values())
     columns = [
         *point_columns(experiment, rows, MARKS),
         Column("exact", f"{exact}, full (%) [95 %]", score, INTERVAL),
         Column("exact_over_reference", "over ref. (points) [95 %]", difference, INTERVAL),
         Column("served", "as in training (%) [95 %]", score, INTERVAL),
         Column("served_over_reference", "over ref. there (points) [95 %]", difference, INTERVAL),
+        *([Column("over_evaluation_only", ONLY_HEADING, difference, INTERVAL)] if pruned else []),
         Column("collapsed", "collapsed"),
         Column("k3", "k3 (nats a token)", interval(".1e"), INTERVAL),
         Column("k3_full", "k3, full (nats a token)", interval(".1e"), INTERVAL),
@@ -78,6 +83,7 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
             reference=_name(experiment, reference),
             last=min(LAST_STEPS, max(steps)),
             control=any(row["role"] == "control" for row in rows.values()),
+            pruned=pruned,
             reported="sets_bytes" in loaded.metrics,
         ),
     ]
@@ -129,25 +135,21 @@ def _name(experiment: Experiment, point: GridPoint) -> str:
 
 
 def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) -> list[str]:
-    """What the table says in three: who is told from the reference by either score, and who collapsed."""
+    """What the table says in three: who is told from the reference by either score, and who collapsed.
+
+    The second says as well what is left of it next to ρ at evaluation alone.
+    """
     reference = _name(experiment, reference_point(experiment))
     result = []
     for key, policy in (
         ("exact_over_reference", f"On {experiment.evaluation.engine} from the full vocabulary"),
         ("served_over_reference", "On the engine of training, with the vocabulary of training"),
     ):
-        compared = {
-            _name(experiment, point): rows[point.path][key]
-            for point in experiment.points
-            if rows[point.path][key] is not None and role(experiment, point) != "reference"
-        }
-        above = [name for name, each in compared.items() if each.low > 0]
-        below = [name for name, each in compared.items() if each.high < 0]
-        if compared:
-            result.append(
-                f"{policy}, of {len(compared)} compared with {reference}: above it {'; '.join(above) or 'none'}. "
-                f"Below it {'; '.join(below) or 'none'}. Not told from it: {len(compared) - len(above) - len(below)}."
-            )
+        said = _told(experiment, rows, key, f"{policy}, of {{}} compared with {reference}")
+        if said and key.startswith("served"):
+            only = "Of {} with a ρ, compared with the same method without a safe vocabulary that is sampled there at ρ"
+            said = " ".join(filter(None, [said, _told(experiment, rows, "over_evaluation_only", only)]))
+        result += filter(None, [said])
     runs = loaded.runs
     seeds, total = len(experiment.seeds), sum(step is not None for step in runs["collapsed_at"])
     bound = stats.binomtest(0, seeds).proportion_ci(LEVEL, method="exact").high
@@ -159,3 +161,20 @@ def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) ->
     rules_out = f"no collapse in {seeds} of {seeds} rules out a rate above {bound:.0%} of a method's runs"
     ending = f"of {'; '.join(which)}" if which else rules_out
     return [*result, f"{total} of {len(runs)} runs collapsed: {ending}."]
+
+
+def _told(experiment: Experiment, rows: dict[str, dict], key: str, of: str) -> str | None:
+    """Which rows a difference's interval tells from 0; `of` has a place for their number. None without any."""
+    compared = {
+        _name(experiment, point): rows[point.path][key]
+        for point in experiment.points
+        if rows[point.path][key] is not None and role(experiment, point) != "reference"
+    }
+    above = [name for name, each in compared.items() if each.low > 0]
+    below = [name for name, each in compared.items() if each.high < 0]
+    if not compared:
+        return None
+    return (
+        f"{of.format(len(compared))}: above it {'; '.join(above) or 'none'}. "
+        f"Below it {'; '.join(below) or 'none'}. Not told from it: {len(compared) - len(above) - len(below)}."
+    )

@@ -22,6 +22,8 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read
 
 SMOOTHING = 5
+MOST_WITH_SEEDS = 8
+LINE_OF_LEGEND = 0.21  # inches
 # An exact engine has a KL of 0 up to rounding, which a logarithmic axis cannot show.
 FLOOR = 1e-12
 _GREYS = ("#707070", "#A0A0A0", "#404040")
@@ -186,7 +188,7 @@ def _curves(
     title: str,
     draw_controls: Callable[[Axes], None] | None = None,
 ) -> Figure:
-    """Thin lines for seeds, bold ones for their mean, smoothed.
+    """Bold lines for means over seeds, smoothed; thin ones for seeds, unless a panel has more than MOST_WITH_SEEDS.
 
     `draw` sets the y axis. With `draw_controls` the controls are drawn on a low axis of their own below each
     panel.
@@ -198,7 +200,23 @@ def _curves(
     rows = math.ceil(len(shown_in) / columns)
     width = max(3.6 * columns, 5.2)
     with mpl.rc_context(STYLE):
-        figure = new_figure(width + 2.6, 3.4 * rows + 0.5)
+        # Points that differ in their settings alone look alike where the panels' titles say them.
+        titled = {look.settings for point, look in style.items() if not is_control(experiment, point)}
+        looks = dict.fromkeys(
+            (look.label + (look.settings if look.settings not in titled else ""), look.color, look.line)
+            for look in style.values()
+        )
+        # Seeds of many methods in one panel hide their means.
+        seeds = max(len(shown) for _, shown in shown_in) <= MOST_WITH_SEEDS
+        handles = [handle(label, color=color, linestyle=line, linewidth=2) for label, color, line in looks]
+        handles += [
+            handle(" ", linewidth=0),
+            handle(f"mean over seeds,\ntrailing mean of {SMOOTHING} steps", color=DARK, linewidth=2),
+        ]
+        if seeds:
+            handles.append(handle("one seed, not smoothed", color=DARK, linewidth=0.6, alpha=0.5))
+        legend = LINE_OF_LEGEND * sum(entry.get_label().count("\n") + 1 for entry in handles)
+        figure = new_figure(width + 2.6, max(3.4 * rows, legend) + 0.5)
         heights = [4, 1][:bands] * rows
         grid = figure.subplots(rows * bands, columns, squeeze=False, sharex=True, height_ratios=heights)
         for index in range(rows * columns):
@@ -215,7 +233,7 @@ def _curves(
                     axes.sharey(grid[band, 0])
                 for point in shown:
                     if (point in controls) == (band == 1):
-                        _draw_point(axes, metrics[metrics["point"] == point.path], column, style[point])
+                        _draw_point(axes, metrics[metrics["point"] == point.path], column, style[point], seeds=seeds)
                 (draw_controls if band and draw_controls else draw)(axes)
                 if place:
                     axes.set_ylabel("")
@@ -226,25 +244,14 @@ def _curves(
         for axes in grid[bands - 1 :: bands, 0] if controls else []:
             axes.set_ylabel("control")
         set_title(figure, title, width)
-        # Points that differ in their settings alone look alike where the panels' titles say them.
-        titled = {look.settings for point, look in style.items() if not is_control(experiment, point)}
-        looks = dict.fromkeys(
-            (look.label + (look.settings if look.settings not in titled else ""), look.color, look.line)
-            for look in style.values()
-        )
-        handles = [handle(label, color=color, linestyle=line, linewidth=2) for label, color, line in looks]
-        handles += [
-            handle(" ", linewidth=0),
-            handle(f"mean over seeds,\ntrailing mean of {SMOOTHING} steps", color=DARK, linewidth=2),
-            handle("one seed, not smoothed", color=DARK, linewidth=0.6, alpha=0.5),
-        ]
         figure.legend(handles=handles, loc="outside right upper", handlelength=2.6)
     return figure
 
 
-def _draw_point(axes: Axes, metrics: pd.DataFrame, column: str, look: Style) -> None:
+def _draw_point(axes: Axes, metrics: pd.DataFrame, column: str, look: Style, *, seeds: bool) -> None:
     table = metrics.pivot(index="step", columns="seed", values=column)
-    axes.plot(table.index, table, color=look.color, linewidth=0.6, alpha=0.35)
+    if seeds:
+        axes.plot(table.index, table, color=look.color, linewidth=0.6, alpha=0.35)
     smooth = table.mean(axis=1).rolling(SMOOTHING, min_periods=1).mean()
     # Where every seed has a gap, so has their mean.
     smooth = smooth.where(table.notna().any(axis=1))

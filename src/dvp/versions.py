@@ -10,7 +10,7 @@ STAGE_VERSIONS = {
     "evaluate": 2,
     "mismatch": 2,
     "bias": 4,
-    "report_training": 4,
+    "report_training": 5,
     "report_matrix": 4,
     "report_curve": 3,
     "report_mismatch": 5,

@@ -158,6 +158,8 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("noise_dial", 16),
         ("remedies", 15),
         ("remedies_sets", 5),
+        ("adaptive_rho", 5),
+        ("surrogates", 15),
         ("horizon", 3),
     ],
 )

@@ -188,6 +188,8 @@ def test_mismatch_by_hand(experiment, results):
     assert math.isnan(row["outside_safe_fraction"])
     assert table["policies"].tolist() == ["full"] * 3 + ["pruned"] * 4
     assert table["outside_safe_fraction"].iloc[-1] == pytest.approx(2e-4)
+    assert math.isnan(row["pruned_mass_mean"])
+    assert table["pruned_mass_mean"].iloc[-1] == pytest.approx(0.001)
 
 
 def test_columns_of_reported_sets_stand_where_an_engine_reports_them(tmp_path, experiment, results):

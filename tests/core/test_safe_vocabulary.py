@@ -408,12 +408,12 @@ def fed(feedback, values):
     """ρ after each step."""
     history = []
     for value in values:
-        feedback.observe(dict.fromkeys(("k3", "vetoed_fraction", "tail_mismatch"), value))
+        feedback.observe(dict.fromkeys(("k3", "vetoed_fraction", "tail_mismatch", "reward"), value))
         history.append(feedback.rho)
     return history
 
 
-@pytest.mark.parametrize("signal", ["k3", "vetoed_fraction", "tail_mismatch"])
+@pytest.mark.parametrize("signal", ["k3", "vetoed_fraction", "tail_mismatch", "reward"])
 def test_rho_rises_after_as_many_high_steps_as_its_patience(signal):
     assert fed(controller(signal=signal), [0.5] * 7) == [1e-3, 1e-3, 2e-3, 2e-3, 2e-3, 4e-3, 4e-3]
 
@@ -485,7 +485,7 @@ def test_a_row_without_the_signal_is_named():
     [
         ({"lowest": 0.0}, "lowest"),
         ({"lowest": 0.3}, "lowest .* must not exceed highest"),
-        ({"signal": "reward"}, "signal"),
+        ({"signal": "entropy"}, "signal"),
         ({"low": 0.4}, "low < high"),
         ({"low": -0.1}, "low"),
         ({"high": math.inf}, "high"),

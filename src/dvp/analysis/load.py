@@ -31,8 +31,8 @@ from dvp.tracking.record import read_rows
 ORIGIN = ("config_hash", "git_commit", "tracking_key")
 # What tables and figures use of a metrics row; the file holds more.
 MEASURED = (
-    *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "masked_fraction", "gradient_norm"),
-    *("tokens_per_second", "response_tokens_mean", "seconds"),
+    *("reward", "k1", "k3", "ess", "max_abs_log_ratio", "outside_safe_fraction", "pruned_mass_mean", "masked_fraction"),
+    *("gradient_norm", "tokens_per_second", "response_tokens_mean", "seconds"),
 )
 REPORTED = ("unpruned_k3", "set_overlap_mean", "sets_bytes")  # of a run whose engine reports its sets
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.

@@ -36,12 +36,14 @@ _AT_THE_END = {
     "max_abs_log_ratio": ("max |log ratio|", ".2g", "max"),
     "ess": ("ESS", ".3f", "mean"),
     "outside_safe_fraction": ("outside V_S", ".1e", "mean"),
+    "pruned_mass_mean": ("1 − Z", ".1e", "mean"),
     "masked_fraction": ("masked", ".3f", "mean"),
     "unpruned_k3": ("k3 unpruned", ".1e", "mean"),
     "set_overlap_mean": ("overlap of sets", ".3f", "mean"),
     "sets_bytes": ("sets (bytes a step)", ".3g", "mean"),
     "tokens_per_second": ("tokens/s", ".0f", "mean"),
 }
+_OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 
 
 def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[list[Statistic], dict[str, Table]]:
@@ -67,8 +69,9 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
     vocabulary against the same without; smallest_change_percent and smallest_effect, how large these two would have to
     be for an interval that leaves out 0 in 80 % of such experiments; final_k3, final_gradient_norm, final_reward (means
-    over the last ten steps); k3_growth (k3 of the last ten steps over that of the first ten); collapsed (fraction of
-    runs). Growth is left out where a run has not twice ten steps.
+    over the last ten steps), and so final_pruned_mass (1 − Z a token) of points whose trainer prunes; k3_growth (k3 of
+    the last ten steps over that of the first ten); collapsed (fraction of runs). Growth is left out where a run has not
+    twice ten steps.
     """
     draws, score_R = replicates(experiment, loaded)
     points = experiment.points
@@ -144,8 +147,11 @@ def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Ite
         ("k3_growth", last["k3"].mean() / first["k3"].mean(), "ratio", True, f"{between}; "),
         ("final_gradient_norm", last["gradient_norm"].mean(), "norm", True, ""),
         ("final_reward", last["reward"].mean(), "fraction", False, ""),
+        ("final_pruned_mass", last["pruned_mass_mean"].mean(), "probability", False, "1 − Z of the trainer a token; "),
     ):
         if name == "k3_growth" and steps < 2 * LAST_STEPS:
+            continue
+        if name == "final_pruned_mass" and not policies.startswith("pruned"):
             continue
         how = f"{what}t interval over {seeds_text(experiment)}" + (", of the logarithm" if logarithmic else "")
         numbers = over_seeds(list(values), logarithmic=logarithmic)
@@ -278,7 +284,7 @@ def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
             "skipped": Cell(f"{skipped} / {len(own)}", sources),
         }
         for name, (_, _, one_number) in shown.items():
-            if last[name].count().all() and (name != "outside_safe_fraction" or policies.startswith("pruned")):
+            if last[name].count().all() and (name not in _OF_PRUNED or policies.startswith("pruned")):
                 seed_values = last[name].agg(one_number)
                 numbers = (seed_values.mean(), seed_values.min(), seed_values.max())
                 how = "mean of the seeds; smallest and largest seed"

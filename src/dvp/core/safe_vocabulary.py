@@ -495,8 +495,8 @@ class Feedback(_Ranged):
 
     needs_training = True
     rule: Literal["feedback"]
-    signal: Literal["k3", "vetoed_fraction", "tail_mismatch"]
-    """The metric that is watched."""
+    signal: Literal["k3", "vetoed_fraction", "tail_mismatch", "reward"]
+    """The metric that is watched; the reward of a step's responses is the pass rate of its problems."""
     low: Annotated[float, Field(ge=0)]
     high: PositiveFloat
     factor: Annotated[float, Field(gt=1)]

@@ -67,7 +67,7 @@ def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
     for point in experiment.points:
         own = {one.name: one for one in found if all(point.path in source for source in one.sources)}
-        assert set(own) == names
+        assert set(own) == (names if point.rho is None else names | {"final_pruned_mass"})
         assert own["score"] == rows[point.path]["score"]
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
@@ -84,4 +84,4 @@ def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     seen = [one.where for one in found if one.name == "smallest_change_percent"]
     assert seen == [one.where for one in changes]
     assert [one.where for one in found if one.name == "smallest_effect"] == [one.where for one in pruned]
-    assert len(found) == 1 + len(experiment.points) * len(names) + 2 * len(changes) + 2 * len(pruned)
+    assert len(found) == 1 + len(experiment.points) * len(names) + 2 * len(changes) + 3 * len(pruned)

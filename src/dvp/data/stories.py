@@ -132,7 +132,7 @@ def _stays_positive(value: int, steps: list[tuple[str, int]]) -> bool:
     return value >= 1
 
 
-class _Lexicon:
+class Lexicon:
     """`size` distinct pseudo-words, the r-th drawn with probability proportional to 1/r (Zipf's law)."""
 
     def __init__(self, size: int, ending: str, capital: bool, seed: int) -> None:
@@ -149,6 +149,6 @@ class _Lexicon:
         return rng.choices(self.words, cum_weights=self.cumulative)[0]
 
 
-NAMES = _Lexicon(300, ending="", capital=True, seed=1)
-THINGS = _Lexicon(400, ending="ns", capital=False, seed=2)
-PLACES = _Lexicon(150, ending="k", capital=True, seed=3)
+NAMES = Lexicon(300, ending="", capital=True, seed=1)
+THINGS = Lexicon(400, ending="ns", capital=False, seed=2)
+PLACES = Lexicon(150, ending="k", capital=True, seed=3)

@@ -32,9 +32,9 @@ class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories", "products", "chains"]
+    generator: Literal["stories", "products", "chains", "tales"]
     """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
-    rounds of three small sums."""
+    rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail."""
     count: Positive
     """Problems."""
     seed: Seed

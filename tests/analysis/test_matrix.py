@@ -161,7 +161,7 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("adaptive_rho", 5),
         ("surrogates", 15),
         ("horizon", 3),
-        ("natural_tail", 4),
+        ("natural_tail", 7),
     ],
 )
 def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):

@@ -281,8 +281,9 @@ def bias(
 
 
 PARTS = (
-    "training: scores and curves of the grid; matrix: scores by what samples the models; curve: scores along training; "
-    "mismatch, bias: measurements at fixed policies; variance: of gradients by position; sweep: over ρ"
+    "training: scores and curves of the grid; matrix: scores by what samples them; diversity: different solutions; "
+    "curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of gradients by position; "
+    "sweep: over ρ"
 )
 
 
@@ -290,7 +291,8 @@ PARTS = (
 def report(
     config: Config,
     part: Annotated[
-        Literal["training", "matrix", "curve", "mismatch", "bias", "variance", "sweep"], _option("PART", PARTS)
+        Literal["training", "matrix", "diversity", "curve", "mismatch", "bias", "variance", "sweep"],
+        _option("PART", PARTS),
     ] = "training",
 ) -> None:
     """Make tables and figures.

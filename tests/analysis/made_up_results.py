@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from tokenizers import Tokenizer, models
 
 from dvp.analysis import training
 from dvp.analysis.claims import load_claims
@@ -60,9 +61,24 @@ class Results:
         for run in experiment.snapshots:
             level = 0.45 + 0.25 * run.step / experiment.training_of(run).steps
             self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None])
+        self.write_tokenizer()
         for run, sampler in experiment.further_evaluations:
             level = 0.5 if run is None else 0.6 + 0.1 * (sampler.rho is not None) + 0.05 * (run.rho is not None)
             self.write_evaluation(run, rng.random((problems, k)) < (level + self.difficulty_P)[:, None], sampler)
+
+    def write_tokenizer(self) -> None:
+        """Of the base model: a token for each letter, digit and space."""
+        folder = self.folder / BASE
+        folder.mkdir(parents=True, exist_ok=True)
+        characters = {character: number for number, character in enumerate("Answer: 0123456789")}
+        Tokenizer(models.BPE(vocab=characters, merges=[])).save(str(folder / "tokenizer.json"))
+        record = {
+            "config_hash": self.experiment.config_hash("base"),
+            "git_commit": "c" * 40,
+            "tracking_key": "base",
+            "files": {"tokenizer.json": sha256_file(folder / "tokenizer.json")},
+        }
+        write_json(folder / "manifest.json", record)
 
     def metrics(self, run: Run, rng: np.random.Generator) -> list[dict]:
         exact, pruned = run.engine == "fp32", run.rho is not None
@@ -115,13 +131,29 @@ class Results:
         }
         write_json(folder / "train.json", record)
 
-    def write_evaluation(self, run: Run | None, correct_PK: np.ndarray, sampler: Sampler | None = None) -> None:
-        """`sampler`: of evaluation.also; None is what samples all models."""
+    def write_evaluation(
+        self,
+        run: Run | None,
+        correct_PK: np.ndarray,
+        sampler: Sampler | None = None,
+        answers_PK: np.ndarray | None = None,
+    ) -> None:
+        """`sampler`: of evaluation.also; None is what samples all models. `answers_PK`: what the samples state."""
         folder = self.folder / evaluation_path(run, "held_out", sampler)
         folder.mkdir(parents=True, exist_ok=True)
         problems, k = correct_PK.shape
+        if answers_PK is None:  # one of three right ones, or a wrong one
+            answers_PK = np.where(correct_PK, np.arange(correct_PK.size).reshape(correct_PK.shape) * 7 % 3, 9)
+        answers = answers_PK.astype(str).tolist()
         rows = [
-            {"task": "held_out", "problem_id": f"p{p:03}", "sample": s, "correct": bool(correct_PK[p, s])}
+            {
+                "task": "held_out",
+                "problem_id": f"p{p:03}",
+                "sample": s,
+                "correct": bool(correct_PK[p, s]),
+                "stated_answer": answers[p][s],
+                "response": f"Answer: {answers[p][s]}",
+            }
             for p in range(problems)
             for s in range(k)
         ]
@@ -129,7 +161,6 @@ class Results:
         average, majority = float(correct_PK.mean()), float((correct_PK.mean(axis=1) > 0.5).mean())
         values = {"pass@1": average, f"pass@{k}": float(correct_PK.any(axis=1).mean()), f"maj@{k}": majority}
         settings = self.experiment.evaluation
-        answers = np.where(correct_PK, "1", "2").tolist()
         measured = summarise(correct_PK, answers, resamples=settings.bootstrap_resamples, seed=settings.seed)
         metrics = {name: {"value": value, "low": value, "high": value} for name, value in values.items()}
         record = {

@@ -331,6 +331,14 @@ def test_impossible_rho(refused, rho, listed):
             "sources.stories_small: steps: chains have at most 13 rounds, found [7, 14]",
         ),
         (
+            {"sources.stories_small.generator": "shortest_path", "sources.stories_small.steps": [1, 4]},
+            "sources.stories_small: steps: puzzles have sizes of 2 to 12, found [1, 4]",
+        ),
+        (
+            {"sources.stories_small.generator": "graph_color", "sources.stories_small.steps": [4, 20]},
+            "sources.stories_small: steps: puzzles have sizes of 2 to 12, found [4, 20]",
+        ),
+        (
             {"methods.odd": PLAIN | {"importance": {"lower": 3.0, "upper": 2.0}}},
             "methods.odd.importance: lower (3.0) must not exceed upper (2.0)",
         ),

@@ -139,10 +139,15 @@ def size_of(weights) -> float:
 
 
 def experiment_with(root, generator: str):
-    """The smoke test with problems of another generator."""
+    """The smoke test with problems of another generator; a tokenizer of puzzles has few words to learn."""
     experiment = load_experiment("smoke", root / "config")
     source = experiment.sources[experiment.data.train].model_copy(update={"generator": generator})
-    return experiment.model_copy(update={"sources": experiment.sources | {experiment.data.train: source}})
+    changes = {}
+    if source.several_solutions:
+        source = source.model_copy(update={"steps": [5, 6]})
+        tokenizer = experiment.base.tokenizer.model_copy(update={"vocabulary_size": 270})
+        changes["base"] = experiment.base.model_copy(update={"tokenizer": tokenizer})
+    return experiment.model_copy(update=changes | {"sources": experiment.sources | {experiment.data.train: source}})
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -361,6 +366,14 @@ def test_report_matrix(tmp_path):
     experiment = make_experiment(**changes)
     Results(experiment, tmp_path)
     check("report_matrix", sums(make(experiment, tmp_path, "matrix", CLAIMS).statistics))
+
+
+def test_report_diversity(tmp_path):
+    puzzles = {"kind": "generated", "generator": "graph_color", "count": 50, "seed": 0, "steps": [5, 5]}
+    changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "sources__stories": puzzles}
+    experiment = make_experiment(**changes, evaluation__also=[{"engine": "training"}, {"rho": "own"}])
+    Results(experiment, tmp_path)
+    check("report_diversity", sums(make(experiment, tmp_path, "diversity", CLAIMS).statistics))
 
 
 def test_report_curve(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.data import shortest_path
 from dvp.data.prepared import EVAL_COLUMNS
 from dvp.data.stories import generate
 from dvp.errors import DvpError
@@ -91,10 +92,26 @@ def test_evaluation_problems_that_cannot_be_read_are_refused_in_one_line(experim
 def test_no_evaluation_problem_is_among_the_documents(experiment, tmp_path):
     evaluated = set(pd.read_parquet(tmp_path / "eval.parquet")["problem"])
     source = experiment.sources[experiment.base.source]
-    stories = list(base._fresh(source, experiment.base, evaluated))
+    stories = base._fresh(source, experiment.base, evaluated)
     assert len(stories) == experiment.base.tokenizer.documents
     assert not evaluated & {story.problem for story in stories}
     assert evaluated & {story.problem for story in base._fresh(source, experiment.base, set())}
+
+
+def test_problems_that_come_again_and_again_do_not_leave_the_warm_start_short(experiment):
+    """Of a grid of two by two cells there are but a few dozen puzzles."""
+    source = experiment.sources[experiment.base.source].model_copy(
+        update={"generator": "shortest_path", "steps": [2, 2]}
+    )
+    problems = {puzzle.problem for puzzle in shortest_path.generate(2000, seed=1, steps=(2, 2))}
+    evaluated = set(sorted(problems)[: len(problems) // 2])
+    documents = base._fresh(source, experiment.base, evaluated)
+    assert len(documents) == experiment.base.tokenizer.documents
+    assert evaluated.isdisjoint(story.problem for story in documents)
+    with pytest.raises(
+        DvpError, match=r"^sources\.stories_small: of 20000 problems only 0 are not evaluated; evaluate fe"
+    ):
+        base._fresh(source, experiment.base, problems)
 
 
 def test_a_base_model_learns_calls_in_the_ids_in_which_they_are_answered(tiny_model):

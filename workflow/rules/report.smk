@@ -115,6 +115,46 @@ rule report_matrix:
         "dvp report --config {input.config:q} --part matrix 2>&1 | tee {log:q}"
 
 
+rule report_diversity:
+    input:
+        config=rules.resolve.output,
+        base=f"{RESULTS}/base/manifest.json",
+        runs=all_of(rules.train),
+        scores=all_of(rules.evaluate),
+        also=all_of(rules.evaluate, evaluated="also"),
+    output:
+        f"{RESULTS}/report/diversity.json",
+        multiext(f"{RESULTS}/tables/diversity_table", ".csv", ".md", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["solutions"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/diversity_table.html",
+            caption="../report/diversity_table.rst",
+            category="{experiment}",
+            labels={"show": "Different solutions"},
+        ),
+        report(
+            f"{RESULTS}/figures/solutions.svg",
+            caption="../report/solutions.rst",
+            category="{experiment}",
+            labels={"show": "Different solutions, drawn"},
+        ),
+    log:
+        f"{LOGS}/report-diversity.log",
+    benchmark:
+        f"{BENCHMARKS}/report_diversity.tsv"
+    params:
+        config_hash=config_hash("report"),
+        version=STAGE_VERSIONS["report_diversity"],
+    message:
+        "drawing the different solutions of {wildcards.experiment}"
+    shell:
+        "dvp report --config {input.config:q} --part diversity 2>&1 | tee {log:q}"
+
+
 rule report_curve:
     input:
         config=rules.resolve.output,

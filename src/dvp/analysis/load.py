@@ -19,6 +19,7 @@ import pandas as pd
 import pandera.pandas as pa
 import pyarrow
 from pandera.errors import SchemaError, SchemaErrorReason, SchemaErrors
+from tokenizers import Tokenizer
 
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
@@ -83,6 +84,12 @@ _SAMPLES = _schema(
     _columns(str, "problem_id"),
     _columns(int, "sample"),
     {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
+)
+_ANSWERS = _schema(
+    _columns(str, "problem_id response"),
+    _columns(int, "sample"),
+    {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
+    _columns(str, "stated_answer", nullable=True),
 )
 _ESTIMATORS = _schema(
     _columns(str, "method rho label"),
@@ -172,7 +179,8 @@ class Matrix:
     """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source. `point`,
     here and in samples, is POINT/by~ENGINE/min_p~RHO."""
     samples: pd.DataFrame
-    """A row a response: point, seed, problem, sample, correct; the same problems in the same order everywhere."""
+    """A row a response: point, seed, problem, sample, correct, and if asked for response (a text) and stated_answer (a
+    text or None); the same problems in the same order everywhere."""
     files: Origins
 
 
@@ -239,9 +247,9 @@ def load_training(experiment: Experiment, results: Path) -> Training:
     return Training(runs, metrics, pd.DataFrame(scores), _joined(samples), reader.files)
 
 
-def load_matrix(experiment: Experiment, results: Path) -> Matrix:
+def load_matrix(experiment: Experiment, results: Path, *, answers: bool = False) -> Matrix:
     """train.json and metrics.jsonl of every run; scores.json and samples.parquet on report.task of every model and all
-    that samples it. Raises DvpError."""
+    that samples it, with `answers` what they say. Raises DvpError."""
     reader = _Reader(experiment, results)
     runs, metrics = _trained(reader)
     scores, samples = [], []
@@ -250,13 +258,25 @@ def load_matrix(experiment: Experiment, results: Path) -> Matrix:
         for sampler in [experiment.sampler, *experiment.samplers(point)]:
             key = {"point": cell_name(point, sampler), "seed": run.seed if run else -1}
             further = None if sampler == experiment.sampler else sampler
-            row, frame = reader.evaluation(run, experiment.report.task, further)
+            row, frame = reader.evaluation(run, experiment.report.task, further, _ANSWERS if answers else _SAMPLES)
             if samples and list(frame["problem"]) != list(samples[0]["problem"]):
                 path = (results / row["source"]).with_name("samples.parquet")
                 raise DvpError(f"{path}: problem_id: not the problems of the base model's evaluation")
             scores.append(key | row)
             samples.append(frame.assign(**key))
     return Matrix(runs, metrics, pd.DataFrame(scores), _joined(samples), reader.files)
+
+
+def load_tokenizer(experiment: Experiment, results: Path) -> tuple[Tokenizer, Origins]:
+    """The base model's tokenizer, which all models have. Raises DvpError."""
+    reader = _Reader(experiment, results)
+    expected = {"config_hash": experiment.config_hash("base")}
+    reader.record("base", f"{BASE}/manifest.json", BASE, None, expected, ["tokenizer.json"])
+    path = results / BASE / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)), reader.files
+    except Exception as error:  # it has no class of its own
+        raise DvpError(f"{path}: not a tokenizer ({str(error)[:100]})") from None
 
 
 def _trained(reader: "_Reader") -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -413,7 +433,7 @@ class _Reader:
         return {"skipped_steps": record["skipped_steps"], "collapsed_at": collapsed_at, "source": source}, metrics
 
     def evaluation(
-        self, run: Run | None, task: str, sampler: Sampler | None = None
+        self, run: Run | None, task: str, sampler: Sampler | None = None, schema: pa.DataFrameSchema = _SAMPLES
     ) -> tuple[dict[str, Any], pd.DataFrame]:
         k = self.experiment.evaluation.samples_per_problem[task]
         source = f"{evaluation_path(run, task, sampler)}/scores.json"
@@ -433,7 +453,7 @@ class _Reader:
                 raise DvpError(f"{path}: metrics.{name}.value: expected a fraction in [0, 1], found {value!r}")
             row[key] = float(value)
         where = path.with_name("samples.parquet")
-        samples = _parquet(where, _SAMPLES).astype({"correct": bool}).rename(columns={"problem_id": "problem"})
+        samples = _parquet(where, schema).astype({"correct": bool}).rename(columns={"problem_id": "problem"})
         # The order in which the bootstrap draws problems.
         samples = samples.sort_values(["problem", "sample"], ignore_index=True)
         sizes = samples.groupby("problem").size()

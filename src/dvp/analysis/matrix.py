@@ -81,15 +81,15 @@ def statistics(experiment: Experiment, loaded: Matrix) -> list[Statistic]:
     for point in experiment.points:
         without, reference = unpruned_point(experiment, point), reference_point(experiment)
         if without is not None:
-            result += _differences(experiment, loaded, draws, score_R, OVER_UNPRUNED, point, without, shared_rho=True)
+            result += differences(experiment, loaded, draws, score_R, OVER_UNPRUNED, point, without, shared_rho=True)
         if point != reference:
-            result += _differences(
+            result += differences(
                 experiment, loaded, draws, score_R, OVER_REFERENCE, point, reference, shared_rho=False
             )
     return result
 
 
-def _differences(
+def differences(
     experiment: Experiment,
     loaded: Matrix,
     draws: bootstrap.Draws,
@@ -99,8 +99,13 @@ def _differences(
     other: GridPoint,
     *,
     shared_rho: bool,
+    unit: str = "fraction",
 ) -> Iterator[Statistic]:
-    """A point minus another, both with samplers that both have; `shared_rho`: also both at the point's ρ."""
+    """Statistics `name` of a point minus another, both with samplers that both have.
+
+    shared_rho : also both at the point's ρ.
+    score_R : replicates by cell_name; a fraction, or what `unit` says.
+    """
     how = f"over {bootstrap.over(experiment.seeds)}, paired"
     pairs: dict[tuple[str, str | None], tuple[Sampler, Sampler]] = {}
     for engine in dict.fromkeys(sampler.engine for sampler in samplers(experiment, point)):
@@ -120,7 +125,7 @@ def _differences(
             numbers = draws.estimate(score_R[names[0]] - score_R[names[1]])
             sources = tuple(file for each in names for file in score_files(loaded, each))
             place = where(experiment, point, engine, rho)
-            yield Statistic(name, place, *numbers, "fraction", compared, sources)
+            yield Statistic(name, place, *numbers, unit, compared, sources)
 
 
 def where(experiment: Experiment, point: GridPoint | None, engine: str, rho: str | None) -> dict[str, str]:

@@ -1,19 +1,22 @@
 """Of which parts the report of an experiment consists; each is drawn by a rule of its own."""
 
 from dvp.experiment.config import Experiment
+from dvp.experiment.data import GeneratedSource
 from dvp.experiment.grid import GridPoint
 
 FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores of the grid; matrix: under several policies; curve: along training; sweep: over ρ.
+    """training: scores of the grid; matrix: under several policies; diversity: different solutions, of problems
+    that have several; curve: along training; sweep: over ρ.
 
     mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it.
     """
     asked = {
         "training": True,
         "matrix": bool(experiment.further_evaluations),
+        "diversity": several_solutions(experiment),
         "curve": bool(experiment.snapshots),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
@@ -37,3 +40,10 @@ def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
         if curve.engine in experiment.bias.engines
         and sum((curve.method, rho) in experiment.estimators for rho in rhos) >= FEWEST_RHOS
     }
+
+
+def several_solutions(experiment: Experiment) -> bool:
+    """Whether the problems of report.task have several solutions of which each is right."""
+    data, task = experiment.data, experiment.report.task
+    source = experiment.sources[data.train if task == "held_out" else task]
+    return isinstance(source, GeneratedSource) and source.several_solutions

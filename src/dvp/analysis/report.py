@@ -8,6 +8,7 @@ from typing import Any
 from dvp.analysis import (
     bias,
     curve,
+    diversity,
     figures,
     matrix,
     mismatch,
@@ -22,8 +23,17 @@ from dvp.analysis import (
 from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.claims import CLAIMS, claim, load_claims
 from dvp.analysis.curve_figure import score_curve
+from dvp.analysis.diversity_figure import solutions
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import load_bias, load_curve, load_matrix, load_mismatch, load_training, load_variance
+from dvp.analysis.load import (
+    load_bias,
+    load_curve,
+    load_matrix,
+    load_mismatch,
+    load_tokenizer,
+    load_training,
+    load_variance,
+)
 from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
@@ -46,6 +56,7 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
     makers = {
         "training": _training,
         "matrix": _matrix,
+        "diversity": _diversity,
         "curve": _curve,
         "mismatch": _mismatch,
         "bias": _bias,
@@ -76,6 +87,15 @@ def _matrix(experiment: Experiment, results: Path, claims: Path) -> Part:
     drawn = {"evaluation_matrix": evaluation_matrix(experiment, table)}
     tables = {"matrix_table": table, "overview_table": overview.table(experiment, loaded, statistics)}
     return Part(statistics, tables, drawn, loaded.files)
+
+
+def _diversity(experiment: Experiment, results: Path, claims: Path) -> Part:
+    loaded = load_matrix(experiment, results, answers=True)
+    tokenizer, files = load_tokenizer(experiment, results)
+    statistics = diversity.statistics(experiment, loaded, tokenizer)
+    table = diversity.table(experiment, loaded, statistics)
+    drawn = {"solutions": solutions(experiment, table)}
+    return Part(statistics, {"diversity_table": table}, drawn, loaded.files | files)
 
 
 def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:

@@ -47,7 +47,7 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
     experiment = directory.experiment
     inputs: dict[str, list[Path]] = {}
     runs = [run.path for run in experiment.runs]
-    if part in ("training", "matrix", "curve", "sweep"):
+    if part in ("training", "matrix", "diversity", "curve", "sweep"):
         inputs["train"] = [directory.result("train", path) for path in runs]
     if part in ("training", "curve", "sweep"):
         paths, tasks = runs, [experiment.report.task]
@@ -56,11 +56,13 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
         inputs["evaluate"] = [
             directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
         ]
-    if part == "matrix":
+    if part in ("matrix", "diversity"):
         asked = [BASE, *runs]
         further = experiment.further_evaluations
         asked += [f"{BASE if run is None else run.path}/{sampler.path}" for run, sampler in further]
         inputs["evaluate"] = [directory.result("evaluate", f"{path}/{experiment.report.task}") for path in asked]
+    if part == "diversity":
+        inputs["base"] = [directory.result("base")]
     for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "sweep"))):
         if part in in_parts:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from dvp.analysis.axes import settings_note, span
@@ -83,14 +84,21 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
 
 def replicates(experiment: Experiment, loaded: Training | Matrix) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
     """Of each point, and `base`, the mean score and its replicates, (R,); entry r is of the same problems and seeds."""
+    return replicated_means(experiment, loaded.samples, "correct")
+
+
+def replicated_means(
+    experiment: Experiment, frame: pd.DataFrame, column: str
+) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
+    """The same of any column of a frame with point, seed and problem."""
     settings, result = experiment.evaluation, {}
-    problems = loaded.samples["problem"].nunique()
+    problems = frame["problem"].nunique()
     draws = bootstrap.draws(len(experiment.seeds), problems, settings.bootstrap_resamples, settings.seed, shared=True)
-    for point, own in loaded.samples.groupby("point", sort=False):
-        correct_SP = own.pivot_table(index="seed", columns="problem", values="correct", aggfunc="mean").to_numpy()
+    for point, own in frame.groupby("point", sort=False):
+        mean_SP = own.pivot_table(index="seed", columns="problem", values=column, aggfunc="mean").to_numpy()
         # The base model is the same for all seeds.
-        correct_SP = np.broadcast_to(correct_SP, (draws.seeds, draws.problems))
-        result[point] = draws.count_RU @ correct_SP.ravel() / correct_SP.size
+        mean_SP = np.broadcast_to(mean_SP, (draws.seeds, draws.problems))
+        result[point] = draws.count_RU @ mean_SP.ravel() / mean_SP.size
     return draws, result
 
 

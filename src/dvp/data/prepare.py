@@ -5,7 +5,8 @@
 2. Training problems are put in the order of the SHA-256 of their normalised text: it looks random, needs no
    seed, and does not depend on the order of the source. The first `held_out` become the task `held_out`.
 3. A training problem that shares a word n-gram with a problem of any task is contaminated and left out. Words
-   are runs of letters and digits: `$x^2$` is `x 2`. Problems of fewer than n words are compared whole.
+   are runs of letters and digits: `$x^2$` is `x 2`. Problems of fewer than n words are compared whole; without n
+   all are, sign by sign.
    An n-gram of more than COMMON training problems is a phrase ("can be written as m/n where m and n are
    relatively prime …") and alone proves nothing; together, half of a problem's n-grams do.
 4. `limit` keeps the first that are left.
@@ -155,8 +156,10 @@ def _check_unique(task: str, rows: list[Row]) -> None:
         seen.add(row.id)
 
 
-def _ngrams(problem: str, n: int) -> list[str]:
-    """The distinct n-grams of a problem's words; of a shorter problem the whole, marked as such."""
+def _ngrams(problem: str, n: int | None) -> list[str]:
+    """The distinct n-grams of a problem's words; of a shorter problem, and without n, the whole, marked as such."""
+    if n is None:
+        return ["= " + normalised(problem)]
     words = _WORD.findall(normalised(problem))
     if len(words) < n:
         return ["= " + " ".join(words)]
@@ -164,7 +167,7 @@ def _ngrams(problem: str, n: int) -> list[str]:
 
 
 def _decontaminated(
-    rows: list[Row], tasks: dict[str, list[Row]], n: int
+    rows: list[Row], tasks: dict[str, list[Row]], n: int | None
 ) -> tuple[list[Row], list[dict], dict[str, int]]:
     """The clean rows, an account of the others, and how often each common phrase was found."""
     owners: dict[str, list[tuple[str, str]]] = {}

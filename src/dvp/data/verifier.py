@@ -6,7 +6,7 @@ merely stand in the text count for nothing, so a response that was cut off befor
 
 import re
 
-from dvp.data import equality
+from dvp.data import equality, puzzles
 from dvp.errors import DvpError
 
 LONGEST = 400
@@ -58,9 +58,13 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
 
 
 def grade(response: str, reference: str, *, truncated: bool = False) -> bool:
-    """Whether the response states an answer equal to the reference."""
+    """Whether the response states an answer equal to the reference, or one that solves it if that is a puzzle's."""
     answer = stated_answer(response, truncated=truncated)
-    return answer is not None and equal(reference, answer)
+    if answer is None:
+        return False
+    if puzzles.is_puzzle(reference):
+        return puzzles.read(reference).solved_by(answer)
+    return equal(reference, answer)
 
 
 def equal(reference: str, answer: str) -> bool:
@@ -78,7 +82,13 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def check_reference(answer: str) -> None:
-    """Raise DvpError unless `answer` can be a reference: a mathematical expression that equals itself."""
+    """Raise DvpError unless `answer` can be a reference: a mathematical expression that equals itself, or a puzzle.
+
+    See dvp.data.puzzles.
+    """
+    if puzzles.is_puzzle(answer):
+        puzzles.check(answer)
+        return
     if _integer(answer) is not None:
         return
     if not answer.strip():

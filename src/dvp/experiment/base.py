@@ -11,7 +11,7 @@ from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict, Tol
 class TokenizerConfig(Strict):
     """A byte-level BPE trained on generated documents; digits stand alone."""
 
-    vocabulary_size: Annotated[int, Field(ge=300)]
+    vocabulary_size: Annotated[int, Field(ge=260)]
     """Tokens."""
     documents: Positive
     """Generated documents that it is trained on."""

@@ -28,18 +28,29 @@ MOST_ROUNDS = 13
 """Of a chain. With 17 or more no three changes keep its numbers in their range, and with 16 hardly any."""
 
 
+PUZZLE_SIZES = (2, 12)
+"""A grid of one cell has no goal, and of 20 vertices at random hardly any have a colouring."""
+
+
 class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories", "products", "chains", "tales"]
+    generator: Literal["stories", "products", "chains", "tales", "shortest_path", "graph_color"]
     """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
-    rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail."""
+    rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail;
+    shortest_path, graph_color: puzzles of reasoning-gym with several solutions each; its verifier takes any of them."""
     count: Positive
     """Problems."""
     seed: Seed
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
-    """Fewest and most steps of a problem; of chains, rounds: 13 at most."""
+    """Fewest and most steps of a problem; of chains, rounds: 13 at most; of shortest_path, rows and columns, of
+    graph_color, vertices: 2 to 12."""
+
+    @property
+    def several_solutions(self) -> bool:
+        """Whether its problems have several solutions of which each is right."""
+        return self.generator in ("shortest_path", "graph_color")
 
     @model_validator(mode="after")
     def _ordered(self) -> "GeneratedSource":
@@ -47,6 +58,9 @@ class GeneratedSource(Strict):
             raise ValueError(f"steps: expected [fewest, most], found {self.steps}")
         if self.generator == "chains" and self.steps[1] > MOST_ROUNDS:
             raise ValueError(f"steps: chains have at most {MOST_ROUNDS} rounds, found {self.steps}")
+        smallest, largest = PUZZLE_SIZES
+        if self.several_solutions and not smallest <= self.steps[0] <= self.steps[1] <= largest:
+            raise ValueError(f"steps: puzzles have sizes of {smallest} to {largest}, found {self.steps}")
         return self
 
 
@@ -89,8 +103,8 @@ Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator
 class Decontamination(Strict):
     """Training problems that share a word n-gram with an evaluation problem are dropped."""
 
-    ngram: Positive = 13
-    """Words."""
+    ngram: Positive | None = 13
+    """Words; null: only the same problem is dropped, for puzzles that have no words of their own."""
 
 
 class DataConfig(Strict):

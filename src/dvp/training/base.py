@@ -40,6 +40,7 @@ CONFIG_NAMES = {
     "kv_heads": "num_key_value_heads",
     "vocabulary_size": "vocab_size",
 }
+MOST_TRIES = 10  # problems that are made for one that is not evaluated
 MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
 
 
@@ -120,7 +121,7 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
     source = experiment.sources[base.source]
     assert isinstance(source, GeneratedSource)  # the configuration checked it
     evaluated = set(read_problems(data / "eval.parquet", EVAL_COLUMNS)["problem"])
-    stories = list(_fresh(source, base, evaluated))
+    stories = _fresh(source, base, evaluated)
     tokenizer = train_tokenizer(
         (
             "".join([f"{story.problem}\n", *(text for text, _ in segments(story.solution, experiment.tools))])
@@ -160,13 +161,22 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
     }
 
 
-def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> Iterator[Story]:
-    """Stories for the tokenizer and the warm start, none of which is an evaluation problem."""
+def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> list[Story]:
+    """Stories for the tokenizer and the warm start, none of which is an evaluation problem.
+
+    Raises DvpError if hardly any other problem comes up.
+    """
     wanted = max(base.tokenizer.documents, base.warm_start.steps * base.warm_start.batch_size)
     # Another stream than the experiment's problems, which use source.seed itself.
     generate = GENERATORS[source.generator].generate
-    stories = generate(wanted + len(evaluated), seed=source.seed + 1_000_003, steps=tuple(source.steps))
-    return islice((story for story in stories if story.problem not in evaluated), wanted)
+    stories = generate(MOST_TRIES * wanted, seed=source.seed + 1_000_003, steps=tuple(source.steps))
+    found = list(islice((story for story in stories if story.problem not in evaluated), wanted))
+    if len(found) < wanted:
+        raise DvpError(
+            f"sources.{base.source}: of {MOST_TRIES * wanted} problems only {len(found)} are not evaluated; "
+            "evaluate fewer, or make them longer (steps)"
+        )
+    return found
 
 
 def _warm_start(

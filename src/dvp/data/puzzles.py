@@ -1,0 +1,86 @@
+"""Puzzles of reasoning-gym as problems: any solution that its verifier accepts is right, and there can be many.
+
+The reference of such a problem is not an answer but what the verifier needs, as one line of JSON:
+
+    {"reasoning_gym": "shortest_path", "answer": "down right", "metadata": {"matrix": …}}
+"""
+
+import json
+from functools import cache
+from typing import Any, NamedTuple
+
+from dvp.errors import DvpError
+from dvp.files import expect_keys, parse_json
+
+VERIFIED = ("shortest_path", "graph_color")
+"""Data sets whose verifiers evaluate nothing of what a model wrote (that of countdown, for one, gives it to `eval`)."""
+
+_START = '{"reasoning_gym"'
+
+
+class Puzzle(NamedTuple):
+    """A puzzle as its verifier needs it."""
+
+    dataset: str
+    answer: str
+    """One solution."""
+    metadata: dict[str, Any]
+
+    def reference(self) -> str:
+        """The text from which `read` makes it again."""
+        fields = {"reasoning_gym": self.dataset, "answer": self.answer, "metadata": self.metadata}
+        return json.dumps(fields, separators=(", ", ": "))
+
+    def solved_by(self, answer: str) -> bool:
+        """Whether the verifier gives full marks."""
+        return _dataset(self.dataset).score_answer(answer, self._asdict()) == 1
+
+
+def is_puzzle(reference: str) -> bool:
+    """Whether a reference is a puzzle's and no mathematical expression."""
+    return reference.startswith(_START)
+
+
+def read(reference: str) -> Puzzle:
+    """A puzzle from its reference. Raises DvpError unless it is one of a data set whose verifier can be asked."""
+    try:
+        found = parse_json(reference)
+    except ValueError as error:
+        raise DvpError(f"a puzzle of reasoning-gym: not valid JSON: {error}") from None
+    kinds = {"reasoning_gym": "a text", "answer": "a text", "metadata": "an object"}
+    expect_keys(found, kinds, "a puzzle of reasoning-gym: ")
+    if unknown := found.keys() - kinds:
+        raise DvpError(f"a puzzle of reasoning-gym: expected answer and metadata, found also {sorted(unknown)}")
+    if found["reasoning_gym"] not in VERIFIED:
+        expected = " or ".join(VERIFIED)
+        raise DvpError(f"no data set {found['reasoning_gym'][:60]!r} of reasoning-gym; expected {expected}")
+    return Puzzle(found["reasoning_gym"], found["answer"], found["metadata"])
+
+
+def check(reference: str) -> None:
+    """Raise DvpError unless the reference is a puzzle's and its own answer solves it."""
+    puzzle = read(reference)
+    try:
+        solved = _searched(puzzle).solved_by(puzzle.answer)
+    except Exception as error:  # of the verifier, which trusts its metadata
+        raise DvpError(f"reasoning-gym cannot verify the puzzle ({type(error).__name__}: {error})") from None
+    if not solved:
+        raise DvpError(f"the puzzle's own answer {puzzle.answer[:60]!r} does not solve it")
+
+
+def _searched(puzzle: Puzzle) -> Puzzle:
+    """With reasoning-gym's own solution in place of the answer.
+
+    Of shortest_path the verifier takes the answer at its word: whatever equals it is right, and none may be shorter.
+    """
+    if puzzle.dataset != "shortest_path":
+        return puzzle
+    moves = _dataset(puzzle.dataset)._get_answer(puzzle.metadata["matrix"])
+    return puzzle._replace(answer=" ".join(moves) or "infeasible")
+
+
+@cache
+def _dataset(name: str) -> Any:
+    import reasoning_gym  # two seconds, for those who have puzzles
+
+    return reasoning_gym.create_dataset(name)

@@ -1,0 +1,116 @@
+"""Shortest paths through a small grid, from reasoning-gym: from * to # on open cells. Many puzzles have several.
+
+    O O O *
+    X O O O
+    O X O O
+    O O # O
+
+    0 3 to 3 2.
+    0 3 left = 0 2.
+    0 2 down = 1 2.
+    1 2 down = 2 2.
+    2 2 down = 3 2.
+    Answer: left down down down
+
+The problem is the grid alone, without reasoning-gym's instructions, which are the same for all. Where nothing leads
+to #, the answer is `infeasible`.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+
+from dvp.data.puzzles import Puzzle
+from dvp.data.stories import Story
+
+BLOCKED = 0.2
+"""Probability that a cell is blocked."""
+MOVES = {"right": (0, 1), "down": (1, 0), "left": (0, -1), "up": (-1, 0)}
+
+Cell = tuple[int, int]
+_MOVE = re.compile(r"(\d+ \d+) (\w+) = (\d+ \d+)\.")
+
+
+def generate(count: int, seed: int, steps: Sequence[int] = (4, 5)) -> Iterator[Story]:
+    """Yield `count` puzzles in grids of steps[0] to steps[1] rows, and of columns likewise.
+
+    The worked solution is one of the shortest paths, each as likely as another. The same arguments give the same
+    puzzles in every process; a larger count extends a smaller one.
+    """
+    from reasoning_gym.graphs.shortest_path import ShortestPathConfig, ShortestPathDataset
+
+    # reasoning-gym adds the puzzle's number to its seed: neighbouring ones would share all but a few.
+    rng = random.Random(f"shortest_path {seed}")
+    fewest, most = steps
+    sizes = {"min_rows": fewest, "max_rows": most, "min_cols": fewest, "max_cols": most}
+    config = ShortestPathConfig(**sizes, p_blocked=BLOCKED, size=count, seed=rng.getrandbits(48))
+    for entry in ShortestPathDataset(config):
+        grid = entry["metadata"]["matrix"]
+        puzzle = Puzzle("shortest_path", entry["answer"], {"matrix": grid})
+        yield Story("\n".join(" ".join(row) for row in grid), _solution(grid, rng), puzzle.reference())
+
+
+def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
+    """The worked solution with each direction wrong with probability `error_rate`, and "is" for "=".
+
+    What follows goes on as though the direction had been right; the answer has the directions of the lines above it.
+    """
+    names = []
+
+    def written(move: re.Match[str]) -> str:
+        name = move[2]
+        if rng.random() < error_rate:
+            name = rng.choice([other for other in MOVES if other != name])
+        names.append(name)
+        return f"{move[1]} {name} is {move[3]}."
+
+    *lines, answer = _MOVE.sub(written, puzzle.solution).splitlines()
+    return "\n".join([*lines, f"Answer: {' '.join(names)}" if names else answer])
+
+
+def _solution(grid: list[list[str]], rng: random.Random) -> str:
+    (start,), (goal,) = ([cell for cell in _cells(grid) if _at(grid, cell) == mark] for mark in "*#")
+    paths = _paths_to(grid, goal)
+    lines, names, cell = [f"{_text(start)} to {_text(goal)}."], [], start
+    while cell != goal and cell in paths:
+        nearer = {name: after for name, after in _neighbours(grid, cell) if paths[after][0] == paths[cell][0] - 1}
+        (name,) = rng.choices(list(nearer), weights=[paths[after][1] for after in nearer.values()])
+        lines.append(f"{_text(cell)} {name} = {_text(nearer[name])}.")
+        names.append(name)
+        cell = nearer[name]
+    return "\n".join([*lines, f"Answer: {' '.join(names) or 'infeasible'}"])
+
+
+def _paths_to(grid: list[list[str]], goal: Cell) -> dict[Cell, tuple[int, int]]:
+    """Of each cell from which the goal can be reached how many moves it takes at least, and in how many ways."""
+    paths, border = {goal: (0, 1)}, [goal]
+    while border:
+        ways: dict[Cell, int] = {}
+        for cell in border:
+            for _, before in _neighbours(grid, cell):
+                if before not in paths:
+                    ways[before] = ways.get(before, 0) + paths[cell][1]
+        moves = paths[border[0]][0] + 1
+        paths |= {cell: (moves, number) for cell, number in ways.items()}
+        border = list(ways)
+    return paths
+
+
+def _neighbours(grid: list[list[str]], cell: Cell) -> Iterator[tuple[str, Cell]]:
+    """The cells beside a cell that are not blocked, and what the move to each is called."""
+    for name, (down, right) in MOVES.items():
+        row, column = cell[0] + down, cell[1] + right
+        if 0 <= row < len(grid) and 0 <= column < len(grid[0]) and grid[row][column] != "X":
+            yield name, (row, column)
+
+
+def _cells(grid: list[list[str]]) -> Iterator[Cell]:
+    yield from ((row, column) for row in range(len(grid)) for column in range(len(grid[0])))
+
+
+def _at(grid: list[list[str]], cell: Cell) -> str:
+    return grid[cell[0]][cell[1]]
+
+
+def _text(cell: Cell) -> str:
+    return f"{cell[0]} {cell[1]}"

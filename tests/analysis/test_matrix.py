@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from made_up_results import CLAIMS, CONFIG, Results, make_experiment
 
-from dvp.analysis import figures
+from dvp.analysis import diversity, figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.evidence import MISSING, _answer_condition
-from dvp.analysis.load import cell_name, load_matrix
+from dvp.analysis.load import cell_name, load_matrix, load_tokenizer
 from dvp.analysis.matrix import models, own_sampler, statistics
-from dvp.analysis.parts import parts
+from dvp.analysis.parts import parts, several_solutions
 from dvp.analysis.report import make
 from dvp.analysis.statistics import lookup
 from dvp.errors import DvpError
@@ -162,6 +162,8 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("surrogates", 15),
         ("horizon", 3),
         ("natural_tail", 7),
+        ("diversity_paths", 5),
+        ("diversity_colors", 5),
     ],
 )
 def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):
@@ -171,7 +173,11 @@ def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, c
     value["seeds"] = [0, 1]
     shipped = parse_experiment(value, Path("test.yaml"))
     Results(shipped, tmp_path, problems=3)
-    made = [vars(each) for each in statistics(shipped, load_matrix(shipped, tmp_path))]
+    loaded = load_matrix(shipped, tmp_path, answers=True)
+    measured = statistics(shipped, loaded)
+    if several_solutions(shipped):
+        measured += diversity.statistics(shipped, loaded, load_tokenizer(shipped, tmp_path)[0])
+    made = [vars(each) for each in measured]
     report = {"statistics": made, "measured": {}, "earlier": None}
     every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
     asked = [each for each in every if each.experiment == name and each.statistic.endswith("_by_policy")]

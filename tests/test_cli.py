@@ -147,8 +147,8 @@ def test_help_imports_no_library_that_takes_long():
         ),
         (
             ["report", "--config", "x", "--part", "y"],
-            "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'matrix', 'curve', 'mismatch', "
-            "'bias', 'variance', 'sweep'; see `dvp report --help`",
+            "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'matrix', 'diversity', 'curve', "
+            "'mismatch', 'bias', 'variance', 'sweep'; see `dvp report --help`",
         ),
     ],
 )

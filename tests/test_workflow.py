@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 MATRIX = {"report_training": 1, "report_matrix": 1}
+DIVERSITY = MATRIX | {"report_diversity": 1}
 CURVE = {"report_training": 1, "report_curve": 1}
 
 
@@ -83,6 +84,7 @@ def test_lint(snakemake):
         ("smoke", {"prepare": 1, "base": 1, "train": 3, "convert": 3, "evaluate": 4, "report_training": 1}),
         ("smoke_axes", {"prepare": 1, "base": 1, "train": 5, "convert": 5, "evaluate": 6, "report_training": 1}),
         ("smoke_matrix", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 12, **MATRIX}),
+        ("smoke_diversity", {"prepare": 1, "base": 1, "train": 2, "convert": 2, "evaluate": 6, **DIVERSITY}),
         ("smoke_curve", {"prepare": 1, "base": 1, "train": 2, "convert": 6, "evaluate": 7, **CURVE}),
         (
             "paper_8b",
@@ -169,6 +171,7 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
         "report_mismatch": sum(each.mismatch is not None for each in experiments),
         "report_bias": sum(each.bias is not None for each in experiments),
         "report_curve": sum(each.evaluation.at is not None for each in experiments),
+        "report_diversity": 2,
         "report_sweep": 1,
         "evidence": 1,
     }

@@ -13,6 +13,7 @@ from dvp.analysis.load import evaluation_path, load_training
 from dvp.analysis.points import BASE
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import Table
+from dvp.data.puzzles import Puzzle
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run, Sampler
@@ -153,6 +154,7 @@ class Results:
                 "correct": bool(correct_PK[p, s]),
                 "stated_answer": answers[p][s],
                 "response": f"Answer: {answers[p][s]}",
+                "reference": Puzzle("shortest_path", "1", {"matrix": []}).reference(),
             }
             for p in range(problems)
             for s in range(k)

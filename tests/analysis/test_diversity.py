@@ -11,6 +11,7 @@ from dvp.analysis.load import load_tokenizer
 from dvp.analysis.parts import parts
 from dvp.analysis.report import make
 from dvp.analysis.statistics import lookup
+from dvp.data.puzzles import Puzzle
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint, Sampler
 
@@ -48,6 +49,9 @@ def test_the_part_is_there_where_problems_have_several_solutions(asked):
     assert "diversity" not in parts(make_experiment(evaluation__also=ALSO))
 
 
+PATH = Puzzle("shortest_path", "up up", {"matrix": []}).reference()
+
+
 def test_right_answers_are_counted_and_pairs_of_them_compared():
     rows = [
         # problem, right, stated: three right ones of which two are the same, but for a space
@@ -57,8 +61,8 @@ def test_right_answers_are_counted_and_pairs_of_them_compared():
         ("b", False, None),
         ("c", False, "down"),
     ]
-    frame = pd.DataFrame(rows, columns=["problem", "correct", "stated_answer"]).assign(point="x", seed=0)
-    found = solutions(frame).set_index("problem")
+    frame = pd.DataFrame(rows, columns=["problem", "correct", "stated_answer"])
+    found = solutions(frame.assign(point="x", seed=0, reference=PATH)).set_index("problem")
     assert found["different"].to_dict() == {"a": 2, "b": 1, "c": 0}
     assert found["pairs"].to_dict() == {"a": 3, "b": 0, "c": 0}
     assert found["differing"].to_dict() == {"a": 2, "b": 0, "c": 0}
@@ -72,8 +76,10 @@ def answers(*rows: str) -> tuple[np.ndarray, np.ndarray]:
 
 def test_statistics_by_hand(asked, written):
     sampled = {
-        (NAIVE, "fp32", None): answers("1234", "1199"),  # 4 and 1 of 4; 6 of 6 pairs and 0 of 1 differ
-        (DVP, "fp32", None): answers("1112", "3399"),  # 2 and 1; 3 of 6 and 0 of 1
+        (NAIVE, "fp32", None): answers(
+            "1234", "1199", "1122"
+        ),  # 4, 1 and 2 of 4; of 6, 1 and 6 pairs 6, 0 and 4 differ
+        (DVP, "fp32", None): answers("1112", "3999", "1111"),  # 2, 1 and 1; of 6, 0 and 6 pairs 3, none and 0
         (NAIVE, "coarse", RHO): answers("1122"),  # 2; 4 of 6
         (DVP, "coarse", RHO): answers("1111"),  # 1; none
     }
@@ -85,27 +91,45 @@ def test_statistics_by_hand(asked, written):
     part = make(asked, written.folder, "diversity", CLAIMS)
     known = lookup(part.statistics)
     for (point, engine, rho), (different, share, tokens) in {
-        (NAIVE, "fp32", None): (2.5, 6 / 7, 5),
-        (DVP, "fp32", None): (1.5, 3 / 7, 4),
+        (NAIVE, "fp32", None): (7 / 3, (1 + 0 + 4 / 6) / 3, 5),
+        (DVP, "fp32", None): (4 / 3, (1 / 2 + 0) / 2, 4),
         (NAIVE, "coarse", RHO): (2.0, 4 / 6, 2),
         (DVP, "coarse", RHO): (1.0, 0.0, 1),
     }.items():
         place = place_of(point, rho or "none", engine)
-        assert known("different_solutions", place).value == pytest.approx(different)
-        assert known("differing_pairs", place).value == pytest.approx(share)
-        assert known("tokens_used", place).value == tokens + len(set("Answer: "))
-        assert len(known("differing_pairs", place).sources) == len(asked.seeds)
+        assert known("different_solutions_by_policy", place).value == pytest.approx(different)
+        assert known("differing_pairs_by_policy", place).value == pytest.approx(share)
+        assert known("tokens_used_by_policy", place).value == tokens + len(set("Answer: "))
+        assert len(known("differing_pairs_by_policy", place).sources) == len(asked.seeds)
+        assert "base/manifest.json" in known("tokens_used_by_policy", place).sources
     over = "_over_unpruned_by_policy"
     assert known(f"different_solutions{over}", place_of(DVP)).value == pytest.approx(-1)
-    assert known(f"differing_pairs{over}", place_of(DVP)).value == pytest.approx(-3 / 7)
-    assert known(f"differing_pairs{over}", place_of(DVP, RHO, "coarse")).value == pytest.approx(-4 / 6)
-    # All problems of a kind are alike, and so are all seeds: what is drawn is how many of each kind.
+    # Over the problems that have a pair with both: of the second of three kinds DVP has none.
     difference = known(f"differing_pairs{over}", place_of(DVP))
+    assert difference.value == pytest.approx((-1 / 2 - 4 / 6) / 2)
     assert difference.low <= difference.value <= difference.high < 0
-    row = part.tables["diversity_table"].rows[DVP.path]
-    assert (row["solutions"].value, row["served_solutions"].value) == (1.5, 1.0)
-    assert row["pruned_mass"].value == pytest.approx(0.001)
-    assert "pruned_mass" not in part.tables["diversity_table"].rows["base"]
+    assert known(f"differing_pairs{over}", place_of(DVP, RHO, "coarse")).value == pytest.approx(-4 / 6)
+    rows = part.tables["diversity_table"].rows
+    assert (rows[DVP.path]["solutions"].value, rows[DVP.path]["served_solutions"].value) == (pytest.approx(4 / 3), 1.0)
+    assert rows[DVP.path]["served_score"].value == 1.0
+    # Sampled as in training is sampled as all models are.
+    assert rows["method~rloo/engine~fp32/rho~none"].keys().isdisjoint({"served_score", "served_solutions"})
+
+
+def test_a_better_model_that_is_as_diverse_has_as_many_pairs_that_differ(asked, written):
+    """Problems with one solution are easier: a share of all pairs would fall with each that is learned."""
+    several = np.arange(12) < 6
+    rng = np.random.default_rng(0)
+    for point, easy in ((NAIVE, 0.4), (DVP, 1.0)):
+        for seed in asked.seeds:
+            stated = np.where(several[:, None], rng.integers(2, size=(12, 4)), 0)
+            correct = rng.random((12, 4)) < np.where(several, 1.0, easy)[:, None]
+            correct[:, :2] = True  # a pair of each problem
+            written.write_evaluation(point.run(seed), correct, None, np.where(correct, stated, 9).astype(str))
+    known = lookup(make(asked, written.folder, "diversity", CLAIMS).statistics)
+    difference = known("differing_pairs_over_unpruned_by_policy", place_of(DVP))
+    assert difference.low < 0 < difference.high
+    assert abs(difference.value) < 0.1
 
 
 def test_a_model_without_a_pair_of_right_answers_has_no_share(asked, written):
@@ -113,11 +137,12 @@ def test_a_model_without_a_pair_of_right_answers_has_no_share(asked, written):
     for seed in asked.seeds:
         written.write_evaluation(DVP.run(seed), correct, None, stated)
     part = make(asked, written.folder, "diversity", CLAIMS)
-    assert np.isnan(lookup(part.statistics)("differing_pairs", place_of(DVP)).value)
-    shown = part.tables["diversity_table"].formatted()
-    cells = dict(
-        zip(shown.headings, shown.rows[list(part.tables["diversity_table"].rows).index(DVP.path)], strict=True)
-    )
+    known = lookup(part.statistics)
+    for name in ("differing_pairs_by_policy", "differing_pairs_over_unpruned_by_policy"):
+        assert np.isnan(known(name, place_of(DVP)).value)
+    table = part.tables["diversity_table"]
+    shown = table.formatted()
+    cells = dict(zip(shown.headings, shown.rows[list(table.rows).index(DVP.path)], strict=True))
     assert cells["pairs that differ (%) [95 %]"] == "–"
 
 

@@ -162,8 +162,8 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("surrogates", 15),
         ("horizon", 3),
         ("natural_tail", 7),
-        ("diversity_paths", 5),
-        ("diversity_colors", 5),
+        ("diversity_paths", 6),
+        ("diversity_colors", 6),
     ],
 )
 def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):

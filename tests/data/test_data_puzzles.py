@@ -86,6 +86,9 @@ def test_what_is_no_puzzle_is_an_error_of_one_line(reference, message):
         (COLORS._replace(answer={"0": 1, "1": 2, "2": 3}), "answer"),
         (PATH._replace(metadata={}), "puzzle"),
         (PATH._replace(metadata={"matrix": 5}), "puzzle"),
+        (PATH._replace(answer="infeasible", metadata={"matrix": [["*", "O", "O"]]}), "one \\* and one #"),
+        (PATH._replace(answer="right", metadata={"matrix": [["*", "#"], ["O"]]}), "a grid of"),
+        (PATH._replace(answer="right", metadata={"matrix": [["*", "#", ["O"]]]}), "a grid of"),
         (PATH._replace(metadata={"matrix": [list("OO#")]}), "puzzle"),
         (PATH._replace(metadata=[GRID]), "puzzle"),
         (COLORS._replace(metadata={}), "puzzle"),
@@ -186,7 +189,6 @@ def test_hostile_answers_are_simply_wrong(puzzle, answer):
 
 def test_mathematical_references_are_what_they_were():
     assert not is_puzzle("70")
-    assert not is_puzzle(" " + PATH.reference())
     check_reference("70")
     assert grade("Answer: 70", "70")
     assert grade("Answer: 1,234.", "1234")
@@ -195,3 +197,25 @@ def test_mathematical_references_are_what_they_were():
     assert not grade(f"Answer: {COLORS.answer}", "70")
     with pytest.raises(DvpError, match="the answer"):
         check_reference("shortest_path" * 50)
+
+
+def test_the_same_solution_in_another_layout_is_one():
+    assert PATH.solution(" right  down right") == PATH.solution("right down right") != PATH.solution("right right down")
+    same = (
+        '{"0": 1, "1": 2, "2": 1}',
+        '{"2":1,"1":2,"0":1}',
+        '{"0": 1, "1": 2, "2": 1.0, "7": 3}',
+        '{"0": true, "1": 2, "2": 1}',
+    )
+    assert all(grade(f"Answer: {answer}", COLORS.reference()) for answer in same)
+    assert {COLORS.solution(answer) for answer in same} == {"1 2 1"}
+    assert COLORS.solution('{"0": 3, "1": 2, "2": 1}') == "3 2 1"
+
+
+def test_puzzles_are_told_from_mathematics_however_they_are_laid_out():
+    for reference in (PATH.reference(), "  " + PATH.reference(), PATH.reference().replace("{", "{ ", 1)):
+        assert is_puzzle(reference)
+        check_reference(reference)
+        assert grade("Answer: right right down", reference)
+    for reference in ("5", "{1, 2}", '{"answer": "reasoning_gym"}', r"\frac{1}{2}"):
+        assert not is_puzzle(reference)

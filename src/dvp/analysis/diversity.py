@@ -1,7 +1,7 @@
-"""Different solutions of problems that have several: how many a policy finds, and whether two of them differ.
+"""Different solutions of problems that can have several: how many a policy finds, and whether two of them differ.
 
-How many different ones are found grows with the score, as fewer samples are wrong. Whether two right samples of a
-problem differ does not.
+How many are found grows with the score, as fewer samples are wrong. Whether two right samples of a problem differ does
+not, of one problem; over problems with equal weights it hardly does.
 """
 
 from collections.abc import Iterator
@@ -10,88 +10,101 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
+from dvp.analysis import matrix
 from dvp.analysis.load import Matrix, cell_name
 from dvp.analysis.matrix import SCORE, differences, samplers, where
 from dvp.analysis.pages import notes
-from dvp.analysis.points import reference_point, seeds_text, unpruned_point
+from dvp.analysis.points import BASE, reference_point, seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
-from dvp.analysis.training import (
-    LAST_STEPS,
-    MARKS,
-    over_seeds,
-    point_cells,
-    point_columns,
-    replicated_means,
-    replicates,
-    score_files,
-    train_files,
-    where_of,
-)
+from dvp.analysis.training import MARKS, over_seeds, point_cells, point_columns, replicated_means, score_files
+from dvp.data.puzzles import read
 from dvp.evaluation import bootstrap
-from dvp.evaluation.metrics import answer_key
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, Sampler
 
-SOLUTIONS, DIFFERING, TOKENS = "different_solutions", "differing_pairs", "tokens_used"
+SOLUTIONS, DIFFERING, TOKENS = "different_solutions_by_policy", "differing_pairs_by_policy", "tokens_used_by_policy"
 
 
 def statistics(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> list[Statistic]:
-    """Of every model and sampler, named as the scores by policy are.
+    """Of every model and sampler, in places as those of the scores by policy (dvp.analysis.matrix.statistics).
 
-    different_solutions: different right answers among the k samples of a problem, mean over problems; differing_pairs:
-    of all pairs of right samples of a problem the share whose answers differ, over all pairs; tokens_used: different
-    tokens in all responses of a model. The first two also `_over_unpruned_by_policy` and `_over_reference_by_policy`,
-    which are differences as those of scores.
+    different_solutions_by_policy: different solutions among the right samples of a problem, mean over problems.
+    differing_pairs_by_policy: of the pairs of right samples of a problem the share that are different solutions, mean
+    over the problems of all seeds that have a pair. tokens_used_by_policy: different tokens in the texts of all
+    responses of a model. The first two also as differences, different_solutions_over_unpruned_by_policy and so on, that
+    of differing pairs over the problems that have a pair with both models.
     """
     found = solutions(loaded.samples)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     draws, solutions_R = replicated_means(experiment, found, "different")
-    differing_R, pairs_R = (replicated_means(experiment, found, column)[1] for column in ("differing", "pairs"))
-    with np.errstate(invalid="ignore"):  # a replicate without a pair has no share
-        share_R = {name: differing_R[name] / pairs_R[name] for name in differing_R}
-    over = f"over {bootstrap.over(experiment.seeds)}"
-    units = {SOLUTIONS: f"solutions of {k} samples", DIFFERING: "fraction"}
+    shares = {name: _shares(experiment, own) for name, own in found.groupby("point", sort=False)}
+
+    def fewer(mine: str, its: str) -> np.ndarray:
+        return solutions_R[mine] - solutions_R[its]
+
+    def alike(mine: str, its: str) -> np.ndarray:
+        return _mean_where_defined(draws, shares[mine] - shares[its])
+
+    share_R = {name: _mean_where_defined(draws, share_SP) for name, share_SP in shares.items()}
+    kinds = (
+        (SOLUTIONS, solutions_R, fewer, f"solutions of {k} samples"),
+        (DIFFERING, share_R, alike, "fraction"),
+    )
     reference, result = reference_point(experiment), []
-    for name, value_R in ((SOLUTIONS, solutions_R), (DIFFERING, share_R)):
+    for name, value_R, difference, unit in kinds:
         for point in (None, *experiment.points):
-            how = over + ("" if point else "; one base model for all seeds")
+            how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
             for sampler in samplers(experiment, point):
                 cell = cell_name(point, sampler)
-                numbers = draws.estimate(value_R[cell], "share" if name == DIFFERING else "plain")
+                # Not on the scale of shares: of none that differ that would count problems without a pair as well.
+                numbers = draws.estimate(value_R[cell])
                 place = where(experiment, point, sampler.engine, sampler.rho)
-                result.append(Statistic(name, place, *numbers, units[name], how, score_files(loaded, cell)))
+                result.append(Statistic(name, place, *numbers, unit, how, score_files(loaded, cell)))
         for point in experiment.points:
-            without = unpruned_point(experiment, point)
-            others = {"over_unpruned": without, "over_reference": None if point == reference else reference}
+            others = {"over_unpruned": unpruned_point(experiment, point)}
+            others["over_reference"] = None if point == reference else reference
             for kind, other in others.items():
                 if other is not None:
+                    paired = name.replace("by_policy", f"{kind}_by_policy")
+                    shared = kind == "over_unpruned"
                     result += differences(
-                        experiment,
-                        loaded,
-                        draws,
-                        value_R,
-                        f"{name}_{kind}_by_policy",
-                        point,
-                        other,
-                        shared_rho=kind == "over_unpruned",
-                        unit=units[name],
+                        experiment, loaded, draws, difference, paired, point, other, shared_rho=shared, unit=unit
                     )
     return [*result, *_tokens(experiment, loaded, tokenizer)]
 
 
 def solutions(samples: pd.DataFrame) -> pd.DataFrame:
-    """Of every point, seed and problem: different right answers, pairs of right samples, and those that differ."""
+    """Of every point, seed and problem: different solutions, pairs of right samples, and those that differ."""
     key = ["point", "seed", "problem"]
-    right = samples[samples["correct"]].assign(answer=lambda frame: frame["stated_answer"].map(answer_key))
-    of_answer = right.groupby([*key, "answer"]).size()
-    of_problem = of_answer.groupby(key)
+    right = samples[samples["correct"]]
+    puzzles = {reference: read(reference) for reference in right["reference"].unique()}
+    texts = [
+        puzzles[reference].solution(answer)
+        for reference, answer in zip(right["reference"], right["stated_answer"], strict=True)
+    ]
+    of_solution = right.assign(solution=texts).groupby([*key, "solution"]).size()
+    of_problem = of_solution.groupby(key)
     count = of_problem.sum()
     pairs = count * (count - 1) // 2
-    alike = (of_answer * (of_answer - 1) // 2).groupby(key).sum()
-    found = pd.DataFrame({"different": of_problem.size(), "pairs": pairs, "differing": pairs - alike})
+    same = (of_solution * (of_solution - 1) // 2).groupby(key).sum()
+    found = pd.DataFrame({"different": of_problem.size(), "pairs": pairs, "differing": pairs - same})
     every = samples[key].drop_duplicates().set_index(key).index
     return found.reindex(every, fill_value=0).reset_index()
+
+
+def _shares(experiment: Experiment, found: pd.DataFrame) -> np.ndarray:
+    """(S, P): the share of pairs that differ, NaN where there is none; of the base model the same for all seeds."""
+    share = found.assign(share=found["differing"] / found["pairs"].where(found["pairs"] > 0))
+    share_SP = share.pivot(index="seed", columns="problem", values="share").to_numpy()
+    return np.broadcast_to(share_SP, (len(experiment.seeds), share_SP.shape[1]))
+
+
+def _mean_where_defined(draws: bootstrap.Draws, value_SP: np.ndarray) -> np.ndarray:
+    """Replicates, (R,), of the mean over the problems and seeds whose value is defined; NaN without any."""
+    defined = np.isfinite(value_SP).ravel()
+    sum_R, count_R = draws.count_RU @ np.nan_to_num(value_SP.ravel()), draws.count_RU @ defined
+    return np.divide(sum_R, count_R, out=np.full_like(sum_R, np.nan), where=count_R > 0)
 
 
 def _tokens(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> Iterator[Statistic]:
@@ -102,21 +115,8 @@ def _tokens(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> Ite
             used = [_used(tokenizer, texts) for _, texts in own.groupby("seed")["response"]]
             how = f"t interval over {seeds_text(experiment)}" if point else "one base model for all seeds"
             place = where(experiment, point, sampler.engine, sampler.rho)
-            numbers = over_seeds(used, logarithmic=False)
-            yield Statistic(TOKENS, place, *numbers, "tokens", how, score_files(loaded, cell))
-
-
-def _pruned_mass(experiment: Experiment, loaded: Matrix, point: GridPoint) -> Statistic | None:
-    """1 − Z a token at the end of training, of a point whose trainer prunes."""
-    if not experiment.methods[point.method].policies.startswith("pruned"):
-        return None
-    own = loaded.metrics[loaded.metrics["point"] == point.path]
-    last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS]
-    numbers = over_seeds(list(last.groupby("seed")["pruned_mass_mean"].mean()), logarithmic=False)
-    how = f"t interval over {seeds_text(experiment)}"
-    return Statistic(
-        "pruned_mass", where_of(experiment, point), *numbers, "share a token", how, train_files(loaded, point.path)
-    )
+            sources = (*score_files(loaded, cell), f"{BASE}/manifest.json")
+            yield Statistic(TOKENS, place, *over_seeds(used, logarithmic=False), "tokens", how, sources)
 
 
 def _used(tokenizer: Tokenizer, texts: pd.Series) -> int:
@@ -124,7 +124,7 @@ def _used(tokenizer: Tokenizer, texts: pd.Series) -> int:
     return len({token for text in encoded for token in text.ids})
 
 
-def served(experiment: Experiment, point: GridPoint | None) -> Sampler:
+def _served(experiment: Experiment, point: GridPoint | None) -> Sampler:
     """What samples a model as in training; the base model, as the models are compared."""
     return experiment.sampler if point is None else Sampler(engine=point.engine, rho=point.rho)
 
@@ -132,43 +132,33 @@ def served(experiment: Experiment, point: GridPoint | None) -> Sampler:
 def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> Table:
     """A row a model; `measured` as of `statistics`.
 
-    Columns of the exact engine with the full vocabulary, and `served_`: on the engine of training, from the vocabulary
-    of training. In the CSV shares are fractions.
+    Columns of evaluation.engine with the full vocabulary, and `served_` where that is another one: on the engine of
+    training, from the vocabulary of training. In the CSV shares are fractions.
     """
-    draws, score_R = replicates(experiment, loaded)
-    known, exact, rows = lookup(measured), experiment.sampler, {}
+    known, exact, rows = lookup([*measured, *matrix.statistics(experiment, loaded)]), experiment.sampler, {}
+    shown = {"score": SCORE, "solutions": SOLUTIONS, "differing": DIFFERING}
     for point in (None, *experiment.points):
-        row = point_cells(experiment, point)
-        full, own = (where(experiment, point, each.engine, each.rho) for each in (exact, served(experiment, point)))
-        cell = cell_name(point, exact)
-        how = f"over {bootstrap.over(experiment.seeds)}"
-        score = draws.estimate(score_R[cell], "share")
-        row |= {
-            "score": Statistic(SCORE, full, *score, "fraction", how, score_files(loaded, cell)),
-            "solutions": known(SOLUTIONS, full),
-            "differing": known(DIFFERING, full),
-            "tokens": known(TOKENS, full),
-        }
-        if point is not None:
-            row |= {
-                f"served_{key}": known(name, own) for key, name in (("solutions", SOLUTIONS), ("differing", DIFFERING))
-            }
-            row["differing_over_unpruned"] = known(f"{DIFFERING}_over_unpruned_by_policy", full)
-            row["pruned_mass"] = _pruned_mass(experiment, loaded, point)
-            row["differing_over_reference"] = known(f"{DIFFERING}_over_reference_by_policy", full)
+        full, served = where(experiment, point, exact.engine, exact.rho), _served(experiment, point)
+        row = point_cells(experiment, point) | {key: known(name, full) for key, name in shown.items()}
+        row["tokens"] = known(TOKENS, full)
+        for kind in ("over_reference", "over_unpruned"):
+            row[f"differing_{kind}"] = known(DIFFERING.replace("by_policy", f"{kind}_by_policy"), full)
+        if served != exact:
+            own = where(experiment, point, served.engine, served.rho)
+            row |= {f"served_{key}": known(name, own) for key, name in shown.items()}
         rows[row["point"]] = row
-    share, points = interval(".1f", 100), interval("+.1f", 100)
+    share, points, number = interval(".1f", 100), interval("+.1f", 100), interval(".2f")
     columns = [
         *point_columns(experiment, rows, MARKS),
         Column("score", f"{exact.engine}, full (%) [95 %]", share, INTERVAL),
-        Column("solutions", "different solutions a problem [95 %]", interval(".2f"), INTERVAL),
+        Column("solutions", "different solutions a problem [95 %]", number, INTERVAL),
         Column("differing", "pairs that differ (%) [95 %]", share, INTERVAL),
         Column("differing_over_reference", "over ref. (points) [95 %]", points, INTERVAL),
         Column("differing_over_unpruned", "over no pruning (points) [95 %]", points, INTERVAL),
         Column("tokens", "tokens used [95 %]", interval(".0f"), INTERVAL),
-        Column("served_solutions", "as in training: different solutions [95 %]", interval(".2f"), INTERVAL),
+        Column("served_score", "as in training (%) [95 %]", share, INTERVAL),
+        Column("served_solutions", "as in training: different solutions [95 %]", number, INTERVAL),
         Column("served_differing", "as in training: pairs that differ (%) [95 %]", share, INTERVAL),
-        Column("pruned_mass", "1 − Z [95 %]", interval(".1e"), INTERVAL),
     ]
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     below = notes(
@@ -178,7 +168,6 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
         k=k,
         over=bootstrap.over(experiment.seeds),
         seeds=seeds_text(experiment),
-        last=LAST_STEPS,
         control=any(row["role"] == "control" for row in rows.values()),
     )
     return Table(f"{experiment.name}: different solutions on {experiment.report.task}", columns, rows, below)

@@ -3,8 +3,7 @@
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from dvp.analysis.figures import COLORS, STYLE, handle, new_figure, set_title
-from dvp.analysis.formats import rho_text
+from dvp.analysis.figures import COLORS, STYLE, handle, new_figure, row_label, set_title
 from dvp.analysis.tables import Table
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
@@ -18,7 +17,7 @@ PANELS = {
 
 
 def solutions(experiment: Experiment, table: Table) -> Figure:
-    """A row a row of the table; filled: the exact engine with the full vocabulary, open: as in training."""
+    """A row a row of the table; filled: evaluation.engine, full vocabulary; open: as in training, if that differs."""
     rows = list(table.rows.values())
     with mpl.rc_context(STYLE):
         figure = new_figure(WIDTH, 1.7 + 0.42 * len(rows))
@@ -33,7 +32,7 @@ def solutions(experiment: Experiment, table: Table) -> Figure:
                         axes.plot(scale * cell.value, y, "o", color=COLORS[0], markerfacecolor=face, zorder=3)
             axes.set_xlabel(heading)
             axes.grid(visible=False, axis="y")
-        panels[0].set_yticks(range(len(rows)), [_label(row) for row in rows])
+        panels[0].set_yticks(range(len(rows)), [row_label(row) for row in rows])
         panels[0].set_ylim(len(rows) - 0.5, -0.5)
         looks = {"marker": "o", "color": COLORS[0], "markersize": 6}
         filled = handle(f"{experiment.evaluation.engine}, full vocabulary", **looks)
@@ -42,9 +41,3 @@ def solutions(experiment: Experiment, table: Table) -> Figure:
         over = bootstrap.over(experiment.seeds)
         set_title(figure, f"{experiment.name}: different solutions; bars are 95 % intervals over {over}", WIDTH)
     return figure
-
-
-def _label(row: dict) -> str:
-    parts = [row["label"], row["engine"], None if row["rho"] is None else f"ρ = {rho_text(row['rho'])}"]
-    settings = [f"{key.partition('.')[2]} {value}" for key, value in row.items() if key.startswith("training.")]
-    return ", ".join(filter(None, [*parts, *settings]))

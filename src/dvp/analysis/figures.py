@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
 
@@ -93,6 +94,13 @@ def handle(label: str, **looks) -> Line2D:
     if "marker" in looks and "linestyle" not in looks:
         looks.setdefault("linewidth", 0)
     return Line2D([], [], label=label, **looks)
+
+
+def row_label(row: dict) -> str:
+    """Of a table's row that begins with `point_cells`: which model it is of."""
+    parts = [row["label"], row["engine"], None if row["rho"] is None else f"ρ = {rho_text(row['rho'])}"]
+    settings = [f"{key.partition('.')[2]} {value}" for key, value in row.items() if key.startswith("training.")]
+    return ", ".join(filter(None, [*parts, *settings]))
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 A file that is missing, altered, of another version of the experiment or of another form is refused in one line that
 names it: a table must not mix settings. Every part of the report starts from one of `load_training`, `load_matrix`,
-`load_curve`, `load_mismatch`, `load_bias` and `load_variance`, and reads nothing else.
+`load_curve`, `load_mismatch`, `load_bias` and `load_variance`, and reads nothing else but what `load_tokenizer` does.
 
 Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
 stage's JSON file, relative to the experiment's folder `results` (results/E).
@@ -86,7 +86,7 @@ _SAMPLES = _schema(
     {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
 )
 _ANSWERS = _schema(
-    _columns(str, "problem_id response"),
+    _columns(str, "problem_id response reference"),
     _columns(int, "sample"),
     {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
     _columns(str, "stated_answer", nullable=True),
@@ -179,8 +179,8 @@ class Matrix:
     """A row a model and sampler, the base model first: point, seed, avg, pass, maj (of k samples), source. `point`,
     here and in samples, is POINT/by~ENGINE/min_p~RHO."""
     samples: pd.DataFrame
-    """A row a response: point, seed, problem, sample, correct, and if asked for response (a text) and stated_answer (a
-    text or None); the same problems in the same order everywhere."""
+    """A row a response: point, seed, problem, sample, correct, and if asked for response, reference (texts) and
+    stated_answer (a text or None); the same problems in the same order everywhere."""
     files: Origins
 
 

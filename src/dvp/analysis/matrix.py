@@ -4,7 +4,7 @@ A score is that of a policy: weights, the engine that samples them, and the voca
 not train the same one, so that a single column also compares the columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -78,14 +78,16 @@ def statistics(experiment: Experiment, loaded: Matrix) -> list[Statistic]:
             place = where(experiment, point, sampler.engine, sampler.rho)
             numbers = draws.estimate(score_R[name], "share")
             result.append(Statistic(SCORE, place, *numbers, "fraction", how, score_files(loaded, name)))
+
+    def minus(mine: str, its: str) -> np.ndarray:
+        return score_R[mine] - score_R[its]
+
     for point in experiment.points:
         without, reference = unpruned_point(experiment, point), reference_point(experiment)
         if without is not None:
-            result += differences(experiment, loaded, draws, score_R, OVER_UNPRUNED, point, without, shared_rho=True)
+            result += differences(experiment, loaded, draws, minus, OVER_UNPRUNED, point, without, shared_rho=True)
         if point != reference:
-            result += differences(
-                experiment, loaded, draws, score_R, OVER_REFERENCE, point, reference, shared_rho=False
-            )
+            result += differences(experiment, loaded, draws, minus, OVER_REFERENCE, point, reference, shared_rho=False)
     return result
 
 
@@ -93,7 +95,7 @@ def differences(
     experiment: Experiment,
     loaded: Matrix,
     draws: bootstrap.Draws,
-    score_R: dict[str, np.ndarray],
+    difference: Callable[[str, str], np.ndarray],
     name: str,
     point: GridPoint,
     other: GridPoint,
@@ -104,7 +106,7 @@ def differences(
     """Statistics `name` of a point minus another, both with samplers that both have.
 
     shared_rho : also both at the point's ρ.
-    score_R : replicates by cell_name; a fraction, or what `unit` says.
+    difference : of two models by their cell_name the replicates, (R,), of a fraction, or of what `unit` says.
     """
     how = f"over {bootstrap.over(experiment.seeds)}, paired"
     pairs: dict[tuple[str, str | None], tuple[Sampler, Sampler]] = {}
@@ -122,7 +124,7 @@ def differences(
         if mine in samplers(experiment, point) and its in samplers(experiment, other):
             names = cell_name(point, mine), cell_name(other, its)
             compared = f"{_says(mine)}, minus {other.path}, {_says(its)}; {how}"
-            numbers = draws.estimate(score_R[names[0]] - score_R[names[1]])
+            numbers = draws.estimate(difference(*names))
             sources = tuple(file for each in names for file in score_files(loaded, each))
             place = where(experiment, point, engine, rho)
             yield Statistic(name, place, *numbers, unit, compared, sources)

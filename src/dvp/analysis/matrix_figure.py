@@ -3,7 +3,7 @@
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from dvp.analysis.figures import COLORS, DARK, STYLE, handle, new_figure, set_title
+from dvp.analysis.figures import COLORS, DARK, STYLE, handle, new_figure, row_label, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.matrix import ONLY, entries, heading, own_policies
 from dvp.analysis.tables import Table
@@ -60,7 +60,5 @@ def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:
 
 
 def _label(row: dict) -> str:
-    parts = [row["label"], row["engine"], None if row["rho"] is None else f"ρ = {rho_text(row['rho'])}"]
-    settings = [f"{key.partition('.')[2]} {value}" for key, value in row.items() if key.startswith("training.")]
-    name = ", ".join(filter(None, [*parts, *settings]))
+    name = row_label(row)
     return f"{name}\nat ρ = {rho_text(row['evaluated_rho'])} in evaluation only" if row["role"] == ONLY else name

@@ -9,7 +9,7 @@ FEWEST_RHOS = 3
 
 def parts(experiment: Experiment) -> list[str]:
     """training: scores of the grid; matrix: under several policies; diversity: different solutions, of problems
-    that have several; curve: along training; sweep: over ρ.
+    that can have several; curve: along training; sweep: over ρ.
 
     mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it.
     """
@@ -43,7 +43,7 @@ def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
 
 
 def several_solutions(experiment: Experiment) -> bool:
-    """Whether the problems of report.task have several solutions of which each is right."""
+    """Whether the problems of report.task can have several solutions, of which each is right."""
     data, task = experiment.data, experiment.report.task
     source = experiment.sources[data.train if task == "held_out" else task]
     return isinstance(source, GeneratedSource) and source.several_solutions

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dvp.data import puzzles
 from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.data.sources import Row, load, locate
 from dvp.data.verifier import check_reference, equal
@@ -126,7 +127,7 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tu
             raise DvpError(f"{locate(source, where)}: row {row.number}: {error}") from None
     conflicts = []
     for key, answers in others.items():
-        differing = {answer: number for answer, number in answers.items() if not equal(first[key].answer, answer)}
+        differing = {answer: number for answer, number in answers.items() if not _agree(first[key].answer, answer)}
         if differing:
             row = first.pop(key)
             answer_rows = {row.answer: row.number} | differing
@@ -138,6 +139,17 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tu
         "conflicting_answers": conflicts,
         "distinct": len(first),
     }
+
+
+def _agree(answer: str, other: str) -> bool:
+    """Whether two answers to one problem are no conflict: equal, or solutions of the same puzzle."""
+    if not (puzzles.is_puzzle(answer) and puzzles.is_puzzle(other)):
+        return equal(answer, other)
+    try:
+        puzzles.check(other)
+    except DvpError:
+        return False
+    return puzzles.read(answer).same_as(puzzles.read(other))
 
 
 def _description(source: GeneratedSource | HubSource | FileSource) -> dict:

@@ -6,6 +6,7 @@ The reference of such a problem is not an answer but what the verifier needs, as
 """
 
 import json
+import re
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from dvp.files import expect_keys, parse_json
 VERIFIED = ("shortest_path", "graph_color")
 """Data sets whose verifiers evaluate nothing of what a model wrote (that of countdown, for one, gives it to `eval`)."""
 
-_START = '{"reasoning_gym"'
+_START = re.compile(r'\s*\{\s*"reasoning_gym"')
 
 
 class Puzzle(NamedTuple):
@@ -31,6 +32,18 @@ class Puzzle(NamedTuple):
         fields = {"reasoning_gym": self.dataset, "answer": self.answer, "metadata": self.metadata}
         return json.dumps(fields, separators=(", ", ": "))
 
+    def same_as(self, other: "Puzzle") -> bool:
+        """Whether the two are one puzzle, whatever the solutions that they come with."""
+        return (self.dataset, self.metadata) == (other.dataset, other.metadata)
+
+    def solution(self, answer: str) -> str:
+        """What right answers share that are the same solution: another layout, or more than was asked for, is none."""
+        if self.dataset == "graph_color":
+            colors = json.loads(answer)
+            if isinstance(colors, dict):
+                return " ".join(str(int(colors[str(vertex)])) for vertex in self.metadata["puzzle"]["vertices"])
+        return " ".join(answer.split())
+
     def solved_by(self, answer: str) -> bool:
         """Whether the verifier gives full marks."""
         return _dataset(self.dataset).score_answer(answer, self._asdict()) == 1
@@ -38,7 +51,7 @@ class Puzzle(NamedTuple):
 
 def is_puzzle(reference: str) -> bool:
     """Whether a reference is a puzzle's and no mathematical expression."""
-    return reference.startswith(_START)
+    return _START.match(reference) is not None
 
 
 def read(reference: str) -> Puzzle:
@@ -60,12 +73,23 @@ def read(reference: str) -> Puzzle:
 def check(reference: str) -> None:
     """Raise DvpError unless the reference is a puzzle's and its own answer solves it."""
     puzzle = read(reference)
+    if puzzle.dataset == "shortest_path":
+        _check_grid(puzzle.metadata.get("matrix"))
     try:
         solved = _searched(puzzle).solved_by(puzzle.answer)
     except Exception as error:  # of the verifier, which trusts its metadata
         raise DvpError(f"reasoning-gym cannot verify the puzzle ({type(error).__name__}: {error})") from None
     if not solved:
         raise DvpError(f"the puzzle's own answer {puzzle.answer[:60]!r} does not solve it")
+
+
+def _check_grid(grid: object) -> None:
+    """Raise DvpError unless the verifier can follow any moves on it."""
+    rows = grid if isinstance(grid, list) and all(isinstance(row, list) for row in grid) else []
+    cells = [cell for row in rows for cell in row]
+    whole = rows and len({len(row) for row in rows}) == 1 and all(cell in ("*", "#", "O", "X") for cell in cells)
+    if not whole or cells.count("*") != 1 or cells.count("#") != 1:
+        raise DvpError("a puzzle of reasoning-gym: metadata.matrix: expected a grid of * # O X with one * and one #")
 
 
 def _searched(puzzle: Puzzle) -> Puzzle:

@@ -78,12 +78,12 @@ def votes(answers: Sequence[Sequence[str | None]]) -> np.ndarray:
     rows = []
     for row in answers:
         seen: dict[str, int] = {}
-        rows.append([seen.setdefault(answer_key(answer), len(seen)) if answer else -1 for answer in row])
+        rows.append([seen.setdefault(_key(answer), len(seen)) if answer else -1 for answer in row])
     return np.array(rows, dtype=np.int64)
 
 
-def answer_key(answer: str) -> str:
-    """What answers share that are the same, as `votes` says."""
+def _key(answer: str) -> str:
+    """What equal answers share."""
     text = _SPACING.sub("", answer).replace("{,}", ",").replace("−", "-")
     integer = _INTEGER.fullmatch(text)
     if not integer:

@@ -39,7 +39,7 @@ class GeneratedSource(Strict):
     generator: Literal["stories", "products", "chains", "tales", "shortest_path", "graph_color"]
     """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
     rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail;
-    shortest_path, graph_color: puzzles of reasoning-gym with several solutions each; its verifier takes any of them."""
+    shortest_path, graph_color: puzzles of reasoning-gym that can have several solutions; its verifier takes any."""
     count: Positive
     """Problems."""
     seed: Seed
@@ -49,7 +49,7 @@ class GeneratedSource(Strict):
 
     @property
     def several_solutions(self) -> bool:
-        """Whether its problems have several solutions of which each is right."""
+        """Whether its problems can have several solutions, of which each is right."""
         return self.generator in ("shortest_path", "graph_color")
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ STAGE_VERSIONS = {
     "bias": 4,
     "report_training": 5,
     "report_matrix": 4,
-    "report_diversity": 1,
+    "report_diversity": 2,
     "report_curve": 3,
     "report_mismatch": 5,
     "report_bias": 7,

@@ -100,6 +100,9 @@ def test_statistics_by_hand(asked, written):
         assert known("different_solutions_by_policy", place).value == pytest.approx(different)
         assert known("differing_pairs_by_policy", place).value == pytest.approx(share)
         assert known("tokens_used_by_policy", place).value == tokens + len(set("Answer: "))
+        low, high = known("differing_pairs_by_policy", place).low, known("differing_pairs_by_policy", place).high
+        # That no two samples differ is no interval of [0, 0].
+        assert (np.isnan(low) and np.isnan(high)) if share == 0 else 0 < low <= share <= high < 1
         assert len(known("differing_pairs_by_policy", place).sources) == len(asked.seeds)
         assert "base/manifest.json" in known("tokens_used_by_policy", place).sources
     over = "_over_unpruned_by_policy"
@@ -144,6 +147,15 @@ def test_a_model_without_a_pair_of_right_answers_has_no_share(asked, written):
     shown = table.formatted()
     cells = dict(zip(shown.headings, shown.rows[list(table.rows).index(DVP.path)], strict=True))
     assert cells["pairs that differ (%) [95 %]"] == "–"
+
+
+def test_a_model_that_is_never_right_has_no_solution_and_no_interval(asked, written):
+    correct, stated = answers("9999")
+    for run in [None, *asked.runs]:
+        written.write_evaluation(run, correct, None, stated)
+    known = lookup(make(asked, written.folder, "diversity", CLAIMS).statistics)
+    found = known("different_solutions_by_policy", place_of(NAIVE))
+    assert (found.value, np.isnan(found.low), np.isnan(found.high)) == (0, True, True)
 
 
 def test_table_and_figure(asked, written, tmp_path):

@@ -4,6 +4,7 @@ How many are found grows with the score, as fewer samples are wrong. Whether two
 not, of one problem; over problems with equal weights it hardly does.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,8 +58,7 @@ def statistics(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> 
             how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
             for sampler in samplers(experiment, point):
                 cell = cell_name(point, sampler)
-                # Not on the scale of shares: of none that differ that would count problems without a pair as well.
-                numbers = draws.estimate(value_R[cell])
+                numbers = _estimate(draws, value_R[cell], share=name == DIFFERING)
                 place = where(experiment, point, sampler.engine, sampler.rho)
                 result.append(Statistic(name, place, *numbers, unit, how, score_files(loaded, cell)))
         for point in experiment.points:
@@ -105,6 +105,17 @@ def _mean_where_defined(draws: bootstrap.Draws, value_SP: np.ndarray) -> np.ndar
     defined = np.isfinite(value_SP).ravel()
     sum_R, count_R = draws.count_RU @ np.nan_to_num(value_SP.ravel()), draws.count_RU @ defined
     return np.divide(sum_R, count_R, out=np.full_like(sum_R, np.nan), where=count_R > 0)
+
+
+def _estimate(draws: bootstrap.Draws, value_R: np.ndarray, *, share: bool) -> tuple[float, float, float]:
+    """The value and its interval, which is not defined where no sample differs from another: all replicates agree.
+
+    (That of a share of 0 or 1 in `estimate` is of as many trials as there are problems, with a pair or without.)
+    """
+    value = float(value_R[0])
+    if value == 0 or (share and value == 1):
+        return value, math.nan, math.nan
+    return draws.estimate(value_R, "share" if share else "plain")
 
 
 def _tokens(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> Iterator[Statistic]:

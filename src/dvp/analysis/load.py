@@ -85,12 +85,7 @@ _SAMPLES = _schema(
     _columns(int, "sample"),
     {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
 )
-_ANSWERS = _schema(
-    _columns(str, "problem_id response reference"),
-    _columns(int, "sample"),
-    {"correct": pa.Column(checks=pa.Check.isin([0, 1], error="true or false"))},
-    _columns(str, "stated_answer", nullable=True),
-)
+_ANSWERS = _schema(_SAMPLES.columns, _columns(str, "response reference"), _columns(str, "stated_answer", nullable=True))
 _ESTIMATORS = _schema(
     _columns(str, "method rho label"),
     _columns(float, "squared_bias squared_bias_se variance variance_se mse mse_se", _finite),

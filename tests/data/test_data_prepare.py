@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, normalised, prepare
+from dvp.data.puzzles import Puzzle
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 from dvp.files import sha256_file
@@ -108,6 +109,36 @@ def test_a_common_phrase_alone_is_no_contamination_but_a_copy_is(tmp_path, write
     found = prepare(data, {"s": write_rows("copies", [*copies, *rows]), "t": task}, tmp_path)
     assert len(found["contaminated"]) == 20
     assert found["counts"]["train"] == len(rows)
+
+
+def test_two_solutions_of_a_puzzle_are_no_conflict_and_two_puzzles_of_one_text_are(tmp_path, write_rows):
+    grid = [list("*OO"), list("XO#")]
+    right, other = (
+        Puzzle("shortest_path", f"right {moves}", {"matrix": grid}) for moves in ("right down", "down right")
+    )
+    wrong = right._replace(answer="right down")
+    blocked = Puzzle("shortest_path", "right down right", {"matrix": [list("*OX"), list("XO#")]})
+    for name, second, conflicts in (("same", other, 0), ("wrong", wrong, 1), ("another", blocked, 1)):
+        answers = {"a": right, "A": second, "b": right, "c": right}
+        rows = [{"problem": text, "answer": puzzle.reference()} for text, puzzle in answers.items()]
+        data, sources = DataConfig(train="s", held_out=1), {"s": write_rows(name, rows)}
+        account = prepare(data, sources, tmp_path / name)["sources"]["s"]
+        assert len(account["conflicting_answers"]) == conflicts
+        assert account["distinct"] == 3 - conflicts
+
+
+def test_without_n_only_the_same_problem_is_contaminated(tmp_path, write_rows):
+    """The words of a grid are its open and blocked cells, which many have alike; * and # are none."""
+    rows = [{"problem": text, "answer": "1"} for text in ("* O # O", "O * # O", "# O * O")]
+    task = [{"problem": "o *  # O", "answer": "1"}]
+    sources = {"s": write_rows("s", rows), "task": write_rows("task", task)}
+    for ngram, left in ((None, 2), (13, 0)):
+        data = DataConfig(train="s", evaluation=["task"], decontamination={"ngram": ngram})
+        if left:
+            assert prepare(data, sources, tmp_path / "out")["counts"]["train"] == left
+        else:
+            with pytest.raises(DvpError, match="3 contaminated"):
+                prepare(data, sources, tmp_path / "out")
 
 
 def test_conflicting_answers(tmp_path, write_rows):

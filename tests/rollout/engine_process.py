@@ -1,11 +1,13 @@
 """Run by the tests in a process of its own (one engine a process): sample with an engine, optionally after an update.
 
-Fails if the engine does not prune as each kind of rule says, or if its logits are not as fine as its head.
+Fails if the engine does not prune as each kind of rule says, if its logits are not as fine as its head, or if its cache
+has not the room for what it may sample at once, or twice that.
 
 usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
 """
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +39,10 @@ def main() -> None:
         seed=0,
         rules=RULES,
     )
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    needed = 32 * math.ceil(128 / cache.block_size)
+    if not torch.cuda.is_available():
+        assert needed < cache.num_gpu_blocks < 2 * needed, (cache.num_gpu_blocks, cache.block_size)
     if len(sys.argv) > 3:
         engine.generate(PROMPTS, Sampling(max_tokens=8), SEEDS)  # something that the caches must forget
         model = AutoModelForCausalLM.from_pretrained(sys.argv[3], dtype=torch.float32)

@@ -26,10 +26,11 @@ from dvp.rollout.rounding import is_rounded, round_weight
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
+CPU_CACHE, CPU_BLOCK = 2**30, 128  # bytes of keys and values, at most; tokens that vLLM gives to a sequence at a time
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
 
-def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
+def configure_environment(threads: int) -> None:
     """Set the variables that vLLM reads at import. Call before anything imports vllm.
 
     Variables that the user has set stay as they are.
@@ -41,7 +42,6 @@ def configure_environment(threads: int, kv_cache_gib: int = 1) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights are handed over in memory
         # On a GPU, vLLM's attention for float32 is written in Triton, which would multiply in TF32 (10-bit mantissas).
         "TRITON_F32_DEFAULT": "ieee",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         # Two jobs on one machine must not bind the same core; the number of threads is what matters.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
@@ -60,6 +60,21 @@ def _allow_amx() -> None:
     initialize = getattr(torch.cpu, "_init_amx", None)
     if initialize is not None:
         initialize()
+
+
+def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int) -> int:
+    """Bytes of a cache on a CPU in which so many sequences have room at their longest; CPU_CACHE if that is less.
+
+    To clear a gigabyte takes vLLM seconds: a fifth of what the evaluation of a tiny model costs.
+    """
+    from transformers import AutoConfig
+
+    sizes = AutoConfig.from_pretrained(model)
+    head = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    size = 1 if config.kv_cache_dtype != "auto" else getattr(torch, config.dtype).itemsize
+    token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head * size
+    blocks = 1 + sequences * math.ceil(longest / CPU_BLOCK)  # vLLM keeps one block empty
+    return min(blocks * CPU_BLOCK * token, CPU_CACHE)
 
 
 class VllmEngine:
@@ -106,6 +121,8 @@ class VllmEngine:
             # it samples and reports. But V2 calls logits processors before temperature, and through another interface.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
             options["logits_processors"] = [NoiseProcessor, SafeVocabularyProcessor]
+        if not torch.cuda.is_available():
+            options["kv_cache_memory_bytes"] = _cache_bytes(model, config, max_num_seqs, max_model_len)
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:
             # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.

@@ -11,14 +11,14 @@ STAGE_VERSIONS = {
     "mismatch": 2,
     "bias": 4,
     "report_training": 5,
-    "report_matrix": 4,
+    "report_matrix": 5,
     "report_diversity": 2,
     "report_curve": 3,
     "report_mismatch": 5,
     "report_bias": 7,
     "report_variance": 3,
     "report_sweep": 3,
-    "evidence": 7,
+    "evidence": 8,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.
 

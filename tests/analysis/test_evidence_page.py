@@ -15,21 +15,21 @@ from dvp.files import write_json, write_text
 
 ORIGIN = {"sha256": "0" * 64, "config_hash": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
 CLAIMS = """
-sources: {P: somewhere}
+sources: {paper: {name: A paper, published: somewhere}, own: {name: Ours}}
 claims:
   - id: gain
     text: it gains
     value: 20.0
     unit: "%"
     relation: equal
-    source: P
+    source: paper
     note: Table 1
     figure: grid/scores
     conditions:
       - {says: above nothing, experiment: grid, statistic: gain, where: {rho: 1e-2}, above: 0}
       - {says: and by 20, experiment: grid, statistic: gain, where: {rho: 1e-2}, contains: 20}
-  - {id: other, text: another thing, source: P, not_tested: no time}
-  - {id: large, text: a large thing, source: P, not_testable: no GPU}
+  - {id: other, text: another thing, source: own, not_tested: no time}
+  - {id: large, text: a large thing, source: paper, not_testable: no GPU}
 changes:
   - {claim: gain, commit: "1234567", known: the result, what: "asks for 20, not for 21 | 22"}
 """
@@ -89,7 +89,7 @@ def test_the_verdict_follows_from_the_interval(place, measured, expected, status
     gain, other, large = answered(folder)["claims"]
     assert gain["verdict"] == expected
     assert [one["status"] for one in gain["conditions"]] == statuses
-    assert gain["settings"] == 2
+    assert [one["settings"] for one in gain["conditions"]] == [2, 2]
     assert other["verdict"] == "not tested yet"
     assert large["verdict"] == "not testable at this scale"
 
@@ -161,12 +161,12 @@ def test_what_a_control_does_not_bear_out_reproduces_nothing(statuses, controls,
 )
 def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measured, says):
     claims = {
-        "sources": {"P": "somewhere"},
+        "sources": {"paper": {"name": "A paper", "published": "somewhere"}},
         "claims": [
             {
                 "id": "gain",
                 "text": "it gains",
-                "source": "P",
+                "source": "paper",
                 "figure": "grid/scores",
                 "conditions": [{"says": "it does", "experiment": "grid", "statistic": "score_over_other"} | test],
             }
@@ -175,7 +175,7 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
     folder = make_place(tmp_path, statistic(*measured) | {"name": "score_over_other", "unit": "fraction"})
     (folder / "claims.yaml").write_text(json.dumps(claims))
     page = rendered(answered(folder), folder)["claims.md"]
-    short, row = (line for line in page.splitlines() if line.startswith("| ["))
+    short, row = (line for line in page.splitlines() if " points |" in line)
     assert says in row
     value, low, high = (f"{100 * number:.3g}" for number in measured)
     assert f"| {value} [{low}, {high}] points |" in row
@@ -196,13 +196,14 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
 )
 def test_a_statistic_can_be_asked_for_the_other_way_round(tmp_path, unit, test, measured, says):
     asked = {"says": "it does", "experiment": "grid", "statistic": "score_over_other", "turned": True} | test
-    claim = {"id": "gain", "text": "it gains", "source": "P", "figure": "grid/scores", "conditions": [asked]}
+    claim = {"id": "gain", "text": "it gains", "source": "paper", "figure": "grid/scores", "conditions": [asked]}
     made = statistic(*measured) | {"name": "score_over_other", "unit": unit}
     folder = make_place(tmp_path, made)
-    (folder / "claims.yaml").write_text(json.dumps({"sources": {"P": "somewhere"}, "claims": [claim]}))
+    (folder / "claims.yaml").write_text(
+        json.dumps({"sources": {"paper": {"name": "A paper", "published": "somewhere"}}, "claims": [claim]})
+    )
     page = answered(folder)
-    _, row = (line for line in rendered(page, folder)["claims.md"].splitlines() if line.startswith("| ["))
-    assert f"| {says}" in row
+    assert f"| it does | {says}" in rendered(page, folder)["claims.md"]
     assert page["claims"][0]["conditions"][0]["how"] == "t interval over 3 training seeds; turned round"
     # What was measured stands in the file as it was measured.
     assert page["experiments"]["grid"]["statistics"] == [made]
@@ -213,9 +214,11 @@ def test_a_statistic_can_be_asked_for_the_other_way_round(tmp_path, unit, test, 
 )
 def test_what_has_no_other_way_round_is_refused(tmp_path, name, unit):
     asked = {"says": "it does", "experiment": "grid", "statistic": name, "turned": True, "above": 0}
-    claim = {"id": "gain", "text": "it gains", "source": "P", "figure": "grid/scores", "conditions": [asked]}
+    claim = {"id": "gain", "text": "it gains", "source": "paper", "figure": "grid/scores", "conditions": [asked]}
     folder = make_place(tmp_path, statistic(0.1, 0.05, 0.2) | {"name": name, "unit": unit})
-    (folder / "claims.yaml").write_text(json.dumps({"sources": {"P": "somewhere"}, "claims": [claim]}))
+    (folder / "claims.yaml").write_text(
+        json.dumps({"sources": {"paper": {"name": "A paper", "published": "somewhere"}}, "claims": [claim]})
+    )
     with pytest.raises(DvpError, match=f"claim 'gain': {name}: turned: expected a ratio or a difference"):
         answered(folder)
 
@@ -252,7 +255,7 @@ def test_what_was_not_run_is_said_and_is_no_verdict(place):
     assert (result["not_run"], result["claims"][0]["verdict"]) == (["grid"], "not tested yet")
     pages = rendered(result, folder)
     assert "Not run for this page: grid." in pages["claims.md"]
-    assert "| [it gains](#gain) | 20 % | grid was not run |" in pages["claims.md"]
+    assert "- [it gains](#gain): grid was not run\n" in pages["claims.md"]
     assert "Not run for this page: grid." in pages["claims.html"]
 
 
@@ -270,7 +273,7 @@ def test_a_later_page_takes_over_what_was_measured_and_holds_it_against_its_own_
     assert later["claims"][0]["verdict"] == "reproduced"
     assert later["claims"][0]["files"] == first["claims"][0]["files"] == {"tiny/runs/a/train.json": ORIGIN}
     assert [one["settings"] for one in later["claims"][0]["conditions"]] == [2, 2]
-    assert "Measured for an earlier page and held against the rules of this one: grid." in page
+    assert "Measured for an earlier page, and held against the rules of this one: grid." in page
     assert (folder / "later/figures/tiny/scores.png").read_text() == "a picture"
     assert later["not_run"] == []
 
@@ -326,7 +329,7 @@ def test_the_table_of_one_experiment_opens_the_page_and_a_later_one(place):
     for pages in (page_of_first, rendered(later, folder / "later")):
         page = pages["claims.md"]
         places = [
-            page.index(text) for text in ("- First.", "- Third.", "k3 \\| nats", "- The scale.", "## Claim by claim")
+            page.index(text) for text in ("- First.", "- Third.", "k3 \\| nats", "- The scale.", "## What the verdicts")
         ]
         assert places == sorted(places)
         assert "| <b>DVP | 1e-3 |" in page
@@ -393,24 +396,33 @@ def test_no_cell_of_the_page_is_empty_and_every_number_names_its_runs(place):
     folder = place(statistic(8.0, 5.0, 11.0, rho="0.01"))
     result = json.loads(json.dumps(answered(folder), allow_nan=False))
     page = rendered(result, folder / "evidence")["claims.md"]
-    table = page.partition("|---|---|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    assert len(table) == 2  # a row a condition
-    short = page.partition("|---|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    assert len(short) == 3  # a row a claim
-    for lines, columns in ((table, 9), (short, 6)):
+    tables = {
+        columns: page.partition(f"\n|{'---|' * columns}\n")[2].partition("\n\n")[0].splitlines()
+        for columns in (4, 6, 7)
+    }
+    for columns, lines in tables.items():
         for line in lines:
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]
             assert len(cells) == columns
             assert all(cells)
-    assert short[0] == "| [it gains](#gain) | 20 % | 8 [5, 11] % | 1 of 2 | – | **reproduced in part** |"
-    assert short[1] == "| [another thing](#other) | in words | no time | – | – | **not tested yet** |"
-    assert "| above nothing | 8 [5, 11] % | met | **reproduced in part** |" in table[0]
-    assert "| ″ | ″ | and by 20 | 8 [5, 11] % | failed | ″ |" in table[1]
+    assert tables[7] == [
+        "| [A paper](#source_paper) | 0 | 1 | 0 | 0 | 1 | 0 |",
+        "| [Ours](#source_own) | 0 | 0 | 0 | 0 | 0 | 1 |",
+    ]
+    assert tables[6] == [
+        "| [it gains](#gain) | 20 % | 8 [5, 11] % | 1 of 2 | – | **reproduced in part** |",
+        "| [a large thing](#large) | in words | no GPU | – | – | **not testable at this scale** |",
+    ]
+    assert tables[4] == ["| above nothing | 8 [5, 11] % | met | 1 |", "| and by 20 | 8 [5, 11] % | failed | 1 |"]
+    assert "- [another thing](#other): no time\n" in page
+    assert "**reproduced in part**. Published: 20 %. (Table 1.)\n" in page
+    assert "**not tested yet**: no time.\n" in page
+    assert "Intervals: t interval over 3 training seeds.\n" in page
+    assert "Measured in tiny, 1 file, commit ccccccc. claims.json names each file" in page
+    assert result["claims"][0]["files"] == {"tiny/runs/a/train.json": ORIGIN}
     assert "| gain | asks for 20, not for 21 \\| 22 | the result | 1234567 |" in page
-    assert "| `tiny/runs/a/train.json` | `key1` | `abc` | `cccccccccccc` |" in page
-    assert "1 reproduced in part, 1 not testable at this scale, 1 not tested yet." in page
-    assert "Scale of grid: " in page
-    assert page.count("(figures/tiny/scores.png)") == 2
+    assert "- grid: " in page.partition("## What the page is made of")[2]
+    assert page.count("(figures/tiny/scores.png)") == 1
     assert (folder / "evidence/figures/tiny/scores.png").read_text() == "a picture"
     html = render(result, folder / "evidence")["claims.html"]
     for text in (

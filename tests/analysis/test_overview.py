@@ -1,5 +1,7 @@
 """A method in a row: each number by hand, and the three sentences that say what the table shows."""
 
+import re
+
 import numpy as np
 import pytest
 from made_up_results import CLAIMS, Results, make_experiment
@@ -84,13 +86,15 @@ def test_three_sentences_say_who_is_told_from_the_reference(table):
             each = table.rows[point.path][key]
             if each is not None:
                 told["above" if each.low > 0 else "below" if each.high < 0 else "not"] += 1
-        assert f"of {sum(told.values())} compared with RLOO (naive), coarse" in sentence
-        above, below = sentence.split("above it ")[1].split(". Below it ")
-        below = below.split(". Not told")[0]
+        start, above, below, rest = re.fullmatch(
+            r"(.*): above it (.*?), below it (.*?), not told from it (\d+)\.", sentence.split(" With a ρ")[0]
+        ).groups()
+        assert start.endswith("compared with RLOO (naive), coarse")
         for text, side in ((above, "above"), (below, "below")):
+            assert text == "none" or text.startswith(f"{told[side]} (")
             assert (0 if text == "none" else len(text.split("; "))) == told[side]
-        assert f"Not told from it: {told['not']}." in sentence
+        assert int(rest) == told["not"]
     only = table.rows[DVP.path]["over_evaluation_only"]
-    says = "above it DVP, coarse, ρ = 0.01" if only.low > 0 else "Below it DVP, coarse, ρ = 0.01"
+    says = "above it 1 (DVP, ρ = 0.01)" if only.low > 0 else "below it 1 (DVP, ρ = 0.01)"
     assert says in served.split("the same method without a safe vocabulary")[1]
     assert collapsed == f"1 of {3 * len(asked.points)} runs collapsed: of DVP, coarse, ρ = 0.01."

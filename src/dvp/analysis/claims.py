@@ -1,4 +1,4 @@
-"""Published values, each with its source (config/claims.yaml)."""
+"""What others have published and what we ask ourselves, each with its source (config/claims.yaml)."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,8 +54,17 @@ class Condition(Strict):
         return self
 
 
+class Source(Strict):
+    """Who says something."""
+
+    name: str
+    """A paper's title, or who else."""
+    published: str | None = None
+    """Where, and how far we know it; None for what nobody has published."""
+
+
 class Claim(Strict):
-    """One published statement, and how it is answered."""
+    """One statement, and how it is answered."""
 
     id: Name
     text: str
@@ -64,8 +73,8 @@ class Claim(Strict):
     unit: str | None = None
     relation: Literal["equal", "below", "at_least"] | None = None
     """How the value is meant."""
-    source: str
-    """In the file a key of its `sources`; once read, the source itself."""
+    source: Name
+    """A key of the file's `sources`."""
     method: Name | None = None
     """The value stands beside this method's rows of the main table."""
     note: str | None = None
@@ -113,7 +122,7 @@ class Change(Strict):
 class Claims(Strict):
     """config/claims.yaml."""
 
-    sources: dict[str, str]
+    sources: dict[Name, Source]
     claims: list[Claim]
     overview: Name | None = None
     """The experiment whose `overview_table` opens the page."""
@@ -137,8 +146,8 @@ class Claims(Strict):
 
     @property
     def by_id(self) -> dict[str, Claim]:
-        """The claims in the order of the file, their sources spelled out."""
-        return {claim.id: claim.model_copy(update={"source": self.sources[claim.source]}) for claim in self.claims}
+        """The claims in the order of the file."""
+        return {claim.id: claim for claim in self.claims}
 
 
 def load_claims(path: Path = CLAIMS) -> dict[str, Claim]:

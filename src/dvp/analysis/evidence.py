@@ -2,7 +2,7 @@
 
 The rules that make a verdict stand in config/claims.yaml, beside the claims. Both forms of the page are rendered from
 the same data, by templates/claims.md.j2 and templates/claims.html.j2. That data, claims.json, is all that a later page
-needs to take over what was measured for this one.
+needs to take over what was measured for this one; it names every run of every claim, which the page in Markdown counts.
 """
 
 import base64
@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.claims import CLAIMS, Claim, Condition, load_file
+from dvp.analysis.claims import CLAIMS, Claim, Condition, Source, load_file
 from dvp.analysis.load import check_fresh
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.parts import parts
@@ -61,8 +61,9 @@ def answer(experiments: list[str], claims: Path = CLAIMS, earlier: Path | None =
     reports = _read_earlier(earlier) if earlier else {}
     reports = {key: report for key, report in reports.items() if key in wanted}
     reports |= {key: _read(folder) for key, folder in folders.items()}
-    answered = [_answer_claim(claim, reports) for claim in asked.values()]
+    answered = [_answer_claim(claim, file.sources[claim.source], reports) for claim in asked.values()]
     return {
+        "sources": {key: source.model_dump() for key, source in file.sources.items()},
         "experiments": {key: _of_use(key, report, answered, file.overview) for key, report in reports.items()},
         "overview": file.overview,
         "not_run": sorted(wanted - set(reports)),
@@ -103,23 +104,29 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     environment.filters = TEMPLATES.filters | {
         "interval": _interval,
         "seen_from": _seen_from,
-        "runs": _runs,
         "met": _met,
+        "intervals": lambda claim: list(dict.fromkeys(one["how"] for one in claim["conditions"] if "how" in one)),
+        "runs": _runs,
         "image": image,
         "data_uri": data_uri,
         "cell": lambda text: str(text).replace("|", "\\|"),
     }
-    count = Counter(claim["verdict"] for claim in answered["claims"])
+    groups = []
+    for key, source in answered["sources"].items():
+        own = [claim for claim in answered["claims"] if claim["source"] == key]
+        count = Counter(claim["verdict"] for claim in own)
+        groups.append(source | {"key": key, "claims": own, "counts": [count[name] for name in VERDICTS]})
     scales: dict[str, list[str]] = {}
     for name, experiment in answered["experiments"].items():
         scales.setdefault(" ".join(experiment["scale"].split()), []).append(name)
     page = {
-        "claims": answered["claims"],
+        "verdicts": VERDICTS,
+        "groups": groups,
+        "not_tested": NOT_TESTED,
         "changes": answered["changes"],
         "overview_of": answered["overview"],
         "overview": answered["experiments"].get(answered["overview"], {}).get("overview"),
         "overview_folder": answered["experiments"].get(answered["overview"], {}).get("folder"),
-        "count": ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name]),
         "scales": scales,
         "not_run": answered["not_run"],
         "not_asked": answered["not_asked"],
@@ -237,9 +244,11 @@ def _read_earlier(path: Path) -> dict[str, Any]:
     return page["experiments"]
 
 
-def _answer_claim(claim: Claim, reports: dict[str, Any]) -> dict[str, Any]:
+def _answer_claim(claim: Claim, source: Source, reports: dict[str, Any]) -> dict[str, Any]:
     conditions = [_answer_condition(claim.id, condition, reports) for condition in claim.conditions]
-    value = "in words" if claim.value is None else f"{RELATIONS[claim.relation]}{claim.value:g} {claim.unit}"
+    value = "in words" if source.published else None
+    if claim.value is not None:
+        value = f"{RELATIONS[claim.relation]}{claim.value:g} {claim.unit}"
     files: dict[str, Any] = {}
     for condition, answered in zip(claim.conditions, conditions, strict=True):
         if answered["sources"]:
@@ -251,7 +260,7 @@ def _answer_claim(claim: Claim, reports: dict[str, Any]) -> dict[str, Any]:
         "id": claim.id,
         "text": claim.text,
         "source": claim.source,
-        "note": claim.note or "no note",
+        "note": claim.note,
         "published": value,
         "verdict": verdict(
             [condition["status"] for condition in conditions if not condition["control"]],
@@ -264,7 +273,6 @@ def _answer_claim(claim: Claim, reports: dict[str, Any]) -> dict[str, Any]:
         else NOT_TESTED,
         "why": claim.not_testable or claim.not_tested or "",
         "conditions": conditions,
-        "settings": max((condition["settings"] for condition in conditions), default=0),
         "figure": claim.figure if key in reports and name in reports[key]["figures"] else None,
         "files": files,
     }
@@ -371,8 +379,12 @@ def _met(claim: dict[str, Any], control: bool) -> str:
     return f"{statuses.count(MET)} of {len(statuses)}" if statuses else "–"
 
 
-def _runs(condition: dict[str, Any]) -> str:
-    if not condition["files"]:
-        return "–"
-    commits = dict.fromkeys(origin["git_commit"][:7] for origin in condition["files"].values())
-    return f"{len(condition['files'])}, commit {', '.join(commits)}"
+def _runs(claim: dict[str, Any]) -> str:
+    """How many files of which experiments a claim rests on, and of which commits."""
+    by_folder: dict[str, list[str]] = {}
+    for name, origin in claim["files"].items():
+        by_folder.setdefault(name.split("/")[0], []).append(origin["git_commit"][:7])
+    counted = {folder: f"{len(each)} file{'s' if len(each) > 1 else ''}" for folder, each in by_folder.items()}
+    return "; ".join(
+        f"{folder}, {counted[folder]}, commit {', '.join(dict.fromkeys(each))}" for folder, each in by_folder.items()
+    )

@@ -129,8 +129,10 @@ def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict
     }
 
 
-def _name(experiment: Experiment, point: GridPoint) -> str:
-    parts = [experiment.methods[point.method].label, point.engine, *settings_as_read(experiment.settings_of(point))]
+def _name(experiment: Experiment, point: GridPoint, beside: GridPoint | None = None) -> str:
+    """A point in words; its engine where that is not the one of `beside`."""
+    engine = [] if beside is not None and beside.engine == point.engine else [point.engine]
+    parts = [experiment.methods[point.method].label, *engine, *settings_as_read(experiment.settings_of(point))]
     return ", ".join(parts if point.rho is None else [*parts, f"ρ = {rho_text(point.rho)}"])
 
 
@@ -145,9 +147,9 @@ def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) ->
         ("exact_over_reference", f"On {experiment.evaluation.engine} from the full vocabulary"),
         ("served_over_reference", "On the engine of training, with the vocabulary of training"),
     ):
-        said = _told(experiment, rows, key, f"{policy}, of {{}} compared with {reference}")
+        said = _told(experiment, rows, key, f"{policy}, compared with {reference}")
         if said and key.startswith("served"):
-            only = "Of {} with a ρ, compared with the same method without a safe vocabulary that is sampled there at ρ"
+            only = "With a ρ, compared with the same method without a safe vocabulary that is sampled there at ρ"
             said = " ".join(filter(None, [said, _told(experiment, rows, "over_evaluation_only", only)]))
         result += filter(None, [said])
     runs = loaded.runs
@@ -164,9 +166,10 @@ def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) ->
 
 
 def _told(experiment: Experiment, rows: dict[str, dict], key: str, of: str) -> str | None:
-    """Which rows a difference's interval tells from 0; `of` has a place for their number. None without any."""
+    """Which rows a difference's interval tells from 0, after `of`. None without any."""
+    reference = reference_point(experiment)
     compared = {
-        _name(experiment, point): rows[point.path][key]
+        _name(experiment, point, beside=reference): rows[point.path][key]
         for point in experiment.points
         if rows[point.path][key] is not None and role(experiment, point) != "reference"
     }
@@ -175,6 +178,10 @@ def _told(experiment: Experiment, rows: dict[str, dict], key: str, of: str) -> s
     if not compared:
         return None
     return (
-        f"{of.format(len(compared))}: above it {'; '.join(above) or 'none'}. "
-        f"Below it {'; '.join(below) or 'none'}. Not told from it: {len(compared) - len(above) - len(below)}."
+        f"{of}: above it {_counted(above)}, below it {_counted(below)}, "
+        f"not told from it {len(compared) - len(above) - len(below)}."
     )
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} ({'; '.join(names)})" if names else "none"

@@ -135,6 +135,25 @@ def test_table_and_figure(asked, written, tmp_path):
         assert path.stat().st_size > 10_000
 
 
+def test_of_a_model_that_the_exact_engine_trained_the_figure_does_not_speak_of_another_engine(tmp_path):
+    grid = [
+        {"method": "rloo", "engine": "fp32"},
+        {"method": "rloo", "engine": "coarse"},
+        *({"method": "dvp", "engine": engine, "rho": RHO} for engine in ("fp32", "coarse")),
+    ]
+    asked = make_experiment(
+        grid=grid,
+        training__steps=2,
+        evaluation__bootstrap_resamples=200,
+        evaluation__also=[{"engine": "training", "rho": "own"}],
+    )
+    Results(asked, tmp_path)
+    figure = make(asked, tmp_path, "matrix", CLAIMS).figures["evaluation_matrix"]
+    named = {handle.get_label(): handle.get_color() for handle in figure.legends[0].legend_handles}
+    assert list(named)[:3] == ["fp32, full", "engine of training, at ρ", "fp32, at ρ"]
+    assert named["fp32, at ρ"] == named["fp32, full"] != named["engine of training, at ρ"]
+
+
 def test_scores_of_another_sampler_are_refused(asked, written):
     run, sampler = asked.further_evaluations[-1]
     path = written.folder / "evals" / run.path / sampler.path / "held_out/scores.json"

@@ -76,7 +76,7 @@ def _handles(
     experiment: Experiment, style: dict[GridPoint, Style], reference: GridPoint, *, elsewhere: bool
 ) -> list[Line2D]:
     """`elsewhere`: whether the reference is drawn in a panel that is not its own."""
-    looks = dict.fromkeys((look.label, look.color, look.line) for look in style.values())
+    looks = dict.fromkeys((look.name, look.color, look.line) for look in style.values())
     within = experiment.report.reached_within
     name = style[reference].label + style[reference].settings.replace(", ", "\n", 1)
     return [

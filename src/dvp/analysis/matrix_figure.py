@@ -9,6 +9,7 @@ from dvp.analysis.matrix import ONLY, entries, heading, own_policies
 from dvp.analysis.tables import Table
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.experiment.evaluation import Further
 
 WIDTH = 9.6
 RING = {"marker": "o", "markersize": 12, "color": "none", "markeredgecolor": DARK, "markeredgewidth": 1}
@@ -19,7 +20,7 @@ def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:
     columns, rows = entries(experiment), list(table.rows.values())
     engines = list(dict.fromkeys(entry.engine for entry in columns.values()))
     colors = {engine: COLORS[place % len(COLORS)] for place, engine in enumerate(engines)}
-    owns = own_policies(experiment)
+    owns, drawn = own_policies(experiment), dict.fromkeys((entry.engine, entry.rho) for entry in columns.values())
     with mpl.rc_context(STYLE):
         figure = new_figure(WIDTH, 1.5 + 0.5 * len(rows))
         axes = figure.subplots()
@@ -28,7 +29,10 @@ def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:
             cells = {id(row[key]): (row[key], entry) for key, entry in reversed(columns.items()) if row.get(key)}
             for place, (cell, entry) in enumerate(reversed(cells.values())):
                 y = height + 0.19 * (place - (len(cells) - 1) / 2)
-                color = colors[entry.engine]
+                # Of a model that was trained on the evaluation's engine the two are one.
+                exact = cell.where["evaluated_on"] == experiment.evaluation.engine
+                engine = experiment.evaluation.engine if exact else entry.engine
+                color, drawn[engine, entry.rho] = colors[engine], None
                 axes.hlines(y, 100 * cell.low, 100 * cell.high, color=color, linewidth=1.6, zorder=2)
                 if cell.where in owns:
                     axes.plot(100 * cell.value, y, linestyle="none", zorder=2, **RING)
@@ -43,13 +47,13 @@ def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:
         axes.set_xlabel(f"avg@{k} on {experiment.report.task}, %")
         handles = [
             handle(
-                heading(entry),
+                heading(Further(engine=engine, rho=rho)),
                 marker="o",
-                color=colors[entry.engine],
+                color=colors[engine],
                 markersize=6,
-                markerfacecolor="white" if entry.rho else colors[entry.engine],
+                markerfacecolor="white" if rho else colors[engine],
             )
-            for entry in columns.values()
+            for engine, rho in drawn
         ]
         ring = handle("the policy that\nthe updates are for", **RING)
         figure.legend(handles=[*handles, ring], loc="outside right upper", title="sampled by", alignment="left")

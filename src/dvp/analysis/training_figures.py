@@ -37,7 +37,10 @@ class Style:
     color: str
     line: str | tuple
     marker: str
+    name: str
+    """Without its engine, which the title of a panel says."""
     label: str
+    """With its engine, where the grid has several."""
     settings: str
     """The training settings in which the grid differs, as a label ends with them; empty without any."""
 
@@ -57,17 +60,16 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
     result = {}
     for point in every:
         rho = rhos.index(point.rho)
-        label = experiment.methods[point.method].label
-        label += "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
+        name = experiment.methods[point.method].label
+        name += "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
         # With and without a single ρ the line is solid: the colour already tells the methods apart.
         color, line = colors[point.method], _LINES[(max(rho - 1, 0) + earlier[point.method]) % len(_LINES)]
         if is_control(experiment, point):
-            label += f"\n(control: engine {point.engine})"
+            name += f"\n(control: engine {point.engine})"
             color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))
-        elif several:
-            label += f", {point.engine}"
+        engine = f", {point.engine}" if several and not is_control(experiment, point) else ""
         settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
-        result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], label, settings)
+        result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], name, name + engine, settings)
     return result
 
 
@@ -203,7 +205,7 @@ def _curves(
         # Points that differ in their settings alone look alike where the panels' titles say them.
         titled = {look.settings for point, look in style.items() if not is_control(experiment, point)}
         looks = dict.fromkeys(
-            (look.label + (look.settings if look.settings not in titled else ""), look.color, look.line)
+            (look.name + (look.settings if look.settings not in titled else ""), look.color, look.line)
             for look in style.values()
         )
         # Seeds of many methods in one panel hide their means.

@@ -1,6 +1,8 @@
 """The page of claims from nothing, for real, at the size of a smoke test: measured, answered, traced, asked again."""
 
 import json
+import re
+from itertools import pairwise
 
 import pandas as pd
 import pytest
@@ -28,20 +30,21 @@ def answered(copy) -> dict:
     return json.loads((copy.results / "evidence/claims.json").read_text())
 
 
-def test_every_claim_has_its_row_and_no_cell_is_empty(copy, root):
+def test_every_claim_is_listed_once_and_has_its_section_and_no_cell_is_empty(copy, root):
     page = (copy.results / "evidence/claims.md").read_text()
-    claims = load_claims(root / "config/claims.yaml")
-    short, long = (
-        page.partition(f"\n|{'---|' * columns}\n")[2].partition("\n\n")[0].splitlines() for columns in (6, 9)
-    )
-    assert len(short) == len(claims)
-    assert len(long) == sum(len(claim.conditions) for claim in claims.values())
-    assert sum(row.startswith("| [") for row in long) == sum(bool(claim.conditions) for claim in claims.values())
-    for rows, columns in ((short, 6), (long, 9)):
-        for row in rows:
-            measurements = [measurement.strip() for measurement in row.strip("|").split(" | ")]
-            assert len(measurements) == columns
-            assert all(measurements)
+    _, *parts = re.split(r'^## <a id="(\w+)"></a>', page, flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    for claim in load_claims(root / "config/claims.yaml").values():
+        assert page.count(f"](#{claim.id})") == 1
+        assert len(table_rows(sections[claim.id])) == len(claim.conditions)
+    for row in table_rows(page):
+        assert all(cell.strip() for cell in row.strip("|").split(" | "))
+
+
+def table_rows(text: str) -> list[str]:
+    """The rows of all tables in Markdown, without their headings."""
+    lines = [*text.splitlines(), ""]
+    return [line for line, following in pairwise(lines) if line.startswith("| ") and not following.startswith("|--")]
 
 
 def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(copy, answered):

@@ -18,7 +18,7 @@ STAGE_VERSIONS = {
     "report_bias": 7,
     "report_variance": 3,
     "report_sweep": 3,
-    "evidence": 8,
+    "evidence": 9,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.
 

@@ -119,14 +119,15 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     scales: dict[str, list[str]] = {}
     for name, experiment in answered["experiments"].items():
         scales.setdefault(" ".join(experiment["scale"].split()), []).append(name)
+    overview = answered["experiments"].get(answered["overview"], {})
     page = {
         "verdicts": VERDICTS,
         "groups": groups,
         "not_tested": NOT_TESTED,
         "changes": answered["changes"],
         "overview_of": answered["overview"],
-        "overview": answered["experiments"].get(answered["overview"], {}).get("overview"),
-        "overview_folder": answered["experiments"].get(answered["overview"], {}).get("folder"),
+        "overview": overview.get("overview"),
+        "overview_folder": Path(overview.get("folder", "")).name,
         "scales": scales,
         "not_run": answered["not_run"],
         "not_asked": answered["not_asked"],
@@ -138,10 +139,10 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def verdict(statuses: list[str], controls: list[str], *, needs_all: bool = False) -> str:
-    """Of conditions and controls, as config/claims.yaml says; `not tested yet` where none was measured."""
-    if all(status == MISSING for status in statuses):
+    """Of conditions and controls, as config/claims.yaml says."""
+    if MISSING in (*statuses, *controls):
         return NOT_TESTED
-    if MET not in statuses and FAILED not in statuses:
+    if all(status == OPEN for status in statuses) and FAILED not in controls:
         return NOT_SEEN
     if all(status == MET for status in [*statuses, *controls]):
         return REPRODUCED

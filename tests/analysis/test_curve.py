@@ -14,7 +14,6 @@ from dvp.analysis.claims import Condition
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.evidence import MET, _answer_condition
 from dvp.analysis.load import load_curve
-from dvp.analysis.points import reference_point
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
@@ -167,7 +166,7 @@ def test_statistics_by_hand(written, asked):
         return statistic
 
     unit = 4 * asked.training.prompts_per_step * 41  # a step with groups of 4
-    reference = reference_point(asked)
+    reference = asked.reference_point
     assert reference.path == f"{POINT}/group_size~8"
     goal = curve.target(asked, groups, "held_out")
     assert goal == pytest.approx(0.875 - 0.02)

@@ -11,7 +11,7 @@ from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition, load_claims
 from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
-from dvp.analysis.points import policy_label, reference_point, unpruned_point
+from dvp.analysis.points import policy_label, unpruned_point
 from dvp.analysis.report import make
 from dvp.errors import DvpError
 
@@ -123,7 +123,7 @@ def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
 
 
 def test_points_are_compared_with_their_like(experiment):
-    assert reference_point(experiment).path == G16
+    assert experiment.reference_point.path == G16
     pruned = [point for point in experiment.points if point.method == "dvp"]
     assert [unpruned_point(experiment, point).path for point in pruned] == [G4, G16]
 

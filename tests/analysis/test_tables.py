@@ -9,7 +9,6 @@ import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
 from dvp.analysis.load import evaluation_path
-from dvp.analysis.points import reference_point
 from dvp.analysis.training import where_of
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
@@ -240,20 +239,16 @@ def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
 
 
 def test_reference():
-    assert reference_point(make_experiment()).path == REFERENCE
+    assert make_experiment().reference_point.path == REFERENCE
     # Nothing but the evaluation's engine: the reference is there.
     same = make_experiment(grid=[{"method": ["rloo", "rloo_mis"], "engine": ["fp32"]}])
-    assert reference_point(same).engine == "fp32"
+    assert same.reference_point.engine == "fp32"
     # Two mismatched engines: the one that more points share.
     grid = [
         {"method": ["rloo"], "engine": ["fp32", "bf16", "coarse"]},
         {"method": ["rloo_mis"], "engine": ["bf16"]},
     ]
-    assert reference_point(make_experiment(grid=grid)).engine == "bf16"
-    assert reference_point(make_experiment(grid=grid, report__reference_engine="coarse")).engine == "coarse"
+    assert make_experiment(grid=grid).reference_point.engine == "bf16"
+    assert make_experiment(grid=grid, report__reference_engine="coarse").reference_point.engine == "coarse"
     # A control, where it is asked for.
-    assert reference_point(make_experiment(grid=grid[:1], report__reference_engine="fp32")).engine == "fp32"
-    with pytest.raises(DvpError, match=r"report.reference: 'rloo' is ambiguous, it could be .*bf16.* or .*coarse"):
-        reference_point(make_experiment(grid=grid[:1]))
-    with pytest.raises(DvpError, match=r"report.reference: method 'rloo' is not in the grid"):
-        reference_point(make_experiment(grid=grid[1:]))
+    assert make_experiment(grid=grid[:1], report__reference_engine="fp32").reference_point.engine == "fp32"

@@ -277,8 +277,8 @@ def test_a_rho_in_quotes_and_without_is_given_twice():
         ),
         (
             {"group_size": [8, 2]},
-            "report.reference_training: expected the settings that tell method~rloo/engine~fp32/rho~none/group_size~8 "
-            "and method~rloo/engine~fp32/rho~none/group_size~2 and method~rloo/engine~fp32/rho~none apart",
+            "report.reference_training: expected the settings that are meant, of method~rloo/engine~fp32/rho~none/"
+            "group_size~8 or method~rloo/engine~fp32/rho~none/group_size~2 or method~rloo/engine~fp32/rho~none",
         ),
     ],
 )
@@ -300,6 +300,18 @@ def test_a_reference_is_named_by_its_engine():
     assert experiment(*grid, report__reference_engine="fp32").report.reference_engine == "fp32"
     line = refused(*grid, report__reference_engine="bf16")
     assert line == "report.reference_engine: the grid has no 'rloo' with engine 'bf16'"
+    assert refused({"method": ["rloo", "otb"], "engine": ["bf16", "coarse"]}) == (
+        "report.reference_engine: expected the engine that is meant, of method~rloo/engine~bf16/rho~none or "
+        "method~rloo/engine~coarse/rho~none"
+    )
+
+
+def test_no_key_tells_the_reference_of_one_rho_from_that_of_another():
+    grid = ({"method": "rloo", "engine": "fp32"}, {"method": "dvp", "engine": "coarse", "rho": [0.1, 0.01]})
+    assert refused(*grid, report__reference="dvp") == (
+        "report.reference: expected a method with one ρ on its engine, found method~dvp/engine~coarse/rho~0.1 or "
+        "method~dvp/engine~coarse/rho~0.01"
+    )
 
 
 def test_a_policy_that_is_measured_is_named_by_its_settings_and_sampled_as_it_was_trained():

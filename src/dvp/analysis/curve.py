@@ -10,7 +10,7 @@ from scipy import stats
 from dvp.analysis.formats import EMPTY
 from dvp.analysis.load import Curve
 from dvp.analysis.pages import notes
-from dvp.analysis.points import reference_point, seeds_text
+from dvp.analysis.points import seeds_text
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
@@ -97,7 +97,7 @@ def _group(experiment: Experiment, loaded: Curve, task: str, point: GridPoint, u
 
 def target(experiment: Experiment, groups: list[Group], task: str) -> float:
     """The score that counts as having reached the reference: report.reached_within below its final one."""
-    reference = reference_point(experiment)
+    reference = experiment.reference_point
     [own] = [group for group in groups if (group.task, group.point) == (task, reference)]
     return float(own.score_R["final"][0]) - experiment.report.reached_within / 100
 
@@ -114,7 +114,7 @@ def statistics(experiment: Experiment, groups: list[Group]) -> list[Statistic]:
     result = []
     for group in groups:
         same_task = {other.point: other for other in groups if other.task == group.task}
-        reference = same_task[reference_point(experiment)]
+        reference = same_task[experiment.reference_point]
         rivals = {"over_reference": reference, "over_equal_settings": _equal_settings(experiment, same_task, group)}
         result += _scores(experiment, group, rivals)
         result += _tokens(experiment, group, rivals, target(experiment, groups, group.task))
@@ -123,7 +123,7 @@ def statistics(experiment: Experiment, groups: list[Group]) -> list[Statistic]:
 
 def _equal_settings(experiment: Experiment, groups: dict[GridPoint, Group], group: Group) -> Group | None:
     """The reference's method with the same engine and training settings; None of itself, or if there is none."""
-    method = reference_point(experiment).method
+    method = experiment.reference_point.method
     for point, other in groups.items():
         alike = experiment.training_of(point) == experiment.training_of(group.point)
         if (point.method, point.engine) == (method, group.point.engine) and alike and group.point.method != method:
@@ -254,7 +254,7 @@ def _curve_table(experiment: Experiment, groups: list[Group], measured: list[Sta
         "curve_table",
         experiment,
         goals=goals,
-        reference=reference_point(experiment),
+        reference=experiment.reference_point,
         until=groups[0].until,
         halves=any(group.peak_steps for group in groups),
         over=bootstrap.over(experiment.seeds),

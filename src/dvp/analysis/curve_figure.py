@@ -9,7 +9,6 @@ from matplotlib.ticker import EngFormatter
 
 from dvp.analysis.curve import Group, target
 from dvp.analysis.figures import DARK, STYLE, handle, new_figure, set_title
-from dvp.analysis.points import reference_point
 from dvp.analysis.training_figures import Style, panels, styles
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
@@ -23,7 +22,7 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
 
     The reference's curve is drawn in the other panels too, so that settings can be compared.
     """
-    style, reference = styles(experiment), reference_point(experiment)
+    style, reference = styles(experiment), experiment.reference_point
     shown_in = [(task, *panel) for task in experiment.data.tasks for panel in panels(experiment)]
     by_task = {task: {group.point: group for group in groups if group.task == task} for task in experiment.data.tasks}
     with mpl.rc_context(STYLE):

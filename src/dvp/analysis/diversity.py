@@ -15,7 +15,7 @@ from dvp.analysis import matrix
 from dvp.analysis.load import Matrix, cell_name
 from dvp.analysis.matrix import SCORE, differences, samplers, where
 from dvp.analysis.pages import notes
-from dvp.analysis.points import BASE, reference_point, seeds_text, unpruned_point
+from dvp.analysis.points import BASE, seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
 from dvp.analysis.training import MARKS, over_seeds, point_cells, point_columns, replicated_means, score_files
@@ -52,7 +52,7 @@ def statistics(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> 
         (SOLUTIONS, solutions_R, fewer, f"solutions of {k} samples"),
         (DIFFERING, share_R, alike, "fraction"),
     )
-    reference, result = reference_point(experiment), []
+    reference, result = experiment.reference_point, []
     for name, value_R, difference, unit in kinds:
         for point in (None, *experiment.points):
             how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")

@@ -11,7 +11,7 @@ import numpy as np
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Matrix, cell_name
 from dvp.analysis.pages import notes
-from dvp.analysis.points import reference_point, seeds_text, unpruned_point
+from dvp.analysis.points import seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
 from dvp.analysis.training import MARKS, point_cells, point_columns, replicates, score_files, where_of
@@ -83,7 +83,7 @@ def statistics(experiment: Experiment, loaded: Matrix) -> list[Statistic]:
         return score_R[mine] - score_R[its]
 
     for point in experiment.points:
-        without, reference = unpruned_point(experiment, point), reference_point(experiment)
+        without, reference = unpruned_point(experiment, point), experiment.reference_point
         if without is not None:
             result += differences(experiment, loaded, draws, minus, OVER_UNPRUNED, point, without, shared_rho=True)
         if point != reference:

@@ -9,7 +9,7 @@ from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Matrix
 from dvp.analysis.matrix import ONLY_HEADING, OVER_REFERENCE, OVER_UNPRUNED, OWN, SCORE, where
 from dvp.analysis.pages import notes
-from dvp.analysis.points import reference_point, seeds_text
+from dvp.analysis.points import seeds_text
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval
 from dvp.analysis.training import (
@@ -40,7 +40,7 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
     In the CSV scores and shares are fractions.
     """
     known = lookup(measured)
-    exact, reference = experiment.evaluation.engine, reference_point(experiment)
+    exact, reference = experiment.evaluation.engine, experiment.reference_point
     rows = {}
     for point in experiment.points:
         runs = loaded.runs[loaded.runs["point"] == point.path]
@@ -92,7 +92,7 @@ def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> 
 
 def _served_over_reference(experiment: Experiment, point: GridPoint, measured: Iterable[Statistic]) -> Statistic | None:
     """A point minus the reference, each with the vocabulary of its training; none where their engines differ."""
-    reference = reference_point(experiment)
+    reference = experiment.reference_point
     if point.engine != reference.engine:
         return None
     own = None if point.rho is None and reference.rho is None else OWN
@@ -141,7 +141,7 @@ def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) ->
 
     The second says as well what is left of it next to ρ at evaluation alone.
     """
-    reference = _name(experiment, reference_point(experiment))
+    reference = _name(experiment, experiment.reference_point)
     result = []
     for key, policy in (
         ("exact_over_reference", f"On {experiment.evaluation.engine} from the full vocabulary"),
@@ -167,7 +167,7 @@ def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) ->
 
 def _told(experiment: Experiment, rows: dict[str, dict], key: str, of: str) -> str | None:
     """Which rows a difference's interval tells from 0, after `of`. None without any."""
-    reference = reference_point(experiment)
+    reference = experiment.reference_point
     compared = {
         _name(experiment, point, beside=reference): rows[point.path][key]
         for point in experiment.points

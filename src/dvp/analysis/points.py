@@ -1,19 +1,12 @@
-"""Grid points and how they relate: the control, the reference, and the counterpart without a safe vocabulary."""
+"""Grid points and how they relate: the counterpart without a safe vocabulary, and how they are called."""
 
 from collections.abc import Iterable
 
 from dvp.analysis.formats import rho_text
-from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, settings_as_read
 
 BASE = "base"
-
-
-def is_control(experiment: Experiment, point: GridPoint) -> bool:
-    """Whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
-    exact = experiment.evaluation.engine
-    return point.engine == exact and any(other.engine != exact for other in experiment.points)
 
 
 def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str | None:
@@ -38,35 +31,6 @@ def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None
     ]
     name = unpruned(experiment, point.method, (other.method for other in here))
     return next((other for other in here if other.method == name), None)
-
-
-def reference_point(experiment: Experiment) -> GridPoint:
-    """The point that the others are compared with.
-
-    It is of the method report.reference, with report.reference_training and report.reference_engine. Without the
-    latter controls are left out unless there is nothing else; of the rest it is the one whose engine most points of the
-    grid share. Raises DvpError if there is none, or if that does not decide.
-    """
-    method, engine = experiment.report.reference, experiment.report.reference_engine
-    settings = experiment.report.reference_training
-    candidates = [
-        point for point in experiment.points if point.method == method and experiment.has_settings(point, settings)
-    ]
-    if engine is None:
-        candidates = [point for point in candidates if not is_control(experiment, point)] or candidates
-    else:
-        candidates = [point for point in candidates if point.engine == engine]
-    if not candidates:
-        raise DvpError(f"experiment '{experiment.name}': report.reference: method '{method}' is not in the grid")
-    engines = [point.engine for point in experiment.points]
-    most = max(engines.count(point.engine) for point in candidates)
-    chosen = [point for point in candidates if engines.count(point.engine) == most]
-    if len(chosen) > 1:
-        raise DvpError(
-            f"experiment '{experiment.name}': report.reference: '{method}' is ambiguous, it could be "
-            + " or ".join(point.path for point in chosen)
-        )
-    return chosen[0]
 
 
 def policy_label(experiment: Experiment, policy: str) -> str:

@@ -35,7 +35,6 @@ from dvp.analysis.load import (
     load_variance,
 )
 from dvp.analysis.matrix_figure import evaluation_matrix
-from dvp.analysis.points import reference_point
 from dvp.analysis.statistics import Part
 from dvp.experiment.config import Experiment
 from dvp.files import expect, expect_keys, read_json, sha256_file, write_text
@@ -168,7 +167,7 @@ def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
     return {
         "experiment": experiment.name,
         "config_hash": experiment.config_hash("report"),
-        "reference": reference_point(experiment).path,
+        "reference": experiment.reference_point.path,
         "tables": {name: table.provenance() for name, table in part.tables.items()},
         "files": part.files | part.quoted,
     }

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from dvp.analysis.figures import GREY, STYLE, method_colors, new_figure, plain_log
 from dvp.analysis.load import Training
 from dvp.analysis.parts import FEWEST_RHOS, swept
-from dvp.analysis.points import is_control, seeds_text
+from dvp.analysis.points import seeds_text
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.training import LAST_STEPS, replicates, score_files, where_of
 from dvp.evaluation import bootstrap
@@ -131,7 +131,7 @@ def _horizontal(
 ) -> None:
     """A line for each grid point without ρ; an exact engine's KL, far below all others, in words."""
     for point in (point for point in experiment.points if point.rho is None):
-        color, line = (GREY, "--") if is_control(experiment, point) else (colors[point.method], ":")
+        color, line = (GREY, "--") if experiment.is_control(point) else (colors[point.method], ":")
         statistic, label = of(name, **where_of(experiment, point)), _label(experiment, point)
         value = statistic.value if statistic else math.nan
         if name == "final_k3" and not value >= NEGLIGIBLE:  # rounding may bring it below 0, too

@@ -14,8 +14,6 @@ from dvp.analysis.load import Matrix, Training
 from dvp.analysis.pages import notes
 from dvp.analysis.points import (
     BASE,
-    is_control,
-    reference_point,
     seeds_text,
     unpruned_point,
 )
@@ -55,7 +53,7 @@ def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[li
         "mismatch_table": mismatch_table(experiment, loaded),
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
-    trivial = [where_of(experiment, None), where_of(experiment, reference_point(experiment))]
+    trivial = [where_of(experiment, None), where_of(experiment, experiment.reference_point)]
     listed = [
         statistic
         for statistic in measured
@@ -111,7 +109,7 @@ def _scores(
 ) -> Iterator[Statistic]:
     name = point.path if point else BASE
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
-    reference = reference_point(experiment)
+    reference = experiment.reference_point
     without = unpruned_point(experiment, point) if point else None
     how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
     seen = f"power {bootstrap.POWER:.0%}, at the measured standard error"
@@ -211,9 +209,9 @@ def score_files(loaded: Training | Matrix, point: str) -> tuple[str, ...]:
 def role(experiment: Experiment, point: GridPoint | None) -> str:
     if point is None:
         return BASE
-    if point == reference_point(experiment):
+    if point == experiment.reference_point:
         return "reference"
-    return "control" if is_control(experiment, point) else ""
+    return "control" if experiment.is_control(point) else ""
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def main_table(experiment: Experiment, loaded: Training, measured: list[Statisti
         }
         for key in ("score", "score_change_percent", "score_over_unpruned"):
             rows[name][key.replace("score_", "")] = known(key, where_of(experiment, point))
-    reference = where_of(experiment, reference_point(experiment))
+    reference = where_of(experiment, experiment.reference_point)
     change = interval("+.1f")
     columns = [
         *point_columns(experiment, rows, MARKS),
@@ -382,14 +380,14 @@ def _main_notes(
         experiment,
         steps=span([experiment.training_of(point).steps for point in experiment.points]),
         settings=settings_note(experiment, loaded),
-        reference_settings=", ".join(settings_as_read(experiment.settings_of(reference_point(experiment)))),
+        reference_settings=", ".join(settings_as_read(experiment.settings_of(experiment.reference_point))),
         evaluation=experiment.evaluation,
         k=rows[BASE]["k"],
         seeds=seeds_text(experiment),
         covers_seeds=bootstrap.covers_seeds(experiment.seeds),
         smallest_changes=_percents(measured, "smallest_change_percent", 1),
         smallest_effects=_percents(measured, "smallest_effect", 100),
-        reference=reference_point(experiment),
+        reference=experiment.reference_point,
         pruned=any(row["over_unpruned"] for row in rows.values()),
         collapsed=any(step is not None for row in rows.values() for step in row["collapsed_at"].value),
         control=any(row["role"] == "control" for row in rows.values()),

@@ -16,7 +16,7 @@ from matplotlib.ticker import NullFormatter
 from dvp.analysis.claims import Claim
 from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
-from dvp.analysis.points import BASE, is_control, reference_point
+from dvp.analysis.points import BASE
 from dvp.analysis.tables import Table
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read
@@ -56,7 +56,7 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
         method: [colors[other] for other in methods[:place]].count(colors[method])
         for place, method in enumerate(methods)
     }
-    several = len({point.engine for point in every if not is_control(experiment, point)}) > 1
+    several = len({point.engine for point in every if not experiment.is_control(point)}) > 1
     result = {}
     for point in every:
         rho = rhos.index(point.rho)
@@ -64,10 +64,10 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
         name += "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
         # With and without a single ρ the line is solid: the colour already tells the methods apart.
         color, line = colors[point.method], _LINES[(max(rho - 1, 0) + earlier[point.method]) % len(_LINES)]
-        if is_control(experiment, point):
+        if experiment.is_control(point):
             name += f"\n(control: engine {point.engine})"
             color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))
-        engine = f", {point.engine}" if several and not is_control(experiment, point) else ""
+        engine = f", {point.engine}" if several and not experiment.is_control(point) else ""
         settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
         result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], name, name + engine, settings)
     return result
@@ -124,7 +124,7 @@ def scores(experiment: Experiment, table: Table) -> Figure:
         axes = figure.subplots()
         lines = [(rows[BASE], {"color": "black", "linestyle": (0, (1, 1.5))}, "base model")]
         for point, look in style.items():
-            if is_control(experiment, point):
+            if experiment.is_control(point):
                 lines.append(
                     (rows[point.path], {"color": look.color, "linestyle": look.line}, look.label + look.settings)
                 )
@@ -138,7 +138,7 @@ def scores(experiment: Experiment, table: Table) -> Figure:
             axes.plot(100 * score.value, height, look.marker, color=look.color, markersize=7, zorder=3)
             for seed in row["seed_scores"].value:
                 axes.plot(100 * seed, height + 0.27, "o", color=look.color, markersize=3.5, mfc="white", zorder=3)
-        reference = reference_point(experiment)
+        reference = experiment.reference_point
         labels = [
             style[point].label + style[point].settings + (" (ref.)" if point == reference else "") for point in every
         ]
@@ -164,7 +164,7 @@ def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:
     all panels if there is none of these.
     """
     every, style = experiment.points, styles(experiment)
-    controls = [point for point in every if is_control(experiment, point)]
+    controls = [point for point in every if experiment.is_control(point)]
     result = []
     kinds = dict.fromkeys((point.engine, style[point].settings) for point in every if point not in controls)
     shown = {settings for _, settings in kinds}
@@ -196,14 +196,14 @@ def _curves(
     panel.
     """
     style, shown_in = styles(experiment), panels(experiment)
-    controls = {point for point in style if is_control(experiment, point)} if draw_controls else set()
+    controls = {point for point in style if experiment.is_control(point)} if draw_controls else set()
     bands = 2 if controls else 1
     columns = min(len(shown_in), 3)
     rows = math.ceil(len(shown_in) / columns)
     width = max(3.6 * columns, 5.2)
     with mpl.rc_context(STYLE):
         # Points that differ in their settings alone look alike where the panels' titles say them.
-        titled = {look.settings for point, look in style.items() if not is_control(experiment, point)}
+        titled = {look.settings for point, look in style.items() if not experiment.is_control(point)}
         looks = dict.fromkeys(
             (look.name + (look.settings if look.settings not in titled else ""), look.color, look.line)
             for look in style.values()

@@ -215,7 +215,7 @@ class Experiment(Strict):
         return training
 
     def _check_reference(self) -> None:
-        """That report.reference names no two points of an engine and a ρ, and at least one."""
+        """That report.reference and what stands beside it name one point."""
         method, settings = self.report.reference, self.report.reference_training
         own = [point for point in self.points if point.method == method]
         if not own:
@@ -225,16 +225,49 @@ class Experiment(Strict):
             own = [point for point in own if point.engine == engine]
             if not own:
                 raise ValueError(f"report.reference_engine: the grid has no '{method}' with engine '{engine}'")
-        fitting = [point for point in own if self.has_settings(point, settings)]
-        if not fitting:
+        if not any(self.has_settings(point, settings) for point in own):
             asked = ", ".join([*_written(settings), *([f"engine '{engine}'"] if engine else [])])
             raise ValueError(f"report.reference_training: the grid has no '{method}' with {asked}")
-        for point in fitting:
-            alike = [other.path for other in fitting if (other.engine, other.rho) == (point.engine, point.rho)]
-            if len(alike) > 1:
-                raise ValueError(
-                    f"report.reference_training: expected the settings that tell {' and '.join(alike)} apart"
-                )
+        found = self._references
+        if len(found) == 1:
+            return
+        which = " or ".join(point.path for point in found)
+        if len({point.engine for point in found}) > 1:
+            raise ValueError(f"report.reference_engine: expected the engine that is meant, of {which}")
+        if len({point.rho for point in found}) > 1:
+            raise ValueError(f"report.reference: expected a method with one ρ on its engine, found {which}")
+        raise ValueError(f"report.reference_training: expected the settings that are meant, of {which}")
+
+    @property
+    def _references(self) -> list[GridPoint]:
+        """The points that `report` may mean by its reference."""
+        engine, settings = self.report.reference_engine, self.report.reference_training
+        own = [
+            point
+            for point in self.points
+            if point.method == self.report.reference and self.has_settings(point, settings)
+        ]
+        if engine is not None:
+            return [point for point in own if point.engine == engine]
+        own = [point for point in own if not self.is_control(point)] or own
+        engines = [point.engine for point in self.points]
+        most = max(engines.count(point.engine) for point in own)
+        return [point for point in own if engines.count(point.engine) == most]
+
+    @property
+    def reference_point(self) -> GridPoint:
+        """The point that the others are compared with.
+
+        It is of the method report.reference, with report.reference_training and report.reference_engine. Without the
+        latter controls are left out unless there is nothing else; of the rest it is the one whose engine most points of
+        the grid share.
+        """
+        return self._references[0]
+
+    def is_control(self, point: GridPoint) -> bool:
+        """Whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
+        exact = self.evaluation.engine
+        return point.engine == exact and any(other.engine != exact for other in self.points)
 
     @model_validator(mode="after")
     def _check_tools(self) -> "Experiment":

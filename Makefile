@@ -1,7 +1,9 @@
 # `make` goes from nothing to the results table; see README.md.
 # Which lock: cpu or cuda. What is installed stays, unless another one is asked for.
 ENV ?= $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
-EXPERIMENT ?= tiny
+# What config/config.yaml says; EXPERIMENT=NAME on the command line goes before it.
+EXPERIMENT ?= $(shell sed -n 's/^experiment: *//p' config/config.yaml)
+RESULTS := $(shell sed -n 's/^results: *//p' config/config.yaml)
 PORT ?= 5000
 # Tests run in so many processes at once; one that starts real engines takes about 3 GB.
 WORKERS ?= 2
@@ -16,8 +18,8 @@ TORCH_INDEX := https://download.pytorch.org/whl/torch/
 .PHONY: run smoke evidence plan test test-all check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
-	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report results/$(EXPERIMENT)/report.html
-	@$(BIN)/dvp show --config results/$(EXPERIMENT)/config.yaml
+	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report $(RESULTS)/$(EXPERIMENT)/report.html
+	@$(BIN)/dvp show --config $(RESULTS)/$(EXPERIMENT)/config.yaml
 
 smoke: install
 	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
@@ -26,8 +28,8 @@ smoke: install
 # make evidence EVIDENCE=config/evidence_smoke.yaml
 evidence: install
 	@$(SNAKEMAKE) evidence --quiet host reason $(if $(EVIDENCE),--configfile $(EVIDENCE))
-	@$(SNAKEMAKE) evidence --quiet all $(if $(EVIDENCE),--configfile $(EVIDENCE)) --report results/evidence/report.html
-	@echo "claims   results/evidence/claims.md, results/evidence/report.html"
+	@$(SNAKEMAKE) evidence --quiet all $(if $(EVIDENCE),--configfile $(EVIDENCE)) --report $(RESULTS)/evidence/report.html
+	@echo "claims   $(RESULTS)/evidence/claims.md, $(RESULTS)/evidence/report.html"
 
 # make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
 plan: install
@@ -50,8 +52,8 @@ check: install
 
 bench: install
 	$(BIN)/python -m dvp.benchmark.head
-	@$(SNAKEMAKE) results/$(EXPERIMENT)/base/manifest.json --quiet host reason --config experiment=$(EXPERIMENT)
-	$(BIN)/python -m dvp.benchmark.step --config results/$(EXPERIMENT)/config.yaml
+	@$(SNAKEMAKE) $(RESULTS)/$(EXPERIMENT)/base/manifest.json --quiet host reason --config experiment=$(EXPERIMENT)
+	$(BIN)/python -m dvp.benchmark.step --config $(RESULTS)/$(EXPERIMENT)/config.yaml
 
 format: install
 	$(BIN)/ruff format .
@@ -61,7 +63,7 @@ format: install
 
 # The address goes through the environment, as it may hold a password.
 mlflow: install
-	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///results/mlflow.db}"; \
+	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(RESULTS)/mlflow.db}"; \
 	case "$$MLFLOW_BACKEND_STORE_URI" in \
 	  http://*|https://*) echo "the tracking server is at $$MLFLOW_BACKEND_STORE_URI" | sed 's|://.*@|://|' ;; \
 	  *) echo "open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"; \
@@ -81,4 +83,4 @@ $(INSTALLED): envs/$(ENV).txt envs/slurm.txt envs/dev.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) results/tiny results/smoke .snakemake
+	rm -rf $(VENV) $(RESULTS)/tiny $(RESULTS)/smoke .snakemake

@@ -81,13 +81,14 @@ def resolve(
     Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs read, and
     creates the MLflow store. Run it in the repository's root.
     """
+    from dvp.experiment.folder import named
     from dvp.experiment.loading import load_experiment, write_resolved
     from dvp.tracking.store import create_store
     from dvp.tracking.views import view_tags
 
     loaded = load_experiment(experiment)
-    create_store(folder.parent, loaded.name, view_tags(loaded))
     write_resolved(loaded, folder)
+    create_store(named(folder).parent, loaded.name, view_tags(loaded))
 
 
 SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")

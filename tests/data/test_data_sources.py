@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dvp.data.sources import load
+from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.experiment.data import Columns, FileSource, GeneratedSource, HubSource
 
@@ -121,6 +122,14 @@ GOOD = {"problem": "1 + 1?", "answer": "2"}
             {"answer_format": "number"},
             "row 2: column 'answer': expected a number that means an integer, such as 27.0, found 2.5",
         ),
+        *(
+            (
+                {"problem": "a", "answer": value},
+                {"answer_format": "number"},
+                f"row 2: column 'answer': expected a number that means an integer, such as 27.0, found {value!r}",
+            )
+            for value in ("1_000", "nan", "1e999999999", "12 apples")
+        ),
         (["a", "b"], {}, "row 2: expected an object with named columns, found ['a', 'b']"),
         *(
             ({"problem": "a", "answer": value}, {}, f"row 2: column 'answer': expected an answer, found {value}")
@@ -144,6 +153,26 @@ def test_malformed_rows(write_rows, second, options, message):
     with pytest.raises(DvpError) as error:
         load(source, "sources.bad")
     assert str(error.value) == f"sources.bad: {source.path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("value", "answer_format", "expected"),
+    [
+        (0.00001, "plain", "0.00001"),
+        (-1.5e-7, "plain", "-0.00000015"),
+        (1e22, "plain", "10000000000000000000000"),
+        (2.5, "plain", "2.5"),
+        (27.0, "number", "27"),
+        ("12345678901234567891", "number", "12345678901234567891"),
+        ("1.2e3", "number", "1200"),
+    ],
+)
+def test_a_number_is_written_without_an_exponent_and_to_its_last_digit(write_rows, value, answer_format, expected):
+    """The verifier reads the e of 1e-05 as Euler's number."""
+    source = write_rows("good", [{"problem": "a", "answer": value}], answer_format=answer_format)
+    answer = load(source, "sources.good")[0].answer
+    assert answer == expected
+    assert grade(f"Answer: {expected}", answer)
 
 
 @pytest.mark.parametrize(

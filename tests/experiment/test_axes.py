@@ -306,6 +306,14 @@ def test_a_reference_is_named_by_its_engine():
     )
 
 
+def test_one_rho_in_two_spellings_is_one_point():
+    dvp = {"method": "dvp", "engine": "fp32"}
+    assert refused(RLOO, dvp | {"rho": "exp(-13)"}, dvp | {"rho": "exp(-13.0)"}) == (
+        "grid: method~dvp/engine~fp32/rho~exp-13.0 and method~dvp/engine~fp32/rho~exp-13 have the same settings; "
+        "remove one of them"
+    )
+
+
 def test_no_key_tells_the_reference_of_one_rho_from_that_of_another():
     grid = ({"method": "rloo", "engine": "fp32"}, {"method": "dvp", "engine": "coarse", "rho": [0.1, 0.01]})
     assert refused(*grid, report__reference="dvp") == (

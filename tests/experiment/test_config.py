@@ -132,6 +132,25 @@ def test_what_is_written_keeps_its_age_until_it_changes(tmp_path):
     assert file.stat().st_mtime > 1
 
 
+def test_what_is_written_replaces_what_is_damaged_and_no_other_experiment(tmp_path):
+    experiment, file = load_experiment("smoke", ROOT / "config"), tmp_path / "config.yaml"
+    file.write_bytes(b"\xff\x00")
+    write_resolved(experiment, tmp_path)
+    written = file.read_bytes()
+    with pytest.raises(
+        DvpError, match=r"config.yaml: is of experiment 'smoke'; expected a folder of its own for 'tiny'"
+    ):
+        write_resolved(load_experiment("tiny", ROOT / "config"), tmp_path)
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("name", ["evidence", "reference", "mlflow.db", "mlartifacts"])
+def test_an_experiment_is_not_called_as_something_else_in_the_folder_of_results(config, name):
+    (config / "experiments" / f"{name}.yaml").write_text(f"name: {name}\nextends: smoke\n")
+    with pytest.raises(DvpError, match=rf"{name}.yaml: name: '{name}' is what something else in the folder of results"):
+        load_experiment(name, config)
+
+
 def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
     experiment = edit(
         {
@@ -221,6 +240,9 @@ def test_numbers_of_yaml(tmp_path, text, value):
         ("x:\n  a: 1\n  a: 1\n", "key 'a' is given twice .*line 3"),
         ("a: [1, 2\nb: 3\n", "not valid YAML: .*line 2"),
         ("a: b: c\n", "not valid YAML: .*line 1"),
+        ("a: !!bool foo\n", "not valid YAML"),
+        ('a: !!float ""\n', "not valid YAML"),
+        ("a: !!timestamp foo\n", "not valid YAML"),
         ("\ta: 1\n", "not valid YAML: .*line 1"),
         ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("? [a, b]\n: 1\n", "not valid YAML: .*unhashable key.*line 1"),
@@ -556,7 +578,11 @@ def test_a_missing_deepspeed_file_is_named(refused, config):
         ),
         (
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}',
-            "gradient_clipping: the experiment's `training` sets this; remove it here",
+            "gradient_clipping: expected zero_optimization and torch_autocast alone; `training` sets the rest",
+        ),
+        (
+            '{"zero_optimization": {"stage": 1}, "gradient_cliping": 2}',
+            "gradient_cliping: expected zero_optimization and torch_autocast alone; `training` sets the rest",
         ),
     ],
 )
@@ -576,11 +602,11 @@ def test_a_deepspeed_file_is_nested_as_deeply_as_can_be_written_down(config, tmp
         (300, "nested too deeply, expected at most 32 levels"),
         (2000, "expected JSON with zero_optimization.stage (ValueError: nested too deeply)"),
     ):
-        file.write_text('{"zero_optimization": {"stage": 1}, "x": %s}' % ("[" * levels + "]" * levels))
+        file.write_text('{"zero_optimization": {"stage": 1, "x": %s}}' % ("[" * levels + "]" * levels))
         with pytest.raises(DvpError) as error:
             load_experiment("tiny", config)
         assert str(error.value) == f"{file}: {message}"
-    file.write_text('{"zero_optimization": {"stage": 1}, "x": %s}' % ("[" * 31 + "]" * 31))
+    file.write_text('{"zero_optimization": {"stage": 1, "x": %s}}' % ("[" * 30 + "]" * 30))
     experiment = load_experiment("tiny", config)
     write_resolved(experiment, tmp_path / "written")
     assert read_resolved(tmp_path / "written" / "config.yaml").deepspeed == experiment.deepspeed

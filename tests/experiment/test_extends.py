@@ -97,7 +97,9 @@ grid: [{method: rloo, engine: fp32}, {method: otb_mass, engine: coarse, rho: 1e-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("extends: nope", "mine.yaml: extends: "),
         ("extends: nope", "nope.yaml: no such experiment; known are "),
+        ("extends: ../x", "mine.yaml: extends: experiment '../x': expected the name of a file in "),
         ("extends: [smoke]", "mine.yaml: extends: expected the name of another experiment, found ['smoke']"),
         ("extends: null", "mine.yaml: extends: expected the name of another experiment, found None"),
         ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),

@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from made_up_stages import EXPERIMENT, RUN, check_training, contents, convert, evaluate, title, track, train
 
 from dvp.errors import DvpError
+from dvp.experiment.folder import ExperimentDir
 from dvp.tracking.record import read_record, read_rows
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import Feed, create_store
@@ -58,6 +60,25 @@ def test_a_second_time_nothing_is_added(stages, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith(": complete") for line in lines] == [True] * 5 + [False] + [True] * 5 + [False]
     assert lines[-1] == f"stages in sqlite:///{stages.parent}/mlflow.db: 5"
+
+
+def test_a_record_without_its_key_is_refused_in_a_line(stages):
+    value = json.loads((stages / RECORD).read_text())
+    del value["tags"]["tracking_key"]
+    (stages / RECORD).write_text(json.dumps(value))
+    with pytest.raises(DvpError, match=r"\.json: tags: Value error, expected a tracking_key$"):
+        read_record(stages / RECORD)
+
+
+def test_the_results_are_above_the_experiment_by_its_name(stages, monkeypatch, tmp_path):
+    """From within its folder, and through a link to another disk, the store is where the stages feed it."""
+    results = stages.parent
+    monkeypatch.chdir(stages)
+    assert ExperimentDir(Path("config.yaml")).results == results
+    elsewhere = tmp_path / "disk"
+    shutil.move(stages, elsewhere)
+    stages.symlink_to(elsewhere)
+    assert ExperimentDir(stages / "config.yaml").results == results
 
 
 def test_a_run_with_holes_is_completed_exactly(stages, monkeypatch, empty_store):

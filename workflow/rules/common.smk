@@ -74,9 +74,9 @@ def begin():
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))
             if experiment(name).tools and stages & {"preflight", "train", "evaluate"}:
                 make_tool(experiment(name).tools)
+            write_resolved(experiment(name), Path(folder))
         except DvpError as error:
             raise WorkflowError(str(error)) from None
-        write_resolved(experiment(name), Path(folder))
     rehearse_first(workflow.dag)
     sleep_between_jobs(workflow)
 

@@ -24,10 +24,9 @@ rule evidence:
             f"{key}={RESULTS.format(experiment=name)}"
             for key, name in config["evidence"].items()
         ],
+        folder=EVIDENCE,
         version=STAGE_VERSIONS["evidence"],
     message:
         "answering the claims"
     shell:
-        "dvp evidence --experiments {params.experiments:q} --output "
-        f"{EVIDENCE}"
-        " 2>&1 | tee {log:q}"
+        "dvp evidence --experiments {params.experiments:q} --output {params.folder:q} 2>&1 | tee {log:q}"

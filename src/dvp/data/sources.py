@@ -21,6 +21,8 @@ from dvp.files import parse_json
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000
+_NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+LONGEST_NUMBER = 100  # digits
 _BETWEEN = re.compile(r"[\s,]*")  # two items of a JSON list
 # A row is read whole: these bound what a hostile or broken file can make of memory.
 LONGEST_LINE = 2**24  # characters
@@ -150,20 +152,19 @@ def _stripped(problem: str, remove: list[str]) -> str:
 
 def _answer(value: Any, answer_format: str, at: str) -> str:
     known = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
-    if not known or not str(value).strip() or (isinstance(value, float) and not math.isfinite(value)):
+    if not known or not str(value).strip() or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise DvpError(f"{at}: expected an answer, found {_short(value)}")
     text = str(value).strip()
+    if isinstance(value, float | Decimal):
+        text = f"{Decimal(text):f}"  # the verifier would read the e of an exponent as Euler's number
     if answer_format == "gsm8k":
         before, hashes, result = text.rpartition("####")
         if not hashes or not result.strip():
             raise DvpError(f"{at}: expected a result after ####, found {_short(before or result)}")
         return result.strip().replace(",", "")
     if answer_format == "number":
-        try:
-            number = float(text)
-        except ValueError:
-            number = 0.5
-        if not number.is_integer():
+        number = Decimal(text) if _NUMBER.fullmatch(text) else None
+        if number is None or abs(number.adjusted()) > LONGEST_NUMBER or number != number.to_integral_value():
             raise DvpError(f"{at}: expected a number that means an integer, such as 27.0, found {_short(value)}")
         return str(int(number))
     return unboxed(text)

@@ -159,7 +159,7 @@ class Experiment(Strict):
         _distinct("grid: run", [run.path for run in self.runs])
         seen: dict[tuple, GridPoint] = {}
         for point in self.points:
-            same = seen.setdefault((point.method, point.engine, point.rho, str(self.training_of(point))), point)
+            same = seen.setdefault((point.method, point.engine, point.rho_value, str(self.training_of(point))), point)
             if same is not point:
                 raise ValueError(f"grid: {point.path} and {same.path} have the same settings; remove one of them")
         for point in self.points:
@@ -323,6 +323,13 @@ class Experiment(Strict):
                         "needs no training and no decay of the learning rate; the others cannot be compared at a fixed "
                         "policy"
                     )
+        if self.bias:
+            available = self.bias.reference_batches * self.bias.problems * self.training.group_size
+            if self.bias.norm_responses > available:
+                raise ValueError(
+                    f"bias.norm_responses: {self.bias.norm_responses} are more than the reference has ({available}: "
+                    "bias.reference_batches × bias.problems × training.group_size)"
+                )
         if self.bias and self.bias.position_bins[-1:] >= [self.training.max_response_tokens]:
             raise ValueError(
                 f"bias.position_bins: {self.bias.position_bins[-1]} must be below training.max_response_tokens "

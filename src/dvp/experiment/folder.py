@@ -1,5 +1,6 @@
 """An experiment's folder, results/E: where each stage's files are."""
 
+import os
 from pathlib import Path
 
 from dvp.experiment.config import Experiment
@@ -22,14 +23,19 @@ RESULTS = {
 }
 
 
+def named(folder: Path) -> Path:
+    """The folder by its name, in its place: what is above it is the folder of results, a link being no other place."""
+    return folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))
+
+
 class ExperimentDir:
     """An experiment and where its files are: `results/E/config.yaml` says both."""
 
     def __init__(self, config: Path):
         """Read the resolved experiment. Raises DvpError."""
         self.experiment: Experiment = read_resolved(config)
-        self.folder = config.parent
-        self.results = config.resolve().parent.parent
+        self.folder = named(config.parent)
+        self.results = self.folder.parent
         self.data = self.folder / "data"
         self.base = self.folder / "base"
 

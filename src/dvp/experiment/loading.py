@@ -14,19 +14,9 @@ from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import parse_json, write_text
 from dvp.strict import NAME
 
-# DeepSpeed's keys that follow from `training`.
-SET_BY_TRAINING = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-}
-
-
+# All else that DeepSpeed knows follows from `training`, changes gradients, or is ignored where it is misspelt.
+OF_DEEPSPEED = ("zero_optimization", "torch_autocast")
+RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
 DEEPEST = 32  # levels of a DeepSpeed file; what has more than 255 cannot be written down with the experiment
 SETTINGS = ("experiment", "results")  # keys of config/config.yaml, beside `evidence`
 
@@ -84,7 +74,8 @@ def read_yaml(path: Path) -> dict:
         raise DvpError(f"{path}: no such file") from None
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML's own, or what it lets through of a tag (`!!bool maybe`) whose text is of another kind.
         raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise DvpError(f"{path}: not valid YAML: nested too deeply") from None
@@ -127,6 +118,10 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         if parent in chain:
             circle = " → ".join([*chain[chain.index(parent) :], parent])
             raise DvpError(f"{path}: extends: {circle} is a circle; one of them must stand alone")
+        try:
+            _path(parent, config)
+        except DvpError as error:
+            raise DvpError(f"{path}: extends: {error}") from None
         value = _merged(_load(parent, config, chain)[0], value)  # mistakes of the parent are reported in its own name
     resolved, elsewhere = dict(value), {}
     for table in ("sources", "engines", "methods"):
@@ -142,14 +137,22 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     return value, experiment.model_copy(update={"deepspeed": deepspeed})
 
 
-def _read_experiment(name: Any, config: Path) -> tuple[Path, dict]:
-    """An experiment's file as it is written. Raises DvpError."""
+def _path(name: Any, config: Path) -> Path:
+    """The file of an experiment. Raises DvpError if there is none."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
     path = config / "experiments" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
         raise DvpError(f"{path}: no such experiment; known are {known}")
+    return path
+
+
+def _read_experiment(name: Any, config: Path) -> tuple[Path, dict]:
+    """An experiment's file as it is written. Raises DvpError."""
+    path = _path(name, config)
+    if name in RESERVED:
+        raise DvpError(f"{path}: name: '{name}' is what something else in the folder of results is called")
     value = read_yaml(path)
     if value.get("name") != name:
         raise DvpError(f"{path}: name: expected '{name}', as the file is called, found {value.get('name')!r}")
@@ -199,8 +202,9 @@ def _read_deepspeed(file: Path, experiment: Path) -> dict[str, Any]:
         )
     if options.get("torch_autocast", BF16_AUTOCAST) != BF16_AUTOCAST:
         raise DvpError(f"{file}: torch_autocast: expected {json.dumps(BF16_AUTOCAST)} or no such key")
-    for key in sorted(SET_BY_TRAINING & set(options)):
-        raise DvpError(f"{file}: {key}: the experiment's `training` sets this; remove it here")
+    for key in options:
+        if key not in OF_DEEPSPEED:
+            raise DvpError(f"{file}: {key}: expected {' and '.join(OF_DEEPSPEED)} alone; `training` sets the rest")
     return options
 
 
@@ -249,11 +253,18 @@ def dump_experiment(experiment: Experiment) -> str:
 def write_resolved(experiment: Experiment, folder: Path) -> None:
     """Write an experiment's config.yaml, with those entries of the catalogue that it uses.
 
-    One that is there and says the same is left as it is, its age included.
+    One that is there and says the same is left as it is, its age included. Raises DvpError for another experiment's.
     """
     path, text = folder / "config.yaml", dump_experiment(experiment.used)
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        write_text(path, text)
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
+    try:
+        other = read_yaml(path).get("name")
+    except DvpError:  # there is none, or it is of no use
+        other = experiment.name
+    if other != experiment.name:
+        raise DvpError(f"{path}: is of experiment '{other}'; expected a folder of its own for '{experiment.name}'")
+    write_text(path, text)
 
 
 def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:

@@ -45,7 +45,6 @@ from dvp.core.paired_bias import (
 )
 from dvp.core.rank_correlation import clustered_rank_correlation
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
-from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, rho_in_path
 from dvp.files import atomic_path, sha256_file
@@ -288,8 +287,6 @@ def _proxy(
     """OTB's proxy against the true norms, at all tokens of some of the reference's responses."""
     wanted, bins = experiment.bias.norm_responses, experiment.bias.position_bins
     available = len(exact) * fixed.responses
-    if wanted > available:
-        raise DvpError(f"bias.norm_responses: {wanted} are more than the reference has ({available})")
     columns = ["position", "rank_correlation", "rank_correlation_se", "tokens"]
     if not wanted:
         return pd.DataFrame({column: pd.Series(dtype=object if column == "position" else float) for column in columns})

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from dvp.errors import DvpError
 from dvp.files import expect, parse_json, sha256_json, write_json
@@ -73,6 +73,13 @@ class Record(BaseModel):
     status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"] = "RUNNING"
     started: int
     ended: int | None = None
+
+    @field_validator("tags")
+    @classmethod
+    def _has_key(cls, value: dict[str, str]) -> dict[str, str]:
+        if KEY not in value:
+            raise ValueError(f"expected a {KEY}")
+        return value
 
     @property
     def key(self) -> str:

@@ -32,7 +32,9 @@ def test_a_method_has_one_colour_in_every_experiment():
             assert colors[method] == tiny[method]
 
 
-@pytest.mark.parametrize("name", ["remedies", "remedies_sets", "training_grid", "noise_tail", "otb_groups"])
+@pytest.mark.parametrize(
+    "name", ["remedies", "remedies_sets", "training_grid", "noise_tail", "otb_groups", "surrogates"]
+)
 def test_no_two_curves_of_a_panel_look_alike(name):
     experiment = load_experiment(name, CONFIG)
     style = figures.styles(experiment)
@@ -47,7 +49,7 @@ def test_panels():
     titles, shown = zip(*figures.panels(make_experiment()), strict=True)
     assert titles == ("engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01")
     assert [len(points) for points in shown] == [5, 5]
-    plain = make_experiment(grid=[{"method": ["rloo"], "engine": ["coarse", "bf16"]}])
+    plain = make_experiment(grid=[{"method": ["rloo"], "engine": ["coarse", "bf16"]}], report__reference_engine="bf16")
     assert [title for title, _ in figures.panels(plain)] == ["engine coarse", "engine bf16"]
 
 

@@ -48,7 +48,8 @@ class Style:
 def styles(experiment: Experiment) -> dict[GridPoint, Style]:
     """Colour by method, line and marker by ρ in the order of the grid; controls dashed and grey.
 
-    Where there are more methods than colours, those of one colour have lines of their own.
+    Where there are more methods than colours, those of one colour have lines of their own. Where there are more methods
+    with controls than greys, controls have their methods' colours.
     """
     every, colors = experiment.points, method_colors(experiment)
     methods, rhos = list(dict.fromkeys(point.method for point in every)), [None, *_rhos(every)]
@@ -56,6 +57,7 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
         method: [colors[other] for other in methods[:place]].count(colors[method])
         for place, method in enumerate(methods)
     }
+    controls = list(dict.fromkeys(point.method for point in every if experiment.is_control(point)))
     several = len({point.engine for point in every if not experiment.is_control(point)}) > 1
     result = {}
     for point in every:
@@ -66,7 +68,8 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
         color, line = colors[point.method], _LINES[(max(rho - 1, 0) + earlier[point.method]) % len(_LINES)]
         if experiment.is_control(point):
             name += f"\n(control: engine {point.engine})"
-            color, line = _GREYS[methods.index(point.method) % len(_GREYS)], (0, (4, 2))
+            line = (0, (4, 2))
+            color = _GREYS[controls.index(point.method)] if len(controls) <= len(_GREYS) else color
         engine = f", {point.engine}" if several and not experiment.is_control(point) else ""
         settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
         result[point] = Style(color, line, MARKERS[rho % len(MARKERS)], name, name + engine, settings)

@@ -383,6 +383,25 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(place):
                 ("value", "8", "a finite number or null, found '8'"),
             )
         ),
+        *(
+            (
+                {"statistics": [statistic(*measured)]},
+                f"statistics.0.value: expected a number with an interval or without, found {found}",
+            )
+            for measured, found in (
+                ((None, 5.0, 11.0), "None [5.0, 11.0]"),
+                ((8.0, None, 11.0), "8.0 [None, 11.0]"),
+                ((8.0, 11.0, 9.0), "8.0 [11.0, 9.0]"),
+            )
+        ),
+        (
+            {"statistics": [statistic(8.0, 5.0, 11.0)], "files": {}},
+            "files.runs/a/train.json: expected an object, found nothing",
+        ),
+        (
+            {"statistics": [statistic(8.0, 5.0, 11.0)], "files": {"runs/a/train.json": {}}},
+            "files.runs/a/train.json.git_commit: expected a text, found nothing",
+        ),
     ],
 )
 def test_a_report_with_something_else_than_statistics_is_refused(place, change, message):

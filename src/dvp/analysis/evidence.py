@@ -175,7 +175,7 @@ def _read(folder: Path) -> dict[str, Any]:
         part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
         check_fresh(path, part, experiment.config_hash("report"))
         for number, statistic in enumerate(part["statistics"]):
-            expect_keys(statistic, _STATISTIC, f"{path}: statistics.{number}.")
+            _check_statistic(statistic, f"{path}: statistics.{number}.", part["files"], f"{path}: files.")
         reports[name] = part["tracking_key"]
         files |= part["files"]
         statistics += part["statistics"]
@@ -233,16 +233,27 @@ def _read_earlier(path: Path) -> dict[str, Any]:
         expect_keys(report, {"folder": "a text", "scale": "a text", "statistics": "a list"}, where)
         expect_keys(report, dict.fromkeys(objects, "an object"), where)
         for number, statistic in enumerate(report["statistics"]):
-            expect_keys(statistic, _STATISTIC, f"{where}statistics.{number}.")
-            expect_keys(report["files"], dict.fromkeys(statistic["sources"], "an object"), f"{where}files.")
+            _check_statistic(statistic, f"{where}statistics.{number}.", report["files"], f"{where}files.")
             expect_keys(report["measured"], {statistic["name"]: "a finite number, 0 or more"}, f"{where}measured.")
         report["earlier"] = report.get("earlier") or page["tracking_key"]
         report["overview"] = report.get("overview")  # pages were made before there was one
         if report["overview"] is not None:
             expect("an object", report["overview"], f"{where}overview")
             expect_keys(report["overview"], _TABLE, f"{where}overview.")
+        expect_keys(report["figures"], dict.fromkeys(report["figures"], "a text"), f"{where}figures.")
         report["figures"] = {name: str(path.parent / figure) for name, figure in report["figures"].items()}
     return page["experiments"]
+
+
+def _check_statistic(statistic: Any, where: str, files: dict[str, Any], files_where: str) -> None:
+    """Raise DvpError unless it is one, with an interval or without, and of files whose origin is known."""
+    expect_keys(statistic, _STATISTIC, where)
+    value, low, high = (statistic[key] for key in ("value", "low", "high"))
+    if (low is None) != (high is None) or (low is not None and (value is None or low > high)):
+        raise DvpError(f"{where}value: expected a number with an interval or without, found {value} [{low}, {high}]")
+    for source in statistic["sources"]:
+        expect_keys(files, {str(source): "an object"}, files_where)
+        expect_keys(files[source], {"git_commit": "a text"}, f"{files_where}{source}.")
 
 
 def _answer_claim(claim: Claim, source: Source, reports: dict[str, Any]) -> dict[str, Any]:

@@ -292,7 +292,8 @@ def train(tmp_path, monkeypatch):
         monkeypatch.setenv("SECONDS_EACH", str(seconds))
         grid = ", ".join(f"{{method: rloo, engine: {engine}}}" for engine in engines)
         file = tmp_path / "config/experiments/made_up.yaml"
-        file.write_text(f"name: made_up\nextends: smoke\npreflight: always\ngrid: [{grid}]\n")
+        report = f"report: {{reference_engine: {engines[0]}}}"
+        file.write_text(f"name: made_up\nextends: smoke\npreflight: always\ngrid: [{grid}]\n{report}\n")
         (tmp_path / "began.txt").write_text("")
         runs = [run.path for run in load_experiment("made_up", tmp_path / "config").runs]
         goals = [f"there/made_up/runs/{run}/train.json" for run in runs]

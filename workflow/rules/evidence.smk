@@ -24,7 +24,7 @@ rule evidence:
             f"{key}={RESULTS.format(experiment=name)}"
             for key, name in config["evidence"].items()
         ],
-        folder=EVIDENCE,
+        folder=lambda wildcards, output: str(Path(output[0]).parent),
         version=STAGE_VERSIONS["evidence"],
     message:
         "answering the claims"

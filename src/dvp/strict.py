@@ -4,7 +4,7 @@ import re
 import unicodedata
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
@@ -51,3 +51,42 @@ class Strict(BaseModel):
     def changed(self, **changes: Any) -> Self:
         """A copy with other values for some of the keys, validated as a whole."""
         return type(self).model_validate(self.model_dump() | changes)
+
+
+def first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
+    """The key's path, and one line: the path, what was expected, what was found.
+
+    An unknown key comes before all else, as it may be the missing one, misspelt.
+    """
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    location = _without_kinds(first["loc"], value)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["type"] != "value_error" and not isinstance(first["input"], dict):
+        message += f", found {first['input']!r}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    key = ".".join(str(part) for part in location)
+    line = f"{key}: {message}{more}" if location else f"{message}{more}"
+    return location, " ".join(line.split())
+
+
+def _without_kinds(location: tuple, value: Any) -> tuple:
+    """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
+    kept = []
+    for index, part in enumerate(location):
+        if isinstance(value, dict):
+            # The last key may be one that the file lacks.
+            last = index == len(location) - 1
+            kind = part not in value and (not last or part in (value.get("kind"), value.get("rule")))
+        else:
+            kind = part == value
+        if isinstance(part, str) and kind:
+            continue
+        kept.append(part)
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    return tuple(kept)

@@ -665,14 +665,17 @@ def test_a_setting_that_does_not_exist_is_refused(config, pair):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("experiment: tiny", "results: expected a text, found None"),
-        ("experiment: tiny\nresults:", "results: expected a text, found None"),
-        ("experiment: tiny\nresults: ''", "results: expected a text, found ''"),
-        ("experiment: [tiny]\nresults: results", "experiment: expected a text, found ['tiny']"),
-        ("experiment: tiny\nresult: results", "result: unknown key; expected experiment, results and evidence"),
+        ("experiment: tiny", "results: Field required"),
+        ("experiment: tiny\nresults:", "results: Input should be a valid string, found None"),
+        ("experiment: tiny\nresults: ''", "results: String should have at least 1 character, found ''"),
+        ("experiment: [tiny]\nresults: results", "experiment: Input should be a valid string, found ['tiny']"),
+        ("experiment: tiny\nresult: results", "result: unknown key (and 1 more)"),
+        ("experiment: tiny\nresults: results\nevidence: {a: 3}", "evidence.a: Input should be a valid string, found 3"),
     ],
 )
 def test_a_setting_that_is_missing_or_misspelt_is_named(config, text, message):
+    if "evidence" not in text:
+        text += "\nevidence: {tiny: tiny}"
     (config / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(DvpError, match=f"^{re.escape(f'{config}/config.yaml: {message}')}$"):
         read_settings(["experiment=smoke"], config)

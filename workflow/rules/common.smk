@@ -5,17 +5,20 @@ from pathlib import Path
 from shlex import quote
 
 from snakemake.exceptions import WorkflowError
-from snakemake.utils import validate
 
+from dvp.analysis.claims import load_file
 from dvp.analysis.parts import parts
 from dvp.experiment.grid import whole_run
-from dvp.experiment.loading import load_experiment, write_resolved
+from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer
 from dvp.tools import make_tool
 from dvp.versions import STAGE_VERSIONS
 
-validate(config, "../schemas/config.schema.yaml")
+try:
+    check_settings(config)
+except DvpError as error:
+    raise WorkflowError(str(error)) from None
 
 # `dvp` is found in the environment that Snakemake itself runs in, activated or not. Slurm signals every process of a
 # job: shell and tee must outlive `dvp`, which saves what it has and then leaves.
@@ -58,7 +61,8 @@ experiment(config["experiment"])
 def begin():
     """Lock the experiments of which something is to be done, and have their jobs read the settings of now.
 
-    An experiment whose tool does not work on this machine is refused before any job, if jobs are to call it.
+    An experiment whose tool does not work on this machine is refused before any job, if jobs are to call it, and so is a
+    fault in the file of claims, which is read when all else is done.
 
     Until this process ends, no other Snakemake writes to their results, from whichever checkout. (Snakemake's own lock
     sees its working directory only, and outlives a Snakemake that was killed.) What jobs read stays as it is until
@@ -66,17 +70,18 @@ def begin():
     """
     todo = {}
     for job in workflow.dag.needrun_jobs():
-        if name := job.wildcards_dict.get("experiment"):
-            todo.setdefault(name, set()).add(job.rule.name)
-    for name, stages in todo.items():
-        folder = RESULTS.format(experiment=name)
-        try:
+        todo.setdefault(job.wildcards_dict.get("experiment"), set()).add(job.rule.name)
+    try:
+        if "evidence" in todo.pop(None, ()):
+            load_file()
+        for name, stages in todo.items():
+            folder = RESULTS.format(experiment=name)
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))
             if experiment(name).tools and stages & {"preflight", "train", "evaluate"}:
                 make_tool(experiment(name).tools)
             write_resolved(experiment(name), Path(folder))
-        except DvpError as error:
-            raise WorkflowError(str(error)) from None
+    except DvpError as error:
+        raise WorkflowError(str(error)) from None
     rehearse_first(workflow.dag)
     sleep_between_jobs(workflow)
 

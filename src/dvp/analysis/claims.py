@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from dvp.errors import DvpError
 from dvp.experiment.grid import rho_as_written, setting_as_written
 from dvp.experiment.loading import read_yaml
-from dvp.strict import NAME, Name, Strict
+from dvp.strict import NAME, Name, Strict, first_problem
 
 CLAIMS = Path("config/claims.yaml")
 
@@ -161,11 +161,7 @@ def load_file(path: Path = CLAIMS) -> Claims:
     try:
         return Claims.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        message = "unknown key" if first["type"] == "extra_forbidden" else message
-        raise DvpError(f"{path}: {key}: {message}" if key else f"{path}: {message}") from None
+        raise DvpError(f"{path}: {first_problem(error, value)[1]}") from None
 
 
 def claim(claims: dict[str, Claim], name: str, path: Path = CLAIMS) -> Claim:

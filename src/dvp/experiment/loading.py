@@ -3,22 +3,22 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import parse_json, write_text
-from dvp.strict import NAME
+from dvp.strict import NAME, Strict, first_problem
 
 # All else that DeepSpeed knows follows from `training`, changes gradients, or is ignored where it is misspelt.
 OF_DEEPSPEED = ("zero_optimization", "torch_autocast")
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
 DEEPEST = 32  # levels of a DeepSpeed file; what has more than 255 cannot be written down with the experiment
-SETTINGS = ("experiment", "results")  # keys of config/config.yaml, beside `evidence`
+Given = Annotated[str, Field(min_length=1)]
 
 
 class _Numbers:
@@ -93,7 +93,7 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
     try:
         return Experiment.model_validate(value)
     except ValidationError as error:
-        location, message = _first_problem(error, value)
+        location, message = first_problem(error, value)
         where = (elsewhere or {}).get(location[:2], where)
         raise DvpError(f"{where}: {message}") from None
 
@@ -217,19 +217,26 @@ def _levels(value: Any) -> int:
     return count
 
 
+class Settings(Strict):
+    """config/config.yaml: which experiment, where results go, and which experiments answer config/claims.yaml."""
+
+    experiment: Given
+    results: Given
+    evidence: Annotated[dict[str, Given], Field(min_length=1)]
+
+
+def check_settings(settings: dict) -> Settings:
+    """What Snakemake has read of config/config.yaml, --configfile and --config. Raises DvpError."""
+    return _parse_settings(settings, "config/config.yaml, --configfile or --config")
+
+
 def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:
     """`experiment` and `results` of config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them.
 
     Raises DvpError.
     """
     file = config / "config.yaml"
-    settings = {key: value for key, value in read_yaml(file).items() if key != "evidence"}
-    for key in settings:
-        if key not in SETTINGS:
-            raise DvpError(f"{file}: {key}: unknown key; expected {', '.join(SETTINGS)} and evidence")
-    for key in SETTINGS:
-        if not isinstance(settings.get(key), str) or not settings[key]:
-            raise DvpError(f"{file}: {key}: expected a text, found {settings.get(key)!r}")
+    settings = _parse_settings(read_yaml(file), file).model_dump(exclude={"evidence"})
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in settings:
@@ -238,6 +245,13 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
             raise DvpError(f"--config {pair}: expected KEY=VALUE, found no value")
         settings[key] = value
     return settings
+
+
+def _parse_settings(settings: dict, where: Path | str) -> Settings:
+    try:
+        return Settings.model_validate(settings)
+    except ValidationError as error:
+        raise DvpError(f"{where}: {first_problem(error, settings)[1]}") from None
 
 
 def read_resolved(path: Path) -> Experiment:
@@ -265,42 +279,3 @@ def write_resolved(experiment: Experiment, folder: Path) -> None:
     if other != experiment.name:
         raise DvpError(f"{path}: is of experiment '{other}'; expected a folder of its own for '{experiment.name}'")
     write_text(path, text)
-
-
-def _first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
-    """The key's path, and one line: the path, what was expected, what was found.
-
-    An unknown key comes before all else, as it may be the missing one, misspelt.
-    """
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
-    location = _without_kinds(first["loc"], value)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "unknown key"
-    elif first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", found {first['input']!r}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    key = ".".join(str(part) for part in location)
-    line = f"{key}: {message}{more}" if location else f"{message}{more}"
-    return location, " ".join(line.split())
-
-
-def _without_kinds(location: tuple, value: Any) -> tuple:
-    """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
-    kept = []
-    for index, part in enumerate(location):
-        if isinstance(value, dict):
-            # The last key may be one that the file lacks.
-            last = index == len(location) - 1
-            kind = part not in value and (not last or part in (value.get("kind"), value.get("rule")))
-        else:
-            kind = part == value
-        if isinstance(part, str) and kind:
-            continue
-        kept.append(part)
-        try:
-            value = value[part]
-        except (KeyError, IndexError, TypeError):
-            value = None
-    return tuple(kept)

@@ -54,7 +54,7 @@ def check(name: str, statistics: list) -> None:
         "otb_single",
         "otb_tools",
         "otb_mismatch",
-        "noise_dial",
+        "noise_collapse",
         "staleness",
     ],
 )

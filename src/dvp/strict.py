@@ -13,6 +13,8 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+LOWEST_TEMPERATURE = 0.01
+"""Of sampling; vLLM takes a lower one for this one."""
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 

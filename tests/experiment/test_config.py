@@ -436,6 +436,8 @@ def test_impossible_rho(refused, rho, listed):
         ({"training.learning_rate": math.nan}, "training.learning_rate: "),
         ({"training.learning_rate": math.inf}, "training.learning_rate: "),
         ({"training.temperature": math.inf}, "training.temperature: "),
+        ({"training.temperature": 0.009}, "training.temperature: Input should be greater than or equal to 0.01"),
+        ({"evaluation.temperature": 0.009}, "evaluation.temperature: expected 0 or at least 0.01, found 0.009"),
         ({"training.adam_betas": [0.9]}, "training.adam_betas: "),
         ({"training.adam_betas": [0.9, 1.0]}, "training.adam_betas.1: "),
         ({"evaluation.top_p": 0.0}, "evaluation.top_p: "),

@@ -511,6 +511,22 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_kept(make_loop, tmp_path):
     assert final.is_dir()
 
 
+def test_a_run_whose_files_are_deleted_under_it_ends_with_whole_ones(make_loop, tmp_path):
+    """Snakemake does so before it starts a job, also where the run of a Snakemake that was killed still goes on."""
+
+    def on_step(row):
+        if row["step"] == 3:
+            for name in ("metrics.jsonl", RESPONSES):
+                (tmp_path / name).unlink()
+
+    settings = {"checkpoint_every": 2, "keep_checkpoints": 1}
+    run_loop(make_loop(**settings), tmp_path, tmp_path / "c", on_step)
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    _, rows = run_loop(make_loop(**settings, steps=5), tmp_path, tmp_path / "c", lambda row: None)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
 def test_only_the_newest_checkpoints_are_kept(make_loop, tmp_path):
     run_loop(make_loop(checkpoint_every=1, keep_checkpoints=2), tmp_path, tmp_path / "c", lambda row: None)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "c")] == ["step-000003", "step-000004"]

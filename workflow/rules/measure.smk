@@ -11,6 +11,7 @@ rule mismatch:
             "bounds.parquet",
             "safe_sets.parquet",
             "noise.parquet",
+            "prefixes.parquet",
         ),
     log:
         f"{LOGS}/mismatch/{{measurement}}.log",

@@ -3,10 +3,10 @@
 from operator import not_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from dvp.experiment.grid import Settings
-from dvp.strict import Line, Name, Positive, Seed, Strict
+from dvp.strict import LOWEST_TEMPERATURE, Line, Name, Positive, Seed, Strict
 
 TRAINING = "training"
 """In place of an engine's name: the one that a model was trained with."""
@@ -19,6 +19,12 @@ class Spread(Strict):
     """n: after steps n, 2n, 3n, …"""
     times: Positive | None = Field(default=None, exclude_if=lambda times: times is None)
     """n: so many times a run, the last of them at its last step; for runs of unequal length."""
+
+
+def _taken_by_engines(temperature: float) -> float:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"expected 0 or at least {LOWEST_TEMPERATURE}, found {temperature:g}")
+    return temperature
 
 
 def _steps(value: Any) -> Any:
@@ -61,8 +67,8 @@ class EvaluationConfig(Strict):
     """An engine, the same for all models, which it samples from their full vocabulary."""
     samples_per_problem: dict[Name, Positive]
     """k, by task."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Of sampling."""
+    temperature: Annotated[float, Field(ge=0), AfterValidator(_taken_by_engines)] = 1.0
+    """Of sampling; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of sampling."""
     max_response_tokens: Positive

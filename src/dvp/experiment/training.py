@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dvp.core.safe_vocabulary import SafeVocabularies
-from dvp.strict import LearningRate, Name, Positive, PositiveFloat, Strict
+from dvp.strict import LOWEST_TEMPERATURE, LearningRate, Name, Positive, PositiveFloat, Strict
 
 BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
 """`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16, and all else stays fp32.
@@ -106,10 +106,10 @@ class TrainingConfig(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Optimiser steps over which the learning rate rises linearly from 0; a training step takes one a minibatch."""
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of a gradient."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE)] = 1.0
     """Of sampling; trainer and engine both divide logits by it."""
     max_response_tokens: Positive
     """Longest response."""

@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -78,6 +79,8 @@ def run_loop(
         nonlocal saved
         if ranks.is_main():
             loop.recorder.write(responses_file)
+            # Whole, as another Snakemake deletes a run's files before its job learns that the run goes on.
+            _write_rows(metrics_file, rows)
         growing = [metrics_file, responses_file]
         began = time.perf_counter()
         checkpoint.save(checkpoints, len(rows), loop.trainer, growing, config.keep_checkpoints)
@@ -366,8 +369,23 @@ def _step(loop: Loop, step: int) -> dict:
 def _append(metrics_file: Path, row: dict) -> None:
     if not ranks.is_main():
         return
+    with _told(metrics_file):
+        append_line(metrics_file, _line(row))
+
+
+def _write_rows(metrics_file: Path, rows: list[dict]) -> None:
+    with _told(metrics_file):
+        write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
+
+
+def _line(row: dict) -> str:
+    return json.dumps(row, allow_nan=False)
+
+
+@contextmanager
+def _told(metrics_file: Path) -> Iterator[None]:
     try:
-        append_line(metrics_file, json.dumps(row, allow_nan=False))
+        yield
     except OSError as error:
         raise DvpError(
             f"{metrics_file}: cannot be written ({error.strerror}); run again to continue from the last checkpoint"

@@ -8,13 +8,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from dvp.analysis.curve import Group, target
-from dvp.analysis.figures import DARK, STYLE, handle, new_figure, set_title
+from dvp.analysis.figures import DARK, STYLE, fill, handle, new_figure, set_title
 from dvp.analysis.training_figures import Style, panels, styles
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint
 
 BASELINE = {"color": "black", "linestyle": (0, (4, 1.5)), "linewidth": 1.4}
+PANEL = 3.6  # inches, of the width of a panel
 
 
 def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
@@ -36,7 +37,7 @@ def score_curve(experiment: Experiment, groups: list[Group]) -> Figure:
                 if reference not in shown:
                     _draw_reference(axes, own[reference], by_tokens)
                 axes.axhline(100 * goal, color=DARK, linewidth=0.8, linestyle=":")
-                axes.set_title(name if len(by_task) == 1 else f"{task}, {name}")
+                axes.set_title(fill(name if len(by_task) == 1 else f"{task}, {name}", PANEL))
             row[0].set_ylabel(f"score on {task}, %")
             # Of a task, all panels.
             first = grid[place - place % (len(shown_in) // len(by_task)), 0]

@@ -79,7 +79,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 def set_title(figure: Figure, title: str, width: float) -> None:
     """On the left, in lines of `width` inches."""
-    figure.suptitle(textwrap.fill(title, int(13 * width)), fontsize=9.5, x=0.01, ha="left")
+    figure.suptitle(fill(title, width), fontsize=9.5, x=0.01, ha="left")
+
+
+def fill(title: str, width: float) -> str:
+    """In lines of `width` inches."""
+    return textwrap.fill(title, int(13 * width))
 
 
 def plain_log(axis: Axis, subs: tuple[int, ...] = (1, 2, 5)) -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from dvp.analysis.claims import Claim
-from dvp.analysis.figures import DARK, MARKERS, STYLE, handle, method_colors, new_figure, plain_log, set_title
+from dvp.analysis.figures import DARK, MARKERS, STYLE, fill, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import BASE
 from dvp.analysis.tables import Table
@@ -142,8 +142,12 @@ def scores(experiment: Experiment, table: Table) -> Figure:
             for seed in row["seed_scores"].value:
                 axes.plot(100 * seed, height + 0.27, "o", color=look.color, markersize=3.5, mfc="white", zorder=3)
         reference = experiment.reference_point
+        # Settings in a line of their own, so that there is room for the scores.
         labels = [
-            style[point].label + style[point].settings + (" (ref.)" if point == reference else "") for point in every
+            style[point].label
+            + style[point].settings.replace(", ", "\n", 1)
+            + (" (ref.)" if point == reference else "")
+            for point in every
         ]
         axes.set_yticks(range(len(every)), labels)
         axes.set_ylim(len(every) - 0.4, -0.6)
@@ -232,7 +236,7 @@ def _curves(
                     axes.remove()
                 continue
             name, shown = shown_in[index]
-            stack[0].set_title(name)
+            stack[0].set_title(fill(name, width / columns))
             for band, axes in enumerate(stack):
                 if index:
                     axes.sharey(grid[band, 0])

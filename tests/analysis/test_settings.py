@@ -174,8 +174,8 @@ def test_scores_are_labelled_with_what_differs(experiment, results):
     table = main_table(experiment, results.folder)
     labels = [text.get_text() for text in figures.scores(experiment, table).axes[0].get_yticklabels()]
     assert labels == [
-        *("RLOO (naive), G 4, steps 12", "RLOO (naive), G 16, steps 12 (ref.)"),
-        *("DVP, ρ = 0.01, G 4, steps 12", "DVP, ρ = 0.01, G 16, steps 12", "RLOO (naive), G 4, steps 48"),
+        *("RLOO (naive)\nG 4, steps 12", "RLOO (naive)\nG 16, steps 12 (ref.)"),
+        *("DVP, ρ = 0.01\nG 4, steps 12", "DVP, ρ = 0.01\nG 16, steps 12", "RLOO (naive)\nG 4, steps 48"),
     ]
 
 

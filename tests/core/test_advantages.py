@@ -146,7 +146,9 @@ def test_what_stands_outside_the_mask_is_immaterial(name, responses):
     )
     advantage_BT = ADVANTAGES[name](responses)
     assert torch.equal(ADVANTAGES[name](spoiled), advantage_BT)
-    assert otb_variance_readouts(advantage_BT, spoiled, 1.0) == otb_variance_readouts(advantage_BT, responses, 1.0)
+    weight_BT = responses.ratio_BT
+    readouts = otb_variance_readouts(advantage_BT, spoiled.ratio_BT, spoiled, 1.0)
+    assert readouts == otb_variance_readouts(advantage_BT, weight_BT, responses, 1.0)
 
 
 @pytest.mark.parametrize("name", PER_RESPONSE)
@@ -357,7 +359,7 @@ def test_the_proxy_of_a_nearly_certain_token_is_positive_and_of_the_right_size_i
 @given(responses=batches())
 def test_readouts_against_a_loop(responses):
     advantage_BT = ADVANTAGES["otb"](responses)
-    readouts = otb_variance_readouts(advantage_BT, responses, 0.5)
+    readouts = otb_variance_readouts(advantage_BT, responses.ratio_BT, responses, 0.5)
     count, power = len(responses.rewards_B), 0.0
     for i, t in zip(*np.nonzero(responses.mask_BT.numpy()), strict=True):
         power += (advantage_BT[i, t] ** 2 * responses.ratio_BT[i, t] ** 2 * responses.proxy_BT[i, t]).item() / count

@@ -30,6 +30,12 @@ def test_each_row_is_in_one_micro_batch_which_holds_its_tokens_unless_a_row_alon
     assert in_order == sorted(lengths, reverse=True)
 
 
+def test_lengths_are_counted_where_the_batch_is():
+    """A tensor on `meta` meets one of the CPU as badly as one of a GPU does."""
+    batch = batch_of([(2, 3), (1, 1)])
+    assert batch.to(torch.device("meta")).lengths().device.type == "meta"
+
+
 def test_only_rows_that_are_asked_for_are_there():
     parts = batch_of([(2, 3), (1, 1), (2, 6), (1, 2)]).micro_batches(10, torch.tensor([3, 0, 1]))
     assert [part.tolist() for part in parts] == [[0, 3], [1]]

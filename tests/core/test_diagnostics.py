@@ -98,6 +98,19 @@ def test_padding_and_empty_sequences_do_not_count():
     assert set(metrics.values()) == {0.0}
 
 
+def test_a_sequence_with_a_token_that_the_trainer_never_samples_has_no_weight():
+    """Four of eight sequences, all else exact: half of the sample is left, and no mean over tokens hears of it."""
+    mask, pruned = torch.ones(8, 3, dtype=torch.bool), torch.zeros(8, 3, dtype=torch.bool)
+    pruned[:4, 1] = True
+    log_ratio = torch.where(pruned, -40.0, 0.0)
+    metrics = mismatch_metrics(log_ratio, mask & ~pruned, pruned)
+    assert (metrics.pop("ess"), metrics.pop("ratio_below_1e-4_fraction")) == (0.5, 0.5)
+    assert set(metrics.values()) == {0.0}
+    pruned[4:, 2] = True
+    metrics = mismatch_metrics(log_ratio, mask & ~pruned, pruned)
+    assert (metrics["ess"], metrics["ratio_below_1e-4_fraction"]) == (0.0, 1.0)
+
+
 # Other read-outs of one batch
 
 

@@ -68,8 +68,8 @@ def test_every_mask_against_plain_python(kind, made):
     np.testing.assert_array_equal(keeps_BT.numpy()[mask], expected[mask])
 
 
-def updates(advantage, importance, mask):
-    """The same eight responses with and without a mask."""
+def eight_responses():
+    """Two groups of four, and the trainer's statistics of their tokens."""
     generator = torch.Generator().manual_seed(0)
     log_p_BT, noise_BT = (torch.randn((8, T), generator=generator, dtype=torch.float64) for _ in range(2))
     statistics = {
@@ -80,7 +80,12 @@ def updates(advantage, importance, mask):
     }
     rewards_B = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 0], dtype=torch.float64)
     batch = Batch(torch.zeros(8, T, dtype=torch.long), torch.ones(8, T, dtype=torch.bool))
-    rollout = Rollout(batch, statistics["pruned_log_prob"] - 0.5 * noise_BT, rewards_B, torch.zeros(8).bool())
+    return Rollout(batch, statistics["pruned_log_prob"] - 0.5 * noise_BT, rewards_B, torch.zeros(8).bool()), statistics
+
+
+def updates(advantage, importance, mask):
+    """The same eight responses with and without a mask."""
+    rollout, statistics = eight_responses()
     options = {"importance": importance, "advantage": ADVANTAGES[advantage], "group_size": 4}
     return [make_update(rollout, statistics, **options, mask=own) for own in (None, mask)]
 
@@ -96,13 +101,13 @@ def test_a_mask_takes_tokens_out_and_changes_no_other_coefficient(advantage, mas
     torch.testing.assert_close(masked.coefficients(), expected_BT, rtol=0, atol=0)
 
 
-def test_the_divergence_mask_never_stops_a_token_that_would_come_closer():
+def test_a_divergence_mask_without_a_bound_stops_what_would_go_further_apart_and_nothing_else():
     plain, masked = updates("rloo", ImportanceRule(), DivergenceMask(kind="divergence", delta=1e-6))
-    gone_BT = (masked.weight_BT == 0) & (plain.advantage_BT != 0)
-    # With a bound of 0 what is left is exactly what brings p closer to q.
-    closer_BT = ~gone_BT & (plain.advantage_BT != 0)
-    assert gone_BT.any()
-    assert closer_BT.any()
+    rollout, statistics = eight_responses()
+    ahead_BT = statistics["pruned_log_prob"].exp() - rollout.infer_log_prob_BT.exp()
+    apart_BT = ahead_BT * plain.advantage_BT > 0
+    assert 0 < apart_BT.sum() < apart_BT.numel()
+    assert torch.equal(masked.weight_BT == 0, apart_BT)
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,8 @@ def test_the_zero_tail_makes_the_variance_depend_on_where_zero_lies(seed, name):
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_where_logits_are_the_parameters_the_readouts_are_the_sample_variance_itself(name, ratio):
+@pytest.mark.parametrize("masked", [False, True])
+def test_where_logits_are_the_parameters_the_readouts_are_the_sample_variance_itself(name, ratio, masked):
     """One softmax a position, one token a position: Σ_t A² r² w is ‖ĝ_i‖² there, with no Jacobian between."""
     generator = torch.Generator().manual_seed(0)
     count, tokens, vocabulary = 8, 4, 5
@@ -265,12 +266,14 @@ def test_where_logits_are_the_parameters_the_readouts_are_the_sample_variance_it
         proxy_BT=optimal_token_proxy(log_prob_BT, sum_p_squared_BT),
         ratio_BT=torch.full((count, tokens), ratio, dtype=torch.float64),
     )
-    advantage_BT = ADVANTAGES[name](responses)
-    each_B = (advantage_BT * responses.ratio_BT * log_prob_BT * mask_BT).sum(dim=1)
+    advantage_BT, weight_BT = ADVANTAGES[name](responses), responses.ratio_BT
+    if masked:  # as by a mask of the method, which advantages do not see
+        weight_BT = torch.where(torch.rand(count, tokens, generator=generator) < 0.5, weight_BT, 0.0)
+    each_B = (advantage_BT * weight_BT * log_prob_BT * mask_BT).sum(dim=1)
     gradient_BD = torch.stack([torch.autograd.grad(one, logits_TV, retain_graph=True)[0].flatten() for one in each_B])
     mean_D = gradient_BD.mean(dim=0)
 
-    readouts = otb_variance_readouts(advantage_BT, responses, mean_D.norm().item())
+    readouts = otb_variance_readouts(advantage_BT, weight_BT, responses, mean_D.norm().item())
     assert readouts["otb_signal"] == pytest.approx(mean_D.square().sum().item())
     assert readouts["otb_power"] == pytest.approx(gradient_BD.square().sum(dim=1).mean().item())
     assert readouts["otb_noise"] == pytest.approx(gradient_BD.var(dim=0).sum().item() / count)

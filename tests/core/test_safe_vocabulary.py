@@ -289,13 +289,36 @@ def test_n_outside_its_range(n):
 
 @settings(max_examples=50)
 @given(LOGITS, hnp.arrays(np.float32, (3, 37), elements=st.sampled_from([-1.0, 1.0, 0.0])), st.floats(1e-3, 0.5))
-@pytest.mark.parametrize("rule", [FixedRho(0.02), MassBudget(0.1), TopK(1), TopK(5), TopNSigma(0.7), TopNSigma(3.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(FixedRho(0.02), MassBudget(0.1), TopK(1), TopK(5), TopNSigma(0.7), TopNSigma(3.0)),
+        *(entropy_scaled(1e-3, alpha, 1.0, 1e-30, 0.99) for alpha in (1.0, -2.0)),
+    ],
+)
 def test_no_perturbation_moves_the_threshold_out_of_the_range(rule, logits, signs, nats):
     before = torch.tensor(logits)
     low, high = rule.log_rho_range(before, nats)
     after = rule.log_rho(before + nats * torch.tensor(signs))
     assert (after >= low - 1e-4).all()
     assert (after <= high + 1e-4).all()
+
+
+def test_the_range_of_an_entropy_holds_where_many_tokens_share_half_of_the_mass():
+    """There the entropy moves by several times what the logits do; the range is not much wider than that."""
+    vocabulary, nats = 50_000, 1e-3
+    logits = torch.zeros(1, vocabulary, dtype=torch.float64)
+    logits[0, 0] = math.log(vocabulary)
+    rule = entropy_scaled(1e-3, 1.0, 1.0, 1e-30, 0.99)
+    low, high = rule.log_rho_range(logits, nats)
+    towards = torch.full_like(logits, nats)
+    towards[0, 0] = -nats
+    reached = []
+    for sign in (1, -1):
+        p_NV = (logits + sign * towards).softmax(dim=-1)
+        reached.append(math.log(1e-3) + 1.0 + (p_NV * p_NV.log()).sum().item())
+    assert low.item() < reached[0] < reached[1] < high.item()
+    assert (high - low).item() < 1.2 * (reached[1] - reached[0])
 
 
 def test_one_side_alone():

@@ -1005,6 +1005,12 @@ def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_
     assert changed({"training.learning_rate": 0.5}) == {policy}
     assert changed({"mismatch.problems": 3}) == {base, policy}
     assert changed({"bias.estimators": [{"method": "rloo"}]}) == {("bias", "base")}
+    # Its files name methods.
+    twin = {
+        "methods.twin": {"label": "RLOO", "advantage": "rloo"},
+        "bias.estimators": [{"method": "twin"}, BIAS["estimators"][1]],
+    }
+    assert changed(twin) == {("bias", "base")}
     assert changed({"bias.engines": ["coarse", "fp32"]}) == set()
     assert changed({"report.declarations": ["Otherwise."]}) == set()
     assert changed({"training.group_size": 8}) == {policy, ("bias", "base")}

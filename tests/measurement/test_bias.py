@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,8 @@ from dvp.measurement import gradients as module
 from dvp.measurement.bias import _fill
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
+from dvp.rollout.engine import Completion
+from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 from made_up_problems import write_problems
 
@@ -243,6 +246,20 @@ def problem_table(count):
     return pd.DataFrame(
         [{"id": str(n), "answer": ANSWER, "prompt": text + "\n"} for n, text in enumerate(PROBLEMS[:count])]
     )
+
+
+def test_a_measurement_has_no_seed_of_a_training_run(root, tmp_path, tiny_model):
+    """Else a policy would be measured on what it was trained with, where their problems and steps meet."""
+    asked = []
+
+    def generate(prompts, sampling, seeds):
+        asked.extend(seeds)
+        return [[Completion([5], [-1.0], "x", "stop")] * sampling.n for _ in prompts]
+
+    task = make_task(small_experiment(root, tmp_path), AutoTokenizer.from_pretrained(tiny_model), problem_table(6))
+    assert len(list(task.from_engine(SimpleNamespace(generate=generate), None, 3))) == 3
+    assert len(set(asked)) == 3 * len(task.rows)
+    assert not set(asked) & {derived_seed(0, step, row) for step in range(100) for row in range(100)}
 
 
 def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommends(root, tmp_path, tiny_model):

@@ -259,6 +259,47 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
         assert torch.allclose(value, reference.get_parameter(name), atol=2e-5), name
 
 
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_a_token_that_leaves_the_safe_vocabulary_between_two_optimiser_steps_is_left_out(make_loop, tiny_model, kind):
+    """Against plain torch: its log-prob is a convention, and in GSPO's mean it would swallow the whole response."""
+    rho, count = 0.1, 4
+    method = {"advantage": "dr_grpo", "loss": {"kind": kind, "clip_low": 0.5, "clip_high": 0.5}}
+    loop = make_loop(method | {"safe_vocabulary": "fixed"}, rho=str(rho), minibatches=2, learning_rate=1e-2)
+    old, reference = (AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(2))
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
+    chosen = prompt_rows(6, 2, 1, 3)
+    prompts = [loop.problems.prompts[row] for row in chosen]
+    groups = loop.engine.generate(prompts, Sampling(max_tokens=12, n=4), [derived_seed(3, 1, row) for row in chosen])
+    left = tokens = 0
+    for update, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        loss = torch.zeros(())
+        for index, one in enumerate(group):
+            before = dense_log_probs(old, prompt, one.token_ids, rho).detach()
+            now = dense_log_probs(reference, prompt, one.token_ids, rho)
+            inside = before.isfinite() & now.isfinite()
+            left += (before.isfinite() & ~now.isfinite()).sum().item()
+            tokens += len(one.token_ids)
+            if not inside.any():
+                continue
+            log_ratio = (now - before)[inside]
+            ratio = (log_ratio.mean() if kind == "gspo" else log_ratio).exp()
+            advantage = (1.0 if index % 2 else 0.0) - 0.5
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.5, 1.5) * advantage).sum() / count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        for options in optimizer.param_groups:
+            options["lr"] = 1e-2 * min(1.0, (update + 1) / 2)
+        optimizer.step()
+    metrics = loop.step(1)
+    assert metrics["left_safe_fraction"] == pytest.approx(left / tokens)
+    assert left > 0
+    assert (metrics["otb_power"] is None) == (kind == "gspo")
+    # Not all: where a gradient is as small as its rounding, Adam's first steps have its sign.
+    far = [(value - reference.get_parameter(name)).abs() > 2e-5 for name, value in loop.trainer.weights()]
+    assert torch.cat([one.flatten() for one in far]).double().mean() < 1e-3
+
+
 def test_a_step_with_a_tool_learns_from_the_models_own_tokens(make_loop, tiny_model):
     """Against plain torch: each own token's log-prob after all that came before it, and nothing of the answers."""
     loop = make_loop(tools=CALCULATOR, **LONG_ENOUGH)

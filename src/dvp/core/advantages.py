@@ -177,7 +177,7 @@ def otb_leave_one_out(responses: Responses) -> torch.Tensor:
 
 
 def otb_variance_readouts(
-    advantage_BT: torch.Tensor, responses: Responses, gradient_norm: float
+    advantage_BT: torch.Tensor, weight_BT: torch.Tensor, responses: Responses, gradient_norm: float
 ) -> dict[str, float | None]:
     """OTB's own variance read-outs (docs/method.md, "Advantages" [O]) of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p.
 
@@ -186,9 +186,11 @@ def otb_variance_readouts(
 
     Args:
         advantage_BT: what the loss applied.
+        weight_BT: the r that the loss applied, 0 at tokens that a mask left out; that of `responses` is not looked at.
         gradient_norm: ‖ḡ‖ as measured in the parameters, before clipping, of the sum over tokens averaged over the N
-            responses (`reinforce_loss` with denominator N); 0 for a skipped step. It cannot come from the proxy: each
-            response has logits of its own, so over logits ‖ḡ‖² is mean(A²W)/N whatever the gradients' directions.
+            responses (`policy_loss` of a loss by token, with denominator N); 0 for a skipped step. It cannot come from
+            the proxy: each response has logits of its own, so over logits ‖ḡ‖² is mean(A²W)/N whatever the gradients'
+            directions.
 
     Returns:
         otb_signal: ‖ḡ‖².
@@ -199,7 +201,7 @@ def otb_variance_readouts(
             logits, so they differ by the network's Jacobian: follow it over one run, do not read it as a variance.
             Not cut at 0: negative says that this scale is far from 1.
     """
-    energy_BT = advantage_BT.double().square() * responses.ratio_BT.double().square() * responses.proxy_BT.double()
+    energy_BT = advantage_BT.double().square() * weight_BT.double().square() * responses.proxy_BT.double()
     count = len(responses.rewards_B)
     power = torch.where(responses.mask_BT, energy_BT, 0.0).sum().item() / count
     signal = gradient_norm**2

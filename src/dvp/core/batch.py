@@ -59,7 +59,9 @@ class Batch:
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, prompt and response, (B,)."""
         # A response is never empty and ends with the model's token, so a row's last True is its last real token.
-        return (self.response_BT * torch.arange(1, self.response_BT.shape[1] + 1)).amax(dim=1)
+        return (self.response_BT * torch.arange(1, self.response_BT.shape[1] + 1, device=self.response_BT.device)).amax(
+            dim=1
+        )
 
     def micro_batches(self, tokens: int, rows_b: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Rows for one pass each: the longest first, those of like length together, so that little is padded.

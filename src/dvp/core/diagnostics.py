@@ -29,12 +29,15 @@ TAIL_PROBABILITY = 1e-2
 
 
 @torch.no_grad()
-def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
+def mismatch_metrics(
+    log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, pruned_BT: torch.Tensor | None = None
+) -> dict[str, float]:
     """Measure how far the trainer's policy p is from the engine's q on one batch.
 
     Args:
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
-        mask_BT: bool, True at the response's tokens.
+        mask_BT: bool, True at the response's tokens that have a ratio.
+        pruned_BT: bool, True at those that p gives nothing to: their log-ratio is not looked at. None: there are none.
 
     Returns:
         Token level, over the masked tokens:
@@ -43,13 +46,15 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
                 has none, when both are pruned and V_S is not within V'_S.
             chi2: mean(r²) − 1.
             max_abs_log_ratio, ratio_outside_0.9_1.1 (a fraction of the tokens).
-        Sequence level, over the sequences that have a token:
-            ess: (Σw)² / Σw² / count with w = ∏r, the effective fraction of the sample, in (0, 1].
+        Sequence level, over the sequences that have a token of either kind:
+            ess: (Σw)² / Σw² / count with w = ∏r, 0 with a pruned token: the effective fraction of the sample.
             ratio_below_1e-4_fraction: sequences with any r < 1e-4, whatever veto the run's own rule has.
-        Exponents are cut at 700, so the values are finite for finite log-ratios. With no token at all every
-        value is 0; ess = 0 occurs in no other case.
+        Exponents are cut at 700, so the values are finite for finite log-ratios. With no masked token at all every
+        value is 0; else ess = 0 says that every sequence has a pruned token.
     """
-    sequence_B = mask_BT.any(dim=1)
+    pruned_BT = torch.zeros_like(mask_BT) if pruned_BT is None else pruned_BT
+    sequence_B = (mask_BT | pruned_BT).any(dim=1)
+    impossible_B = pruned_BT.any(dim=1)[sequence_B]
     log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()[sequence_B]
     log_ratio_N = log_ratio_BT[mask_BT[sequence_B]]
     count = log_ratio_N.numel()
@@ -62,17 +67,18 @@ def mismatch_metrics(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[
     chi2_N = (2.0 * log_ratio_N).clamp(max=MAX_EXPONENT).expm1()
     outside_N = (log_ratio_N < math.log(0.9)) | (log_ratio_N > math.log(1.1))
     # The effective sample size does not depend on the weights' scale, so no exponent needs cutting.
-    log_weight_B = log_ratio_BT.sum(dim=1)
+    log_weight_B = torch.where(impossible_B, -torch.inf, log_ratio_BT.sum(dim=1))
     weight_B = (log_weight_B - log_weight_B.max()).exp()
-    ess = weight_B.sum().square() / weight_B.square().sum() / len(weight_B)
+    ess = 0.0 if impossible_B.all() else (weight_B.sum().square() / weight_B.square().sum() / len(weight_B)).item()
+    low_B = impossible_B | (log_ratio_BT < math.log(LOW_RATIO)).any(dim=1)
     return {
         "k1": -log_ratio_N.mean().item(),
         "k3": (k3_N / count).sum().item(),
         "chi2": (chi2_N / count).sum().item(),
-        "ess": min(ess.item(), 1.0),
+        "ess": min(ess, 1.0),
         "max_abs_log_ratio": log_ratio_N.abs().max().item(),
         "ratio_outside_0.9_1.1": outside_N.double().mean().item(),
-        "ratio_below_1e-4_fraction": (log_ratio_BT < math.log(LOW_RATIO)).any(dim=1).double().mean().item(),
+        "ratio_below_1e-4_fraction": low_B.double().mean().item(),
     }
 
 
@@ -94,7 +100,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     return {
         # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
         # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
-        **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT),
+        **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT, mask_BT & ~safe_BT),
         "tail_mismatch": tail_mismatch(log_ratio_BT, statistics["log_prob"], mask_BT & safe_BT),
         "entropy": mean("entropy"),
         "pruned_entropy": mean("pruned_entropy"),

@@ -153,7 +153,9 @@ class EntropyScaled(SafeVocabulary):
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """See SafeVocabulary.log_rho. H is that of the full distribution."""
-        entropy_N = torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1)
+        return self._log_rho(torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1))
+
+    def _log_rho(self, entropy_N: torch.Tensor) -> torch.Tensor:
         log_rho_N = math.log(self.rho) + self.settings.alpha * (self.settings.target_entropy - entropy_N)
         return log_rho_N.clamp_(math.log(self.settings.lowest), math.log(self.settings.highest))
 
@@ -163,10 +165,20 @@ class EntropyScaled(SafeVocabulary):
         return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=highest))
 
     def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SafeVocabulary.log_rho_range."""
-        targets = [max(self.settings.target_entropy + move, 0.0) for move in (-nats, nats)]
-        rules = [EntropyScaled(self.rho, self.settings.changed(target_entropy=target)) for target in targets]
-        one_N, other_N = (rule.log_rho(logits_NV) for rule in rules)
+        """See SafeVocabulary.log_rho_range.
+
+        dH = −Σ p (log p + H) dz. On the way to the other logits p grows by at most e^{2 nats}, and log p moves by at
+        most 2 nats: H moves by m ≤ nats e^{2 nats} (Σ p |log p + H| + 2 nats + m), and never by more than log V.
+        """
+        log_p_NV = logits_NV.double().log_softmax(dim=-1)
+        p_NV = log_p_NV.exp()
+        entropy_N = torch.special.entr(p_NV).sum(dim=-1)
+        spread_N = torch.where(p_NV > 0, p_NV * (log_p_NV + entropy_N[:, None]).abs(), 0.0).sum(dim=-1)
+        share, most = nats * math.exp(2 * nats), math.log(logits_NV.shape[1])
+        moved_N = torch.full_like(entropy_N, most)
+        if share < 1:
+            moved_N = (share * (spread_N + 2 * nats) / (1 - share)).clamp(max=most)
+        one_N, other_N = (self._log_rho(entropy_N + sign * moved_N).float() for sign in (-1, 1))
         return torch.minimum(one_N, other_N), torch.maximum(one_N, other_N)
 
 

@@ -94,7 +94,7 @@ def settings_of_stage(
         parts["sampling"] = training.model_dump(mode="json", include=sampling)
     if stage == "bias":
         parts["estimators"] = [
-            (experiment.methods[method].model_dump(mode="json", exclude={"label"}), rho)
+            (method, experiment.methods[method].model_dump(mode="json", exclude={"label"}), rho)
             for method, rho in experiment.estimators
         ]
     return parts

@@ -21,6 +21,7 @@ from dvp.rollout.seeds import derived_seed
 from dvp.training.rollouts import Problems, prompt_rows
 
 REFERENCE = -1  # in a seed, where the engine's batches have their number
+MEASURED = -1  # in front of that number: training's seeds are made of a seed, a step and a row, and would be the same
 CALL = 512  # responses that the engine is asked for at once
 GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samples at once
 
@@ -87,7 +88,9 @@ class FixedProblems:
             report_sets=report_sets,
         )
         for numbers in torch.arange(batches).split(max(1, CALL // self.responses)):
-            seeds = [derived_seed(self._seed, number, row) for number in numbers.tolist() for row in self.rows]
+            seeds = [
+                derived_seed(self._seed, MEASURED, number, row) for number in numbers.tolist() for row in self.rows
+            ]
             groups = engine.generate(self.prompts * len(numbers), sampling, seeds)
             for start in range(0, len(groups), len(self.prompts)):
                 yield self._problems.graded(range(len(self.prompts)), groups[start : start + len(self.prompts)])

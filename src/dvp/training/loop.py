@@ -26,7 +26,7 @@ from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import rollout_metrics, self_noise
 from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
-from dvp.core.objective import policy_loss
+from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -41,6 +41,11 @@ from dvp.training.probe import PROBE_PROMPTS
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
+
+UPDATE_METRICS = (
+    *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
+    *("otb_signal", "otb_power", "otb_noise"),
+)
 
 
 def run_loop(
@@ -305,8 +310,8 @@ class Loop:
             if metrics is not None:
                 taken.append(metrics)
         result: dict = {"skipped": not taken, "updates": len(taken)}
-        for name in ("gradient_norm", "clipped_fraction", "otb_signal", "otb_power", "otb_noise"):
-            values = [metrics[name] for metrics in taken if metrics[name] is not None]
+        for name in UPDATE_METRICS:
+            values = [metrics[name] for metrics in taken if metrics.get(name) is not None]
             result[name] = fmean(values) if values else None
         return result
 
@@ -322,7 +327,7 @@ class Loop:
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
         rounds = ranks.rounds(len(micro_batches))
         mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
-        clipped = []
+        clipped, left = [], []
         for index, (rows_b, weight_BT) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
             mask_bT, old_bT, weight_bT, advantage_bT = (
@@ -335,8 +340,15 @@ class Loop:
                 )
             )
 
-            def loss(now: TokenStatistics, mask_bT=mask_bT, constants=(old_bT, weight_bT, advantage_bT)):
+            def loss(
+                now: TokenStatistics, mask_bT=mask_bT, old_bT=old_bT, weight_bT=weight_bT, advantage_bT=advantage_bT
+            ):
                 log_prob_bT = unflatten(now.pruned_log_prob, mask_bT)
+                # V_S has moved with the weights since the scoring, or its rounding with the batch.
+                safe_bT = unflatten(now.target_in_safe, mask_bT)
+                left.append((mask_bT & (weight_bT != 0) & ~safe_bT).sum().item())
+                weight_bT = zero_outside_safe(weight_bT, safe_bT)
+                constants = (old_bT, weight_bT, advantage_bT)
                 result = policy_loss(self.loss, log_prob_bT, *constants, mask_bT, update.weights.denominator)
                 clipped.append(result.clipped_BT.sum().item())
                 return result.loss
@@ -345,13 +357,17 @@ class Loop:
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
-        # OTB's read-outs are of the mean over all responses.
-        mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
-        return {
+        tokens = rollout.batch.response_BT.sum().item()
+        result = {
             "gradient_norm": norm,
-            "clipped_fraction": sum(ranks.gather(sum(clipped))) / rollout.batch.response_BT.sum().item(),
-            **otb_variance_readouts(update.advantage_BT, update.responses, mean_norm),
+            "clipped_fraction": sum(ranks.gather(sum(clipped))) / tokens,
+            "left_safe_fraction": sum(ranks.gather(sum(left))) / tokens,
         }
+        if self.loss.by_token:
+            # OTB's read-outs are of the mean over all responses.
+            mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
+            result |= otb_variance_readouts(update.advantage_BT, update.weight_BT, update.responses, mean_norm)
+        return result
 
 
 def _step(loop: Loop, step: int) -> dict:

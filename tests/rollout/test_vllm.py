@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import chain, takewhile
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.batch import Batch
 from dvp.core.safe_vocabulary import EngineSets, Entropy, EntropyScaled, FixedRho, MassBudget, TopNSigma
@@ -290,10 +291,10 @@ def test_a_prompt_that_does_not_fit_is_named(fp32):
         fp32.generate([[5], [7] * 120], Sampling(max_tokens=16), [0, 0])
 
 
-def sample_elsewhere(*arguments) -> subprocess.Popen:
+def sample_elsewhere(*arguments, **environment) -> subprocess.Popen:
     """Start engine_process.py: a process can hold one engine."""
-    script = Path(__file__).parent / "engine_process.py"
-    return subprocess.Popen([sys.executable, script, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, Path(__file__).parent / "engine_process.py", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
 
 
 def completions(process: subprocess.Popen) -> list:
@@ -322,6 +323,58 @@ def test_a_reloaded_engine_equals_a_fresh_one_exactly(precision, tiny_model, cha
     reloaded = sample_elsewhere(tiny_model, setting, tmp_path)
     fresh = sample_elsewhere(tmp_path, setting)
     assert completions(reloaded) == completions(fresh)
+
+
+ROUNDS_THE_CACHE = {"ATEN_CPU_CAPABILITY": "avx2"}  # what torch then says of any processor
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_without_avx512_an_8_bit_cache_is_keys_and_values_of_8_bits(form, dtype, tiny_model):
+    """Against transformers with plain attention over rounded keys and values, in float32."""
+    engine = sample_elsewhere(tiny_model, json.dumps({"dtype": "float32", "kv_cache_dtype": form}), **ROUNDS_THE_CACHE)
+
+    def attention(module, query, key, value, attention_mask, scaling, **options):
+        groups, length = module.num_key_value_groups, query.shape[2]
+        key, value = (x.to(dtype).float().repeat_interleave(groups, dim=1) for x in (key, value))
+        future = torch.ones(length, length).triu(1).bool()
+        weights = (query @ key.transpose(2, 3) * scaling).masked_fill(future, -torch.inf).softmax(dim=-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    AttentionInterface.register("rounded_cache", attention)
+    exact, rounded = (AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(2))
+    rounded.config._attn_implementation = "rounded_cache"
+    off, moved = [], []
+    for prompt, group in zip(PROMPTS, completions(engine), strict=True):
+        for response in group:
+            tokens, reported = response["token_ids"], torch.tensor(response["log_probs"])
+            with torch.no_grad():
+                logits_TV = rounded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            off.append((reported - expected).abs())
+            moved.append((reported - reference_log_probs(exact, prompt, tokens)).abs())
+    # A key that lies between two numbers of 8 bits may become either, as sums are rounded otherwise.
+    assert torch.cat(off).median() < 1e-4
+    assert torch.cat(off).mean() < 0.1 * torch.cat(moved).mean()
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="needs AVX-512")
+def test_rounded_keys_and_values_are_what_vllms_own_8_bit_cache_computes_with(tiny_model):
+    own, rounded, whole = (
+        completions(
+            sample_elsewhere(tiny_model, json.dumps({"dtype": "bfloat16", "kv_cache_dtype": form}), **variables)
+        )
+        for form, variables in (("fp8", {}), ("fp8", ROUNDS_THE_CACHE), ("auto", {}))
+    )
+
+    def distance(one, other):
+        """Mean |Δ log-prob| while the same tokens were sampled."""
+        found = []
+        for left, right in zip(chain(*one), chain(*other), strict=True):
+            pairs = zip(left["token_ids"], right["token_ids"], left["log_probs"], right["log_probs"], strict=False)
+            found += [abs(a - b) for first, second, a, b in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return sum(found) / len(found)
+
+    assert distance(own, rounded) < 0.5 * distance(own, whole)
 
 
 @pytest.mark.parametrize(

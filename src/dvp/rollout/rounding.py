@@ -1,9 +1,10 @@
-"""Weight-only quantisation as a rounding: the engine computes with weights that a low-precision format can hold."""
+"""Quantisation as a rounding: of weights, or keys and values, to what a low-precision format can hold."""
 
 import torch
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int3": 3}
 FLOAT_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHE_TYPES = FLOAT_TYPES | {"fp8": torch.float8_e4m3fn}
 
 
 def is_rounded(name: str, weight: torch.Tensor) -> bool:
@@ -25,3 +26,13 @@ def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
         largest = torch.finfo(dtype).max
         rounded = (weight.float() / scale_R1 * largest).to(dtype).float() / largest
     return (rounded * scale_R1).to(weight.dtype)
+
+
+def round_cached(values: torch.Tensor, form: str) -> torch.Tensor:
+    """Round keys or values through `form` without a scale, as a cache of 8 bits does unless a model brings scales.
+
+    Returns a tensor of the same shape and dtype. What is larger than the format can hold becomes its largest number.
+    """
+    dtype = CACHE_TYPES[form]
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest).to(dtype).to(values.dtype)

@@ -22,7 +22,7 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.rollout.rounding import is_rounded, round_weight
+from dvp.rollout.rounding import is_rounded, round_cached, round_weight
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
@@ -62,6 +62,17 @@ def _allow_amx() -> None:
         initialize()
 
 
+def cache_dtype(config: EngineConfig) -> str:
+    """What vLLM's cache is of: `auto`, with keys and values rounded before they enter it, where it cannot be of 8 bits.
+
+    vLLM's CPU attention reads 8 bits by AVX-512 alone, which few laptops have. It computes with them as the engine's
+    dtype, so that rounded ones of that dtype are the same numbers, of twice the size or more.
+    """
+    if torch.cuda.is_available() or "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return config.kv_cache_dtype
+    return "auto"
+
+
 def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int) -> int:
     """Bytes of a cache on a CPU in which so many sequences have room at their longest; CPU_CACHE if that is less.
 
@@ -71,7 +82,7 @@ def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int
 
     sizes = AutoConfig.from_pretrained(model)
     head = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    size = 1 if config.kv_cache_dtype != "auto" else getattr(torch, config.dtype).itemsize
+    size = 1 if cache_dtype(config) != "auto" else getattr(torch, config.dtype).itemsize
     token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head * size
     blocks = 1 + sequences * math.ceil(longest / CPU_BLOCK)  # vLLM keeps one block empty
     return min(blocks * CPU_BLOCK * token, CPU_CACHE)
@@ -139,7 +150,7 @@ class VllmEngine:
             self.llm = LLM(
                 str(model),
                 dtype=config.dtype,
-                kv_cache_dtype=config.kv_cache_dtype,
+                kv_cache_dtype=cache_dtype(config),
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
@@ -157,6 +168,13 @@ class VllmEngine:
         self._config = config
         self._sleeps = options.get("enable_sleep_mode", False)
         self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
+        if cache_dtype(config) != config.kv_cache_dtype:
+            print(
+                f"note: without AVX-512 vLLM has no 8-bit cache; keys and values are rounded to "
+                f"{config.kv_cache_dtype} and kept in {config.dtype}",
+                file=sys.stderr,
+            )
+            self.llm.collective_rpc(_round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are.
             self.load_weights(_weights(model))
@@ -351,6 +369,19 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
                 f"(they are off by {error:.2g} nats); is logprobs_mode 'processed_logprobs'?"
             )
     return bool(outside_V.any())
+
+
+def _round_cache(worker: Any, form: str) -> None:
+    """Round all keys and values before attention stores them and computes with them."""
+    from vllm.model_executor.layers.attention import Attention
+
+    def rounded(layer: torch.nn.Module, inputs: tuple) -> tuple:
+        query, key, value, *others = inputs
+        return query, round_cached(key, form), round_cached(value, form), *others
+
+    for module in worker.model_runner.model.modules():
+        if isinstance(module, Attention):
+            module.register_forward_pre_hook(rounded)
 
 
 def _fill_with_nan(worker: Any) -> None:

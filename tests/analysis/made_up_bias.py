@@ -25,9 +25,11 @@ LENGTH = 30
 
 
 def bias_experiment(**changes) -> Experiment:
-    """The experiment `estimator_bias` with two engines, and changes to its `bias`."""
+    """The experiment `estimator_bias` with two policies and two engines, and changes to its `bias`."""
     value = load_experiment("estimator_bias", CONFIG).model_dump(mode="json")
-    value["bias"] |= {"engines": ["fp32", "coarse"], "batches": 24, "reference_batches": 48} | changes
+    policies = ["base", {"method": "rloo", "engine": "fp32"}]
+    sizes = {"batches": 24, "reference_batches": 48}
+    value["bias"] |= {"policies": policies, "engines": ["fp32", "coarse"]} | sizes | changes
     return parse_experiment(value, Path("test.yaml"))
 
 

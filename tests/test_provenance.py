@@ -3,11 +3,13 @@
 import re
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from dvp import provenance
-from dvp.provenance import code_hash, git_commit
+from dvp.provenance import code_hash, device, git_commit
 
 
 @pytest.fixture
@@ -78,3 +80,36 @@ def test_the_hash_of_code_sees_a_file_that_was_renamed(package):
     (package / "errors.py").rename(package / "mistakes.py")
     code_hash.cache_clear()
     assert code_hash() != before
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx avx2 avx512f avx512bw amx_bf16", "A CPU (AMX)"),
+        ("fpu avx avx2 avx512f", "A CPU (AVX-512)"),
+        ("fpu avx avx2", "A CPU (AVX2)"),
+        ("fpu avx", "A CPU"),
+    ],
+)
+def test_the_device_of_a_stage_without_a_gpu_is_its_processor(flags, expected, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: {flags}\n\nprocessor\t: 1\nmodel name\t: Another\n"
+    )
+    monkeypatch.setattr(provenance, "PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    provenance.processor.cache_clear()
+    assert device() == expected
+    provenance.processor.cache_clear()
+
+
+def test_a_gpu_is_named(monkeypatch):
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert device() == "NVIDIA H100"
+
+
+def test_a_machine_that_does_not_tell_its_processor_has_some_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "PROCESSORS", tmp_path / "none")
+    provenance.processor.cache_clear()
+    assert provenance.processor()
+    provenance.processor.cache_clear()

@@ -1,11 +1,15 @@
-"""From which code and which commit a result comes. It is recorded, and decides nothing: see dvp.versions."""
+"""From which code, commit and device a result comes. It is recorded, and decides nothing: see dvp.versions."""
 
 import hashlib
+import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+PROCESSORS = Path("/proc/cpuinfo")
+VECTORS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by the kernel's name, the widest first
 
 
 @cache
@@ -26,6 +30,31 @@ def code_hash() -> str:
         digest.update(f"{file.relative_to(PACKAGE)}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def device() -> str:
+    """What computes here, as each rounds in its own way: a GPU's name, or the processor's with its widest vectors."""
+    # A stage that has not imported torch computes with no GPU.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return processor()
+
+
+@cache
+def processor() -> str:
+    """The processor's name, and of x86 the widest vectors: they decide how sums are rounded and what vLLM can do."""
+    found = {}
+    try:
+        for line in PROCESSORS.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    flags = found.get("flags", "").split()
+    vectors = next((name for flag, name in VECTORS.items() if flag in flags), None)
+    name = found.get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({vectors})" if vectors else name
 
 
 def _git(*arguments: str) -> str:

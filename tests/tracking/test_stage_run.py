@@ -12,6 +12,7 @@ import pytest
 from made_up_stages import EXPERIMENT, ROOT, RUN, check_training, contents, convert, evaluate, title, train
 from mlflow.tracking import MlflowClient
 
+from dvp import provenance
 from dvp.errors import DvpError
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import stage_run
@@ -160,6 +161,7 @@ def test_what_works_on_a_policy_is_below_the_run_that_trained_it(folder, monkeyp
     tags = runs[evaluated]["tags"]
     assert (tags["stage"], tags["task"], tags["config_hash"], tags["slurm_job"]) == ("evaluate", "aime25", "def", "17")
     assert len(tags["mlflow.source.git.commit"]) >= 7
+    assert tags["device"] == provenance.device()
     assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("dvp evaluate", "LOCAL")
     assert tags["mlflow.user"]
 

@@ -30,7 +30,7 @@ from dvp.core.advantages import optimal_token_proxy
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.head import token_statistics
 from dvp.errors import DvpError
-from dvp.provenance import git_commit
+from dvp.provenance import git_commit, processor
 
 CHUNK = 1024  # rows at a time in the chunked formulations
 ANCHORS = """Reported by others, not measured here: one H200, bfloat16, forward + backward, N = H = 4,096,
@@ -111,7 +111,7 @@ def bench(output: Path, rounds: int, device: str) -> None:
         measured.append({"shape": asdict(case.size)} | measure(case.name, case.dtype, variants, rounds, device))
         del inputs, variants  # before the next one takes as much
     result = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "triton": _triton(), "python": platform.python_version()},
@@ -327,13 +327,6 @@ def _status_kib(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1])
     raise KeyError(key)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def _triton() -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.experiment.grid import whole_run
-from dvp.provenance import code_hash, git_commit
+from dvp.provenance import code_hash, device, git_commit
 from dvp.tracking.names import final_metrics, result_name, stage_name
 from dvp.tracking.record import (
     COLLAPSED,
@@ -217,6 +217,7 @@ def stage_run(
     tags |= {
         KEY: key,
         "code_hash": code_hash(),
+        "device": device(),
         "mlflow.source.name": f"dvp {stage.partition('_')[0]}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": git_commit(),

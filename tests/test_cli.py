@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -13,6 +14,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import NullPool, create_engine
 
+from dvp import signals
 from dvp.cli import LARGEST_SEED, app, main
 from dvp.errors import Stopped
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
@@ -450,6 +452,21 @@ def test_a_signal_within_a_callback_of_python_is_not_lost(where, raised):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr == ""
     assert done.stdout.split() == [raised] * 30
+
+
+def test_a_signal_that_was_heard_a_moment_ago_is_not_sent_again(monkeypatch):
+    """It would come where nothing waits for it, and end a process that has been told already."""
+
+    class HeardMeanwhile(threading.Event):
+        def wait(self, timeout=None):
+            heard = self.is_set()
+            self.set()
+            return heard
+
+    sent = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda *arguments: sent.append(arguments))
+    signals._send(signal.SIGTERM, HeardMeanwhile())
+    assert sent == []
 
 
 def test_a_stop_that_a_library_makes_an_error_of_is_a_stop(monkeypatch, capsys):

@@ -9,6 +9,7 @@ import signal
 import threading
 
 PAUSE = 0.01
+sending = threading.RLock()  # a handler may interrupt `heard`
 
 
 class Dropped:
@@ -22,7 +23,7 @@ class Dropped:
         """For a handler: whether what it raises may get through; if not, the signal comes again."""
         if self._within_hook:
             return False
-        self._heard.set()
+        self.heard()
         return True
 
     def send_again(self, number: int) -> None:
@@ -37,12 +38,15 @@ class Dropped:
 
     def heard(self) -> None:
         """Send nothing any more."""
-        self._heard.set()
+        with sending:
+            self._heard.set()
 
 
 def _send(number: int, heard: threading.Event) -> None:
     while not heard.wait(PAUSE):
-        signal.pthread_kill(threading.main_thread().ident, number)
+        with sending:  # else it could be heard just before one more is sent, which would come out of the blue
+            if not heard.is_set():
+                signal.pthread_kill(threading.main_thread().ident, number)
 
 
 dropped = Dropped()

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from working_copy import Copy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "smoke_diversity"
 
 

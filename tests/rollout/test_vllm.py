@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 from itertools import chain, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
 from dvp.rollout.rounding import is_rounded, round_weight
 from dvp.rollout.turns import ToolEngine
-from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.rollout.vllm import VllmEngine, _round_cache, prove_safe_vocabulary
 from dvp.tools import make_tool
 from dvp.training.backend import Policy
 
@@ -355,6 +356,12 @@ def test_without_avx512_an_8_bit_cache_is_keys_and_values_of_8_bits(form, dtype,
     # A key that lies between two numbers of 8 bits may become either, as sums are rounded otherwise.
     assert torch.cat(off).median() < 1e-4
     assert torch.cat(off).mean() < 0.1 * torch.cat(moved).mean()
+
+
+def test_a_model_of_which_nothing_could_be_rounded_is_refused():
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(2, 2)))
+    with pytest.raises(DvpError, match="kv_cache_dtype: fp8 needs AVX-512 here"):
+        _round_cache(worker, "fp8")
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="needs AVX-512")

@@ -372,16 +372,23 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
 
 
 def _round_cache(worker: Any, form: str) -> None:
-    """Round all keys and values before attention stores them and computes with them."""
+    """Round all keys and values before attention stores them and computes with them.
+
+    Raises DvpError for a model of which no layer has them: nothing would be rounded.
+    """
     from vllm.model_executor.layers.attention import Attention
 
     def rounded(layer: torch.nn.Module, inputs: tuple) -> tuple:
         query, key, value, *others = inputs
         return query, round_cached(key, form), round_cached(value, form), *others
 
-    for module in worker.model_runner.model.modules():
-        if isinstance(module, Attention):
-            module.register_forward_pre_hook(rounded)
+    layers = [module for module in worker.model_runner.model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise DvpError(
+            f"kv_cache_dtype: {form} needs AVX-512 here, as the model's attention has no keys and values to round"
+        )
+    for layer in layers:
+        layer.register_forward_pre_hook(rounded)
 
 
 def _fill_with_nan(worker: Any) -> None:

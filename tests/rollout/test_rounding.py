@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvp.rollout.rounding import is_rounded, round_weight
+from dvp.rollout.rounding import is_rounded, round_cached, round_weight
 
 
 @given(st.integers(0, 2**31), st.sampled_from(["int8", "int4", "int3"]))
@@ -37,3 +37,63 @@ def test_only_the_matrices_of_the_blocks_are_rounded():
     assert not is_rounded("model.embed_tokens.weight", torch.ones(2, 2))
     assert not is_rounded("lm_head.weight", torch.ones(2, 2))
     assert not is_rounded("model.layers.0.input_layernorm.weight", torch.ones(2))
+
+
+def every(dtype: torch.dtype) -> torch.Tensor:
+    """All finite numbers of a format of 8 or 16 bits, in float32, in their order."""
+    bits, whole = (8, torch.uint8) if dtype.itemsize == 1 else (16, torch.int32)
+    numbers = torch.arange(2**bits, dtype=whole)
+    numbers = numbers.view(dtype) if bits == 8 else numbers.to(torch.int16).view(dtype)
+    numbers = numbers.float()
+    return numbers[numbers.isfinite()].sort().values
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_cached_keys_and_values_are_cut_toward_zero(form, dtype):
+    values, held = every(torch.bfloat16), every(dtype)
+    smaller = held[torch.searchsorted(held, values, right=True).sub(1).clamp_min(0)]  # the last one below
+    larger = held[torch.searchsorted(held, values).clamp_max(len(held) - 1)]  # the first one above
+    assert torch.equal(round_cached(values.bfloat16(), form).float(), torch.where(values > 0, smaller, larger))
+    assert round_cached(values.bfloat16(), form).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="needs AVX-512")
+@pytest.mark.parametrize("form", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_vllms_cache_of_a_cpu_cuts_so_too(form):
+    """Attention to one token is its value: what comes out is what the cache made of it. One sequence a value of 64."""
+    import vllm._custom_ops as vllm
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    size, block = 64, 32
+    values_ND = every(torch.bfloat16).bfloat16()
+    values_ND = values_ND[: len(values_ND) // size * size].view(-1, size)
+    count = len(values_ND)
+    cache = torch.zeros(count, 1, 2 * block, size, dtype=torch.uint8)
+    keys, values = cache.chunk(2, dim=2)
+    value_N1D = values_ND[:, None].contiguous()
+    zeros_N1D, read_N1D = torch.zeros_like(value_N1D), torch.empty_like(value_N1D)
+    slots = torch.arange(count) * block
+    vllm.cpu_attn_reshape_and_cache(zeros_N1D, value_N1D, keys, values, slots, "vec", kv_cache_dtype=form)
+    starts, lengths = torch.arange(count + 1, dtype=torch.int32), torch.ones(count, dtype=torch.int32)
+    schedule = vllm.cpu_attn_get_scheduler_metadata(
+        count, 1, 1, size, lengths, torch.bfloat16, starts, True, -1, "vec", False, kv_cache_dtype=form
+    )
+    vllm.cpu_attention_with_kv_cache(
+        query=zeros_N1D,
+        key_cache=keys,
+        value_cache=values,
+        output=read_N1D,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=1.0,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.arange(count, dtype=torch.int32)[:, None].contiguous(),
+        softcap=0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+        kv_cache_dtype=form,
+    )
+    assert torch.equal(read_N1D[:, 0], round_cached(values_ND, form))

@@ -35,7 +35,7 @@ class EngineConfig(Strict):
     dtype: Literal["float32", "bfloat16", "float16"]
     """Of weights and activations."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Of keys and values; auto is `dtype`. Without AVX-512 a CPU keeps them as `dtype`, rounded to 8 bits."""
+    """Of keys and values; auto is `dtype`. vLLM rounds them to the nearest number on a GPU, toward zero on a CPU."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
     head_dtype: Literal["auto", "float32"] = Field("auto", exclude_if=lambda dtype: dtype == "auto")

@@ -29,10 +29,13 @@ def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def round_cached(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Round keys or values through `form` without a scale, as a cache of 8 bits does unless a model brings scales.
+    """What vLLM's 8-bit cache of a CPU makes of keys or values: cut toward zero in `form`, without a scale.
 
     Returns a tensor of the same shape and dtype. What is larger than the format can hold becomes its largest number.
     """
     dtype = CACHE_TYPES[form]
     largest = torch.finfo(dtype).max
-    return values.float().clamp(-largest, largest).to(dtype).to(values.dtype)
+    nearest = values.float().clamp(-largest, largest).to(dtype)
+    # One step down in the byte is one step toward zero: sign and magnitude are apart.
+    beyond = nearest.float().abs() > values.float().abs()
+    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(dtype).to(values.dtype)

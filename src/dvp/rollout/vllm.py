@@ -170,8 +170,8 @@ class VllmEngine:
         self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
         if cache_dtype(config) != config.kv_cache_dtype:
             print(
-                f"note: without AVX-512 vLLM has no 8-bit cache; keys and values are rounded to "
-                f"{config.kv_cache_dtype} and kept in {config.dtype}",
+                f"note: without AVX-512 vLLM has no 8-bit cache; keys and values are cut to "
+                f"{config.kv_cache_dtype}, as it would, and kept in {config.dtype}",
                 file=sys.stderr,
             )
             self.llm.collective_rpc(_round_cache, args=(config.kv_cache_dtype,))

@@ -57,12 +57,13 @@ def without_batches(found: dict[str, Jackknifed], names: tuple[str, ...], **wher
     return parts
 
 
-def paired_numbers(difference_nD, y_mD, rho: str | None, engine: str) -> dict[str, float]:
+def paired_numbers(difference_nD, y_mD, rho: str | None, engine: str, seed: int) -> dict[str, float]:
     """Weights that are too heavy on the coarse engine, but not those of its pruned samples."""
     paired = paired_squared_bias(inner_products(difference_nD, difference_nD), inner_products(y_mD, y_mD))
     pruned = paired if rho else None
     row = numbers({"paired_squared_bias": paired}, ("paired_squared_bias",))
-    row |= {"weight_ess": 0.95 if engine == "fp32" else 0.3, "weight_largest_share": 0.001, "weight_mean": 1.0}
+    row |= {"weight_ess": 0.95 if engine == "fp32" else 0.3, "weight_largest_share": 0.001}
+    row["weight_mean"] = 0.95 + 0.02 * seed
     for name, value in list(row.items()):
         base, _, end = name.rpartition("_")
         renamed = f"{base}_pruned_{end}" if end in ("se", "low", "high") else f"{name}_pruned"
@@ -86,7 +87,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         empty = 3 if method.endswith("geo_rs") else 0
         row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
         rows.append(row | {"outside_safe_fraction": 0.0, "reward": 0.4})
-        rows[-1] |= paired_numbers(x_nD - own_nD * variance**0.5 - g_D, y_mD, rho, measurement.engine)
+        rows[-1] |= paired_numbers(x_nD - own_nD * variance**0.5 - g_D, y_mD, rho, measurement.engine, measurement.seed)
         parts += without_batches(found, STATISTICS, method=method, rho=rho)
         # Of the coordinates a bin has its share, and so of the variance; the signal, the first of them, is the first's.
         bins = np.array_split(np.arange(LENGTH), len(experiment.positions) or 1)

@@ -13,7 +13,7 @@ from dvp.analysis import figures, mismatch, mismatch_figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, to_text
 from dvp.analysis.load import load_mismatch
-from dvp.analysis.mismatch import Density, Group
+from dvp.analysis.mismatch import Density, Group, magnitude
 from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.report import make
 from dvp.core.vocabulary_mismatch import D_EDGES, histogram
@@ -190,6 +190,45 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
     over = find(measured, "objective_change_over_bound", engine="coarse", rho="0.01")
     assert over.value == pytest.approx(abs(change) / (bound / weight))
     assert f"{np.isneginf(rows['pruned_log_ratio']).sum()} of {len(rows)} responses" in over.how
+
+
+def test_a_magnitude_has_the_interval_of_the_signed_number(experiment, results):
+    """Seeds whose changes have opposite signs say that it may be 0, not that it is as large as in each of them."""
+    group = mismatch.groups(experiment, load_mismatch(experiment, results))[0]
+    table = group.tables["safe_sets"]
+    right, change = np.arange(len(table)) % 2 == 0, np.array([-0.2, -0.2, 0.6])[table["unit"] // 3]
+    group.tables["safe_sets"] = table.assign(
+        log_ratio=0.0,
+        pruned_log_ratio=np.log1p(np.where(right, change, -change)),
+        reward=np.where(right, 1.0, 0.0),
+        pruned_mass_sum=0.5,
+    )
+    known = {one.name: one for one in mismatch.statistics(experiment, group) if one.where.get("rho") == "0.01"}
+    change, over = known["objective_change"], known["objective_change_over_bound"]
+    assert change.low < 0 < change.high
+    assert over.value == pytest.approx(abs(change.value) / 0.5)
+    assert (over.low, over.high) == pytest.approx((0.0, max(-change.low, change.high) / 0.5))
+
+
+def test_of_responses_that_are_all_kept_the_interval_is_of_as_many_trials_as_there_are_problems(experiment, results):
+    group = mismatch.groups(experiment, load_mismatch(experiment, results))[0]
+    group.tables["prefixes"]["kept"] = 1.0
+    [kept] = [one for one in mismatch.statistics(experiment, group) if one.name == "kept_by_length"][:1]
+    assert (kept.value, kept.low, kept.high) == pytest.approx((1.0, 0.025 ** (1 / 9), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("signed", "expected"),
+    [((-3, -4, -1), (3, 1, 4)), ((3, 1, 4), (3, 1, 4)), ((-1, -4, 2), (1, 0, 4)), ((1, -2, 4), (1, 0, 4))],
+)
+def test_the_magnitude_of_an_interval(signed, expected):
+    assert magnitude(*signed) == expected
+
+
+def test_a_number_of_tokens_is_above_0_and_so_is_its_interval(measured):
+    sizes = [one for one in measured.statistics if one.name.startswith("safe_size")]
+    assert all(0 < one.low <= one.value <= one.high for one in sizes)
+    assert any(one.high - one.value > 1.001 * (one.value - one.low) for one in sizes)
 
 
 def test_what_pruning_can_remove_is_a_share_of_all_seeds_and_grows_with_rho(results, measured):

@@ -185,6 +185,23 @@ def test_an_open_condition_says_what_could_have_been_seen(tmp_path, test, measur
 
 
 @pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        ((5.0, 100 * (1.05 / 1.2 - 1), 26.0), "met from 20 % on"),  # a change, of a ratio of 1.05
+        ((20.0, -20.0, 100 * (1 - 0.64 / 1.2)), "met from 33.3 % on"),  # a saving, of a ratio of 0.8
+    ],
+)
+def test_what_could_have_been_seen_of_a_relative_change_is_of_its_logarithm(tmp_path, measured, says):
+    asked = {"says": "it does", "experiment": "grid", "statistic": "score_over_other", "above": 0}
+    claim = {"id": "gain", "text": "it gains", "source": "paper", "figure": "grid/scores", "conditions": [asked]}
+    folder = make_place(tmp_path, statistic(*measured) | {"name": "score_over_other", "unit": "%"})
+    (folder / "claims.yaml").write_text(
+        json.dumps({"sources": {"paper": {"name": "A paper", "published": "somewhere"}}, "claims": [claim]})
+    )
+    assert says in rendered(answered(folder), folder)["claims.md"]
+
+
+@pytest.mark.parametrize(
     ("unit", "test", "measured", "says"),
     [
         ("fraction", {"above": 0}, (-0.03, -0.04, -0.01), "3 [1, 4] points | met"),

@@ -61,7 +61,8 @@ def test_a_row_by_hand(table):
     assert table.rows[MIS.path]["k3_full"].value == table.rows[MIS.path]["k3"].value
     # 0.75, 0.70 and 0.65: a standard error of 0.05 / sqrt(3), and t of two degrees of freedom.
     assert row["kept"].value == pytest.approx(0.70)
-    assert row["kept"].high - row["kept"].value == pytest.approx(4.302653 * 0.05 / 3**0.5, rel=1e-5)
+    odds = 0.70 / 0.30 * np.exp(4.302653 * 0.05 / 3**0.5 / (0.70 * 0.30))  # on the logit scale
+    assert row["kept"].high == pytest.approx(odds / (1 + odds), rel=1e-5)
     assert row["seconds_per_step"].value == pytest.approx(3.0)  # the geometric mean of 1.5, 3 and 6
     frame = table.frame().set_index("point")
     assert frame.loc[DVP.path, "kept"] == pytest.approx(0.70)

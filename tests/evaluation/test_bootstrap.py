@@ -149,6 +149,13 @@ def test_an_interval_stays_where_its_number_can_be(scale, limits):
         assert limits[0] < low < value < high < limits[1]
 
 
+def test_an_interval_beyond_what_a_machine_holds_is_none():
+    """Of a ratio near 0 whose seeds say all kinds of things: one end that is no number would be refused by the page."""
+    value, *ends = bootstrap.draws(3, 1, 100, 0, shared=False).estimate(np.array([1e-3, 0.3, 0.3, 0.004]), "ratio")
+    assert value == 1e-3
+    assert all(map(math.isnan, ends))
+
+
 def test_undefined_interval():
     draws = bootstrap.draws(1, 2, 100, 0, shared=True)
     for value_R in ([1.0, 1.0, np.inf], [1.0]):

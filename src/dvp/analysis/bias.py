@@ -30,7 +30,8 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     `pooled`. What is not defined, as a cosine may be, is left out.
 
     And PAIRED (dvp.core.paired_bias), left out where the sequence weights of any seed have an ESS below SMALLEST_ESS:
-    the mean over seeds, with a t interval over seeds from three on, else over batches.
+    the mean over seeds, with a t interval over seeds from three on, else over batches. Where those are, weight_mean
+    and weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the trainer samples.
     """
     return [*_statistics(experiment, loaded), *_paired_statistics(experiment, loaded)]
 
@@ -46,7 +47,8 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
         rows = estimators.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name in ESTIMATED:
-            numbers = pooled(rows[name], rows[f"{name}_se"])
+            scale = "ratio" if name in ("variance", "mse") else "plain"
+            numbers = pooled(rows[name], rows[f"{name}_se"], scale)
             if math.isfinite(numbers[0]):
                 yield Statistic(name, where, *numbers, _UNITS[name], spread, sources)
         if partner is None:
@@ -71,6 +73,10 @@ def _paired_statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statist
                 numbers, over = _paired(rows[name], rows[f"{name}_se"], rows["batches"])
                 how = f"paired with the exact gradient by the same samples of the engine; t interval over {over}"
                 yield Statistic(name, where, *numbers, "of |g|²", how, tuple(rows["source"]))
+                mean = ess.replace("ess", "mean")
+                numbers = over_seeds(list(rows[mean]), logarithmic=False)
+                how = f"mean of the weights p(y)/q(y), 1 if q reaches all of p; t interval over {len(rows)} seeds"
+                yield Statistic(mean, where, *numbers, "1", how, tuple(rows["source"]))
 
 
 def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[tuple[float, float, float], str]:
@@ -109,8 +115,12 @@ def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
     return math.sqrt(sum((len(part) - 1) * part.var(ddof=0) for _, part in differences.groupby("sample")))
 
 
-def pooled(values: Sequence[float], errors: Sequence[float]) -> tuple[float, float, float]:
+def pooled(
+    values: Sequence[float], errors: Sequence[float], scale: bootstrap.Scale = "plain"
+) -> tuple[float, float, float]:
     """Mean over seeds with a t interval; with fewer than three seeds with a normal one, from the mean squared error.
+
+    The interval is made on `scale`.
 
     The variance between seeds contains that within them. Where it is not larger, that is no sign that seeds do not
     differ: the larger of the two with a normal quantile covers 81 to 91 % where they do.
@@ -118,10 +128,12 @@ def pooled(values: Sequence[float], errors: Sequence[float]) -> tuple[float, flo
     # Not as pandas would: what one seed leaves undefined is undefined.
     values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
     if bootstrap.covers_seeds(values):
-        return over_seeds(values, logarithmic=False)
-    value = float(np.mean(values))
-    half = NORMAL_95 * math.sqrt(np.mean(np.square(errors)) / len(values))
-    return value, value - half, value + half
+        value, low, _ = over_seeds(values, logarithmic=False)
+        half = value - low
+    else:
+        value = float(np.mean(values))
+        half = NORMAL_95 * math.sqrt(np.mean(np.square(errors)) / len(values))
+    return value, *bootstrap.ends(value, half, scale)
 
 
 def spread_text(count: int) -> str:

@@ -358,11 +358,16 @@ def _seen_from(condition: dict[str, Any]) -> str | None:
         return None
     factor, unit = _scale(condition)
     value, first, last = (condition[key] for key in ("value", "low", "high"))
-    if first > 0 and math.isclose(value**2, first * last, rel_tol=1e-6):  # an interval of the logarithm
-        if condition["above"] is not None:
-            return f"from {_number(condition['above'] * value / first, factor)} {unit} on"
-        if condition["below"] is not None:
-            return f"up to {_number(condition['below'] * value / last, factor)} {unit}"
+    # An interval of the logarithm: of the number itself, or of the ratio that a change or a saving in per cent is of.
+    for whole, sign in [(0, 1), *([(100, 1), (100, -1)] if condition["unit"] == "%" else [])]:
+        ratio, ratio_first, ratio_last = (whole + sign * number for number in (value, first, last))
+        if min(ratio_first, ratio_last) > 0 and math.isclose(ratio**2, ratio_first * ratio_last, rel_tol=1e-6):
+            if condition["above"] is not None:
+                needed = sign * ((whole + sign * condition["above"]) * ratio / ratio_first - whole)
+                return f"from {_number(needed, factor)} {unit} on"
+            if condition["below"] is not None:
+                needed = sign * ((whole + sign * condition["below"]) * ratio / ratio_last - whole)
+                return f"up to {_number(needed, factor)} {unit}"
     if condition["above"] is not None:
         return f"from {_number(condition['above'] + condition['value'] - condition['low'], factor)} {unit} on"
     if condition["below"] is not None:

@@ -34,6 +34,7 @@ SCALES: dict[str, bootstrap.Scale] = {
     "fraction": "share",
     "probability": "ratio",
     "ratio": "ratio",
+    "tokens": "ratio",
     "nats per token": "ratio",
     "nats per response": "ratio",
     "nats²": "ratio",
@@ -161,14 +162,26 @@ def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
         over = "a single problem has no interval"
 
     def statistic(
-        name: str, value_R: np.ndarray, unit: str, how: str, resolution: float = 0.0, **where: str
+        name: str,
+        value_R: np.ndarray,
+        unit: str,
+        how: str,
+        *,
+        resolution: float = 0.0,
+        of_responses: bool = False,
+        signed: bool = False,
+        **where: str,
     ) -> Iterator[Statistic]:
+        """`signed`: of |x|, from replicates of an x that has a sign."""
         if np.isfinite(value_R[0]):
             scale = next((scale for start, scale in SCALES.items() if unit.startswith(start)), "plain")
-            if scale == "share" and not 0 < value_R[0] < 1:
-                scale = "plain"  # none of so many tokens, or all: not as many trials as there are problems
+            # None of so many tokens, or all: not as many trials as there are problems. Of responses it is that.
+            if signed or (scale == "share" and not of_responses and not 1e-9 < value_R[0] < 1 - 1e-9):
+                scale = "plain"
             value, low, high = group.draws.estimate(value_R[:1] if single else value_R, scale)
             low, high = low - resolution / 2, high + resolution / 2
+            if signed:
+                value, low, high = magnitude(value, low, high)
             yield Statistic(name, group.where | where, value, low, high, unit, f"{how}; {over}", group.sources)
 
     def largest(name: str, value: float, unit: str, how: str) -> Iterator[Statistic]:
@@ -187,6 +200,12 @@ def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
     yield from largest("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
     yield from _safe_sets(group, statistic)
     yield from _by_length(group, statistic)
+
+
+def magnitude(value: float, low: float, high: float) -> tuple[float, float, float]:
+    """|x| with its interval, from those of x. Taking |x| of each replicate would make opposite signs look alike."""
+    nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+    return abs(value), nearest, max(abs(low), abs(high))
 
 
 def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> Iterator[Statistic]:
@@ -244,7 +263,9 @@ def _by_probability(group: Group, statistic: MakeStatistics) -> Iterator[Statist
             rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
             of, density = f"d of tokens with p in ({low:g}, {high:g}], {weighted}", Density(group, rows, name)
             of_mode = f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies"
-            yield from statistic(f"{part}_mode", density.modes(), "nats", of_mode, density.resolution, **where)
+            yield from statistic(
+                f"{part}_mode", density.modes(), "nats", of_mode, resolution=density.resolution, **where
+            )
             yield from statistic(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", **where)
             positive = rows[[name, "unit"]].assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
             positive_R = group.ratio(positive, "positive", name)
@@ -349,7 +370,7 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         change_R = change_R - group.ratio(rows, "weighted_reward", "weight")
         bound_R = group.ratio(rows, "bound", "weight")
         with np.errstate(divide="ignore", invalid="ignore"):
-            over_R = np.abs(change_R) / bound_R
+            over_R = change_R / bound_R
         lost = np.isneginf(rows["pruned_log_ratio"]).sum()
         weights = (
             f"importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; {lost} of {len(rows)} responses "
@@ -360,7 +381,8 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             ("objective_bound", bound_R, "reward", "E_p[Σ_t (1 − Z_t)] · R_max (1)"),
             ("objective_change_over_bound", over_R, "ratio", "|J_mp − J| / E_p[Σ_t (1 − Z_t)]"),
         ):
-            yield from statistic(name, value_R, unit, f"{what}, {weights}", **where)
+            signed = name == "objective_change_over_bound"
+            yield from statistic(name, value_R, unit, f"{what}, {weights}", signed=signed, **where)
 
 
 def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
@@ -395,7 +417,8 @@ def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             }
         for name, (value_R, unit, what) in values.items():
             how = f"{what}; of the first {length} tokens of each response"
-            yield from statistic(f"{name}_by_length", value_R, unit, how, length=str(length))
+            kept = name == "kept"
+            yield from statistic(f"{name}_by_length", value_R, unit, how, of_responses=kept, length=str(length))
 
 
 def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]) -> dict[str, Table]:

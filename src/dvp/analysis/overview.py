@@ -107,25 +107,25 @@ def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict
     own = loaded.metrics[loaded.metrics["point"] == point.path]
     last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
     measured = {
-        "k3": (last["k3"].mean(), "nats per token", True),
-        "kept": (1 - last["masked_fraction"].mean(), "fraction", False),
-        "seconds_per_step": (own.groupby("seed")["seconds"].median(), "s", True),
+        "k3": (last["k3"].mean(), "nats per token"),
+        "seconds_per_step": (own.groupby("seed")["seconds"].median(), "s"),
     }
     # Where the engine prunes, it alone knows its full policy; of a trainer that prunes alone it is not measured.
     full = "k3" if experiment.methods[point.method].safe_vocabulary is None else "unpruned_k3"
     if full in own and own[full].notna().all():
-        measured["k3_full"] = (last[full].mean(), "nats per token", True)
-    how = f"t interval over {seeds_text(experiment)}"
-    return {
+        measured["k3_full"] = (last[full].mean(), "nats per token")
+    how, place, sources = (
+        f"t interval over {seeds_text(experiment)}",
+        where_of(experiment, point),
+        train_files(loaded, point.path),
+    )
+    value, low, _ = over_seeds(list(1 - last["masked_fraction"].mean()), logarithmic=False)
+    kept = (value, *bootstrap.ends(value, value - low, "share"))
+    return {"kept": Statistic("kept", place, *kept, "fraction", f"{how}, on the logit scale", sources)} | {
         name: Statistic(
-            name,
-            where_of(experiment, point),
-            *over_seeds(list(values), logarithmic=logarithmic),
-            unit,
-            how + (", of the logarithm" if logarithmic else ""),
-            train_files(loaded, point.path),
+            name, place, *over_seeds(list(values), logarithmic=True), unit, f"{how}, of the logarithm", sources
         )
-        for name, (values, unit, logarithmic) in measured.items()
+        for name, (values, unit) in measured.items()
     }
 
 

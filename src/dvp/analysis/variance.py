@@ -66,7 +66,8 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
         rows = measured.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name, column in MEASURED.items():
-            numbers = pooled(rows[column], rows[f"{column}_se"])
+            scale = "ratio" if name == "gradient_variance" else "plain"
+            numbers = pooled(rows[column], rows[f"{column}_se"], scale)
             if math.isfinite(numbers[0]):
                 how = f"{mean.format('mean')}; {spread}"
                 yield Statistic(name, where, *numbers, UNITS[name], how, sources)

@@ -63,19 +63,13 @@ class Draws:
             return value, math.nan, math.nan
         if scale == "share" and min(abs(value), abs(1 - value)) < 1e-9:
             trials = self.problems if self.shared else self.seeds * self.problems
-            ends = stats.binomtest(round(value) * trials, trials).proportion_ci(method="exact")
-            return value, ends.low, ends.high
+            exact = stats.binomtest(round(value) * trials, trials).proportion_ci(method="exact")
+            return value, exact.low, exact.high
         if self.seeds < FEWEST_SEEDS:
             low, high = np.quantile(value_R[1:], TAILS)
             return value, float(low), float(high)
         error, freedom = self.error(value_R)
-        reach = float(stdtrit(freedom, TAILS[1])) * error
-        if scale == "share":
-            odds, reach = value / (1 - value), reach / (value * (1 - value))
-            return value, _expit(math.log(odds) - reach), _expit(math.log(odds) + reach)
-        if scale == "ratio" and value > 0:
-            return value, value * _exp(-reach / value), value * _exp(reach / value)
-        return value, value - reach, value + reach
+        return value, *ends(value, float(stdtrit(freedom, TAILS[1])) * error, scale)
 
     def error(self, value_R: np.ndarray) -> tuple[float, float]:
         """Standard error and its degrees of freedom."""
@@ -133,6 +127,20 @@ def draws(seeds: int, problems: int, resamples: int, seed: int, *, shared: bool)
         drawn_RSP = rng.integers(problems, size=(resamples, seeds, problems)) + problems * np.arange(seeds)[:, None]
         parts.append(_counts(drawn_RSP.reshape(resamples, units), units))
     return Draws(np.concatenate(parts), seeds, problems, shared)
+
+
+def ends(value: float, reach: float, scale: Scale) -> tuple[float, float]:
+    """Those of the interval value ± reach, made on its scale by the derivative; plain where that is not defined.
+
+    NaN, both, where one would not be a number that a machine holds: nothing is known then.
+    """
+    if scale == "share" and 0 < value < 1:
+        logit, reach = math.log(value / (1 - value)), reach / (value * (1 - value))
+        return _expit(logit - reach), _expit(logit + reach)
+    if scale == "ratio" and value > 0:
+        low, high = value * _exp(-reach / value), value * _exp(reach / value)
+        return (low, high) if math.isfinite(high) else (math.nan, math.nan)
+    return value - reach, value + reach
 
 
 def _counts(drawn_RN: np.ndarray, units: int) -> np.ndarray:

@@ -613,10 +613,48 @@ def test_counts_that_are_no_numbers_are_named(loaded, tmp_path, counts, message)
     assert str(error.value).startswith(f"{tmp_path / 'data/manifest.json'}: {message}")
 
 
-def test_a_preflight_without_figures_is_named(loaded, tmp_path):
-    rehearsed(loaded, tmp_path, "coarse", seconds=None)
-    with pytest.raises(DvpError, match=r"preflight\.json: seconds: expected an object, found null"):
-        make_plan(loaded, tmp_path)
+SECONDS = {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5}
+MEMORY, SAVE = ({"check": name, "says": "enough"} for name in ("memory", "save"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seconds", None, "seconds: expected an object, found null"),
+        ("seconds", {}, "seconds.rollout_token: expected a finite number, 0 or more, found nothing"),
+        ("seconds", SECONDS | {"update_token": "x"}, "seconds.update_token: expected a finite number, 0 or more, "),
+        ("seconds", SECONDS | {"synchronise": -0.5}, "seconds.synchronise: expected a finite number, 0 or more, "),
+        ("checks", [1], "checks.0: expected an object, found 1"),
+        ("checks", [{}], "checks.0.check: expected a text, found nothing"),
+        ("checks", [MEMORY, {"check": "save"}], "checks.1.says: expected a text, found nothing"),
+        ("checks", [MEMORY | {"check": ["memory"]}, SAVE], "checks.0.check: expected a text, found ['memory']"),
+        ("checks", [], "checks.memory: expected an object, found nothing"),
+        ("checks", [MEMORY], "checks.save: expected an object, found nothing"),
+        ("kl", "x", "kl: expected a finite number, found 'x'"),
+        ("kept", {"rloo_mis_rho_none": "x"}, "kept.rloo_mis_rho_none: expected a finite number, 0 or more, found 'x'"),
+        ("kept_at", "64", "kept_at: expected a finite number, 0 or more, found '64'"),
+        ("utilisation", "x", "utilisation: expected a finite number or null, found 'x'"),
+        ("device", 3, "device: expected a text, found 3"),
+        ("gpus", "1", "gpus: expected a finite number, 0 or more, found '1'"),
+        ("nodes", None, "nodes: expected a finite number, 0 or more, found null"),
+    ],
+)
+def test_what_a_plan_needs_of_a_preflight_is_named(loaded, tmp_path, key, value, message):
+    rehearsed(loaded, tmp_path, "coarse", **{key: value})
+    with pytest.raises(DvpError) as error:
+        render(make_plan(loaded, tmp_path))
+    assert str(error.value).startswith(f"{tmp_path / 'preflight/engine~coarse/preflight.json'}: {message}")
+
+
+@pytest.mark.parametrize("kl", [0.0, -1e-9])
+def test_from_a_kl_that_rounding_took_away_nothing_is_forecast(loaded, tmp_path, kl):
+    """The shares that were measured are shown nevertheless."""
+    kept = {"rloo_mis_rho_none": 0.08, "dvp_mis_rho_exp-13": 0.75}
+    rehearsed(loaded, tmp_path, "coarse", kl=kl, kept=kept)
+    plan = make_plan(loaded, tmp_path)
+    assert [(row["recorded"], row["measured"]) for row in plan["kept"]] == [(False, True)] * 2
+    assert [row["longest"]["share"] for row in plan["kept"]] == [[0.08], [0.75]]
+    assert "(assumed)" in render(plan)
 
 
 def test_benchmarks_have_the_whole_job_and_its_memory(loaded, tmp_path):

@@ -261,7 +261,8 @@ def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) 
         recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
         measured = []
         if rehearsed and not recorded:
-            recorded = [rehearsed["kl"]]
+            # As with runs: what rounding took to 0 or below is no KL to forecast from.
+            recorded = [rehearsed["kl"]] if rehearsed["kl"] > 0 else []
             names = [f"{method}_rho_{rho_in_path(point.rho)}" for point in points]
             if rehearsed["kept_at"] == lengths.longest and rehearsed["kept"].keys() >= set(names):
                 measured = [rehearsed["kept"][name] for name in names]

@@ -28,8 +28,14 @@ NEEDED = dict.fromkeys(("seconds", "tokens_per_second", "response_tokens_mean"),
     "k3": "a finite number"
 }
 """What a plan needs of a step."""
-REHEARSED = dict.fromkeys(("seconds", "kept"), "an object") | {"kl": "a finite number"}
-"""What it needs of a preflight, among what may be null."""
+REHEARSED = (
+    dict.fromkeys(("seconds", "kept"), "an object")
+    | dict.fromkeys(("kept_at", "gpus", "nodes"), "a finite number, 0 or more")
+    | {"kl": "a finite number", "utilisation": "a finite number or null", "device": "a text"}
+)
+REHEARSED_SECONDS = dict.fromkeys(("rollout_token", "update_token", "synchronise"), "a finite number, 0 or more")
+REHEARSED_CHECKS = dict.fromkeys(("memory", "save"), "an object")
+"""What it needs of a preflight, of its seconds, and of its checks by name."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +141,17 @@ class Records:
         training = self._experiment.training
         if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=path):
             return None
+        where = f"{self._folder / RESULTS['preflight'].replace('{of}', path)}: "
+        expect_keys(record, REHEARSED, where)
+        expect_keys(record["seconds"], REHEARSED_SECONDS, f"{where}seconds.")
+        expect_keys(record["kept"], dict.fromkeys(record["kept"], "a finite number, 0 or more"), f"{where}kept.")
+        for number, line in enumerate(record["checks"]):
+            expect_keys(line, dict.fromkeys(("check", "says"), "a text"), f"{where}checks.{number}.")
+        checks = {line["check"]: line for line in record["checks"]}
+        expect_keys(checks, REHEARSED_CHECKS, f"{where}checks.")
         if (record["gpus"], record["nodes"]) != (training.gpus, training.nodes):
             return None
-        where = self._folder / RESULTS["preflight"].replace("{of}", path)
-        expect_keys(record, REHEARSED, f"{where}: ")
-        return record | {"checks": {line["check"]: line for line in record["checks"]}}
+        return record | {"checks": checks}
 
     def startup(self, run: Run) -> float | None:
         """Seconds of a finished training job outside its steps."""

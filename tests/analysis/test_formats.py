@@ -74,3 +74,10 @@ def test_text_drops_what_it_can_then_cuts():
     long = Formatted("t", ["method", "x"], [["m" * 200, "1"]], ["n " * 200])
     assert max(map(len, to_text(long).splitlines())) <= 110
     assert "…" in to_text(long)
+
+
+@pytest.mark.parametrize("headings", [["DVP adds to it"], ["per seed", "DVP adds to it"]])
+def test_the_first_column_is_never_dropped(headings):
+    text = to_text(Formatted("t", headings, [["x" * 60 for _ in headings]], []), width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert f"\n{headings[0]}" in text

@@ -86,12 +86,27 @@ def test_terminal_table(written):
     assert len([line for line in text.splitlines() if line.startswith(("base", "RLOO", "DVP"))]) == 8
 
 
+MAIN_TABLE = {"title": "t", "headings": ["method", "score"], "rows": [["RLOO", "1"]], "notes": ["a note"]}
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
         ([], "tables: expected an object, found []"),
         ({}, "tables.main_table: expected an object, found nothing"),
         ({"main_table": {"title": "t"}}, "tables.main_table.headings: expected a list, found nothing"),
+        *(
+            ({"main_table": MAIN_TABLE | {key: value}}, f"tables.main_table.{message}")
+            for key, value, message in (
+                ("headings", [], "headings: expected one at least, found []"),
+                ("headings", ["method", 3], "headings.1: expected a text, found 3"),
+                ("notes", ["a note", None], "notes.1: expected a text, found null"),
+                ("rows", [["RLOO", "1"], "DVP"], "rows.1: expected a list, found 'DVP'"),
+                ("rows", [["RLOO", "1"], ["DVP"]], "rows.1: expected 2 cells, found 1"),
+                ("rows", [["RLOO", "1", "2"]], "rows.0: expected 2 cells, found 3"),
+                ("rows", [["RLOO", 1.5]], "rows.0.1: expected a text, found 1.5"),
+            )
+        ),
     ],
 )
 def test_a_terminal_table_that_is_none_is_refused(tmp_path, tables, message):

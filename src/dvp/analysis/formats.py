@@ -85,8 +85,10 @@ def to_text(table: Formatted, width: int = WIDTH) -> str:
     dropped = []
     for name in DISPENSABLE:
         if _width(columns) > width:
-            dropped += [column[0] for column in columns if column[0].startswith(name)]
-            columns = [column for column in columns if not column[0].startswith(name)]
+            # The first column stays: it is what the others are of.
+            first, *others = columns
+            dropped += [column[0] for column in others if column[0].startswith(name)]
+            columns = [first, *(column for column in others if not column[0].startswith(name))]
     room = max(max(map(len, columns[0])) - max(_width(columns) - width, 0), 8)
     columns[0] = [cell if len(cell) <= room else cell[: room - 1] + "…" for cell in columns[0]]
     notes = [*table.notes, *([f"Only in the files: {', '.join(dropped)}."] if dropped else [])]

@@ -36,6 +36,7 @@ from dvp.analysis.load import (
 )
 from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.statistics import Part
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.files import expect, expect_keys, read_json, sha256_file, write_text
 
@@ -180,8 +181,17 @@ def print_table(folder: Path) -> str:
     expect_keys(tables, {"main_table": "an object"}, f"{path}: tables.")
     table, where = tables["main_table"], f"{path}: tables.main_table"
     expect_keys(table, {"title": "a text", "headings": "a list", "rows": "a list", "notes": "a list"}, f"{where}.")
+    for key in ("headings", "notes"):
+        for number, text in enumerate(table[key]):
+            expect("a text", text, f"{where}.{key}.{number}")
+    if not table["headings"]:
+        raise DvpError(f"{where}.headings: expected one at least, found []")
     for number, row in enumerate(table["rows"]):
         expect("a list", row, f"{where}.rows.{number}")
+        if len(row) != len(table["headings"]):
+            raise DvpError(f"{where}.rows.{number}: expected {len(table['headings'])} cells, found {len(row)}")
+        for place, cell in enumerate(row):
+            expect("a text", cell, f"{where}.rows.{number}.{place}")
     return to_text(Formatted(*(table[key] for key in Formatted._fields)))
 
 

@@ -20,6 +20,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "a text": lambda value: isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
     "a finite number": lambda value: _is_number(value) and -math.inf < value < math.inf,
     "a finite number or null": lambda value: value is None or _FITS["a finite number"](value),
     "a finite number, 0 or more": lambda value: _is_number(value) and 0 <= value < math.inf,

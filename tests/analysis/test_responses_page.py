@@ -362,6 +362,25 @@ def test_what_was_recorded_before_a_failure_is_shown(make_run, rows, tmp_path, e
     assert page_data([shown], 10**6)["runs"][0]["metrics"] == {}
 
 
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"collapsed": "x"}, "'x'"), ({"collapsed": None}, "null"), ({"collapsed": 1}, "1"), ({}, "nothing")],
+)
+def test_a_row_that_does_not_say_whether_the_run_collapsed_is_named(
+    make_run, rows, tmp_path, experiment, changes, found
+):
+    make_run(rows)
+    metrics = tmp_path / "runs" / experiment.runs[0].path / "metrics.jsonl"
+    first, second, *others = metrics.read_text(encoding="utf-8").splitlines()
+    value = json.loads(second)
+    del value["collapsed"]
+    write_text(metrics, "\n".join([first, json.dumps(value | changes), *others, ""]))
+    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
+    with pytest.raises(DvpError) as error:
+        show_responses(ExperimentDir(tmp_path / "config.yaml"), None, None, None, Colour.P)
+    assert str(error.value) == f"{metrics}: line 2: collapsed: expected true or false, found {found}"
+
+
 # --- a real browser ---
 
 

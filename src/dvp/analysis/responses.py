@@ -25,7 +25,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run, settings_as_read
-from dvp.files import read_json, verify_checksums, write_text
+from dvp.files import expect_keys, read_json, verify_checksums, write_text
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
 
@@ -91,6 +91,9 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
     place = folder / "runs" / run.path
     file, *_ = [*responses_files(folder, run), place / RESPONSES]
     metrics = place / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.exists() else []
+    for number, row in enumerate(rows, start=1):
+        expect_keys(row, {"collapsed": "true or false"}, f"{metrics}: line {number}: ")
     parts = [experiment.methods[run.method].label, run.engine]
     if run.rho is not None:
         parts.append(f"ρ {rho_text(run.rho)}")
@@ -99,7 +102,7 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
         run,
         " · ".join([*parts, f"seed {run.seed}"]),
         read_responses(file),
-        {row["step"]: row for row in (read_rows(metrics) if metrics.exists() else [])},
+        {row["step"]: row for row in rows},
     )
 
 

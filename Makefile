@@ -65,7 +65,8 @@ format: install
 mlflow: install
 	@export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(RESULTS)/mlflow.db}"; \
 	case "$$MLFLOW_BACKEND_STORE_URI" in \
-	  http://*|https://*) echo "the tracking server is at $$MLFLOW_BACKEND_STORE_URI" | sed 's|://.*@|://|' ;; \
+	  http://*|https://*) $(BIN)/python -c 'from pathlib import Path; from dvp.tracking.store import store_name; \
+	     print("the tracking server is at", store_name(Path("$(RESULTS)")))' ;; \
 	  *) echo "open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"; \
 	     MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --workers 1 --port $(PORT) ;; \
 	esac

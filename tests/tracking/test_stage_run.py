@@ -33,9 +33,19 @@ def test_the_store_is_where_it_is_said_to_be(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
-        ("postgresql://me:se/cr@et@host:5432/mlflow", "postgresql://me:***@host:5432/mlflow"),
+        ("postgresql://me:se/cr@et@host:5432/mlflow", "postgresql://***@host:5432/mlflow"),
         ("postgresql://host/mlflow?user=me&password=secret&x=1", "postgresql://host/mlflow?user=me&password=***&x=1"),
+        ("http://s3cr3ttoken@host", "http://***@host"),
+        ("postgresql://u@h/db?sslpassword=a&sslmode=x", "postgresql://***@h/db?sslpassword=***&sslmode=x"),
+        ("mysql://h/db?passwd=a/b", "mysql://h/db?passwd=***"),
+        ("http://h/?token=a", "http://h/?token=***"),
+        ("http://h/?X-Api%4Bey=a&CLIENT_SECRET=b&x=c", "http://h/?X-Api%4Bey=***&CLIENT_SECRET=***&x=c"),
+        ("http://h/?x=1&X-Amz-Signature=ab", "http://h/?x=1&X-Amz-Signature=***"),
+        # Which @ or ? is the password's own is not known: too much is hidden rather than too little.
+        ("http://h/?token=a@b", "http://***"),
+        ("http://me:a?key=b@h/x", "http://***"),
         ("https://host/mlflow", "https://host/mlflow"),
+        ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
     ],
 )
 def test_a_password_is_not_shown(tmp_path, monkeypatch, uri, shown):
@@ -51,8 +61,29 @@ def test_nor_is_it_shown_in_a_reason(tmp_path, monkeypatch):
         assert "\n" not in reason
     with pytest.raises(DvpError) as error:
         create_store(tmp_path, EXPERIMENT)
-    assert str(error.value).startswith("MLflow store http://me:***@127.0.0.1:9/mlflow/: cannot be used (")
+    assert str(error.value).startswith("MLflow store http://***@127.0.0.1:9/mlflow/: cannot be used (")
     assert "cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "reason"),
+    [
+        ("http://s3cr3ttoken@h", "no http://S3CR3ttoken@h/api", "no http://***@h/api"),
+        ("http://h/?token=a%20bcd", "no /?token=a%20bcd/api for 'a bcd'", "no /?token=***/api for '***'"),
+        ("http://h/?api_key=a bcd", "Max retries: /?api_key=a%20bcd/api", "Max retries: /?api_key=***/api"),
+        ("postgresql://u@h/db?sslpassword=a+bcd", "user u: 'a bcd' is wrong", "user ***: '***' is wrong"),
+        (
+            "postgresql://me:se/cr@et@host/db",
+            "no host et@host, no port 'se', for me",
+            "no host ***@host, no port '***', ",
+        ),
+    ],
+)
+def test_nor_are_parts_of_an_address_in_a_reason(tmp_path, monkeypatch, uri, text, reason):
+    """Also as a client reads it that ends the password elsewhere."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert reason_of(OSError(text), tmp_path).startswith(reason)
+    assert "me" not in reason_of(OSError(text), tmp_path).split()
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////dev/null/mlflow.db", "mysql+nodriver://x/y"])
@@ -65,7 +96,7 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, uri):
 
 
 def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/cr@et@host/mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:se/cr@et@host/mlflow?x=1&token=$(touch x)'")
     done = subprocess.run(
         ["make", "--no-print-directory", "--old-file=install", "mlflow", f"VENV={sys.prefix}"],
         cwd=ROOT,
@@ -74,7 +105,7 @@ def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
         text=True,
         timeout=60,
     )
-    assert done.stdout == "the tracking server is at https://host/mlflow\n"
+    assert done.stdout == "the tracking server is at https://***@host/mlflow?x=1&token=***\n"
 
 
 def test_other_inputs_settings_or_task_make_another_run(folder):

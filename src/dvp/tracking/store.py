@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, unquote_plus
 
 from filelock import FileLock
 
@@ -28,6 +28,11 @@ MODEL_STAGES = ("convert", "train", "base")  # whose model a stage works on, the
 NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
 FILES = "files_hash"  # of the files kept with a run, once all of them are
 METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
+# A password may have any character in it as it is, so that it ends at the address's last @; a file's path has none.
+USER = re.compile("://(?!/)(.*)@")
+QUERY = re.compile("[?&]([^?&=]*)=(?=([^&]*))")
+SECRET = ("pass", "token", "secret", "key", "signature")  # in the name of a query's value that is not to be shown
+SHORT = 3  # characters of a secret that other words may hold, too
 LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 
 
@@ -37,20 +42,36 @@ def store_uri(results: Path) -> str:
 
 
 def store_name(results: Path) -> str:
-    """The store's address as it may be shown: without the password that it may hold."""
-    name = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", store_uri(results))
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", name)
+    """The store's address as it may be shown: without the user, the password and other secrets that it may hold."""
+    uri = store_uri(results)
+    shown = list(uri)
+    for start, end in _secrets(uri):
+        shown[start:end] = "\0" * (end - start)
+    return re.sub("\0+", "***", "".join(shown))
 
 
 def reason_of(error: Exception, results: Path) -> str:
-    """One line of what went wrong with the store, without its password, as it was given or decoded."""
+    """One line of what went wrong with the store, without its address's secrets, as they were given or decoded."""
     uri = store_uri(results)
     lines = (line for line in str(error).split("[SQL:")[0].splitlines() if not line.startswith("(raised as a result"))
     text = " ".join(" ".join(lines).split()).replace(uri, store_name(results)) or type(error).__name__
-    passwords = re.findall(r"://[^:/@]*:(.*)@", uri) + re.findall(r"[?&]password=([^&]*)", uri)
-    for password in filter(None, [*passwords, *map(unquote, passwords)]):
-        text = text.replace(password, "***")
+    secrets = [uri[start:end] for start, end in _secrets(uri)]
+    # A client that reads the address in another way takes a part of a password for a host or a port, and names that.
+    for user in USER.findall(uri):
+        secrets += [*user.split(":", 1), *re.split("[:/@?#]", user)]
+    coded = {code(secret) for secret in secrets for code in (str, unquote, unquote_plus, quote)}
+    for secret in sorted(filter(None, coded), key=len, reverse=True):
+        pattern = re.escape(secret)
+        text = re.sub(pattern if len(secret) > SHORT else rf"(?<!\w){pattern}(?!\w)", "***", text, flags=re.IGNORECASE)
     return text if len(text) <= 200 else f"{text[:70]} … {text[-120:]}"  # the cause comes last
+
+
+def _secrets(uri: str) -> list[tuple[int, int]]:
+    """From where to where an address has user and password, and values of its query that are secret."""
+    values = [
+        value.span(2) for value in QUERY.finditer(uri) if any(word in unquote(value[1]).lower() for word in SECRET)
+    ]
+    return [user.span(1) for user in USER.finditer(uri)] + values
 
 
 def create_store(results: Path, experiment: str, tags: dict[str, str] | None = None) -> None:

@@ -8,11 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up_stages import EXPERIMENT, RUN, check_training, contents, convert, evaluate, title, track, train
+from made_up_stages import (
+    EXPERIMENT,
+    RUN,
+    check_training,
+    contents,
+    convert,
+    evaluate,
+    make_folder,
+    title,
+    track,
+    train,
+)
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
-from dvp.tracking.record import read_record, read_rows
+from dvp.tracking.record import Record, read_record, read_rows, write_record
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import Feed, create_store
 from dvp.tracking.track import track as track_here
@@ -42,6 +53,15 @@ def stages(folder):
     return folder
 
 
+@pytest.fixture
+def one_stage(tmp_path):
+    """A stage's record, and no store."""
+    folder = make_folder(tmp_path / "results")
+    record = Record(experiment=EXPERIMENT, name="train", tags={"tracking_key": "k"}, started=1)
+    write_record(folder / RECORD, record)
+    return folder
+
+
 def test_an_empty_store_becomes_what_the_first_one_was(stages, monkeypatch):
     before = contents(stages)
     assert sorted(run["status"] for run in before.values()) == ["FAILED", *["FINISHED"] * 4]
@@ -66,8 +86,30 @@ def test_a_record_without_its_key_is_refused_in_a_line(stages):
     value = json.loads((stages / RECORD).read_text())
     del value["tags"]["tracking_key"]
     (stages / RECORD).write_text(json.dumps(value))
-    with pytest.raises(DvpError, match=r"\.json: tags: Value error, expected a tracking_key$"):
+    with pytest.raises(DvpError, match=r"\.json: tags: expected a tracking_key$"):
         read_record(stages / RECORD)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../../x", "runs/../../x", "x\0y"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("files", lambda path: {"config.yaml": "", path: ""}),
+        ("files", lambda path: {"config.yaml": path}),
+        ("metrics", lambda path: path),
+        ("datasets.0.path", lambda path: [{"path": path, "digest": "d" * 16, "context": "training"}]),
+        ("model.path", lambda path: {"path": path, "kind": "checkpoint"}),
+        ("experiment", lambda path: path),
+    ],
+)
+def test_a_record_names_nothing_outside_the_results(one_stage, key, value, path):
+    """Neither to be read, as its files are, nor to be written, as the store's folders are."""
+    record = json.loads((one_stage / RECORD).read_text())
+    (one_stage / RECORD).write_text(json.dumps(record | {key.partition(".")[0]: value(path)}))
+    with pytest.raises(DvpError) as error:
+        track_here(one_stage / "config.yaml")
+    expected = f"{one_stage / RECORD}: {key}: expected a relative path without '..', found {path!r}"
+    assert str(error.value) == expected
 
 
 def test_the_results_are_above_the_experiment_by_its_name(stages, monkeypatch, tmp_path):

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 
 from dvp.errors import DvpError
 from dvp.files import expect, parse_json, sha256_json, write_json
@@ -18,12 +18,22 @@ FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later at
 UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
 
 
+def _inside(path: str) -> str:
+    # What a record names goes to the store, perhaps on another machine, into folders with the names that it gives.
+    if Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
+        raise ValueError(f"expected a relative path without '..', found {path!r}")
+    return path
+
+
+Inside = Annotated[str, AfterValidator(_inside)]
+
+
 class Dataset(BaseModel):
     """A file of problems that a stage reads."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    path: str
+    path: Inside
     digest: str
     """The first 16 hex digits of its SHA-256."""
     context: Literal["training", "evaluation", "measurement"]
@@ -39,7 +49,7 @@ class Model(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    path: str
+    path: Inside
     kind: Literal["base", "checkpoint", "converted"]
 
 
@@ -51,7 +61,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    experiment: str
+    experiment: Inside
     name: str
     title: str = ""
     """The policy that the stage makes or works on, in words."""
@@ -64,7 +74,7 @@ class Record(BaseModel):
     """Of training, after which the results were measured."""
     files: dict[str, str] = {}
     """The folder, among the run's artifacts, of each file to keep with it."""
-    metrics: str | None = None
+    metrics: Inside | None = None
     """The metrics.jsonl, as soon as it holds rows of this very run."""
     datasets: list[Dataset] = []
     model: Model | None = None
@@ -79,6 +89,13 @@ class Record(BaseModel):
     def _has_key(cls, value: dict[str, str]) -> dict[str, str]:
         if KEY not in value:
             raise ValueError(f"expected a {KEY}")
+        return value
+
+    @field_validator("files")
+    @classmethod
+    def _are_inside(cls, value: dict[str, str]) -> dict[str, str]:
+        for path in (*value, *value.values()):
+            _inside(path)
         return value
 
     @property
@@ -104,7 +121,8 @@ def read_record(path: Path) -> Record:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DvpError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise DvpError(f"{path}: {where + ': ' if where else ''}{message}") from None
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
 

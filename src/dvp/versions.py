@@ -2,7 +2,7 @@
 
 STAGE_VERSIONS = {
     "resolve": 1,
-    "prepare": 2,
+    "prepare": 3,
     "base": 1,
     "preflight": 2,
     "train": 4,

@@ -93,6 +93,42 @@ def test_short_problems_are_compared_whole(tmp_path, write_rows):
     assert manifest["counts"]["train"] == 1
 
 
+def test_a_short_problem_with_more_around_it_is_found(tmp_path, write_rows):
+    task = write_rows("task", [{"problem": "Simplify $(-k + 4) + (-2 + 3k)$.", "answer": "2k+2"}])
+    five = "simplify k 4 2 3k"
+    contained = [
+        "Simplify $(-k + 4) + (-2 + 3k)$. Give your answer as a polynomial in $k$, with its terms in order.",
+        "Dear pupil: simplify $(-k+4)+(-2+3k)$",
+    ]
+    others = ["Simplify $(-k + 4) + (-2 + 5k)$. Explain.", "Simplify $k + 4$."]
+    rows = [{"problem": text, "answer": "1"} for text in [*contained, *others]]
+    data = DataConfig(train="s", evaluation=["t"])
+    manifest = prepare(data, {"s": write_rows("s", rows), "t": task}, tmp_path)
+    assert sorted(manifest["contaminated"], key=lambda entry: entry["id"]) == [
+        {"id": number, "task": "t", "task_id": "1", "ngram": five} for number in "12"
+    ]
+    assert sorted(tables(tmp_path)[0].id) == ["3", "4"]
+    # What many hold is a template of theirs, but the problem itself is left out all the same.
+    many = [{"problem": f"{contained[1]}, pupil {'x' * i}", "answer": "1"} for i in range(1, COMMON + 2)]
+    many.append({"problem": contained[1].removeprefix("Dear pupil: "), "answer": "1"})
+    manifest = prepare(data, {"s": write_rows("many", many), "t": task}, tmp_path)
+    assert [entry["id"] for entry in manifest["contaminated"]] == [str(COMMON + 2)]
+    assert manifest["common_phrases"] == {five: COMMON + 2}
+
+
+@pytest.mark.slow
+def test_every_problem_of_math500_is_found_in_a_longer_one(tmp_path, shared, real_sources, write_rows):
+    problems = [json.loads(line)["problem"] for line in (shared / "math500.jsonl").read_text().splitlines()]
+    rows = [{"problem": f"{problem} Show how you found it, step by step.", "answer": "1"} for problem in problems]
+    rows += [{"problem": f"Dear pupil, do this one: {problem}", "answer": "1"} for problem in problems]
+    rows.append({"problem": "x", "answer": "1"})
+    manifest = prepare(
+        DataConfig(train="s", evaluation=["math500"]), {"s": write_rows("s", rows), **real_sources}, tmp_path
+    )
+    # Three have fewer than five words: "Simplify $\sqrt{242}$."
+    assert manifest["counts"]["train"] == 2 * 3 + 1
+
+
 def test_a_common_phrase_alone_is_no_contamination_but_a_copy_is(tmp_path, write_rows):
     phrase = " ".join(WORDS)  # two 13-grams
     whole = " ".join([phrase, *(f"own{i}" for i in range(12))])

@@ -5,10 +5,12 @@
 2. Training problems are put in the order of the SHA-256 of their normalised text: it looks random, needs no
    seed, and does not depend on the order of the source. The first `held_out` become the task `held_out`.
 3. A training problem that shares a word n-gram with a problem of any task is contaminated and left out. Words
-   are runs of letters and digits: `$x^2$` is `x 2`. Problems of fewer than n words are compared whole; without n
-   all are, sign by sign.
+   are runs of letters and digits: `$x^2$` is `x 2`. A task's problem of fewer than n words is looked for as a whole:
+   a training problem is contaminated that is no more than it, or holds it among other words, the latter from
+   SHORTEST words on. Without n all are compared whole, sign by sign.
    An n-gram of more than COMMON training problems is a phrase ("can be written as m/n where m and n are
-   relatively prime …") and alone proves nothing; together, half of a problem's n-grams do.
+   relatively prime …") and alone proves nothing; together, half of a problem's n-grams do. Nor does a short problem
+   prove anything that more than COMMON hold ("What is the value of $x$?"), as templates do.
 4. `limit` keeps the first that are left.
 """
 
@@ -31,6 +33,8 @@ from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSour
 from dvp.files import atomic_path, sha256_file
 
 COMMON = 10
+SHORTEST = 5
+"""Words of a problem that are its own; fewer ("Compute $2 + 2$.") stand in others by chance."""
 _WORD = re.compile(r"\w+")
 
 
@@ -172,10 +176,16 @@ def _ngrams(problem: str, n: int | None) -> list[str]:
     """The distinct n-grams of a problem's words; of a shorter problem, and without n, the whole, marked as such."""
     if n is None:
         return ["= " + normalised(problem)]
-    words = _WORD.findall(normalised(problem))
-    if len(words) < n:
-        return ["= " + " ".join(words)]
-    return list(dict.fromkeys(" ".join(words[i : i + n]) for i in range(len(words) - n + 1)))
+    words = _words(problem)
+    return _runs(words, n) if len(words) >= n else ["= " + " ".join(words)]
+
+
+def _words(problem: str) -> list[str]:
+    return _WORD.findall(normalised(problem))
+
+
+def _runs(words: list[str], length: int) -> list[str]:
+    return list(dict.fromkeys(" ".join(words[i : i + length]) for i in range(len(words) - length + 1)))
 
 
 def _decontaminated(
@@ -184,23 +194,31 @@ def _decontaminated(
     """The clean rows, an account of the others, and how often each common phrase was found."""
     owners: dict[str, list[tuple[str, str]]] = {}
     sizes: dict[tuple[str, str], int] = {}
+    short: set[int] = set()
     for task, problems in tasks.items():
         for problem in problems:
             ngrams = _ngrams(problem.problem, n)
             sizes[task, problem.id] = len(ngrams)
             for ngram in ngrams:
                 owners.setdefault(ngram, []).append((task, problem.id))
+            if n is not None and SHORTEST <= (length := len(_words(problem.problem))) < n:
+                short.add(length)
     shared: dict[int, list[str]] = {}
+    held: dict[int, list[str]] = {}
     progress = tqdm(rows, desc="comparing with the tasks", unit=" problems", delay=3, mininterval=1)
     for index, row in enumerate(progress):
         if matching := [ngram for ngram in _ngrams(row.problem, n) if ngram in owners]:
             shared[index] = matching
-    counts = Counter(ngram for matching in shared.values() for ngram in matching)
+        words = _words(row.problem) if short else []
+        runs = ("= " + run for length in sorted(short) if length < len(words) for run in _runs(words, length))
+        if whole := [run for run in runs if run in owners]:
+            held[index] = whole
+    counts = Counter(ngram for found in (shared, held) for matching in found.values() for ngram in matching)
 
     clean, contaminated = [], []
     for index, row in enumerate(rows):
         matching = shared.get(index, [])
-        telling = [ngram for ngram in matching if counts[ngram] <= COMMON]
+        telling = [ngram for ngram in matching + held.get(index, []) if counts[ngram] <= COMMON]
         overlap = Counter(owner for ngram in matching for owner in owners[ngram])
         copied = [owner for owner, count in overlap.items() if 2 * count >= sizes[owner]]
         if telling or copied:
@@ -209,7 +227,8 @@ def _decontaminated(
             contaminated.append({"id": row.id, "task": task, "task_id": problem, "ngram": ngram.removeprefix("= ")})
         else:
             clean.append(row)
-    return clean, contaminated, {ngram: count for ngram, count in counts.items() if count > COMMON}
+    phrases = {ngram.removeprefix("= "): count for ngram, count in counts.items() if count > COMMON}
+    return clean, contaminated, phrases
 
 
 def _write(path: Path, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -101,7 +101,11 @@ Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator
 
 
 class Decontamination(Strict):
-    """Training problems that share a word n-gram with an evaluation problem are dropped."""
+    """Training problems that share a word n-gram with an evaluation problem are dropped.
+
+    So are those that hold a whole evaluation problem of fewer words than that, but at least five, among others; where
+    more than ten hold it, it is a phrase and they stay.
+    """
 
     ngram: Positive | None = 13
     """Words; null: only the same problem is dropped, for puzzles that have no words of their own."""

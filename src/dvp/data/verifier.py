@@ -2,6 +2,8 @@ r"""The reward: did the response state the right answer?
 
 An answer has to be stated, as the last \boxed{…}, `Answer: …`, `The answer is …` or `#### …`. Numbers that
 merely stand in the text count for nothing, so a response that was cut off before its answer scores 0.
+`Answer:` states whatever follows on its line. Below it, and after the other two, prose may follow that states nothing
+("between 69 and 70", "#### Step 2"): there a number, a formula or one span of math counts, alone.
 """
 
 import re
@@ -24,10 +26,20 @@ _MARKERS = re.compile(
     r"|(?P<sentence>\b(?i:answer[ \t]{1,3}is)\b[ \t]{0,3}:?)"
     r"|(?:^|(?<=\n))[ \t]{0,3}(?P<hashes>####)(?!#)"
 )
-_MATH = r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+?)\\\)|\\\[(?P<d>.+?)\\\]"
+_MATH = (
+    r"(?<!\\)\$\$(?P<a>(?:\\.|[^$\\])+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)\$"
+    r"|\\\((?P<c>(?:\\[^()]|[^\\])+)\\\)|\\\[(?P<d>(?:\\[^\[\]]|[^\\])+)\\\]"
+)
 _SPAN = re.compile(_MATH)
 _NUMBER = r"[-+−]?\\?\$?[-+−]?(?:\d[\d,]*)?\.?\d+(?:/\d+)?\\?%?"
 _UNAMBIGUOUS = re.compile(rf"{_NUMBER}|{_MATH}|\\\S+")
+_COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_NO_FORMULA = re.compile(
+    # A word, a remark after a number, a list's item or heading, and what a sentence goes on after
+    r"[^\W\d_]{2}|\d\s+\(|^[-+*]\s|^\(?\w{1,3}\)$|^\d+(?:\.\d+){2,}$|\?|^[=<>,;:/]|[-+*/=<>^_,;:!&|]$"
+)
+_SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
+_GROUP = re.compile(r"\\.|[{}]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
 _THIN_SPACE = re.compile(r"\\[!,]\s*")
 _INTEGER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?")
@@ -40,13 +52,21 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
     very end is then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…}
     counts.
     """
-    statements = [(start, "boxed", span) for start, span in _boxes(response)]
-    statements += [(m.start(), m.lastgroup, (m.end(), None)) for m in _MARKERS.finditer(response)]
+    found = [(start, "boxed", span) for start, span in _boxes(response)]
+    found += [(m.start(), m.lastgroup, (m.end(), None)) for m in _MARKERS.finditer(response)]
+    statements, boxed_until = [], 0
+    for statement in sorted(found, key=lambda statement: statement[0]):
+        begin, kind, (_, end) = statement
+        if kind == "boxed":
+            boxed_until = max(boxed_until, end or 0)
+        elif begin < boxed_until:
+            continue  # \boxed{\text{Answer: }42}: the box states it.
+        statements.append(statement)
     last_newline = response.rfind("\n")
-    for _, kind, (start, end) in sorted(statements, reverse=True, key=lambda statement: statement[0]):
+    for _, kind, (start, end) in reversed(statements):
         if kind == "boxed":
             if end is not None:
-                return response[start:end].strip()
+                return _without_marker(response[start:end].strip())
             if truncated:
                 return None
             continue
@@ -125,6 +145,16 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
     return boxes + [(start, (content, None)) for start, content, boxed in opened if boxed]
 
 
+def _without_marker(content: str) -> str:
+    r"""`42` for a box's `\text{Answer: }42`; other contents as they are."""
+    if len(content) > LONGEST:
+        return content
+    answer = content
+    for marker in _MARKERS.finditer(content):
+        answer = _rest_of_line(content, marker.end(), marker.lastgroup, content.rfind("\n"))[0] or answer
+    return answer
+
+
 def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool]:
     """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed."""
     end = _line_end(text, start, last_newline)
@@ -144,9 +174,12 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
         sentence = _SENTENCE_END.search(value)
         if sentence:
             value, closed = value[: sentence.start()], True
-    value = _clean(value)
-    if not anything and not _UNAMBIGUOUS.fullmatch(value):
+    plain = _without_emphasis(_within_group(value))
+    if plain.endswith("$") and not plain.endswith("\\$") and (plain.count("$") - plain.count("\\$")) % 2:
+        plain = plain[:-1]  # of $\text{Answer: }42$
+    if not anything and not _UNAMBIGUOUS.fullmatch(plain) and not _is_formula(plain):
         return None, closed
+    value = _clean(plain)
     if not any(character.isalnum() for character in value):
         return None, closed
     spans = [next(group for group in match.groups() if group) for match in _SPAN.finditer(value)]
@@ -154,7 +187,7 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
     if len(spans) == 1 and not re.search(r"\d|\bor\b|\band\b", outside):
         value = spans[0]
     elif not spans:
-        value = value.replace("$", "")
+        value = value.replace("\\$", "").replace("$", "")
     return value.strip(), closed
 
 
@@ -169,12 +202,38 @@ def _line_end(text: str, start: int, last_newline: int) -> int:
     return end if end >= 0 else start + LONGEST + 1
 
 
+def _within_group(value: str) -> str:
+    r"""`42` for `}42` and `42}`, of \text{Answer: }42 and \textbf{Answer: 42}: the group began before the marker."""
+    start = depth = 0
+    for match in _GROUP.finditer(value):
+        if match[0] in ("{", "\\(", "\\["):
+            depth += 1
+        elif match[0] in ("}", "\\)", "\\]"):
+            depth -= 1
+            if depth < 0:
+                if value[start : match.start()].strip(BLANK):
+                    return value[start : match.start()]
+                start, depth = match.end(), 0
+    return value[start:]
+
+
+def _is_formula(text: str) -> bool:
+    r"""Whether a text is mathematics alone, `3\sqrt{13}` or `x=5`: no sentence that a formula begins, nor a heading."""
+    outside = _COMMAND.sub(r"\\ ", text).strip()
+    return not _NO_FORMULA.search(outside) and bool(_SIGN_OF_FORMULA.search(outside))
+
+
 def _clean(value: str) -> str:
     """Without Markdown emphasis, quotation marks, a final full stop, and math delimiters around the whole."""
-    value = value.strip().strip("*_`\"'“”‘’ \t\r")
-    value = value.removesuffix(".").rstrip("*_`\"'“”‘’ \t\r")
+    value = _without_emphasis(value)
     match = _SPAN.fullmatch(value)
     return next(group for group in match.groups() if group).strip() if match else value
+
+
+def _without_emphasis(value: str) -> str:
+    """Without Markdown emphasis, quotation marks and a final full stop."""
+    value = value.strip().strip("*_`\"'“”‘’ \t\r")
+    return value.removesuffix(".").rstrip("*_`\"'“”‘’ \t\r")
 
 
 def _integer(text: str) -> int | None:

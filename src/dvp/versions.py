@@ -7,7 +7,7 @@ STAGE_VERSIONS = {
     "preflight": 2,
     "train": 4,
     "convert": 2,
-    "evaluate": 2,
+    "evaluate": 3,
     "mismatch": 2,
     "bias": 5,
     "report_training": 8,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.data import equality
-from dvp.data.verifier import check_reference, grade, stated_answer, unboxed
+from dvp.data.verifier import check_reference, equal, grade, stated_answer, unboxed
 from dvp.errors import DvpError
 
 FORMS = (
@@ -76,6 +76,45 @@ def test_gsm8k_solutions(shared):
         assert not grade(row["answer"], str(int(answer.replace(",", "")) + 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form",
+    [
+        *FORMS,
+        r"So the final answer is \(%s\).",
+        "The answer is **$%s$**",
+        r"The answer is: \[%s\]",
+        "#### $%s$",
+        "#### $$%s$$",
+        "Answer:\n\n$%s$",
+        "Answer:\n\n%s",
+        "**Answer:**\n\\[%s\\]",
+        r"$\text{Answer: }%s$",
+        r"\boxed{\text{Answer: }%s}",
+        r"\textbf{Answer:} %s",
+    ],
+)
+def test_math500_answers_in_every_form(shared, form):
+    answers = [row["answer"] for row in read(shared / "math500.jsonl")]
+    assert [answer for answer in answers if not grade(form % answer, answer)] == []
+    # An answer that is taken back counts no more, whatever the last one is.
+    assert [answer for answer in answers if grade(f"Answer: 1234567\nWait.\n{form % answer}", "1234567")] == []
+
+
+def test_every_reference_equals_itself_as_it_is_usually_written(shared):
+    answers = [str(row["answer"]) for file in ("amc23", "math500") for row in read(shared / f"{file}.jsonl")]
+    answers += [row["reward_model"]["ground_truth"] for row in read(shared / "dapo_math_sample.jsonl")]
+    for answer in dict.fromkeys(answers):
+        check_reference(answer)
+        for written in (
+            f"${answer}$",
+            f" {answer} ",
+            answer.replace("\\frac", "\\dfrac").replace("\\ddfrac", "\\dfrac"),
+            answer.replace("\\left", "").replace("\\right", ""),
+        ):
+            assert equal(answer, written), (answer, written)
+
+
 @pytest.mark.parametrize(
     ("response", "reference"),
     [
@@ -98,6 +137,45 @@ def test_gsm8k_solutions(shared):
         ("\\boxed{70}. We may check our answer: $7 \\cdot 10 = 71 - 1$, fine.", "70"),
         ("\\boxed{70}, and the answer is surprising.", "70"),
         (r"\boxed{70}, written without \boxed{", "70"),
+        (r"Answer: \$70", "70"),
+        (r"Answer: $\$70$", r"\$70"),
+        (r"The answer is \(\$70.50\).", "70.50"),
+        ("The answer is 3, 5, 7.", "3, 5, 7"),
+        ("#### (3,4]", "(3,4]"),
+        ("#### $2 + 3$", "5"),
+        ("#### -\\sqrt{3} \nNext", r"-\sqrt{3}"),
+        (r"\textbf{Answer: 70}", "70"),
+        (r"\(\text{Answer: }70\)", "70"),
+        (r"$\text{The answer is }70$.", "70"),
+        (r"\boxed{\text{The answer is } 70}", "70"),
+        (r"\boxed{50\%}", "50"),
+        ("Answer: 50%", "50"),
+        ("Answer: 50%", r"50\%"),
+        ("Answer: 50", r"50\%"),
+        (r"Answer: $50$ \%", "50%"),
+        (r"\boxed{12.5\,\%}", "25/2"),
+        (r"\boxed{52_{8}}", "52_8"),
+        (r"\boxed{52_{\text{eight}}}", "52_8"),
+        (r"\boxed{052_{\text{base } 8}}", "52_8"),
+        (r"\boxed{(52)_{8}}", "52_8"),
+        (r"\boxed{x = 52_8}", "52_8"),
+        (r"\boxed{52}", "52_8"),
+        (r"\boxed{1{,}052_8}", "1,052_8"),
+        (r"\boxed{52_8 = 42}", "42"),
+        (r"\boxed{1A_{16}}", "1A_{16}"),
+        (r"\boxed{10C_5}", "10C_5"),
+        ("The answer is 12:30.", "12:30"),
+        ("The answer is 12:30 p.m.", r"12:30 \text{ p.m.}"),
+        (r"\boxed{12:30 \text{ PM}}", "12:30"),
+        (r"\boxed{5/12}", "5:12"),
+        (r"\boxed{\text{even}}", "Even"),
+        (r"\boxed{\text{AB}}", "AB"),
+        (r"\boxed{yx}", "xy"),
+        (r"\boxed{3+4=7}", "7"),
+        (r"\boxed{x+y=7}", "7"),
+        (r"\boxed{2^3 = 4 + 4 = 8}", "8"),
+        (r"\boxed{\frac{10}{3} = 3.33}", "3.33"),
+        (r"\boxed{3(4) = 12}", "12"),
     ],
 )
 def test_right(response, reference):
@@ -130,10 +208,71 @@ def test_right(response, reference):
         r"\boxed{7}0",
         "unanswer: 70",
         "Answer: 7 0",
+        "Answer: 70\nWait. The answer is $15\\pi$.",
+        "Answer: 70\nWait. The answer is 15\\pi.",
+        "#### 70\n\nWait, 2 is counted twice.\n#### $2 + 3$",
+        "#### 70\n\nWait, 2 is counted twice.\n#### 2 + 3",
+        "The answer is $70$ or $71$.",
+        "The answer is 70 (that is 69 + 1)",
+        "The answer is 70?",
+        r"Answer: \(70\) or \(71\)",
+        r"Answer: \(71\) or \(70\)",
+        r"Answer: \(x=71\) and \(y=70\)",
+        r"Answer: \[x=71\] and \[y=70\]",
+        r"\boxed{70_8}",
+        r"\boxed{3+5=70}",
+        r"\boxed{3+5=70\text{ cm}}",
+        r"\boxed{0.7\%}",
     ],
 )
 def test_not_right(response):
     assert not grade(response, "70")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("52_9", "52_8"),
+        ("53_8", "52_8"),
+        ("53", "52_8"),
+        ("42", "52_8"),
+        ("x=52_9", "52_8"),
+        ("52_8", "52"),
+        ("1,52_8", "152_8"),
+        ("1B_{16}", "1A_{16}"),
+        ("2:5", "12:30"),
+        ("2/5", "12:30"),
+        ("12:31", "12:30"),
+        ("2:00", "1:00"),
+        (r"12:30\text{ a.m.}", r"12:30\text{ p.m.}"),
+        ("BA", "AB"),
+        ("CBA", "ABC"),
+        (r"\text{BA}", "AB"),
+        ("neve", "even"),
+        ("0.5", r"50\%"),
+        (r"50\%", "0.5"),
+    ],
+)
+def test_what_math_verify_alone_would_misread(answer, reference):
+    check_reference(reference)
+    assert equal(reference, reference)
+    assert not equal(reference, answer)
+
+
+@pytest.mark.parametrize(
+    ("heading", "answer"),
+    [
+        ("Step 2", None),
+        ("(a)", None),
+        ("2)", None),
+        ("1.2.3", None),
+        ("- 5", None),
+        ("Case $n = 2$", None),
+        ("2k", "2k"),
+    ],
+)
+def test_headings_state_nothing(heading, answer):
+    assert stated_answer(f"#### {heading}\nWe add.", truncated=False) == answer
 
 
 @pytest.mark.parametrize(
@@ -163,7 +302,10 @@ def test_truncated(response, answer):
     assert grade(response, "1", truncated=True) == (answer == "1")
 
 
-@pytest.mark.parametrize("reference", ["70", "-3", "1,234", r"\frac{1}{2}", r"\text{Evelyn}", "(3,4]", "x=5"])
+@pytest.mark.parametrize(
+    "reference",
+    ["70", "-3", "1,234", r"\frac{1}{2}", r"\text{Evelyn}", "(3,4]", "x=5", "10%", r"50\%", r"52_{\text{eight}}"],
+)
 def test_good_references(reference):
     check_reference(reference)
 

@@ -8,7 +8,7 @@ merely stand in the text count for nothing, so a response that was cut off befor
 
 import re
 
-from dvp.data import equality, puzzles
+from dvp.data import equality, notation, puzzles
 from dvp.errors import DvpError
 
 LONGEST = 400
@@ -88,23 +88,30 @@ def grade(response: str, reference: str, *, truncated: bool = False) -> bool:
 
 
 def equal(reference: str, answer: str) -> bool:
-    """Whether two answers are mathematically equal."""
+    """Whether two answers are mathematically equal; what `dvp.data.notation` says of how they are written holds."""
     if not answer:
         return False
-    expected, stated = _integer(reference), _integer(answer)
-    if expected is not None and stated is not None:
-        return expected == stated
     if reference.strip() == answer.strip():
         return True
     if _unwieldy(answer) or _unwieldy(reference):
+        return False
+    reference, answer = notation.plain(reference), notation.plain(answer)
+    expected, stated = _integer(reference), _integer(answer)
+    if expected is not None and stated is not None:
+        return expected == stated
+    verdict = notation.decided(reference, answer)
+    if verdict is not None:
+        return verdict
+    right, others = notation.equated(reference, answer)
+    if any(equality.compare(right, other) != equality.EQUAL for other in others):
         return False
     return equality.compare(reference, answer) == equality.EQUAL
 
 
 def check_reference(answer: str) -> None:
-    """Raise DvpError unless `answer` can be a reference: a mathematical expression that equals itself, or a puzzle.
+    r"""Raise DvpError unless `answer` can be a reference: a mathematical expression that equals itself, or a puzzle.
 
-    See dvp.data.puzzles.
+    A percentage, 50\% or 10%, is one. See dvp.data.puzzles.
     """
     if puzzles.is_puzzle(answer):
         puzzles.check(answer)
@@ -116,7 +123,8 @@ def check_reference(answer: str) -> None:
     short = answer if len(answer) <= 60 else answer[:60] + "…"
     if _unwieldy(answer):
         raise DvpError(f"the answer {short!r} is too long or too deeply nested to be compared")
-    if equality.compare(answer, answer) != equality.EQUAL:
+    plain = notation.plain(answer)
+    if equality.compare(plain, plain) != equality.EQUAL:
         raise DvpError(f"the answer {short!r} is not a mathematical expression that math-verify can compare")
 
 

@@ -9,7 +9,7 @@ from working_copy import Copy
 
 from dvp.tracking.store import store_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "smoke_tools"
 RUN = "method~otb/engine~fp32/rho~none/group_size~{group_size}/seed~0"
 RUNS = [RUN.format(group_size=size) for size in (2, 4)]

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dvp.core.head import dense_log_prob, token_statistics
-from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, safe_mask
+from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopK, safe_mask
 from dvp.errors import DvpError
 
 V, H, CHUNK = 37, 5, 3
@@ -177,6 +177,32 @@ def test_rules_that_choose_rho_by_state_prune_what_they_say(safe):
     assert torch.equal(inside, mask.gather(1, targets[:, None])[:, 0])
     assert torch.equal(statistics.safe_size, mask.sum(dim=1).float())
     torch.testing.assert_close(statistics.pruned_log_prob[inside].double(), expected[inside], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("safe", [TopK(3), MassBudget(0.05), MassBudget(0.5)])
+def test_the_least_likely_entry_that_is_kept_has_its_gradient_although_a_few_rows_are_made_again(safe):
+    """A product of other rows rounds otherwise in the last bits: a threshold at that very entry would lose it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 96, generator=generator, requires_grad=True)
+    weight = torch.randn(2000, 96, generator=generator) / 3
+    logits = hidden.detach().double().numpy() @ weight.double().numpy().T
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    for row in p:
+        order = np.argsort(-row)
+        # As many as asked for; or the fewest of which no more than the budget is left.
+        kept = safe.k if isinstance(safe, TopK) else 1 + (1 - np.cumsum(row[order]) > safe.budget).sum()
+        row[order[kept:]] = 0
+    p /= p.sum(axis=1, keepdims=True)
+    targets = torch.tensor(p.argmax(axis=1))
+    statistics = token_statistics(hidden, weight, targets, safe=safe)
+    assert statistics.safe_size.tolist() == (p > 0).sum(axis=1).tolist()
+    expected = weight.double()[targets] - torch.tensor(p) @ weight.double()
+    for first in range(0, 64, 2):
+        two = slice(first, first + 2)
+        loss = statistics.pruned_log_prob[two].sum()
+        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        torch.testing.assert_close(gradient[two].double(), expected[two], atol=1e-5, rtol=0)
 
 
 def test_rows_without_a_gradient_are_left_out_of_the_backward_pass():

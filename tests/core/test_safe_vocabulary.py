@@ -169,14 +169,22 @@ def test_the_budget_holds_and_the_next_larger_threshold_breaks_it(logits, budget
 
 
 @settings(max_examples=100)
-@given(st.one_of(LOGITS, ROUGH), BUDGETS)
-def test_the_threshold_gives_back_exactly_the_set_it_was_read_off_from(logits, budget):
+@given(st.one_of(LOGITS, ROUGH), st.one_of(BUDGETS.map(MassBudget), st.integers(1, 50).map(TopK)))
+def test_the_threshold_gives_back_exactly_the_set_and_lies_half_way_to_the_next_entry(logits, rule):
     """No rounding may flip an entry between the rule and whoever applies its log ρ, shifted or not."""
-    logits, rule = torch.tensor(logits), MassBudget(budget)
+    logits = torch.tensor(logits)
     gaps = logits - logits.amax(dim=1, keepdim=True)
     log_rho = rule.log_rho(logits)
     mask = safe_mask(logits, rule)
-    assert torch.equal(log_rho, gaps.masked_fill(~mask, math.inf).amin(dim=1))
+    for row, own, threshold in zip(gaps.tolist(), mask.tolist(), log_rho.tolist(), strict=True):
+        least = min(gap for gap, kept in zip(row, own, strict=True) if kept)
+        pruned = [gap for gap, kept in zip(row, own, strict=True) if not kept]
+        if pruned:
+            # To the rounding of fp32, and on the right side of the two even where that has nothing between them.
+            assert threshold == pytest.approx((least + max(pruned)) / 2, rel=1.2e-7)
+            assert max(pruned) < threshold <= least
+        else:
+            assert threshold < 2 * least - 1e6
     assert torch.equal(gaps >= log_rho[:, None], mask)
     # Of shifted logits the maximum is 0, and adding it rounds nothing: the textbook form is the same set.
     assert torch.equal(gaps >= gaps.amax(dim=1, keepdim=True) + log_rho[:, None], mask)
@@ -255,6 +263,21 @@ def test_top_n_sigma_keeps_what_lies_within_n_standard_deviations(logits, n):
     assert (kept == (gap >= -n * spread[:, None]))[clear].all()
 
 
+@pytest.mark.parametrize("rule", [TopK(2), TopK(3), TopK(4), MassBudget(0.002), MassBudget(0.001)])
+def test_ties_do_not_hide_the_next_lower_entry(rule):
+    """Three share the second place, and three the next."""
+    logits = torch.tensor([[-8.0, 0.0, -6.0, -8.0, -6.0, -6.0, -8.0, -math.inf]])
+    assert rule.log_rho(logits).tolist() == [-7.0]
+    assert safe_mask(logits, rule).tolist() == [[False, True, True, False, True, True, False, False]]
+
+
+@pytest.mark.parametrize("rule", [TopK(5), TopK(7), MassBudget(0.0003), MassBudget(0.0)])
+def test_where_nothing_is_pruned_no_rounding_prunes_anything_and_what_cannot_be_sampled_stays_out(rule):
+    logits = torch.tensor([[-8.0, 0.0, -6.0, -8.0, -6.0, -6.0, -8.0, -math.inf]])
+    assert -math.inf < rule.log_rho(logits).item() < -1e6
+    assert safe_mask(logits, rule).tolist() == [[True] * 7 + [False]]
+
+
 def test_top_n_sigma_does_not_see_what_cannot_be_sampled():
     row = torch.tensor([[3.0, 1.0, 0.0, -math.inf]])
     assert torch.equal(TopNSigma(1.0).log_rho(row), TopNSigma(1.0).log_rho(row[:, :3]))
@@ -296,12 +319,13 @@ def test_n_outside_its_range(n):
         *(entropy_scaled(1e-3, alpha, 1.0, 1e-30, 0.99) for alpha in (1.0, -2.0)),
     ],
 )
-def test_no_perturbation_moves_the_threshold_out_of_the_range(rule, logits, signs, nats):
+def test_no_perturbation_prunes_what_lies_above_the_range_or_keeps_what_lies_below_it(rule, logits, signs, nats):
     before = torch.tensor(logits)
     low, high = rule.log_rho_range(before, nats)
-    after = rule.log_rho(before + nats * torch.tensor(signs))
-    assert (after >= low - 1e-4).all()
-    assert (after <= high + 1e-4).all()
+    after = before + nats * torch.tensor(signs)
+    gaps, kept = after - after.amax(dim=1, keepdim=True), safe_mask(after, rule)
+    assert kept[gaps >= high[:, None] + 1e-4].all()
+    assert not kept[gaps < low[:, None] - 1e-4].any()
 
 
 def test_the_range_of_an_entropy_holds_where_many_tokens_share_half_of_the_mass():

@@ -5,8 +5,9 @@ Equivalently p_a ≥ ρ · p_max: the min-p rule. Engine and trainer apply the s
 open question 1.
 
 The gap z_a − max z is rounded to fp32 once and compared as it is. Entries of equal gap therefore stand or fall
-together, a threshold that was read off a gap gives back exactly the set it was read off from, and the set is the same
-for `logits` as for `logits − max`.
+together, and the set is the same for `logits` as for `logits − max`. A rule that chooses its set by counting (a mass, a
+number of entries) has its threshold half-way between the least likely entry that it keeps and the next one: whoever
+makes the logits again, as the head's backward pass does, gets them with other last bits, and still the same set.
 
 A new rule for ρ is two classes here: a subclass of `SafeVocabulary` (what ρ is in each state, which trainer and engine
 then both apply) and a subclass of `RhoRule` (its settings, with a `rule` of its own), which joins `Rule`. Experiments
@@ -49,7 +50,10 @@ class SafeVocabulary:
         return replace(self, rho=rho)
 
     def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Between what log ρ(s) lies, (N,) each, if any logit may be off by that much; it itself if ρ is constant."""
+        """What is certain, if any logit may be off by that much, of the gaps that come of it.
+
+        Those from the second value up are safe, those below the first are not; (N,) each, both log ρ if it is constant.
+        """
         log_rho_N = self.log_rho(logits_NV)
         return log_rho_N, log_rho_N
 
@@ -92,7 +96,7 @@ class FixedRho(SafeVocabulary):
 
 @dataclass(frozen=True)
 class MassBudget(SafeVocabulary):
-    """The largest ρ(s) that prunes at most `budget` of the probability: 1 − Z(s) ≤ budget.
+    """The smallest V_S(s) that a ρ(s) can give with at most `budget` of the probability pruned: 1 − Z(s) ≤ budget.
 
     With budget = δ/T the bias of J over T tokens is at most R_max · δ (docs/method.md, Theory 5).
 
@@ -111,12 +115,14 @@ class MassBudget(SafeVocabulary):
 
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho. ρ is that of the least likely entry which is kept."""
+        """See SafeVocabulary.log_rho."""
         rows = max(1, SORTED_AT_ONCE // logits_NV.shape[1])
-        return torch.cat([self._log_rho_of_rows(rows_NV) for rows_NV in logits_NV.split(rows)])
+        gaps = map(_gaps, logits_NV.split(rows))
+        return torch.cat([_half_way_down(gap_NV, self._least(gap_NV)) for gap_NV in gaps])
 
-    def _log_rho_of_rows(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        gap_NV = _gaps(logits_NV).sort(dim=-1).values
+    def _least(self, gap_NV: torch.Tensor) -> torch.Tensor:
+        """The gap of the least likely entry that is kept, (N,)."""
+        gap_NV = gap_NV.sort(dim=-1).values
         weight_NV = gap_NV.double().exp_()
         # A finite logit has some mass, however far below float64's smallest: a budget of 0 prunes none of them.
         weight_NV = torch.where(gap_NV.isinf(), 0.0, weight_NV.clamp_(min=torch.finfo(torch.float64).tiny))
@@ -131,8 +137,9 @@ class MassBudget(SafeVocabulary):
 
     def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See SafeVocabulary.log_rho_range. A gap, and the log of a ratio of two masses, move by up to 2 · nats."""
+        gap_NV = _gaps(logits_NV)
         low, high = (MassBudget(min(self.budget * math.exp(move), 1 - 1e-9)) for move in (-2 * nats, 2 * nats))
-        return low.log_rho(logits_NV) - 2 * nats, (high.log_rho(logits_NV) + 2 * nats).clamp(max=0.0)
+        return low._least(gap_NV) - 2 * nats, (high._least(gap_NV) + 2 * nats).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,12 @@ class TopK(SafeVocabulary):
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """See SafeVocabulary.log_rho."""
-        return _gaps(logits_NV).topk(min(self.k, logits_NV.shape[1]), dim=-1).values[:, -1]
+        gap_NV = _gaps(logits_NV)
+        return _half_way_down(gap_NV, self._least(gap_NV))
+
+    def _least(self, gap_NV: torch.Tensor) -> torch.Tensor:
+        """The gap of the least likely entry that is kept, (N,)."""
+        return gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
 
     def control(self, rho: float) -> TopK:
         """See SafeVocabulary.control. About ρ is where the second one lies: it prunes everywhere."""
@@ -207,8 +219,8 @@ class TopK(SafeVocabulary):
 
     def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See SafeVocabulary.log_rho_range. The k-th largest and the largest move by up to `nats` each."""
-        log_rho_N = self.log_rho(logits_NV)
-        return log_rho_N - 2 * nats, (log_rho_N + 2 * nats).clamp(max=0.0)
+        least_N = self._least(_gaps(logits_NV))
+        return least_N - 2 * nats, (least_N + 2 * nats).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
@@ -549,3 +561,15 @@ def _gaps(logits_NV: torch.Tensor) -> torch.Tensor:
     """z − max z, fp32."""
     logits_NV = logits_NV.float()
     return logits_NV - logits_NV.amax(dim=-1, keepdim=True)
+
+
+def _half_way_down(gap_NV: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
+    """The threshold that keeps gaps from `least` up and is as far from any gap as can be, (N,).
+
+    Far below all gaps where the next lower one is −inf or there is none, and `least` itself where fp32 has nothing
+    between the two.
+    """
+    lower_NV = gap_NV.where(gap_NV < least_N[:, None], -torch.inf)
+    lower_N = lower_NV.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
+    middle_N = (least_N + lower_N) / 2
+    return torch.where(middle_N > lower_N, middle_N, least_N)

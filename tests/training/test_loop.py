@@ -259,11 +259,15 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
         assert torch.allclose(value, reference.get_parameter(name), atol=2e-5), name
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "gspo"])
 def test_a_token_that_leaves_the_safe_vocabulary_between_two_optimiser_steps_is_left_out(make_loop, tiny_model, kind):
-    """Against plain torch: its log-prob is a convention, and in GSPO's mean it would swallow the whole response."""
+    """Against plain torch: its log-prob is a convention, and in GSPO's mean it would swallow the whole response.
+
+    REINFORCE has no ratio to the rollout's policy: whatever is inside by now takes part.
+    """
     rho, count = 0.1, 4
-    method = {"advantage": "dr_grpo", "loss": {"kind": kind, "clip_low": 0.5, "clip_high": 0.5}}
+    clips = {} if kind == "reinforce" else {"clip_low": 0.5, "clip_high": 0.5}
+    method = {"advantage": "dr_grpo", "loss": {"kind": kind} | clips}
     loop = make_loop(method | {"safe_vocabulary": "fixed"}, rho=str(rho), minibatches=2, learning_rate=1e-2)
     old, reference = (AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(2))
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
@@ -276,14 +280,17 @@ def test_a_token_that_leaves_the_safe_vocabulary_between_two_optimiser_steps_is_
         for index, one in enumerate(group):
             before = dense_log_probs(old, prompt, one.token_ids, rho).detach()
             now = dense_log_probs(reference, prompt, one.token_ids, rho)
-            inside = before.isfinite() & now.isfinite()
+            inside = now.isfinite() if kind == "reinforce" else before.isfinite() & now.isfinite()
             left += (before.isfinite() & ~now.isfinite()).sum().item()
             tokens += len(one.token_ids)
             if not inside.any():
                 continue
+            advantage = (1.0 if index % 2 else 0.0) - 0.5
+            if kind == "reinforce":
+                loss = loss - advantage * now[inside].sum() / count
+                continue
             log_ratio = (now - before)[inside]
             ratio = (log_ratio.mean() if kind == "gspo" else log_ratio).exp()
-            advantage = (1.0 if index % 2 else 0.0) - 0.5
             loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.5, 1.5) * advantage).sum() / count
         optimizer.zero_grad()
         loss.backward()

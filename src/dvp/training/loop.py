@@ -306,7 +306,7 @@ class Loop:
                 old = self.score(part)
             else:
                 old = {name: values_BT[rows_b] for name, values_BT in statistics.items()}
-            metrics = self._optimise(part, old)
+            metrics = self._optimise(part, old, statistics["target_in_safe"][rows_b])
             if metrics is not None:
                 taken.append(metrics)
         result: dict = {"skipped": not taken, "updates": len(taken)}
@@ -315,8 +315,15 @@ class Loop:
             result[name] = fmean(values) if values else None
         return result
 
-    def _optimise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict | None:
-        """One optimiser step on some responses; None if nothing would move the weights."""
+    def _optimise(
+        self, rollout: Rollout, statistics: dict[str, torch.Tensor], safe_before_BT: torch.Tensor
+    ) -> dict | None:
+        """One optimiser step on some responses; None if nothing would move the weights.
+
+        safe_before_BT : which of their tokens were inside V_S when the whole rollout was scored.
+        """
+        # What was scored anew weighs nothing already if it has left V_S since.
+        gone_BT = rollout.batch.response_BT & safe_before_BT & ~statistics["target_in_safe"]
         update = self.prepare(rollout, statistics)
         # A group whose rewards are all equal, and a rejected response, contribute exactly nothing: left out.
         useful_B = ((update.weight_BT != 0) & (update.advantage_BT != 0)).any(dim=1)
@@ -361,7 +368,7 @@ class Loop:
         result = {
             "gradient_norm": norm,
             "clipped_fraction": sum(ranks.gather(sum(clipped))) / tokens,
-            "left_safe_fraction": sum(ranks.gather(sum(left))) / tokens,
+            "left_safe_fraction": (gone_BT.sum().item() + sum(ranks.gather(sum(left)))) / tokens,
         }
         if self.loss.by_token:
             # OTB's read-outs are of the mean over all responses.

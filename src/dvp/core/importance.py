@@ -4,8 +4,9 @@ log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughou
 both full. Every named method of the field is a setting of one rule: see `PRESETS`.
 
 A new correction that is a setting of `ImportanceRule` is a line in PRESETS. One that is not is a strict model here with
-a `kind` of its own, `by_token` and `weights`, which joins `Correction`: Annotated[ImportanceRule | Other,
-Field(discriminator="kind")]. Experiments ask for it by its name in PRESETS, or by its kind.
+a `kind` of its own, `by_token`, `keeps_impossible` and `weights`, which joins `Correction`:
+Annotated[ImportanceRule | Other, Field(discriminator="kind")]. Experiments ask for it by its name in PRESETS, or by its
+kind.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
@@ -81,6 +82,11 @@ class ImportanceRule(Strict):
     def by_token(self) -> bool:
         """Whether the tokens of a response may have different weights, but for those that are 0."""
         return self.level == "token"
+
+    @property
+    def keeps_impossible(self) -> bool:
+        """Whether the weight is the ratio of a whole response, without a lower bound that rejects it where it is 0."""
+        return self.level == "sequence" and self.lower == 0.0
 
     def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
         """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).

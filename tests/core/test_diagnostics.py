@@ -99,16 +99,38 @@ def test_padding_and_empty_sequences_do_not_count():
 
 
 def test_a_sequence_with_a_token_that_the_trainer_never_samples_has_no_weight():
-    """Four of eight sequences, all else exact: half of the sample is left, and no mean over tokens hears of it."""
+    """Four of eight sequences, all else exact: half of the sample is left; of the means over tokens χ² alone has it."""
     mask, pruned = torch.ones(8, 3, dtype=torch.bool), torch.zeros(8, 3, dtype=torch.bool)
     pruned[:4, 1] = True
     log_ratio = torch.where(pruned, -40.0, 0.0)
     metrics = mismatch_metrics(log_ratio, mask & ~pruned, pruned)
     assert (metrics.pop("ess"), metrics.pop("ratio_below_1e-4_fraction")) == (0.5, 0.5)
+    assert metrics.pop("chi2") == pytest.approx(-4 / 24)
     assert set(metrics.values()) == {0.0}
     pruned[4:, 2] = True
     metrics = mismatch_metrics(log_ratio, mask & ~pruned, pruned)
     assert (metrics["ess"], metrics["ratio_below_1e-4_fraction"]) == (0.0, 1.0)
+
+
+def test_chi2_is_that_of_all_sampled_tokens():
+    """Tokens in the proportions of q, two of which the trainer never samples: their ratio is 0."""
+    p, q = np.array([0.5, 0.3, 0.15, 0.05, 0, 0]), np.array([0.49, 0.3, 0.15, 0.05, 0.006, 0.004])
+    exact = (p**2 / q).sum() - 1
+    assert exact == pytest.approx(0.0102, abs=1e-5)
+    sample = np.repeat(np.arange(6), np.rint(1000 * q).astype(int)).reshape(10, 100)
+    pruned = torch.tensor(p[sample] == 0)
+    log_ratio = torch.tensor(np.log(np.where(p > 0, p / q, np.nan))[sample])
+    metrics = mismatch_metrics(log_ratio, ~pruned, pruned)
+    assert metrics["chi2"] == pytest.approx(exact)
+    # The others have no value where p is 0.
+    assert metrics["k1"] == pytest.approx(-np.log(0.5 / 0.49) * 490 / 990)
+
+
+def test_where_the_trainer_samples_none_of_the_tokens_all_ratios_are_0():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    metrics = mismatch_metrics(torch.full((2, 3), -40.0), ~mask, mask)
+    assert (metrics.pop("chi2"), metrics.pop("ratio_below_1e-4_fraction")) == (-1.0, 1.0)
+    assert set(metrics.values()) == {0.0}
 
 
 # Other read-outs of one batch

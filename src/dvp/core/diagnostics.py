@@ -44,24 +44,25 @@ def mismatch_metrics(
             k1: mean(log q − log p) = mean(d), an unbiased estimate of KL(q‖p), of either sign.
             k3: mean(r − log r − 1), the same, never negative but for rounding; low by the mass that p has where q
                 has none, when both are pruned and V_S is not within V'_S.
-            chi2: mean(r²) − 1.
+            chi2: mean(r²) − 1, over the pruned tokens too, whose r is 0.
             max_abs_log_ratio, ratio_outside_0.9_1.1 (a fraction of the tokens).
         Sequence level, over the sequences that have a token of either kind:
             ess: (Σw)² / Σw² / count with w = ∏r, 0 with a pruned token: the effective fraction of the sample.
             ratio_below_1e-4_fraction: sequences with any r < 1e-4, whatever veto the run's own rule has.
-        Exponents are cut at 700, so the values are finite for finite log-ratios. With no masked token at all every
-        value is 0; else ess = 0 says that every sequence has a pruned token.
+        Exponents are cut at 700, so the values are finite for finite log-ratios. Without a token to be looked at a
+        value is 0; with some, ess = 0 says that every sequence has a pruned one.
     """
     pruned_BT = torch.zeros_like(mask_BT) if pruned_BT is None else pruned_BT
     sequence_B = (mask_BT | pruned_BT).any(dim=1)
     impossible_B = pruned_BT.any(dim=1)[sequence_B]
     log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()[sequence_B]
     log_ratio_N = log_ratio_BT[mask_BT[sequence_B]]
-    count = log_ratio_N.numel()
-    if count == 0:
+    if not sequence_B.any():
         names = ("k1", "k3", "chi2", "ess", "max_abs_log_ratio", "ratio_outside_0.9_1.1", "ratio_below_1e-4_fraction")
         return dict.fromkeys(names, 0.0)
 
+    # Of 0 tokens the sums below are 0, whatever they are divided by.
+    count, every = max(log_ratio_N.numel(), 1), log_ratio_N.numel() + pruned_BT.sum().item()
     # expm1 keeps the digits of ratios near 1; dividing before the sum, e^700s cannot add up to infinity.
     k3_N = log_ratio_N.clamp(max=MAX_EXPONENT).expm1() - log_ratio_N
     chi2_N = (2.0 * log_ratio_N).clamp(max=MAX_EXPONENT).expm1()
@@ -72,12 +73,12 @@ def mismatch_metrics(
     ess = 0.0 if impossible_B.all() else (weight_B.sum().square() / weight_B.square().sum() / len(weight_B)).item()
     low_B = impossible_B | (log_ratio_BT < math.log(LOW_RATIO)).any(dim=1)
     return {
-        "k1": -log_ratio_N.mean().item(),
+        "k1": -(log_ratio_N.sum() / count).item(),
         "k3": (k3_N / count).sum().item(),
-        "chi2": (chi2_N / count).sum().item(),
+        "chi2": (chi2_N / every).sum().item() - pruned_BT.sum().item() / every,
         "ess": min(ess, 1.0),
-        "max_abs_log_ratio": log_ratio_N.abs().max().item(),
-        "ratio_outside_0.9_1.1": outside_N.double().mean().item(),
+        "max_abs_log_ratio": log_ratio_BT.abs().max().item(),
+        "ratio_outside_0.9_1.1": outside_N.sum().item() / count,
         "ratio_below_1e-4_fraction": low_B.double().mean().item(),
     }
 

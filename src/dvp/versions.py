@@ -5,7 +5,7 @@ STAGE_VERSIONS = {
     "prepare": 3,
     "base": 1,
     "preflight": 2,
-    "train": 4,
+    "train": 5,
     "convert": 2,
     "evaluate": 3,
     "mismatch": 2,

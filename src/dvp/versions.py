@@ -9,7 +9,7 @@ STAGE_VERSIONS = {
     "convert": 2,
     "evaluate": 3,
     "mismatch": 2,
-    "bias": 5,
+    "bias": 6,
     "report_training": 8,
     "report_matrix": 6,
     "report_diversity": 2,

@@ -76,7 +76,7 @@ def _paired_statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statist
                 mean = ess.replace("ess", "mean")
                 numbers = over_seeds(list(rows[mean]), logarithmic=False)
                 how = f"mean of the weights p(y)/q(y), 1 if q reaches all of p; t interval over {len(rows)} seeds"
-                yield Statistic(mean, where, *numbers, "1", how, tuple(rows["source"]))
+                yield Statistic(mean, where, *numbers, "ratio", how, tuple(rows["source"]))
 
 
 def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[tuple[float, float, float], str]:

@@ -58,7 +58,6 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
             bias.set_xscale("symlog", linthresh=LINEAR, linscale=0.7)
             bias.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
             variance.set_xscale("log")
-            plain_log(variance.xaxis, (1, 3))  # a panel is narrow
             if line == len(policies) - 1:
                 bias.set_xlabel("squared bias, of |g|²")
                 variance.set_xlabel("variance, of |g|²")
@@ -67,7 +66,10 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
             columns = grid[0, kind::2]
             ends = [axes.get_xlim() for axes in columns]
             for axes in columns:
-                axes.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
+                low, high = min(low for low, _ in ends), max(high for _, high in ends)
+                axes.set_xlim(low, high)
+                if kind == 1:
+                    plain_log(axes.xaxis, (1, 3) if high < 100 * low else (1,))  # a panel is narrow
         grid[0, 0].set_yticks(range(len(rows)), labels)
         grid[0, 0].set_ylim(len(rows) - 0.5, -0.5)
         set_title(
@@ -95,9 +97,7 @@ def _row(
     *,
     logarithmic: bool = False,
 ) -> None:
-    # A logarithmic axis has no place for what is not above 0.
-    low = max(statistic.low, statistic.value / 10) if logarithmic else statistic.low
-    axes.plot([low, statistic.high], [place, place], color=color, linewidth=0.9, alpha=0.6, zorder=2)
+    axes.plot([statistic.low, statistic.high], [place, place], color=color, linewidth=0.9, alpha=0.6, zorder=2)
     if paired:
         axes.plot([paired.low, paired.high], [place, place], color=color, linewidth=2.6, zorder=3)
         axes.plot(paired.value, place, "|", color=color, markersize=7, zorder=3)

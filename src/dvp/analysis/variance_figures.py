@@ -70,8 +70,7 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
                 axes.plot(places, values, linewidth=0.8, **looks)
                 for place, each in zip(places, line, strict=True):
                     if each is not None and math.isfinite(each.low):
-                        ends = [max(each.low, each.value / 10), each.high]
-                        axes.plot([place, place], ends, color=colors[method], linewidth=0.8, alpha=0.5)
+                        axes.plot([place, place], [each.low, each.high], color=colors[method], linewidth=0.8, alpha=0.5)
             if all(math.isnan(value) for line in axes.lines for value in line.get_ydata()):
                 text = "in no bin can each signal be told from 0"
                 axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
@@ -115,6 +114,4 @@ def _bar(axes: Axes, statistic: Statistic | None, place: float, color: str, look
         return
     axes.plot(statistic.value, place, "o", **({"color": color, "markersize": 5} | looks))
     if math.isfinite(statistic.low):
-        # A logarithmic axis has no place for what is not above 0.
-        ends = [max(statistic.low, statistic.value / 10), statistic.high]
-        axes.plot(ends, [place, place], color=color, linewidth=1.0, alpha=0.6, zorder=1)
+        axes.plot([statistic.low, statistic.high], [place, place], color=color, linewidth=1.0, alpha=0.6, zorder=1)

@@ -41,12 +41,14 @@ def measured(reference) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_the_head_takes_as_long_as_the_reference_says(measured, reference):
     """In units of the bare matrix product, which any head must do; and the dense path is no faster."""
     assert measured["head"]["ratio"] < 2 * reference["variants"]["head"]["ratio"]
     assert measured["head"]["ratio"] < 1.5 * measured["dense"]["ratio"]
 
 
+@pytest.mark.nightly
 def test_the_head_holds_one_chunk_of_logits_and_the_dense_path_all_of_them_several_times(measured, reference):
     """The head's memory does not grow with the tokens, the dense path's does."""
     assert measured["head"]["extra_mib"] < 2 * reference["variants"]["head"]["extra_mib"]

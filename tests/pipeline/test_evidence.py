@@ -132,6 +132,7 @@ def test_a_second_run_has_nothing_to_do_and_a_changed_line_measures_what_depends
         assert listed - {"total"} == expected | reports
 
 
+@pytest.mark.nightly
 def test_another_experiment_takes_over_what_is_the_same(copy):
     path = copy.folder / "config/experiments/mine.yaml"
     value = yaml.safe_load((copy.folder / f"config/experiments/{NAME}.yaml").read_text())

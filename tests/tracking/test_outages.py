@@ -160,6 +160,7 @@ def test_a_store_that_is_not_there_from_the_start(folder, monkeypatch, capfd, ur
     assert runs[runs[tracked.key]["tags"]["upstream.base"]]["name"] == title("base")
 
 
+@pytest.mark.nightly
 def test_a_server_killed_and_started_again_and_killed_again(folder, server, capfd, monkeypatch):
     """kill -9 at step 10, started again at step 20: back while the stage runs. Killed again at 25: `dvp track`."""
     monkeypatch.setattr(tracking_stage, "WAIT", 1.0)

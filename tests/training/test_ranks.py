@@ -336,6 +336,7 @@ def test_sigterm_to_dvp_train_makes_all_ranks_save_and_leave(experiment):
     assert list(folder.glob(f"checkpoints/*/step-{done:06d}"))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_to_its_evaluation(experiment, dvp):
     """It began with the checkpoint of the run that was stopped above."""
     folder = experiment.parent / "runs" / RUN

@@ -66,7 +66,7 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
         rows = measured.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name, column in MEASURED.items():
-            scale = "ratio" if name == "gradient_variance" else "plain"
+            scale = "plain" if name == "gradient_signal" else "ratio"  # a signal may come out below 0
             numbers = pooled(rows[column], rows[f"{column}_se"], scale)
             if math.isfinite(numbers[0]):
                 how = f"{mean.format('mean')}; {spread}"

@@ -12,6 +12,7 @@ import yte
 from snakemake.cli import parse_set_resources
 
 from dvp.experiment.loading import load_experiment, read_yaml
+from dvp.planning.costs import Model
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +201,9 @@ def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
     for rule in ("train", "preflight"):
         assert memory(rule, 3) == memory(rule, 1) == 8 * 96000
     assert memory("convert", 3) == 3 * memory("convert", 1)
+    largest = Model(5120, 40, 40, 8, 128, 17408, False, 151936)  # Qwen3-14B
+    needed = 4 * largest.parameters + 3 * 4 * largest.vocabulary_size * largest.hidden_size + 1e9
+    assert memory("convert", 1) * 1e6 > needed
 
 
 def test_one_run_can_be_asked_for(snakemake):

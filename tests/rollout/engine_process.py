@@ -1,7 +1,7 @@
 """Run by the tests in a process of its own (one engine a process): sample with an engine, optionally after an update.
 
-Fails if the engine does not prune as each kind of rule says, if its logits are not as fine as its head, or if its cache
-has not the room for what it may sample at once, or twice that.
+Fails if the engine does not prune as each kind of rule says, if its logits are not as fine as its head, if its cache
+has not the room for what it may sample at once, or twice that, or if it starts by what only this process could do.
 
 usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
 """
@@ -23,14 +23,23 @@ RULES = [FixedRho(0.02), MassBudget(0.02), EntropyScaled(0.05, ENTROPY)]
 
 def main() -> None:
     configure_environment(threads=1)
+    import cloudpickle
     import torch
     from transformers import AutoModelForCausalLM
+    from vllm import LLM
 
     from dvp.experiment.training import EngineConfig
     from dvp.rollout.engine import Sampling
 
     torch.set_num_threads(1)
     config = EngineConfig(**json.loads(sys.argv[2]))
+    to_workers = LLM.collective_rpc
+
+    def sendable(llm, *arguments, **options):
+        cloudpickle.dumps((arguments, options))  # as vLLM sends it to an engine's other processes
+        return to_workers(llm, *arguments, **options)
+
+    LLM.collective_rpc = sendable
     engine = VllmEngine(
         Path(sys.argv[1]),
         config,
@@ -39,6 +48,7 @@ def main() -> None:
         seed=0,
         rules=RULES,
     )
+    LLM.collective_rpc = to_workers
     cache = engine.llm.llm_engine.vllm_config.cache_config
     needed = 32 * math.ceil(128 / cache.block_size)
     if not torch.cuda.is_available():

@@ -460,6 +460,13 @@ def test_the_kernel_is_asked_for_amx_before_vllm_starts(asked_of_vllm):
     assert asked_of_vllm.steps == ["AMX", "vLLM starts"]
 
 
+def test_an_engines_other_processes_are_not_forked():
+    """A process that has looked for a GPU has begun with CUDA, and a fork of it cannot use any."""
+    from vllm import envs
+
+    assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
+
+
 def test_a_fixed_rho_needs_no_other_model_runner_than_vllms_default(fp32, asked_of_vllm, monkeypatch):
     from vllm import envs
 

@@ -41,7 +41,7 @@ from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
 from dvp.training.loop import Loop, run_loop
 from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
-from dvp.training.stage import set_up
+from dvp.training.stage import sequences, set_up
 from dvp.training.stopping import StopRequest
 
 LEARNING_RATE = 1e-4
@@ -359,7 +359,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             work / MODEL,
             experiment.engines[engine],
             max_model_len=asked["max_model_len"],
-            max_num_seqs=training.prompts_per_step * training.group_size,
+            max_num_seqs=sequences(training, experiment.engines[engine]),
             seed=run.seed,
             rules=[_sides(experiment, run).engine],
             report_sets=training.sets_reported(_sides(experiment, run)),

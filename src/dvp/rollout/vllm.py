@@ -35,6 +35,9 @@ def configure_environment(threads: int) -> None:
 
     Variables that the user has set stay as they are.
     """
+    # Engines on several GPUs start a process for each. A fork of this one could not use CUDA: to ask whether there is a
+    # GPU, as below and in torch, is enough to have begun with it.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     defaults = {
         "HF_HUB_OFFLINE": "1",  # models and data are local by the time an engine starts
         "VLLM_NO_USAGE_STATS": "1",
@@ -176,8 +179,8 @@ class VllmEngine:
             )
             self.llm.collective_rpc(_round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
-            # vLLM has read the weights as they are.
-            self.load_weights(_weights(model))
+            # vLLM has read the weights as they are. Each of its processes reads them again for itself.
+            self.llm.collective_rpc(_reload_rounded, args=(str(model), config.weight_rounding, self._tied))
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
         """See Engine.generate."""
@@ -292,7 +295,8 @@ class VllmEngine:
             # gets no value.
             self.llm.collective_rpc(_fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
-        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=self._prepared(weights)))
+        prepared = _prepared(weights, self._config.weight_rounding, self._tied)
+        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=prepared))
         self.llm.reset_prefix_cache()
         for name in self.llm.collective_rpc(_first_nan) if discarded else []:
             if name is not None:
@@ -306,15 +310,6 @@ class VllmEngine:
         if self._asleep is not None:
             self.llm.wake_up()
             self._asleep = None
-
-    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        form = self._config.weight_rounding
-        for name, weight in weights:
-            value = weight.detach()
-            yield name, round_weight(value, form) if form != "none" and is_rounded(name, value) else value
-            # vLLM packs the head of a tied model on its own and would silently keep the old one.
-            if self._tied and name == "model.embed_tokens.weight":
-                yield "lm_head.weight", value
 
     def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
         """See Engine.log_probs."""
@@ -389,6 +384,19 @@ def _round_cache(worker: Any, form: str) -> None:
         )
     for layer in layers:
         layer.register_forward_pre_hook(rounded)
+
+
+def _prepared(weights: Iterable[tuple[str, torch.Tensor]], form: str, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in weights:
+        value = weight.detach()
+        yield name, round_weight(value, form) if form != "none" and is_rounded(name, value) else value
+        # vLLM packs the head of a tied model on its own and would silently keep the old one.
+        if tied and name == "model.embed_tokens.weight":
+            yield "lm_head.weight", value
+
+
+def _reload_rounded(worker: Any, model: str, form: str, tied: bool) -> None:
+    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, tied))
 
 
 def _fill_with_nan(worker: Any) -> None:

@@ -21,6 +21,7 @@ from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
+from dvp.training.attention import ATTENTION
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
@@ -186,16 +187,21 @@ class Trainer:
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        # It serves inference only; and a process that is killed while it is built or looked up leaves a lock behind for
-        # which every later one of this user waits for ever.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            # It serves inference only; and a process that is killed while it is built or looked up leaves a lock behind
+            # for which every later one of this user waits for ever. On a GPU DeepSpeed does not look for it, and to ask
+            # for this table would have it look for CUDA's compiler, once for each of its kernels.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            dist_backend="nccl" if on_gpu else "gloo",
             timeout=launch.WAIT,
             verbose=False,
             auto_mpi_discovery=False,
         )
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, attn_implementation=ATTENTION if on_gpu else None
+        )
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
             model.train()  # transformers recomputes in this mode only; the models have no dropout

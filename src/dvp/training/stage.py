@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
+from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import only_writer, sha256_file
 from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
@@ -155,6 +156,14 @@ def _kept(loop: "Loop", folder: Path, checkpoints: Path) -> dict[str, str]:
     return {str(step): str(kept_weights(checkpoints, step).relative_to(folder)) for step in loop.kept}
 
 
+def sequences(training: TrainingConfig, engine: EngineConfig) -> int:
+    """The responses that one engine samples in a step: those of its share of the prompts (dvp.training.ranks)."""
+    import torch
+
+    engines = training.ranks // (engine.tensor_parallel if torch.cuda.is_available() else 1)
+    return -(-training.prompts_per_step // engines) * training.group_size
+
+
 def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     """Trainer, prompts and engine of a run, by every rank; and how many prompts are too long for it, and left out."""
     import torch
@@ -186,7 +195,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         directory.base,
         experiment.engines[run.engine],
         max_model_len=min(longest, trainer.context),
-        max_num_seqs=settings.prompts_per_step * settings.group_size,
+        max_num_seqs=sequences(settings, experiment.engines[run.engine]),
         seed=run.seed,
         rules=[safe.engine],
         report_sets=settings.sets_reported(safe),

@@ -379,3 +379,32 @@ def test_empty_batches(rule, shape):
 def test_impossible_rules(arguments, message):
     with pytest.raises(ValueError, match=message):
         ImportanceRule(**arguments)
+
+
+@pytest.mark.parametrize("length", [2, 8192])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(PRESETS[name] for name in ("mis", "seq_tis", "geo_rs", "k3", "veto", "trm")),
+        ImportanceRule(level="geometric"),
+        ImportanceRule(level="geometric", action="mask", lower=0.5, upper=2.0),
+        ImportanceRule(level="sequence"),
+    ],
+    ids=str,
+)
+def test_a_token_that_the_trainer_cannot_give_takes_its_response_along_however_long_it_is(rule, length):
+    log_ratio = torch.zeros(3, length)
+    log_ratio[1:, 0] = -38.0  # the mask value over a small probability of the engine
+    impossible = log_ratio < 0
+    mask = every_token(3, length)
+    mask[2, 0] = False  # at padding it says nothing
+    weights = importance_weights(log_ratio, mask, rule, impossible)
+    assert weights.weight_BT[0].eq(1.0).all()
+    assert weights.weight_BT[1].eq(0.0).all()
+    assert weights.weight_BT[2, 1:].eq(1.0).all()
+
+
+def test_at_token_level_it_is_left_out_alone():
+    impossible = torch.tensor([[True, False]])
+    weights = importance_weights(torch.tensor([[-38.0, 0.0]]), every_token(1, 2), PRESETS["tis"], impossible)
+    assert weights.weight_BT.tolist() == [[0.0, 1.0]]

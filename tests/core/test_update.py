@@ -84,6 +84,8 @@ def of_two(importance: ImportanceRule, advantage: str):
     [
         *(ImportanceRule(level="sequence"), PRESETS["seq_tis"], PRESETS["mis"]),
         ImportanceRule(level="sequence", action="mask", upper=2.0),
+        *(ImportanceRule(level="geometric"), PRESETS["geo_rs"], PRESETS["k3"], PRESETS["veto"]),
+        *(ImportanceRule(level="geometric", action="mask", lower=0.5, upper=2.0), ImportanceRule(k3_max=100.0)),
     ],
 )
 def test_a_response_with_a_token_outside_v_s_has_the_ratio_0_and_is_no_member_of_its_group(importance):

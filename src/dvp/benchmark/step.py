@@ -365,9 +365,11 @@ def _one_pass(loop: "Loop", rollout: "Rollout", advantage_BT: torch.Tensor, rows
 
         def loss(now: "TokenStatistics", part=part, width=width, mask_bT=mask_bT, advantage_bT=advantage_bT):
             log_prob_bT = unflatten(now.pruned_log_prob, mask_bT)
-            old_bT = torch.zeros(part.infer_log_prob_BT.shape)
+            old_bT, safe_bT = torch.zeros(part.infer_log_prob_BT.shape), torch.ones_like(part.batch.response_BT)
             old_bT[:, :width] = log_prob_bT.detach().cpu()
-            weight_bT = loop.importance.weights(part, {"pruned_log_prob": old_bT}).weight_BT[:, :width].to(device)
+            safe_bT[:, :width] = unflatten(now.target_in_safe, mask_bT).cpu()
+            statistics = {"pruned_log_prob": old_bT, "target_in_safe": safe_bT}
+            weight_bT = loop.importance.weights(part, statistics).weight_BT[:, :width].to(device)
             old_bT, count = log_prob_bT.detach(), len(rollout.rewards_B)
             return policy_loss(loop.loss, log_prob_bT, old_bT, weight_bT, advantage_bT, mask_bT, count).loss
 

@@ -4,7 +4,7 @@ log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughou
 both full. Every named method of the field is a setting of one rule: see `PRESETS`.
 
 A new correction that is a setting of `ImportanceRule` is a line in PRESETS. One that is not is a strict model here with
-a `kind` of its own, `by_token`, `keeps_impossible` and `weights`, which joins `Correction`:
+a `kind` of its own, `by_token` and `weights`, which joins `Correction`:
 Annotated[ImportanceRule | Other, Field(discriminator="kind")]. Experiments ask for it by its name in PRESETS, or by its
 kind.
 
@@ -83,11 +83,6 @@ class ImportanceRule(Strict):
         """Whether the tokens of a response may have different weights, but for those that are 0."""
         return self.level == "token"
 
-    @property
-    def keeps_impossible(self) -> bool:
-        """Whether the weight is the ratio of a whole response, without a lower bound that rejects it where it is 0."""
-        return self.level == "sequence" and self.lower == 0.0
-
     def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
         """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).
 
@@ -95,7 +90,7 @@ class ImportanceRule(Strict):
             DvpError: as `importance_weights`.
         """
         log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
-        return importance_weights(log_ratio_BT, rollout.batch.response_BT, self)
+        return importance_weights(log_ratio_BT, rollout.batch.response_BT, self, ~statistics["target_in_safe"])
 
 
 Correction = ImportanceRule
@@ -133,7 +128,9 @@ class ImportanceWeights:
 
 
 @no_grad
-def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: ImportanceRule) -> ImportanceWeights:
+def importance_weights(
+    log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: ImportanceRule, impossible_BT: torch.Tensor | None = None
+) -> ImportanceWeights:
     """Turn log-ratios into stop-gradient weights.
 
     Whatever rejects (bounds of `mask`, veto, trust region, K3 filter) looks at the unclamped ratios; for the weights'
@@ -144,6 +141,8 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
         mask_BT: bool, True at the response's tokens.
         rule: the correction. With self_normalise the mean is over this call's responses: hand in the whole batch.
+        impossible_BT: bool, True at tokens that p cannot give, those outside V_S: their ratio is 0, whatever number
+            stands for its logarithm, and so are their response's product and geometric mean; its K3 is infinite.
 
     Raises:
         DvpError: a log-ratio of the mask is NaN or infinite. Neither policy can give a sampled token such a
@@ -157,6 +156,8 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
 
     # float64: bounds 1e-3 from 1 must not depend on the rounding of a sum over thousands of tokens.
     token_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()
+    if impossible_BT is not None:
+        token_BT = token_BT.masked_fill(mask_BT & impossible_BT, -math.inf)
     length_B = mask_BT.sum(dim=1).clamp(min=1)
     vetoed_B = (token_BT < _log(rule.veto or 0.0)).any(dim=1)
     untrusted_B = (token_BT.abs() > _log(rule.trust_region or math.inf)).any(dim=1)
@@ -173,7 +174,10 @@ def importance_weights(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, rule: 
     else:
         log_weight_BT = torch.zeros_like(token_BT)
     accepted_BT = mask_BT & ~(vetoed_B | untrusted_B | filtered_B)[:, None]
-    weight_BT = log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    # A ratio of 0 stays 0: clamped, e^−20, it would make its response a member of its group (dvp.core.advantages).
+    weight_BT = torch.where(
+        log_weight_BT > -math.inf, log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), 0.0
+    )
     if rule.action == "truncate":
         weight_BT = weight_BT.clamp(max=rule.upper)
     else:

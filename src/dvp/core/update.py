@@ -25,8 +25,7 @@ class Update:
     weights: ImportanceWeights
     """What the importance correction says."""
     weight_BT: torch.Tensor
-    """These weights, but 0 at tokens outside V_S, in all of a response with such a token if its ratio is the weight,
-    and at what the mask leaves out."""
+    """These weights, but 0 at tokens outside V_S and at what the mask leaves out."""
     responses: Responses
     """What the advantage was made from: weights before the mask."""
     advantage_BT: torch.Tensor
@@ -63,12 +62,7 @@ def make_update(
     """
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
     weights = importance.weights(rollout, statistics)
-    safe_BT = statistics["target_in_safe"]
-    if importance.keeps_impossible:
-        # The ratio of a response with a token outside V_S is 0. Clamped it is e^−20: nothing to the loss, but enough to
-        # make the response a member of its group.
-        safe_BT = (safe_BT | ~mask_BT).all(dim=1, keepdim=True)
-    weight_BT = zero_outside_safe(weights.weight_BT, safe_BT) * mask_BT
+    weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
     proxy_BT = squared_norm_BT
     if proxy_BT is None:
         proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])

@@ -160,8 +160,7 @@ def kept_by_method(experiment: Experiment, engine: str, positions: Positions, se
         length = experiment.training.max_response_tokens
         tokens_ND = torch.multinomial(infer_NV.exp(), DRAWS, replacement=True, generator=generator)
         log_ratio_ND = (train_NV - infer_NV).gather(1, tokens_ND)
-        # A token that the trainer prunes keeps the mask value of the head: far below any bound.
-        pool = log_ratio_ND.nan_to_num(neginf=-50.0).flatten()
+        pool = log_ratio_ND.flatten()
         drawn_BT = pool[torch.randint(len(pool), (SIMULATED, length), generator=generator)]
         everywhere_BT = torch.ones_like(drawn_BT, dtype=torch.bool)
         rollout = Rollout(
@@ -170,7 +169,10 @@ def kept_by_method(experiment: Experiment, engine: str, positions: Positions, se
             torch.zeros(SIMULATED),
             torch.zeros(SIMULATED, dtype=torch.bool),
         )
-        weights = method.importance.weights(rollout, {"pruned_log_prob": drawn_BT})
+        # A token that the trainer prunes has the mask value of the head.
+        log_prob_BT = drawn_BT.nan_to_num(neginf=-50.0)
+        statistics = {"pruned_log_prob": log_prob_BT, "target_in_safe": drawn_BT.isfinite()}
+        weights = method.importance.weights(rollout, statistics)
         kept[name] = weights.kept_B.double().mean().item()
     return kept
 

@@ -199,6 +199,31 @@ def test_statistics_by_hand(written, asked):
     assert of("mean_score", "rloo", 8).unit == "fraction"
 
 
+def test_where_both_runs_come_there_before_they_are_evaluated_no_saving_is_told(written, asked):
+    """A curve that rises twice as fast looks as fast: both are straight lines from the base model."""
+
+    def scores(run):
+        fast = run.method == "rloo_mis"
+        return tuple(1 - math.exp(-step / (1 if fast else 2)) for step in (4, 8, 12))
+
+    given_scores(written, asked, scores)
+    groups = curve.groups(asked, load_curve(asked, written.folder))
+    pair = [group for group in groups if group.point.engine == "coarse" and group.point.training["group_size"] == 4]
+    slow, fast = sorted(pair, key=lambda group: group.point.method)
+    rivals = {"over_reference": None, "over_equal_settings": slow}
+
+    def saved(score):
+        found = list(curve._tokens(asked, fast, rivals, score))
+        return next(one for one in found if one.name == "tokens_saved_equal_settings_percent")
+
+    score = (slow.score_SN[0, 1] + slow.score_SN[0, 0]) / 2
+    assert all(taken < slow.tokens_SN[0, 1] for group in pair for taken in curve.tokens_taken(group, score))
+    assert math.isnan(saved(score).value)
+    assert "both before they are first evaluated" in saved(score).how
+    # One of them was evaluated before it came there: by how much it is later can be told.
+    assert saved((slow.score_SN[0, 1] + slow.score_SN[0, 2]) / 2).value > 0
+
+
 def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written):
     def scores(run):
         return (0.5, 0.625, (0.75, 0.875, 1.0)[run.seed])

@@ -54,6 +54,7 @@ def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
     of = {(one.where["method"], one.name): one.how for one in found}
     assert "minus that of rloo_mis on the same engine" in of["dvp_mis", "score_over_unpruned"]
     assert ("rloo_mis", "score_over_unpruned") not in of
+    assert not [name for _, name in of if name == "score_over_rloo"]
     assert of["dvp", "final_k3"].startswith("between the pruned policies")
     assert of["rloo", "final_k3"].startswith("between the full policies")
     assert "not over training seeds" in of["rloo", "score"]  # two of them
@@ -85,3 +86,20 @@ def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     assert seen == [one.where for one in changes]
     assert [one.where for one in found if one.name == "smallest_effect"] == [one.where for one in pruned]
     assert len(found) == 1 + len(experiment.points) * len(names) + 2 * len(changes) + 3 * len(pruned)
+
+
+def test_a_baseline_is_compared_with_rloo_under_the_same_correction(tmp_path):
+    """MIS helps here, and OTB does nothing: against naive RLOO, OTB + MIS would look as if it did."""
+    grid = [{"method": ["rloo", "rloo_mis", "otb", "otb_mis"], "engine": "coarse"}]
+    experiment = make_experiment(grid=grid, seeds=[0, 1, 2])
+    results = Results(experiment, tmp_path, problems=8)
+    k = experiment.evaluation.samples_per_problem["held_out"]
+    for run in experiment.runs:
+        right = k // 2 if run.method in ("rloo", "otb") else k // 2 + 1
+        results.write_evaluation(run, np.tile(np.arange(k) < right, (8, 1)))
+    found, _ = training_part(experiment, results.folder)
+    over = {one.where["method"]: one for one in found if one.name == "score_over_rloo"}
+    assert {method: one.value for method, one in over.items()} == {"otb": 0.0, "otb_mis": 0.0}
+    assert "minus that of rloo_mis on the same engine" in over["otb_mis"].how
+    [change] = [one for one in found if (one.name, one.where["method"]) == ("score_change_percent", "otb_mis")]
+    assert change.value > 0

@@ -109,7 +109,8 @@ def statistics(experiment: Experiment, groups: list[Group]) -> list[Statistic]:
     and the same …_over_equal_settings, against the reference's method with the same training settings;
     sampled_tokens of a run; reached_score (share of runs); tokens_to_score (geometric mean), median_tokens_to_score;
     tokens_saved_percent against the reference, tokens_saved_equal_settings_percent as above. Those of tokens are not
-    defined where a run never reaches the score, but for the median.
+    defined where a run never reaches the score, but for the median; nor are savings where both runs of a seed reach it
+    before they are evaluated: that far a curve is one straight line from the base model, and hides which came first.
     """
     result = []
     for group in groups:
@@ -184,11 +185,21 @@ def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None
     ):
         if other is None or other is group:
             continue
-        pairs = zip(taken, tokens_taken(other, score), strict=True)
-        ratios = [a / b if 0 < a < math.inf and 0 < b < math.inf else math.nan for a, b in pairs]
+        theirs = tokens_taken(other, score)
+        early = [
+            a < first and b < its_first
+            for a, b, first, its_first in zip(taken, theirs, group.tokens_SN[:, 1], other.tokens_SN[:, 1], strict=True)
+        ]
+        ratios = [
+            a / b if 0 < a < math.inf and 0 < b < math.inf and not hidden else math.nan
+            for a, b, hidden in zip(taken, theirs, early, strict=True)
+        ]
         value, low, high = over_seeds(ratios, logarithmic=True)
-        lacking = sum(map(math.isnan, ratios))
-        why = f"; not defined, as in {lacking} of {len(ratios)} a run has it from the start or never" if lacking else ""
+        why = ""
+        if lacking := sum(map(math.isnan, ratios)):
+            why = f"; not defined, as in {lacking} of {len(ratios)} a run has it from the start or never"
+            if any(early):
+                why += ", or both before they are first evaluated"
         how = f"until {to}, against {other.point.path} with the same seed; {over}, of the ratio's logarithm{why}"
         saved = (100 * (1 - value), 100 * (1 - high), 100 * (1 - low))
         yield statistic(name, saved, "%", how, other)

@@ -1,4 +1,4 @@
-"""Grid points and how they relate: the counterpart without a safe vocabulary, and how they are called."""
+"""Grid points, their counterparts without a safe vocabulary or with RLOO, and how they are called."""
 
 from collections.abc import Iterable
 
@@ -31,6 +31,20 @@ def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None
     ]
     name = unpruned(experiment, point.method, (other.method for other in here))
     return next((other for other in here if other.method == name), None)
+
+
+def rloo_point(experiment: Experiment, point: GridPoint) -> GridPoint | None:
+    """The point that differs in having RLOO's advantage; None if there is none, and of such points themselves."""
+    own = experiment.methods[point.method]
+    if own.advantage == "rloo":
+        return None
+    for other in experiment.points:
+        method = experiment.methods[other.method]
+        same_place = (other.engine, other.rho) == (point.engine, point.rho)
+        alike = method.advantage == "rloo" and method.like(own, but=["advantage"])
+        if same_place and alike and experiment.training_of(other) == experiment.training_of(point):
+            return other
+    return None
 
 
 def policy_label(experiment: Experiment, policy: str) -> str:

@@ -14,6 +14,7 @@ from dvp.analysis.load import Matrix, Training
 from dvp.analysis.pages import notes
 from dvp.analysis.points import (
     BASE,
+    rloo_point,
     seeds_text,
     unpruned_point,
 )
@@ -66,8 +67,9 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     """Of the base model its score; of every grid point its score, how it ends and how it grew.
 
     score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
-    vocabulary against the same without; smallest_change_percent and smallest_effect, how large these two would have to
-    be for an interval that leaves out 0 in 80 % of such experiments; final_k3, final_gradient_norm, final_reward (means
+    vocabulary against the same without, score_over_rloo of points with another baseline against the same with RLOO's;
+    smallest_change_percent and smallest_effect, how large the first two would have to be for an interval that leaves
+    out 0 in 80 % of such experiments; final_k3, final_gradient_norm, final_reward (means
     over the last ten steps), and so final_pruned_mass (1 − Z a token) of points whose trainer prunes; k3_growth (k3 of
     the last ten steps over that of the first ten); collapsed (fraction of runs). Growth is left out where a run has not
     twice ten steps.
@@ -134,6 +136,10 @@ def _scores(
         yield statistic("score_over_unpruned", draws.estimate(over_R), "fraction", minus, *places)
         effect = (draws.smallest_effect(over_R), math.nan, math.nan)
         yield statistic("smallest_effect", effect, "fraction", f"{seen}; {minus}", *places)
+    if point and (rloo := rloo_point(experiment, point)) is not None:
+        over_R, places = score_R[name] - score_R[rloo.path], (name, rloo.path)
+        minus = f"score minus that of {rloo.method} on the same engine; {how}, paired"
+        yield statistic("score_over_rloo", draws.estimate(over_R), "fraction", minus, *places)
 
 
 def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:

@@ -66,7 +66,7 @@ PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40))]
 WORDS = ["bafi", "dogu", "kelo", "mipa"]
 ESTIMATORS = {
     None: ["rloo", "rloo_tis", "rloo_mis", "otb", "otb_oracle"],
-    "0.02": ["dvp", "dvp_tis", "dvp_otb_mis"],
+    "0.004": ["dvp", "dvp_tis", "dvp_otb_mis"],
 }
 RESPONSES = ("Answer: 7", "7", "Answer: \\frac{14}{2}", "Answer: 7.0\n", "Answer: 8", "Answer: 7 or 8")
 

@@ -633,7 +633,9 @@ def test_an_edited_deepspeed_file_is_another_training_and_the_same_base(config):
     assert after.config_hash("train", run) != before.config_hash("train", run)
 
 
-@pytest.mark.parametrize("name", ["../x", "../experiments/tiny", "/etc/passwd", "a/b", "", ".tiny", "Tiny", "tiny\n"])
+@pytest.mark.parametrize(
+    "name", ["../x", "../experiments/tiny", "/etc/passwd", "a/b", "", ".tiny", "Tiny", "tiny\n", "tiny.yaml"]
+)
 def test_an_experiments_name_is_no_path(name, config):
     with pytest.raises(DvpError, match=r"expected the name of a file in .*, without \.yaml"):
         load_experiment(name, config)
@@ -646,6 +648,14 @@ def test_an_unknown_experiment_and_a_missing_catalogue_are_named(config):
     (config / "catalogue" / "methods.yaml").unlink()
     with pytest.raises(DvpError, match=r"/config/catalogue/methods\.yaml: no such file$"):
         load_experiment("smoke", config)
+    with pytest.raises(DvpError, match="no such experiment; is this the repository's root"):
+        load_experiment("smoke", config / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke_axes"])
+def test_what_is_not_resolved_is_no_results(name, config):
+    with pytest.raises(DvpError, match=r"yaml: not a resolved experiment; expected one that dvp wrote, results/NAME/"):
+        read_resolved(config / "experiments" / f"{name}.yaml")
 
 
 # --- settings, as Snakemake's --config takes them ---

@@ -103,8 +103,8 @@ Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator
 class Decontamination(Strict):
     """Training problems that share a word n-gram with an evaluation problem are dropped.
 
-    So are those that hold a whole evaluation problem of fewer words than that, but at least five, among others; where
-    more than ten hold it, it is a phrase and they stay.
+    An evaluation problem of fewer words, but at least five, counts where a training problem contains it whole; if more
+    than ten training problems contain it, it is taken for a phrase, and they stay.
     """
 
     ngram: Positive | None = 13

@@ -17,6 +17,7 @@ from dvp.strict import NAME, Strict, first_problem
 # All else that DeepSpeed knows follows from `training`, changes gradients, or is ignored where it is misspelt.
 OF_DEEPSPEED = ("zero_optimization", "torch_autocast")
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
+TABLES = ("sources", "engines", "methods")  # that config/catalogue fills
 DEEPEST = 32  # levels of a DeepSpeed file; what has more than 255 cannot be written down with the experiment
 Given = Annotated[str, Field(min_length=1)]
 
@@ -111,7 +112,9 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
 def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, Experiment]:
     """An experiment as its file and those that it extends have it, and resolved."""
     path, value = _read_experiment(name, config)
-    if "extends" in value:
+    if "extends" not in value:
+        _check_whole(value, path)
+    else:
         parent, chain = value.pop("extends"), (*extended_by, name)
         if not isinstance(parent, str):
             raise DvpError(f"{path}: extends: expected the name of another experiment, found {parent!r}")
@@ -124,7 +127,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
             raise DvpError(f"{path}: extends: {error}") from None
         value = _merged(_load(parent, config, chain)[0], value)  # mistakes of the parent are reported in its own name
     resolved, elsewhere = dict(value), {}
-    for table in ("sources", "engines", "methods"):
+    for table in TABLES:
         own = value.get(table, {})
         if not isinstance(own, dict):
             raise DvpError(f"{path}: {table}: expected a mapping of names to entries")
@@ -137,14 +140,27 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     return value, experiment.model_copy(update={"deepspeed": deepspeed})
 
 
+def _check_whole(value: dict, path: Path) -> None:
+    """Raise DvpError for an experiment that lacks more than one key and extends no other: most likely it should."""
+    fields = Experiment.model_fields
+    lacks = [key for key, field in fields.items() if field.is_required() and key not in {*value, *TABLES}]
+    if len(lacks) > 1 and not value.keys() - fields.keys():  # a key that is unknown may be the missing one
+        raise DvpError(
+            f"{path}: {', '.join(lacks)} are missing; one that changes another experiment names it, as in "
+            "'extends: tiny'"
+        )
+
+
 def _path(name: Any, config: Path) -> Path:
     """The file of an experiment. Raises DvpError if there is none."""
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(".yaml"):
         raise DvpError(f"experiment '{name}': expected the name of a file in {config / 'experiments'}, without .yaml")
     path = config / "experiments" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
-        raise DvpError(f"{path}: no such experiment; known are {known}")
+        raise DvpError(
+            f"{path}: no such experiment; " + (f"known are {known}" if known else "is this the repository's root?")
+        )
     return path
 
 
@@ -256,7 +272,10 @@ def _parse_settings(settings: dict, where: Path | str) -> Settings:
 
 def read_resolved(path: Path) -> Experiment:
     """The resolved experiment that `dvp resolve` wrote. Raises DvpError."""
-    return parse_experiment(read_yaml(path), path)
+    value = read_yaml(path)
+    if "extends" in value or not value.keys() >= set(TABLES):
+        raise DvpError(f"{path}: not a resolved experiment; expected one that dvp wrote, results/NAME/config.yaml")
+    return parse_experiment(value, path)
 
 
 def dump_experiment(experiment: Experiment) -> str:

@@ -1,9 +1,11 @@
 """The real vLLM, its CPU build: what it reports is what it sampled from, and a reloaded engine is a fresh one."""
 
 import copy
+import ctypes
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import fields
@@ -458,6 +460,20 @@ def test_cuda_graphs_and_chunked_prefill_are_for_a_gpu(asked_of_vllm):
 def test_the_kernel_is_asked_for_amx_before_vllm_starts(asked_of_vllm):
     asked_of_vllm(gpu=False)
     assert asked_of_vllm.steps == ["AMX", "vLLM starts"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+def test_memory_that_was_freed_is_used_again():
+    def fill() -> None:
+        torch.empty(2**24).fill_(1.0)  # more than glibc by itself would ever keep
+
+    for _ in range(3):
+        fill()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        fill()
+    # 16,384 pages each, had they been given back.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 8 * 16384 / 2
 
 
 def test_an_engines_other_processes_are_not_forked():

@@ -5,6 +5,7 @@ one in each; on a GPU it sleeps, its memory free for the trainer, between rollou
 temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all three).
 """
 
+import ctypes
 import gc
 import logging
 import math
@@ -27,6 +28,7 @@ from dvp.rollout.rounding import is_rounded, round_cached, round_weight
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
 CPU_CACHE, CPU_BLOCK = 2**30, 128  # bytes of keys and values, at most; tokens that vLLM gives to a sequence at a time
+MALLOC = {-3: 2**30, -1: 2**31 - 1}  # malloc.h's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
 
@@ -52,6 +54,20 @@ def configure_environment(threads: int) -> None:
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
+    if not torch.cuda.is_available():
+        _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc reuse large blocks that were freed, where it would give them back to the kernel.
+
+    A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
+    it anew from the kernel took a quarter of the rollout's time. Other C libraries have no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, size in MALLOC.items():
+            mallopt(option, size)
 
 
 def _allow_amx() -> None:

@@ -3,7 +3,9 @@
 A hostile program here does so much and then stops: where the sandbox is broken a test must fail, not the machine.
 """
 
+import errno
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ import pytest
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
-from dvp.tools import make_tool
+from dvp.tools import make_tool, seccomp
 
 pytestmark = pytest.mark.slow
 SETTINGS = Python(kind="python", seconds=20, cpu_seconds=10, memory_mib=512, processes=6, output_bytes=4000)
@@ -155,6 +157,46 @@ def test_memory_is_limited(python):
     assert eater.text.endswith("MemoryError")
     program = "part = bytes(2**20)\nfor number in range(64):\n    open(str(number), 'wb').write(part)\nprint('all')"
     assert "No space left on device" in answer(python, program).text
+
+
+def test_memory_that_no_process_has_is_refused(python):
+    """No limit of a process counts a segment that it has let go, or a file in memory."""
+    program = """
+import ctypes, os
+library = ctypes.CDLL(None, use_errno=True)
+print(library.shmget(0, 1 << 20, 0o1600), os.strerror(ctypes.get_errno()))
+try:
+    print(os.memfd_create("x"))
+except OSError as error:
+    print(error.strerror)
+"""
+    refused = os.strerror(errno.EPERM)
+    assert answer(python, program).text == f"-1 {refused}\n{refused}"
+
+
+def test_no_namespace_is_made_within(python):
+    program = """
+import ctypes, os, threading
+library = ctypes.CDLL(None, use_errno=True)
+for call in (lambda: library.unshare(0x10000000), lambda: library.syscall({clone}, 0x10000000 | 17, 0, 0, 0, 0)):
+    if call() == 0:
+        os._exit(1)
+    print(os.strerror(ctypes.get_errno()))
+thread = threading.Thread(target=print, args=["a thread"])
+thread.start()
+thread.join()
+print(os.waitstatus_to_exitcode(os.system("exit 3")))
+"""
+    clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    refused = os.strerror(errno.EPERM)
+    text = answer(python, program.replace("{clone}", str(clone))).text
+    assert text == f"{refused}\n{refused}\na thread\n3"
+
+
+def test_a_processor_whose_calls_are_not_known_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(DvpError, match="its sandbox runs on x86_64 and aarch64, and this is riscv64"):
+        seccomp.program()
 
 
 def test_time_is_limited(python):

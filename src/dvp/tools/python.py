@@ -6,8 +6,8 @@ with the program, at the limit of wall time, when it prints too much, and with t
 waits for the word to begin, so that one whose start was interrupted, and that nobody would end, ends by itself.
 
 Run by root, the sandbox is made without a user namespace and the program gives root up: limits of processes do not hold
-for root. Memory is limited by process, so all of a call's processes may take `processes` times as much; what a whole
-job may take is for its cgroup to say.
+for root. Memory is limited by process, and what no process's limit counts is refused (dvp.tools.seccomp), so all of a
+call's processes may take `processes` times as much; what a whole job may take is for its cgroup to say.
 """
 
 import os
@@ -20,17 +20,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import PurePath
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
+from dvp.tools import seccomp
 from dvp.tools.tool import Answer
 
 BWRAP = "bwrap"
 SHARED = "/tmp"
 HOME = f"{SHARED}/home"  # a folder below: this environment may lie in /tmp, and is then to be seen there
 FILE = "{file}"  # in a command, where the descriptor of the program goes
+FILTER = "{filter}"  # and that of the filter of system calls
 PROGRAM = f"{HOME}/call.py"
 HOME_BYTES = 2**24
 OPEN_FILES = 64
@@ -101,7 +103,7 @@ class PythonTool:
         )
 
     def _command(self, slot: int) -> list[str]:
-        """What runs a program in a sandbox. FILE stands for the descriptor that the program is read from."""
+        """What runs a program in a sandbox. FILE and FILTER stand for descriptors that are read."""
         settings, root = self._settings, os.geteuid() == 0
         limits = {
             "RLIMIT_CPU": settings.cpu_seconds,
@@ -131,7 +133,7 @@ class PythonTool:
             *(part for place in _visible() for part in place),
             *("--dev", "/dev", "--remount-ro", "/dev"),
             *(part for name, value in environment.items() for part in ("--setenv", name, value)),
-            *("--perms", "0444", "--file", FILE, PROGRAM, "--remount-ro", "/"),
+            *("--perms", "0444", "--file", FILE, PROGRAM, "--remount-ro", "/", "--seccomp", FILTER),
             *("--", _interpreter(), "-I", "-S", "-c", LIMITED, str(user), PROGRAM),
             *(f"{name}={_allowed(name, value)}" for name, value in limits.items()),
         ]
@@ -157,17 +159,20 @@ class _Call:
         if len(program) > LONGEST:
             self.answer = Answer(f"error: the program has more than {LONGEST} bytes", failed=True)
             return
-        with os.fdopen(os.memfd_create("program"), "wb") as file:
-            file.write(program)
-            file.seek(0)
-            descriptor = file.fileno()
+        with ExitStack() as files:
+            descriptors = {}
+            for name, content in ((FILE, program), (FILTER, seccomp.program())):
+                file = files.enter_context(os.fdopen(os.memfd_create("call"), "wb"))
+                file.write(content)
+                file.seek(0)
+                descriptors[name] = file.fileno()
             try:
                 self.process = subprocess.Popen(
-                    [part if part != FILE else str(descriptor) for part in self._command],
+                    [str(descriptors.get(part, part)) for part in self._command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[descriptor],
+                    pass_fds=list(descriptors.values()),
                     env={},
                 )
             except OSError as error:

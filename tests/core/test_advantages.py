@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
+from dvp.core.advantages import ADVANTAGES, NEED_A_GROUP, Responses, optimal_token_proxy, otb_variance_readouts
 from dvp.errors import DvpError
 
 NAMES = list(ADVANTAGES)
@@ -398,3 +398,8 @@ def test_responses_that_do_not_fit_together(changes, message):
     }
     with pytest.raises(DvpError, match=message):
         Responses(**{**valid, **changes})
+
+
+def test_those_that_compare_responses_are_0_for_one_alone_and_no_others():
+    alone = build([1.0, 0.0], [[True, True], [True, False]], group_size=1)
+    assert {name for name, advantage in ADVANTAGES.items() if not advantage(alone).any()} == NEED_A_GROUP

@@ -219,6 +219,13 @@ MISMATCH = MEASURED | {"responses": 2, "rhos": ["1e-2"], "margins": [0.1]}
 BIAS = MEASURED | {"batches": 4, "reference_batches": 4, "estimators": [{"method": "dvp", "rho": "1e-2"}]}
 
 
+def test_a_group_of_one_is_refused_where_it_could_teach_nothing():
+    grpo = {"method": ["otb", "grpo"], "engine": "fp32", "training": {"group_size": [4, 1]}}
+    line = refused(RLOO, grpo)
+    assert line.startswith("grid[1]: method 'grpo' learns nothing with group_size 1, as its advantage grpo compares ")
+    assert len(experiment(RLOO, grpo | {"method": ["otb", "otb_leave_one_out"]}).points) == 5
+
+
 @pytest.mark.parametrize("rho", ["1e-2", "0.010", "1E-02", 0.01])
 def test_a_rho_in_quotes_is_the_same_number(rho):
     made = experiment(RLOO, {"method": "dvp", "engine": "coarse", "rho": rho}, mismatch=MISMATCH, bias=BIAS)

@@ -21,6 +21,8 @@ ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {}
 """Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
 BY_TOKEN: set[str] = set()
 """The names of those whose values differ between the tokens of a response."""
+NEED_A_GROUP = {"dr_grpo", "grpo", "opo", "reinforce_pp"}
+"""The names of those that are 0 where a prompt has one response."""
 
 # Both as published: in the divisor of GRPO's standard deviation and of OTB's Σ W.
 STD_EPSILON = 1e-6

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from dvp.core.advantages import NEED_A_GROUP
 from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_stage
@@ -151,6 +152,11 @@ class Experiment(Strict):
                 training = self._changed_training(f"grid[{index}].training", settings)
                 for name in entry.method:
                     self._check_method(f"grid[{index}]", name, entry.rho, training)
+                    if training.group_size == 1 and self.methods[name].advantage in NEED_A_GROUP:
+                        raise ValueError(
+                            f"grid[{index}]: method '{name}' learns nothing with group_size 1, as its advantage "
+                            f"{self.methods[name].advantage} compares a prompt's responses"
+                        )
                     if self.methods[name].true_norms:
                         raise ValueError(
                             f"grid[{index}]: method '{name}' needs the true norms of gradients, which only "

@@ -4,12 +4,15 @@ Fails if the engine does not prune as each kind of rule says, if its logits are 
 has not the room for what it may sample at once, or twice that, or if it starts by what only this process could do.
 
 usage: engine_process.py MODEL PRECISION_JSON [UPDATE_MODEL]; prints the completions as JSON on its last line.
+ENGINE_PROCESSES is how many it is spread over; one that is spread over several takes no update.
 """
 
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget
@@ -17,6 +20,7 @@ from dvp.rollout.vllm import VllmEngine, configure_environment, prove_safe_vocab
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
 SEEDS = [11, 22, 33]
+PROCESSES = int(os.environ.get("ENGINE_PROCESSES", "1"))
 ENTROPY = Entropy(rule="entropy", alpha=1.5, target_entropy=3.0, lowest=1e-4, highest=0.5)
 RULES = [FixedRho(0.02), MassBudget(0.02), EntropyScaled(0.05, ENTROPY)]
 
@@ -25,6 +29,7 @@ def main() -> None:
     configure_environment(threads=1)
     import cloudpickle
     import torch
+    import vllm
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
@@ -40,6 +45,8 @@ def main() -> None:
         return to_workers(llm, *arguments, **options)
 
     LLM.collective_rpc = sendable
+    if PROCESSES > 1:  # on a CPU nobody can ask for it
+        vllm.LLM = partial(LLM, tensor_parallel_size=PROCESSES, distributed_executor_backend="mp")
     engine = VllmEngine(
         Path(sys.argv[1]),
         config,

@@ -563,7 +563,9 @@ def test_an_engine_that_was_not_started_for_a_rule_refuses_it(fp32, monkeypatch)
     fp32.generate(PROMPTS, Sampling(max_tokens=1, safe_vocabulary=FixedRho(0.1)), SEEDS)
 
 
-def test_rounded_weights_reach_the_engine(tiny_model):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rounded_weights_reach_the_engine(tiny_model, processes):
+    """On several GPUs an engine has a process on each, and each reads the weights."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     exact = copy.deepcopy(model)
     for name, value in model.named_parameters():
@@ -571,7 +573,8 @@ def test_rounded_weights_reach_the_engine(tiny_model):
             value.data = round_weight(value.data, "int4")
     precision = json.dumps({"dtype": "float32", "weight_rounding": "int4"})
     differences = []
-    sampled = completions(sample_elsewhere(tiny_model, precision, tiny_model))
+    update = [tiny_model] if processes == 1 else []
+    sampled = completions(sample_elsewhere(tiny_model, precision, *update, ENGINE_PROCESSES=str(processes)))
     for prompt, group in zip(PROMPTS, sampled, strict=True):
         for one in group:
             expected = reference_log_probs(model, prompt, one["token_ids"], None)

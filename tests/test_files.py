@@ -273,3 +273,12 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path):
             pass
     with only_writer(folder, "training this run"):
         pass
+
+
+def test_a_file_in_the_place_of_a_folder_of_results_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with (
+        pytest.raises(DvpError, match=r"run: results cannot be written there \(File exists\)$"),
+        only_writer(tmp_path / "run", "training this run"),
+    ):
+        pass

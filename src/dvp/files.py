@@ -110,14 +110,17 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
     """Hold the lock of a folder, which goes when the process ends, however it ends.
 
     A job may outlive the Snakemake that started it, and two checkouts may share their results.
-    Raises DvpError if another process holds it; `doing` says of that process what it is doing there.
+    Raises DvpError if another process holds it; `doing` says of that process what it is doing there. Also if there can
+    be no such folder, or nothing can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise DvpError(f"{folder}: another process is {doing}; wait for it or stop it") from None
+    except OSError as error:
+        raise DvpError(f"{folder}: results cannot be written there ({error.strerror})") from None
     try:
         yield
     finally:

@@ -6,15 +6,16 @@ from collections import Counter
 
 import pytest
 
-from dvp.data import stories
-from dvp.data.tales import ADJECTIVES, ADVERBS, NOUNS, VERBS, careless, generate
+from dvp.data import stories, wide_tales
+from dvp.data.tales import WORDS, careless, generate
 from dvp.data.verifier import grade
 
 STEPS = (3, 6)
 TALES = list(generate(400, seed=7, steps=STEPS))
 STORIES = list(stories.generate(400, seed=7, steps=STEPS))
 SENTENCE = re.compile(r"(\w+) the (\w+) (\w+) (\w+) the (\w+) (\w+) of the (\w+)")
-SLOTS = (ADVERBS, ADJECTIVES, NOUNS, VERBS, ADJECTIVES, NOUNS, NOUNS)
+_SECOND = (WORDS.adjectives, WORDS.nouns, WORDS.nouns)
+SLOTS = (WORDS.adverbs, WORDS.adjectives, WORDS.nouns, WORDS.verbs, *_SECOND)
 
 
 def parted(solution: str) -> tuple[list[str], str]:
@@ -42,8 +43,8 @@ def test_every_word_comes_from_the_lexicon_of_its_place_and_common_ones_come_oft
             counts.update([words[3]])
     # Zipf: the likeliest of 2,000 has 1 / (1 + 1/2 + … + 1/2000) = 0.122, the second half of it.
     total = counts.total()
-    assert counts[VERBS.words[0]] / total == pytest.approx(0.122, abs=0.03)
-    assert counts[VERBS.words[1]] / total == pytest.approx(0.061, abs=0.02)
+    assert counts[WORDS.verbs.words[0]] / total == pytest.approx(0.122, abs=0.03)
+    assert counts[WORDS.verbs.words[1]] / total == pytest.approx(0.061, abs=0.02)
     assert sum(count == 1 for count in counts.values()) > 200
 
 
@@ -62,3 +63,14 @@ def test_careless_solutions_keep_the_sentences_and_are_those_of_the_story():
         assert plain == stories.careless(story, 0.35, random.Random(number))
         wrong += not grade(written, tale.answer)
     assert 100 < wrong < 400
+
+
+def test_wide_tales_are_the_same_stories_in_other_words():
+    """Of 400 tales' some 12,600 draws sixteen times the words leave more different ones."""
+    wide = list(wide_tales.generate(400, seed=7, steps=STEPS))
+    different = []
+    for tales in (TALES, wide):
+        assert [parted(tale.solution)[1] for tale in tales] == [story.solution for story in STORIES]
+        different.append(len({word for tale in tales for word in tale.solution.split()}))
+    assert different[1] > 1.4 * different[0]
+    assert wide_tales.careless is careless

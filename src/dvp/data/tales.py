@@ -20,13 +20,21 @@ from dvp.data.stories import Lexicon, Story
 
 _BETWEEN = ": "  # the sentence that tells nothing, and the step
 
-ADVERBS = Lexicon(1000, ending="ly", capital=True, seed=4)
-ADJECTIVES = Lexicon(4000, ending="y", capital=False, seed=5)
-NOUNS = Lexicon(6000, ending="et", capital=False, seed=6)
-VERBS = Lexicon(2000, ending="sed", capital=False, seed=7)
+
+class Words:
+    """`times` 13,000 words, a lexicon for each kind."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.adverbs = Lexicon(1000 * times, ending="ly", capital=True, seed=4)
+        self.adjectives = Lexicon(4000 * times, ending="y", capital=False, seed=5)
+        self.nouns = Lexicon(6000 * times, ending="et", capital=False, seed=6)
+        self.verbs = Lexicon(2000 * times, ending="sed", capital=False, seed=7)
 
 
-def generate(count: int, seed: int, steps: Sequence[int] = (2, 4)) -> Iterator[Story]:
+WORDS = Words()
+
+
+def generate(count: int, seed: int, steps: Sequence[int] = (2, 4), *, words: Words = WORDS) -> Iterator[Story]:
     """Yield `count` tales of steps[0] to steps[1] steps: the problems of `stories` with the same arguments.
 
     The same arguments give the same tales in every process; a larger count extends a smaller one.
@@ -35,7 +43,8 @@ def generate(count: int, seed: int, steps: Sequence[int] = (2, 4)) -> Iterator[S
     rng = random.Random(f"tales {seed}")
     for story in stories.generate(count, seed, steps):
         *lines, last = story.solution.splitlines()
-        yield replace(story, solution="\n".join([*(f"{_sentence(rng)}{_BETWEEN}{line}" for line in lines), last]))
+        told = [f"{_sentence(words, rng)}{_BETWEEN}{line}" for line in lines]
+        yield replace(story, solution="\n".join([*told, last]))
 
 
 def careless(tale: Story, error_rate: float, rng: random.Random) -> str:
@@ -51,7 +60,7 @@ def careless(tale: Story, error_rate: float, rng: random.Random) -> str:
     return "\n".join([*(f"{sentence}{_BETWEEN}{step}" for sentence, step in pairs), answer])
 
 
-def _sentence(rng: random.Random) -> str:
-    adverb, verb = ADVERBS.draw(rng), VERBS.draw(rng)
-    first, second = (f"the {ADJECTIVES.draw(rng)} {NOUNS.draw(rng)}" for _ in range(2))
-    return f"{adverb} {first} {verb} {second} of the {NOUNS.draw(rng)}"
+def _sentence(words: Words, rng: random.Random) -> str:
+    adverb, verb = words.adverbs.draw(rng), words.verbs.draw(rng)
+    first, second = (f"the {words.adjectives.draw(rng)} {words.nouns.draw(rng)}" for _ in range(2))
+    return f"{adverb} {first} {verb} {second} of the {words.nouns.draw(rng)}"

@@ -36,10 +36,11 @@ class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories", "products", "chains", "tales", "shortest_path", "graph_color"]
+    generator: Literal["stories", "products", "chains", "tales", "wide_tales", "shortest_path", "graph_color"]
     """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
-    rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail;
-    shortest_path, graph_color: puzzles of reasoning-gym that can have several solutions; its verifier takes any."""
+    rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail, of 13,000
+    words; wide_tales: of 208,000; shortest_path, graph_color: puzzles of reasoning-gym that can have several solutions;
+    its verifier takes any."""
     count: Positive
     """Problems."""
     seed: Seed

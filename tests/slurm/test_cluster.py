@@ -16,7 +16,7 @@ ASKED = {
     "prepare": ("cpu", 4, 16, 0, 120),
     "base": ("cpu", 2, 16, 0, 120),
     "train": ("gpu", 8, 96, 1, 1440),
-    "convert": ("cpu", 1, 48, 0, 120),
+    "convert": ("cpu", 1, 80, 0, 120),
     "evaluate": ("gpu", 8, 64, 1, 480),
     "report_training": ("cpu", 1, 16, 0, 120),
 }

@@ -19,7 +19,8 @@ import pytest
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
-from dvp.tools import make_tool, seccomp
+from dvp.tools import make_tool
+from dvp.tools.seccomp import program as call_filter
 
 pytestmark = pytest.mark.slow
 SETTINGS = Python(kind="python", seconds=20, cpu_seconds=10, memory_mib=512, processes=6, output_bytes=4000)
@@ -196,7 +197,7 @@ print(os.waitstatus_to_exitcode(os.system("exit 3")))
 def test_a_processor_whose_calls_are_not_known_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(DvpError, match="its sandbox runs on x86_64 and aarch64, and this is riscv64"):
-        seccomp.program()
+        call_filter()
 
 
 def test_time_is_limited(python):

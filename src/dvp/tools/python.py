@@ -25,7 +25,7 @@ from pathlib import PurePath
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
-from dvp.tools import seccomp
+from dvp.tools.seccomp import program as call_filter
 from dvp.tools.tool import Answer
 
 BWRAP = "bwrap"
@@ -161,7 +161,7 @@ class _Call:
             return
         with ExitStack() as files:
             descriptors = {}
-            for name, content in ((FILE, program), (FILTER, seccomp.program())):
+            for name, content in ((FILE, program), (FILTER, call_filter())):
                 file = files.enter_context(os.fdopen(os.memfd_create("call"), "wb"))
                 file.write(content)
                 file.seek(0)

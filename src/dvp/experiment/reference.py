@@ -14,11 +14,11 @@ from dvp.core.advantages import ADVANTAGES
 from dvp.core.importance import PRESETS
 from dvp.core.objective import LOSSES
 from dvp.experiment.config import Experiment
+from dvp.experiment.loading import TABLES
 from dvp.strict import Strict
 
 HEADING = "## All keys\n\n"
 FILLED_IN = {"deepspeed"}  # top-level keys that no file may have
-CATALOGUE = {"sources", "engines", "methods"}  # top-level keys to which the files of config/catalogue give values
 NUMBERS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -38,7 +38,7 @@ def reference() -> str:
             if not where and key in FILLED_IN:
                 continue
             default = "required" if key in required else _default(value.get("default"))
-            if not where and key in CATALOGUE:
+            if not where and key in TABLES:
                 default = "none of its own"
             rows.append(f"| `{key}` | {_value(value)} | {default} | {meanings.get(key, '')} |")
             groups += _groups(value, f"{where}.{key}" if where else key)

@@ -31,7 +31,7 @@ from dvp.experiment.loading import load_experiment
 from dvp.experiment.methods import Method
 from dvp.experiment.training import TrainingConfig
 from dvp.files import sha256_file
-from dvp.training import checkpoint, ranks
+from dvp.training import checkpoint, launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.probe import write_probe
@@ -156,3 +156,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     train(Path(sys.argv[1]), Path(sys.argv[3]), ("zero1", "zero2", "zero3"))
     train(Path(sys.argv[2]), Path(sys.argv[3]), ("zero3_bf16",))
+    launch.leave()

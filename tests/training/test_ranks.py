@@ -190,6 +190,25 @@ def test_several_nodes_need_an_allocation(monkeypatch):
         launch.command(training(gpus=1, nodes=2), Path("logs"), ["train"])
 
 
+RANK = """
+import atexit, sys
+from pathlib import Path
+from dvp.experiment.training import TrainingConfig
+from dvp.training import launch
+
+atexit.register(print, "in the ordinary way")
+launch.on_ranks(TrainingConfig.model_validate_json(sys.argv[1]), Path(), [], 1, lambda: print("done"))
+"""
+
+
+def test_a_rank_that_is_done_leaves_at_once_with_what_it_has_printed():
+    """Threads of gloo abort a process that ends in the ordinary way while another rank does, more often than not."""
+    command = [sys.executable, "-c", RANK, training(gpus=2).model_dump_json()]
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert ended.stdout == "done\n"
+
+
 def test_the_error_that_came_first_is_raised_and_no_other():
     known = {"time": 2.0, "bug": False, "signal": None, "message": "no room", "traceback": "", "rank": "1"}
     bug = known | {"time": 1.0, "bug": True, "message": "RuntimeError: lost rank 1", "rank": "0"}

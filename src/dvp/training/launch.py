@@ -56,8 +56,21 @@ def on_ranks(
     elif is_rank():
         with reported():
             work()
+        leave()
     else:
         run(training, folder, [*arguments, "--threads", str(max(1, threads // training.gpus))])
+
+
+def leave() -> None:
+    """End a rank that is done, at once.
+
+    In the ordinary way gloo's threads now and then abort a process ("terminate called without an active exception")
+    when another rank ends at the same moment, and torchrun takes the whole run for failed: on a busy machine in 15 of
+    24 tries of two ranks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:

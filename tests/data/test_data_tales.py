@@ -73,4 +73,3 @@ def test_wide_tales_are_the_same_stories_in_other_words():
         assert [parted(tale.solution)[1] for tale in tales] == [story.solution for story in STORIES]
         different.append(len({word for tale in tales for word in tale.solution.split()}))
     assert different[1] > 1.4 * different[0]
-    assert wide_tales.careless is careless

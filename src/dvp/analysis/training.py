@@ -12,12 +12,7 @@ from dvp.analysis.claims import Claim
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Matrix, Training
 from dvp.analysis.pages import notes
-from dvp.analysis.points import (
-    BASE,
-    rloo_point,
-    seeds_text,
-    unpruned_point,
-)
+from dvp.analysis.points import BASE, rloo_point, seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.evaluation import bootstrap

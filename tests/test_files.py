@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dvp.errors import DvpError
 from dvp.files import (
+    _KINDS,
     append_line,
     atomic_path,
     checksums,
@@ -135,7 +136,8 @@ JSON = st.recursive(
 )
 
 
-@given(value=st.dictionaries(st.text(), JSON, max_size=4))
+# A few keys of any file are of one kind, as the test below says.
+@given(value=st.dictionaries(st.text().filter(lambda key: key not in _KINDS), JSON, max_size=4))
 def test_json_is_read_back(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "same.json"
     write_json(path, value)

@@ -592,7 +592,7 @@ class Ignoring(VllmEngine):
     """An engine whose server drops the rule."""
 
     def __init__(self, engine):
-        self.llm, self._config = engine.llm, engine._config
+        self.llm, self._config, self.max_model_len = engine.llm, engine._config, engine.max_model_len
         self._by_state, self._reports_sets = True, False
 
     def log_probs(self, prompt, rule):

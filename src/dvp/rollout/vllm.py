@@ -329,17 +329,13 @@ class VllmEngine:
 
     def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
         """See Engine.log_probs."""
-        from vllm import SamplingParams
-
         self._wake()
-        params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, seed=0, **self._arguments(rule))
         # A prompt of which the cache holds a part is computed in another shape, which rounds otherwise.
         self.llm.reset_prefix_cache()
-        output = self.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]
-        reported = output.outputs[0].logprobs[0]
-        values_V = torch.full((self._vocabulary,), -math.inf)
-        values_V[torch.tensor(list(reported))] = torch.tensor([entry.logprob for entry in reported.values()])
-        return values_V
+        sampling = Sampling(max_tokens=1, safe_vocabulary=rule, whole_vocabulary=True)
+        values_TV = self.generate([prompt], sampling, [0])[0][0].vocabulary_log_probs_TV
+        assert values_TV is not None  # as it was asked for
+        return values_TV[0]
 
 
 def prove_safe_vocabulary(engine: Engine, prompts: list[list[int]], rule: SafeVocabulary) -> None:

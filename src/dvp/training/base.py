@@ -188,6 +188,9 @@ def _warm_start(
 ) -> float:
     """Supervised steps on prompt + worked solution, loss on the solution; returns the mean loss of the last 20."""
     settings = base.warm_start
+    # Made on the CPU: it begins with the same weights everywhere.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
     careless = GENERATORS[experiment.sources[base.source].generator].careless
     rng = random.Random(base.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
@@ -212,7 +215,7 @@ def _warm_start(
         optimizer.zero_grad()
         loss = 0.0
         for rows_b in batch.micro_batches(MICRO_BATCH_TOKENS):
-            part = batch.rows(rows_b)
+            part = batch.rows(rows_b).to(device)
             # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
             hidden = model.model(part.tokens_BT).last_hidden_state[:, :-1]
             used = part.response_BT[:, 1:]

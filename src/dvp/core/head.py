@@ -182,7 +182,7 @@ class _Head(torch.autograd.Function):
     ):
         product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
         chunks = []
-        for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH)).split(chunk_size)):
+        for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH), device=hidden_NH.device).split(chunk_size)):
             log_rho_n = _log_rho(logits_nV, safe)
             # A token that was sampled mostly is the likeliest one.
             target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
@@ -369,10 +369,9 @@ class _Product:
         self.logits_dtype = logits_dtype
 
     def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each group of rows with its logits, which hold only until the next one is asked for."""
+        """Each group of rows, on their device, with its logits, which hold only until the next one is asked for."""
         buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH), dtype=self.logits_dtype)
-        for group in groups:
-            rows = group.to(self.hidden_NH.device)
+        for rows in groups:
             logits_nV, hidden_nH = buffer_nV[: len(rows)], self.hidden_NH[rows]
             if hidden_nH.dtype == self.logits_dtype:
                 torch.addmm(logits_nV, hidden_nH, self.weight_VH.t(), beta=0, alpha=self.scale, out=logits_nV)
@@ -405,10 +404,12 @@ class _Product:
         if grad_weight_VH is None:
             return
         hidden_nH = self.hidden_NH[rows]
-        if columns is None and gradient_nV.dtype == grad_weight_VH.dtype:
-            grad_weight_VH.addmm_(gradient_nV.t(), hidden_nH, alpha=self.scale)
+        narrow = gradient_nV.dtype != grad_weight_VH.dtype
+        if columns is None and (gradient_nV.is_cuda or not narrow):
+            wide = {"out_dtype": grad_weight_VH.dtype} if narrow else {}
+            torch.addmm(grad_weight_VH, gradient_nV.t(), hidden_nH, alpha=self.scale, out=grad_weight_VH, **wide)
             return
-        # A narrow product comes out narrow: widen it a slice of the vocabulary at a time, not as a second V × H.
+        # Elsewhere a narrow product comes out narrow: widen a slice of the vocabulary at a time, not a second V × H.
         for start in range(0, gradient_nV.shape[1], SLICE):
             piece = slice(start, start + SLICE)
             part_vH = (gradient_nV[:, piece].t() @ hidden_nH).to(grad_weight_VH.dtype)

@@ -310,6 +310,32 @@ def test_the_gpus_memory_is_held_against_what_it_has_and_beside_the_plan():
     assert not check_memory(peaks | {"host": 9.9e9}, 10e9, None).passed
 
 
+class SleepingEngine:
+    """Takes 60 of a GPU's 100 bytes while it is awake; trainer and engine's context take 10."""
+
+    max_model_len, ranks, asleep = 100, 1, False
+
+    def sleep(self, *, keep_weights):
+        self.asleep = True
+
+    def load_weights(self, weights):
+        self.asleep = False
+
+
+def test_memory_that_an_engine_takes_before_it_first_sleeps_is_none_of_an_update(monkeypatch):
+    """On an H200 it was: 77 GB of an update that was planned with 19."""
+    engine = SleepingEngine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90 if engine.asleep else 30, 100))
+    forced = rehearsal.LongestResponses(engine, 1, None, None)
+    forced.load_weights([])  # as every run begins
+    assert forced.gpu == {"update": 0, "rollout": 70, "gpu_total": 100}
+    for _ in range(2):
+        forced.sleep(keep_weights=False)
+        forced.load_weights([])
+    assert forced.gpu == {"update": 10, "rollout": 70, "gpu_total": 100}
+
+
 def test_the_kept_fraction_is_that_of_the_log_ratios_at_the_compared_positions(make_loop, root):
     """Without a mismatch everything is kept; with one, MIS keeps fewer of longer responses."""
     loop = make_loop()

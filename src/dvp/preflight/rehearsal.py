@@ -126,6 +126,7 @@ class LongestResponses:
         self._calls = 0
         self.tokens = 0
         """Sampled by this engine in its last whole call."""
+        self._asleep = False
         self.gpu = {"update": 0, "rollout": 0, "gpu_total": 0}
         """Bytes of this rank's GPU, the largest seen; 0 on a CPU."""
 
@@ -162,14 +163,17 @@ class LongestResponses:
         return self.engine.log_probs(prompt, rule)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights. On a GPU the engine is asleep before."""
-        self._see("update")
+        """See Engine.load_weights."""
+        # The first weights come before any rollout, when an engine is still awake, its cache in memory.
+        self._see("update" if self._asleep else "rollout")
+        self._asleep = False
         self.engine.load_weights(weights)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See Engine.sleep."""
         self._see("rollout")
         self.engine.sleep(keep_weights=keep_weights)
+        self._asleep = True
 
     def _see(self, phase: str) -> None:
         if torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """`python -m dvp.benchmark.head` on tiny sizes: that it runs, with nothing but torch, and what its table has."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,13 +10,15 @@ import torch
 
 # The packages of the environment that the benchmark must do without.
 WITHOUT = ("pydantic", "tqdm", "transformers", "filelock", "pandas", "yaml", "safetensors", "deepspeed", "vllm")
-TINY = f"""
+BARE = f"""
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {WITHOUT}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
+"""
+TINY = """
 from dvp.benchmark import head
 head.SIZES["cpu"] = (head.Size(24, 8, 300), head.Size(16, 8, 200))
 head.main()
@@ -26,7 +29,7 @@ head.main()
 def test_it_runs_with_nothing_but_torch(tmp_path):
     output = tmp_path / "bench" / "cpu.json"
     arguments = ["--device", "cpu", "--output", str(output), "--rounds", "1"]
-    done = subprocess.run([sys.executable, "-c", TINY, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", BARE + TINY, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     cases = json.loads(output.read_text())["cases"]
     assert {case["dtype"] for case in cases} == {"float32", "bfloat16"}
@@ -37,6 +40,20 @@ def test_it_runs_with_nothing_but_torch(tmp_path):
     lines = done.stdout.splitlines()
     assert sum(line.startswith("forward") for line in lines) == sum(len(case["variants"]) for case in cases)
     assert any("Liger's fused head 24.9 ms and 1.3 GiB" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_profile_names_the_heads_products():
+    # Large enough that they are most of it.
+    code = TINY.replace("Size(24, 8, 300)", "Size(1024, 256, 4000)")
+    arguments = ["--device", "cpu", "--profile"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    both = done.stdout.split("forward + backward: ")[1].splitlines()
+    of_kernels, in_all = (float(part) for part in re.findall(r"([\d.]+) ms", both[0]))
+    listed = {line.split("×")[1].strip(): float(line.split()[0]) for line in both[1:]}
+    assert 0 < sum(listed.values()) <= of_kernels <= in_all
+    assert "aten::addmm" in listed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,6 +8,8 @@ It needs nothing but torch (with triton on a GPU), so that it runs wherever ther
 
     PYTHONPATH=src python -m dvp.benchmark.head --device cuda
 
+With `--profile` it says instead in which kernels the head's time goes.
+
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
 
@@ -101,8 +103,7 @@ def bench(output: Path, rounds: int, device: str) -> None:
 
     Raises DvpError if there is no such device.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DvpError("--device cuda: torch finds no GPU here")
+    _check(device)
     measured = []
     for case in cases(*SIZES[device], device):
         inputs = problem(case.size, case.dtype, device, frequencies=case.frequencies)
@@ -111,7 +112,7 @@ def bench(output: Path, rounds: int, device: str) -> None:
         measured.append({"shape": asdict(case.size)} | measure(case.name, case.dtype, variants, rounds, device))
         del inputs, variants  # before the next one takes as much
     result = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "device": _device(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "triton": _triton(), "python": platform.python_version()},
@@ -123,6 +124,45 @@ def bench(output: Path, rounds: int, device: str) -> None:
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(format_table(result))
     print(f"\nwritten to {output}")
+
+
+def profile(device: str) -> str:
+    """The kernels of one pass of the head each way, longest first, those of 1 % and more: text.
+
+    Raises DvpError if there is no such device.
+    """
+    _check(device)
+    size, dtype = SIZES[device][0], torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = problem(size, dtype, device)
+    lines = [f"{_device(device)}, N = {size.tokens:,}, H = {size.hidden:,}, V = {size.vocabulary:,}, {dtype}"]
+    for name, variants in (("forward", forward_variants), ("forward + backward", backward_variants)):
+        head = variants(*inputs)["head"]
+        head()  # compiles
+        with torch.profiler.profile() as run:
+            seconds = _time(head, device)
+        on = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+        kernels = [
+            (event.self_device_time_total if device == "cuda" else event.self_cpu_time_total, event.count, event.key)
+            for event in run.key_averages()
+            if event.device_type == on
+        ]
+        total = sum(microseconds for microseconds, _, _ in kernels)
+        lines += ["", f"{name}: {total / 1e3:.2f} ms of kernels in {1e3 * seconds:.2f} ms"]
+        lines += [
+            f"{microseconds / 1e3:>9.2f} ms {count:>5} ×  {key[:100]}"
+            for microseconds, count, key in sorted(kernels, reverse=True)
+            if microseconds >= 0.01 * total
+        ]
+    return "\n".join(lines)
+
+
+def _check(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DvpError("--device cuda: torch finds no GPU here")
+
+
+def _device(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
 
 
 def format_table(result: dict) -> str:
@@ -342,11 +382,15 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, help="default: the GPU if there is one")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
+    parser.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected 1 or more")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if options.profile:
+            print(profile(device))
+            return
         bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device)
     except DvpError as error:
         sys.exit(f"error: {error}")

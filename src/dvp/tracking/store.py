@@ -31,7 +31,8 @@ METRICS, PARAMS = 800, 100  # a call; MLflow takes at most 1,000 and 100
 # A password may have any character in it as it is, so that it ends at the address's last @; a file's path has none.
 USER = re.compile("://(?!/)(.*)@")
 QUERY = re.compile("[?&]([^?&=]*)=(?=([^&]*))")
-SECRET = ("pass", "token", "secret", "key", "signature")  # in the name of a query's value that is not to be shown
+# In the name of a query's value that is not to be shown. Of odbc_connect it is a whole address, with its password.
+SECRET = ("pass", "pwd", "token", "secret", "key", "sig", "credential", "odbc_connect")
 SHORT = 3  # characters of a secret that other words may hold, too
 LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 

@@ -122,6 +122,7 @@ def test_notes(experiment, table):
         experiment.scale,
         experiment.report.declarations[0],
         "not over the 2 training seeds",
+        "+26.55 % (Dynamic Vocabulary Pruning, arXiv 2512.23087; known to us",
         "peak",
         "at the measured standard errors, which are over problems alone): a true change of ",
         " points that DVP adds. What is smaller",

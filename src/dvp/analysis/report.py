@@ -21,7 +21,7 @@ from dvp.analysis import (
     variance_figures,
 )
 from dvp.analysis.bias_figures import bias_variance
-from dvp.analysis.claims import CLAIMS, claim, load_claims
+from dvp.analysis.claims import CLAIMS, claim, load_file
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.diversity_figure import solutions
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
@@ -67,9 +67,10 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
 
 
 def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
-    published, bound = (claim(load_claims(claims), name, claims) for name in (GAIN, KL_BOUND))
+    known = load_file(claims)
+    published, bound = (claim(known.by_id, name, claims) for name in (GAIN, KL_BOUND))
     loaded = load_training(experiment, results)
-    statistics, tables = training.part(experiment, loaded, published)
+    statistics, tables = training.part(experiment, loaded, published, known.sources[published.source])
     drawn = {
         "learning_curves": training_figures.learning_curves(experiment, loaded.metrics),
         "mismatch_curves": training_figures.mismatch_curves(experiment, loaded.metrics, bound),

@@ -8,7 +8,7 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis.axes import settings_note, span
-from dvp.analysis.claims import Claim
+from dvp.analysis.claims import Claim, Source
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Matrix, Training
 from dvp.analysis.pages import notes
@@ -41,11 +41,16 @@ _AT_THE_END = {
 _OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 
 
-def part(experiment: Experiment, loaded: Training, published: Claim) -> tuple[list[Statistic], dict[str, Table]]:
-    """The statistics that the report lists, and the tables `main_table` and `mismatch_table`."""
+def part(
+    experiment: Experiment, loaded: Training, published: Claim, source: Source
+) -> tuple[list[Statistic], dict[str, Table]]:
+    """The statistics that the report lists, and the tables `main_table` and `mismatch_table`.
+
+    published, source : the value that the main table quotes, and whose it is.
+    """
     measured = statistics(experiment, loaded)
     tables = {
-        "main_table": main_table(experiment, loaded, measured, published),
+        "main_table": main_table(experiment, loaded, measured, published, source),
         "mismatch_table": mismatch_table(experiment, loaded),
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
@@ -218,7 +223,9 @@ def role(experiment: Experiment, point: GridPoint | None) -> str:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def main_table(experiment: Experiment, loaded: Training, measured: list[Statistic], published: Claim) -> Table:
+def main_table(
+    experiment: Experiment, loaded: Training, measured: list[Statistic], published: Claim, source: Source
+) -> Table:
     """Scores on report.task: the base model, then a row a grid point, `measured` as of `statistics`.
 
     In the CSV scores are fractions and changes percent; a row's role is `base`, `control`, `reference` or empty, and
@@ -266,7 +273,7 @@ def main_table(experiment: Experiment, loaded: Training, measured: list[Statisti
         Column("per_seed", "per seed (%)", _per_seed, shown_only=True),
     ]
     title = f"{experiment.name}: scores on {experiment.report.task}"
-    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured, published))
+    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured, published, source))
 
 
 def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
@@ -374,7 +381,12 @@ def _percents(measured: list[Statistic], name: str, scale: float) -> str | None:
 
 
 def _main_notes(
-    experiment: Experiment, loaded: Training, rows: dict[str, dict], measured: list[Statistic], published: Claim
+    experiment: Experiment,
+    loaded: Training,
+    rows: dict[str, dict],
+    measured: list[Statistic],
+    published: Claim,
+    source: Source,
 ) -> list[str]:
     return notes(
         "main_table",
@@ -394,4 +406,5 @@ def _main_notes(
         control=any(row["role"] == "control" for row in rows.values()),
         quoted=any(row["published_percent"] for row in rows.values()),
         published=published,
+        source=source,
     )

@@ -380,9 +380,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure the head against bare matrix products and the dense path.")
     parser.add_argument("--device", choices=SIZES, help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
+    what.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
-    parser.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected 1 or more")

@@ -193,7 +193,11 @@ def test_resolve_writes_what_the_other_verbs_read(dvp, place):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("learning_rate: 1.5e-4", "learning_rte: 1.5e-4", "training.learning_rte: unknown key (and 1 more)"),
+        (
+            "learning_rate: 1.5e-4",
+            "learning_rte: 1.5e-4",
+            "training.learning_rte: unknown key; did you mean learning_rate? (and 1 more)",
+        ),
         (
             "rho: 1e-2",
             "rho: 1.5",

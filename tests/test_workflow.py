@@ -426,14 +426,14 @@ def test_a_fault_of_an_experiment_is_named_in_one_line(snakemake, place):
         bad.unlink()
     assert status == 1
     assert [line for line in (out + errors).splitlines() if "sedes" in line] == [
-        "config/experiments/bad.yaml: sedes: unknown key (and 1 more)"
+        "config/experiments/bad.yaml: sedes: unknown key; did you mean seeds? (and 1 more)"
     ]
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("experimnt=tiny", "experimnt: unknown key"),
+        ("experimnt=tiny", "experimnt: unknown key; did you mean experiment?"),
         ("experiment=3", "experiment: Input should be a valid string, found 3"),
         ("results=[a]", "results: Input should be a valid string, found ['a']"),
     ],
@@ -457,5 +457,5 @@ def test_a_fault_in_the_file_of_claims_is_told_before_hours_of_jobs(snakemake, p
     finally:
         file.write_text(text, encoding="utf-8")
     assert status == 1
-    assert "config/claims.yaml: surces: unknown key (and 1 more)" in (out + errors).splitlines()
+    assert "config/claims.yaml: surces: unknown key; did you mean sources? (and 1 more)" in (out + errors).splitlines()
     assert not (place / "nothing").exists()

@@ -2,10 +2,12 @@
 
 import re
 import unicodedata
+from difflib import get_close_matches
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
+from typing_extensions import is_typeddict
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
@@ -55,23 +57,48 @@ class Strict(BaseModel):
         return type(self).model_validate(self.model_dump() | changes)
 
 
-def first_problem(error: ValidationError, value: dict) -> tuple[tuple, str]:
+def first_problem(error: ValidationError, value: dict, model: type[Strict]) -> tuple[tuple, str]:
     """The key's path, and one line: the path, what was expected, what was found.
 
-    An unknown key comes before all else, as it may be the missing one, misspelt.
+    An unknown key comes before all else, as it may be the missing one, misspelt. `model` has refused `value`.
     """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     location = _without_kinds(first["loc"], value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "unknown key"
+        known = get_close_matches(str(first["loc"][-1]), _keys_beside(first["loc"], model), n=1)
+        message = f"unknown key; did you mean {known[0]}?" if known else "unknown key"
     elif first["type"] != "value_error" and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     key = ".".join(str(part) for part in location)
     line = f"{key}: {message}{more}" if location else f"{message}{more}"
     return location, " ".join(line.split())
+
+
+def _keys_beside(location: tuple, model: type[Strict]) -> list[str]:
+    """What a key of this path could have been called; of a union, in any of its models."""
+    models = [model]
+    for part in location[:-1]:
+        # Else it is an entry of a list or of a table, or the kind that pydantic adds.
+        inside = [kind for each in models if part in _types(each) for kind in _mappings(_types(each)[part])]
+        models = inside or models
+    return list(dict.fromkeys(key for each in models for key in _types(each)))
+
+
+def _types(mapping: type) -> dict[str, Any]:
+    """The types of the keys of a model or of a TypedDict."""
+    if issubclass(mapping, BaseModel):
+        return {key: field.annotation for key, field in mapping.model_fields.items()}
+    return mapping.__annotations__
+
+
+def _mappings(annotation: Any) -> list[type]:
+    """All models and TypedDicts that a type is made of."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_typeddict(annotation)):
+        return [annotation]
+    return [mapping for argument in get_args(annotation) for mapping in _mappings(argument)]
 
 
 def _without_kinds(location: tuple, value: Any) -> tuple:

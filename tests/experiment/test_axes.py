@@ -246,7 +246,7 @@ def test_a_rho_in_quotes_and_without_is_given_twice():
 @pytest.mark.parametrize(
     ("training", "line"),
     [
-        ({"groupsize": 4}, "grid.0.training.groupsize: unknown key"),
+        ({"groupsize": 4}, "grid.0.training.groupsize: unknown key; did you mean group_size?"),
         ({"gpus": 2}, "grid.0.training: gpus is the same for the whole grid; set it in `training`"),
         ({"deepspeed": ["zero1", "zero2"]}, "grid.0.training: deepspeed is the same for the whole grid; set it in"),
         ({"collapse": {"window": 9}}, "grid.0.training: collapse is the same for the whole grid; set it in"),
@@ -299,7 +299,9 @@ def test_a_reference_is_named_by_its_settings():
     assert made.report.reference_training == {"group_size": 8}
     line = refused(*grid, report__reference_training={"group_size": 4})
     assert line == "report.reference_training: the grid has no 'rloo' with group_size 4"
-    assert refused(*grid, report__reference_training={"group": 4}) == "report.reference_training.group: unknown key"
+    assert refused(*grid, report__reference_training={"group": 4}) == (
+        "report.reference_training.group: unknown key; did you mean group_size?"
+    )
 
 
 def test_a_reference_is_named_by_its_engine():

@@ -278,17 +278,17 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 
 
 def test_unknown_keys_are_named(refused):
-    assert refused({"sedes": [0]}) == "sedes: unknown key"
-    assert refused({"training.learning_rte": 1e-3}) == "training.learning_rte: unknown key"
-    assert refused({"grid.1.rhoo": 1e-2}) == "grid.1.rhoo: unknown key"
+    assert refused({"sedes": [0]}) == "sedes: unknown key; did you mean seeds?"
+    assert refused({"training.learning_rte": 1e-3}) == "training.learning_rte: unknown key; did you mean learning_rate?"
+    assert refused({"grid.1.rhoo": 1e-2}) == "grid.1.rhoo: unknown key; did you mean rho?"
     assert refused({"base.architecture.width": 3}) == "base.architecture.width: unknown key"
-    assert refused({"sources.stories_small.sede": 3}) == "sources.stories_small.sede: unknown key"
+    assert refused({"sources.stories_small.sede": 3}) == "sources.stories_small.sede: unknown key; did you mean seed?"
     assert refused({"engines.fast": {"dtype": "float32", "quick": True}}) == "engines.fast.quick: unknown key"
 
 
 def test_a_misspelt_key_is_named_and_not_only_the_one_that_is_missing_for_it(refused):
     message = refused({"training.learning_rate": GONE, "training.learning_rte": 1e-3})
-    assert message == "training.learning_rte: unknown key (and 1 more)"
+    assert message == "training.learning_rte: unknown key; did you mean learning_rate? (and 1 more)"
 
 
 def test_a_fault_of_the_catalogue_names_the_catalogue(edit, config):
@@ -681,7 +681,7 @@ def test_a_setting_that_does_not_exist_is_refused(config, pair):
         ("experiment: tiny\nresults:", "results: Input should be a valid string, found None"),
         ("experiment: tiny\nresults: ''", "results: String should have at least 1 character, found ''"),
         ("experiment: [tiny]\nresults: results", "experiment: Input should be a valid string, found ['tiny']"),
-        ("experiment: tiny\nresult: results", "result: unknown key (and 1 more)"),
+        ("experiment: tiny\nresult: results", "result: unknown key; did you mean results? (and 1 more)"),
         ("experiment: tiny\nresults: results\nevidence: {a: 3}", "evidence.a: Input should be a valid string, found 3"),
     ],
 )

@@ -161,7 +161,7 @@ def load_file(path: Path = CLAIMS) -> Claims:
     try:
         return Claims.model_validate(value)
     except ValidationError as error:
-        raise DvpError(f"{path}: {first_problem(error, value)[1]}") from None
+        raise DvpError(f"{path}: {first_problem(error, value, Claims)[1]}") from None
 
 
 def claim(claims: dict[str, Claim], name: str, path: Path = CLAIMS) -> Claim:

@@ -94,7 +94,7 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
     try:
         return Experiment.model_validate(value)
     except ValidationError as error:
-        location, message = first_problem(error, value)
+        location, message = first_problem(error, value, Experiment)
         where = (elsewhere or {}).get(location[:2], where)
         raise DvpError(f"{where}: {message}") from None
 
@@ -267,7 +267,7 @@ def _parse_settings(settings: dict, where: Path | str) -> Settings:
     try:
         return Settings.model_validate(settings)
     except ValidationError as error:
-        raise DvpError(f"{where}: {first_problem(error, settings)[1]}") from None
+        raise DvpError(f"{where}: {first_problem(error, settings, Settings)[1]}") from None
 
 
 def read_resolved(path: Path) -> Experiment:

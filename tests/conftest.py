@@ -12,9 +12,12 @@ import torch
 from hypothesis import settings
 
 from dvp.cli import quiet
+from dvp.gpus import CLAIMED
 from dvp.rollout.vllm import configure_environment
 
 ROOT = Path(__file__).parents[1]
+# Workers, and what they start, share a GPU.
+os.environ.setdefault(CLAIMED, "shared by tests")
 # Before anything imports vllm, deepspeed or mlflow. One thread: tensors are tiny, another worker has the other core.
 configure_environment(threads=1)
 torch.set_num_threads(1)

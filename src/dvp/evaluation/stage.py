@@ -6,6 +6,7 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.folder import BASE, ExperimentDir
 from dvp.experiment.grid import Sampler
 from dvp.files import sha256_file
+from dvp.gpus import claim
 from dvp.rollout.vllm import VllmEngine, configure_environment
 from dvp.stage import run_stage
 
@@ -18,12 +19,13 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     path : of the run, of the run after a step (RUN/step~16), or `base`; with /by~ENGINE/min_p~RHO where that is one of
         evaluation.also.
     """
-    configure_environment(threads)
-    import torch
-
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.evaluation
     run, sampler = experiment.evaluated(path)
+    claim(experiment.engines[sampler.engine].tensor_parallel)
+    configure_environment(threads)
+    import torch
+
     config_hash = experiment.config_hash("evaluate", run, task, sampler=sampler)
     torch.set_num_threads(threads)
     made_by, model_result = directory.model(run)

@@ -11,6 +11,7 @@ from dvp.experiment.data import Columns, FileSource
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Measurement
 from dvp.files import write_json
+from dvp.gpus import claim
 from dvp.provenance import git_commit
 from dvp.rollout.vllm import VllmEngine, configure_environment
 from dvp.stage import Stage, run_stage
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 def mismatch(config: Path, path: str, threads: int) -> None:
     """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
+    directory = ExperimentDir(config)
+    experiment, settings = directory.experiment, directory.experiment.mismatch
+    measurement = experiment.measurement("mismatch", path)
+    claim(experiment.engines[measurement.engine].tensor_parallel)
     configure_environment(threads)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,9 +36,6 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     from dvp.training.base import check_vocabulary
 
     torch.set_num_threads(threads)
-    directory = ExperimentDir(config)
-    experiment, settings = directory.experiment, directory.experiment.mismatch
-    measurement = experiment.measurement("mismatch", path)
     model = directory.model(measurement.run)[1].parent
     with _run_stage("mismatch", directory, measurement) as stage:
         stage.tracked.log_params(
@@ -79,6 +81,10 @@ def bias(config: Path, path: str, threads: int) -> None:
 
     Writes bias/MEASUREMENT/*.parquet (the tables of dvp.measurement.bias.BiasTables) and bias.json.
     """
+    directory = ExperimentDir(config)
+    experiment = directory.experiment
+    measurement = experiment.measurement("bias", path)
+    claim(experiment.engines[measurement.engine].tensor_parallel)
     configure_environment(threads)
     import torch
 
@@ -86,9 +92,6 @@ def bias(config: Path, path: str, threads: int) -> None:
     from dvp.measurement.bias import measure_bias, write_tables
 
     torch.set_num_threads(threads)
-    directory = ExperimentDir(config)
-    experiment = directory.experiment
-    measurement = experiment.measurement("bias", path)
     model = directory.model(measurement.run)[1].parent
     with _run_stage("bias", directory, measurement) as stage:
         stage.tracked.log_params(
@@ -119,6 +122,13 @@ def bias_of_model(
     experiment : whose estimators, batches and sampling are used, and problems unless a file of them is given.
     Raises DvpError before anything starts for input that is not fit for it.
     """
+    if experiment.bias is None:
+        raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
+    if engine not in experiment.engines:
+        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
+    if not (model / "config.json").is_file():
+        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
+    claim(experiment.engines[engine].tensor_parallel)
     configure_environment(threads)
     import torch
 
@@ -126,12 +136,6 @@ def bias_of_model(
     from dvp.measurement.problems import source_problems
 
     torch.set_num_threads(threads)
-    if experiment.bias is None:
-        raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
-    if engine not in experiment.engines:
-        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
-    if not (model / "config.json").is_file():
-        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
     where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
     if problems is not None:
         columns = Columns(problem="problem", answer="answer")

@@ -19,6 +19,7 @@ import psutil
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import only_writer, write_json
+from dvp.gpus import claim
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_memory, check_save
@@ -54,6 +55,7 @@ def preflight(
     if process is not None:
         _as_process(directory, config, engine, threads, process)
         return
+    claim(directory.experiment.training.gpus)
     with only_writer(result.parent, "running this preflight"):
         inputs = {"base": directory.result("base"), "prepare": directory.result("prepare")}
         result.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import only_writer, sha256_file
+from dvp.gpus import claim
 from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
 from dvp.tracking.record import COLLAPSED
@@ -27,6 +28,8 @@ def base(config: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     directory = ExperimentDir(config)
     experiment, inputs = directory.experiment, {"prepare": directory.result("prepare")}
+    if experiment.base.kind == "trained":
+        claim(1)
     with run_stage("base", directory, directory.result("base"), experiment.config_hash("base"), inputs) as stage:
         if stage.reuse():
             return
@@ -47,9 +50,10 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     directory = ExperimentDir(config)
     run = directory.experiment.run(path)
     command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
-    folder = directory.result("train", path).parent
+    folder, training = directory.result("train", path).parent, directory.experiment.training_of(run)
+    claim(training.gpus)
     launch.on_ranks(
-        directory.experiment.training_of(run),
+        training,
         folder,
         command,
         threads,

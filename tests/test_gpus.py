@@ -1,0 +1,134 @@
+"""Jobs of one machine take different GPUs, and wait where there are none; its devices are made up."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dvp import gpus
+from dvp.errors import DvpError
+
+JOB = """
+import os, subprocess, sys
+from pathlib import Path
+from dvp import gpus
+gpus.DEVICES, gpus.PAUSE = Path(sys.argv[1]), 0.05
+gpus.claim(int(sys.argv[2]))
+print("sees", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+if sys.argv[3:] == ["again"]:  # as torchrun's ranks and a preflight's processes do
+    again = "from dvp import gpus; from pathlib import Path; import os, sys; gpus.DEVICES = Path(sys.argv[1]); "
+    again += "gpus.claim(2); print('child sees', os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    subprocess.run([sys.executable, "-c", again, sys.argv[1]], check=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with three GPUs, and nothing claimed."""
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia5"):
+        (devices / name).touch()
+    for name in (gpus.CLAIMED, gpus.VISIBLE, "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return devices
+
+
+@pytest.fixture
+def start(machine):
+    """Starts a job that claims so many GPUs and holds them until its standard input is closed."""
+    jobs = []
+
+    def run(count, *more, **environment):
+        jobs.append(
+            subprocess.Popen(
+                [sys.executable, "-c", JOB, str(machine), str(count), *more],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | environment,
+            )
+        )
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+
+
+def sees(job):
+    """The next line that a job says."""
+    return job.stdout.readline().strip()
+
+
+def test_jobs_take_different_gpus_and_one_too_many_waits(start):
+    first = start(1)
+    assert sees(first) == "sees 0"
+    second = start(2)
+    assert sees(second) == "sees 1,2"
+    third = start(2)
+    assert sees(third) == "waiting for 2 of the GPUs 0, 1, 2: other jobs have them"
+    first.stdin.close()
+    first.wait()
+    time.sleep(0.3)
+    assert third.poll() is None  # one is not enough, and it holds none while it waits
+    assert sees(start(1)) == "sees 0"
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    assert sees(third) == "sees 1,2"
+
+
+def test_what_a_job_starts_has_the_jobs_gpus(start):
+    job = start(2, "again")
+    assert sees(job) == "sees 0,1"
+    assert sees(job) == "child sees 0,1"
+
+
+def test_only_gpus_that_the_user_shows_are_taken(start):
+    first = start(1, CUDA_VISIBLE_DEVICES="2, 1")
+    assert sees(first) == "sees 2"
+    second = start(1, CUDA_VISIBLE_DEVICES="2, 1")
+    assert sees(second) == "sees 1"
+    # Another way to say the same machine: what is left of it.
+    assert sees(start(1)) == "sees 0"
+
+
+def test_the_choice_of_a_scheduler_is_left_as_it_is(start):
+    """Slurm calls the first GPU of each of its jobs 0."""
+    jobs = [start(1, CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID=number) for number in ("7", "8")]
+    assert [sees(job) for job in jobs] == ["sees 0", "sees 0"]
+
+
+def test_more_than_there_are_is_refused(machine, monkeypatch):
+    monkeypatch.setattr(gpus, "DEVICES", machine)
+    with pytest.raises(DvpError, match=r"^expected 4 GPUs, found 3 \(CUDA_VISIBLE_DEVICES, or nvidia0"):
+        gpus.claim(4)
+    monkeypatch.setenv(gpus.VISIBLE, "1")
+    with pytest.raises(DvpError, match=r"^expected 2 GPUs, found 1 "):
+        gpus.claim(2)
+
+
+def test_a_machine_without_gpus_or_that_hides_them_claims_none(machine, monkeypatch):
+    monkeypatch.setattr(gpus, "DEVICES", machine)
+    monkeypatch.setenv(gpus.VISIBLE, "")
+    gpus.claim(1)
+    monkeypatch.delenv(gpus.VISIBLE)
+    (machine / "nvidiactl").unlink()
+    gpus.claim(1)
+    assert gpus.CLAIMED not in os.environ
+    assert not list(machine.parent.glob("dvp-gpus-*"))
+
+
+def test_a_place_where_no_lock_can_be_written_is_named(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "DEVICES", machine)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(gpus.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    with pytest.raises(DvpError, match=r"/file/dvp-gpus-\d+/machine: GPUs cannot be locked there \(Not a directory\)"):
+        gpus.claim(1)

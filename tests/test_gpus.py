@@ -100,10 +100,13 @@ def test_only_gpus_that_the_user_shows_are_taken(start):
     assert sees(start(1)) == "sees 0"
 
 
-def test_the_choice_of_a_scheduler_is_left_as_it_is(start):
+def test_jobs_of_different_allocations_do_not_wait_for_each_other(start, machine):
     """Slurm calls the first GPU of each of its jobs 0."""
     jobs = [start(1, CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID=number) for number in ("7", "8")]
     assert [sees(job) for job in jobs] == ["sees 0", "sees 0"]
+    assert not list(machine.parent.glob("dvp-gpus-*"))
+    jobs = [start(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_JOB_ID=number) for number in ("7", "8", "8")]
+    assert sorted(sees(job) for job in jobs) == ["sees 0", "sees 0", "sees 1"]
 
 
 def test_more_than_there_are_is_refused(machine, monkeypatch):

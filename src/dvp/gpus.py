@@ -23,8 +23,8 @@ _held: list[FileLock] = []
 def claim(count: int) -> None:
     """Have this process, and those that it starts, see `count` GPUs that no other job of this user has, once there are.
 
-    Nothing happens on a machine without NVIDIA's devices, and in a process that was started by one that has claimed. A
-    scheduler's allocation is a machine of its own; where it has just as many GPUs, its choice of them is left as it is.
+    Nothing happens on a machine without NVIDIA's devices, in an allocation of Slurm's with just as many GPUs, and in a
+    process that was started by one that has claimed. An allocation with more of them is a machine of its own.
     To be called before anything asks CUDA for its devices: it would not look again.
 
     Raises DvpError where there are fewer GPUs, or no lock can be written.
@@ -34,9 +34,11 @@ def claim(count: int) -> None:
         return
     if len(visible) < count:
         raise DvpError(f"expected {count} GPUs, found {len(visible)} ({VISIBLE}, or nvidia0, nvidia1, … in {DEVICES})")
-    # Within a scheduler's allocation the first GPU is called 0, whichever it is.
-    allocation = os.environ.get("SLURM_JOB_ID", "machine")
-    folder = Path(tempfile.gettempdir()) / f"dvp-gpus-{os.getuid()}" / allocation
+    allocation = os.environ.get("SLURM_JOB_ID")
+    if allocation and len(visible) == count:
+        return
+    # Within an allocation the first GPU is called 0, whichever it is.
+    folder = Path(tempfile.gettempdir()) / f"dvp-gpus-{os.getuid()}" / (allocation or "machine")
     told = False
     while not (taken := _take(visible, count, folder)):
         if not told:

@@ -7,17 +7,23 @@ import sys
 import time
 
 import pytest
+import torch
 
 from dvp import gpus
 from dvp.errors import DvpError
 
 JOB = """
-import os, subprocess, sys
+import os, subprocess, sys, types
 from pathlib import Path
 from dvp import gpus
+# All that is asked of torch, which takes seconds to load.
+sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"))
 gpus.DEVICES, gpus.PAUSE = Path(sys.argv[1]), 0.05
 gpus.claim(int(sys.argv[2]))
 print("sees", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+if sys.argv[3:] == ["outlived"]:  # as by a process on ranks, when a job is killed
+    outside = subprocess.DEVNULL
+    print(subprocess.Popen(["sleep", "300"], pass_fds=gpus.held(), stdout=outside, stderr=outside).pid, flush=True)
 if sys.argv[3:] == ["again"]:  # as torchrun's ranks and a preflight's processes do
     again = "from dvp import gpus; from pathlib import Path; import os, sys; gpus.DEVICES = Path(sys.argv[1]); "
     again += "gpus.claim(2); print('child sees', os.environ.get('CUDA_VISIBLE_DEVICES'))"
@@ -50,6 +56,7 @@ def start(machine):
                 [sys.executable, "-c", JOB, str(machine), str(count), *more],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 env=os.environ | environment,
             )
@@ -85,6 +92,20 @@ def test_jobs_take_different_gpus_and_one_too_many_waits(start):
     assert sees(third) == "sees 1,2"
 
 
+def test_a_job_that_is_killed_has_its_gpus_until_its_processes_have_ended(start):
+    job = start(3, "outlived")
+    assert sees(job) == "sees None"
+    outlives = int(sees(job))
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    try:
+        other = start(1)
+        assert sees(other) == "waiting for 1 of the GPUs 0, 1, 2: other jobs have them"
+    finally:
+        os.kill(outlives, signal.SIGKILL)
+    assert sees(other) == "sees 0"
+
+
 def test_what_a_job_starts_has_the_jobs_gpus(start):
     job = start(2, "again")
     assert sees(job) == "sees 0,1"
@@ -109,29 +130,46 @@ def test_jobs_of_different_allocations_do_not_wait_for_each_other(start, machine
     assert sorted(sees(job) for job in jobs) == ["sees 0", "sees 0", "sees 1"]
 
 
-def test_more_than_there_are_is_refused(machine, monkeypatch):
+@pytest.fixture
+def here(machine, monkeypatch):
+    """This process is on that machine."""
     monkeypatch.setattr(gpus, "DEVICES", machine)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return machine
+
+
+def test_more_than_there_are_is_refused(here, monkeypatch):
     with pytest.raises(DvpError, match=r"^expected 4 GPUs, found 3 \(CUDA_VISIBLE_DEVICES, or nvidia0"):
         gpus.claim(4)
-    monkeypatch.setenv(gpus.VISIBLE, "1")
-    with pytest.raises(DvpError, match=r"^expected 2 GPUs, found 1 "):
-        gpus.claim(2)
+    # CUDA looks no further than the first name that it does not know, and shows no GPU twice.
+    for names in ("1", "0,-1,1", "2,3,1", "0,0,1", "MIG-a,none"):
+        monkeypatch.setenv(gpus.VISIBLE, names)
+        with pytest.raises(DvpError, match=r"^expected 2 GPUs, found 1 "):
+            gpus.claim(2)
 
 
-def test_a_machine_without_gpus_or_that_hides_them_claims_none(machine, monkeypatch):
-    monkeypatch.setattr(gpus, "DEVICES", machine)
-    monkeypatch.setenv(gpus.VISIBLE, "")
-    gpus.claim(1)
-    monkeypatch.delenv(gpus.VISIBLE)
-    (machine / "nvidiactl").unlink()
-    gpus.claim(1)
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_that_the_user_hides_are_not_claimed(here, monkeypatch, hidden):
+    monkeypatch.setenv(gpus.VISIBLE, hidden)
+    gpus.claim(2)
     assert gpus.CLAIMED not in os.environ
-    assert not list(machine.parent.glob("dvp-gpus-*"))
+    assert not list(here.parent.glob("dvp-gpus-*"))
 
 
-def test_a_place_where_no_lock_can_be_written_is_named(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "DEVICES", machine)
+def test_where_torch_cannot_use_gpus_none_is_claimed(here, monkeypatch):
+    """As many laptops have one, and the environment for CPUs: jobs would wait for a GPU that they do not use."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    gpus.claim(4)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for device in here.glob("nvidia*"):
+        device.unlink()
+    gpus.claim(4)
+    assert gpus.CLAIMED not in os.environ
+    assert not list(here.parent.glob("dvp-gpus-*"))
+
+
+def test_a_place_where_no_lock_can_be_written_is_named(here, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(gpus.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
-    with pytest.raises(DvpError, match=r"/file/dvp-gpus-\d+/machine: GPUs cannot be locked there \(Not a directory\)"):
+    with pytest.raises(DvpError, match=r"/file/dvp-gpus-\d+/[^/]+: GPUs cannot be locked there \(Not a directory\)"):
         gpus.claim(1)

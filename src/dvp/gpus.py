@@ -1,15 +1,15 @@
 """Which GPUs a job takes: where nobody hands them out, every job of a machine would take the first ones.
 
-A lock for each GPU, which goes when the process ends, however it ends.
+A lock for each GPU, which goes when the job's process has ended, and those that `held` was passed on to.
 """
 
+import fcntl
 import os
+import platform
+import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from dvp.errors import DvpError
 
@@ -17,32 +17,30 @@ DEVICES = Path("/dev")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CLAIMED = "DVP_CLAIMED_GPUS"
 PAUSE = 1.0
-_held: list[FileLock] = []
+_held: list[int] = []
 
 
 def claim(count: int) -> None:
     """Have this process, and those that it starts, see `count` GPUs that no other job of this user has, once there are.
 
-    Nothing happens on a machine without NVIDIA's devices, in an allocation of Slurm's with just as many GPUs, and in a
-    process that was started by one that has claimed. An allocation with more of them is a machine of its own.
+    Nothing happens where torch cannot use GPUs or is shown none, in an allocation of Slurm's with just as many, and in
+    a process that was started by one that has claimed. An allocation with more of them is a machine of its own.
     To be called before anything asks CUDA for its devices: it would not look again.
 
     Raises DvpError where there are fewer GPUs, or no lock can be written.
     """
-    visible = _visible()
-    if not visible or CLAIMED in os.environ:
+    visible = [] if CLAIMED in os.environ else _visible()
+    allocation = os.environ.get("SLURM_JOB_ID")
+    if not visible or (allocation and len(visible) == count):
         return
     if len(visible) < count:
         raise DvpError(f"expected {count} GPUs, found {len(visible)} ({VISIBLE}, or nvidia0, nvidia1, … in {DEVICES})")
-    allocation = os.environ.get("SLURM_JOB_ID")
-    if allocation and len(visible) == count:
-        return
     # Within an allocation the first GPU is called 0, whichever it is.
-    folder = Path(tempfile.gettempdir()) / f"dvp-gpus-{os.getuid()}" / (allocation or "machine")
+    folder = Path(tempfile.gettempdir()) / f"dvp-gpus-{os.getuid()}" / (allocation or platform.node())
     told = False
     while not (taken := _take(visible, count, folder)):
         if not told:
-            print(f"waiting for {count} of the GPUs {', '.join(visible)}: other jobs have them", flush=True)
+            print(f"waiting for {count} of the GPUs {', '.join(visible)}: other jobs have them", file=sys.stderr)
             told = True
         time.sleep(PAUSE)
     _held.extend(taken.values())
@@ -51,30 +49,54 @@ def claim(count: int) -> None:
         os.environ[VISIBLE] = os.environ[CLAIMED]
 
 
+def held() -> list[int]:
+    """For subprocess.Popen's `pass_fds`: a process of a job that outlives this one keeps the GPUs as well."""
+    return _held
+
+
 def _visible() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name here; found without CUDA."""
-    if not (DEVICES / "nvidiactl").exists():
-        return []
-    if VISIBLE in os.environ:
-        return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
-    return [str(index) for index, _ in enumerate(DEVICES.glob("nvidia[0-9]*"))]
+    """What CUDA will show, as CUDA_VISIBLE_DEVICES names it; found without CUDA."""
+    import torch
+
+    devices = len(list(DEVICES.glob("nvidia[0-9]*"))) if torch.version.cuda else 0
+    if VISIBLE not in os.environ:
+        return [str(index) for index in range(devices)]
+    names: list[str] = []
+    for name in map(str.strip, os.environ[VISIBLE].split(",")):
+        # CUDA shows what stands before the first name that it does not know.
+        if name in names or not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < devices)):
+            break
+        names.append(name)
+    return names if devices else []
 
 
-def _take(visible: list[str], count: int, folder: Path) -> dict[str, FileLock]:
-    """The first `count` free ones, each with its lock; none where there are fewer."""
-    taken: dict[str, FileLock] = {}
+def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
+    """The first `count` free ones, each with its lock's descriptor; none where there are fewer."""
+    taken: dict[str, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "taking.lock"):  # two jobs that try at once would each see what the other gives back
+        # Of two jobs that try at once, each would see as taken what the other gives back.
+        trying = _open(folder / "trying.lock")
+        fcntl.flock(trying, fcntl.LOCK_EX)
+        try:
             for name in visible:
-                lock = FileLock(folder / f"{name.replace('/', '-')}.lock")
-                with suppress(Timeout):
-                    lock.acquire(blocking=False)
-                    taken[name] = lock
+                lock = _open(folder / f"{name.replace('/', '-')}.lock")
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(lock)
+                    continue
+                taken[name] = lock
                 if len(taken) == count:
                     return taken
             for lock in taken.values():
-                lock.release()
+                os.close(lock)
+        finally:
+            os.close(trying)
     except OSError as error:
         raise DvpError(f"{folder}: GPUs cannot be locked there ({error.strerror})") from None
     return {}
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -3,7 +3,8 @@
 import re
 import unicodedata
 from difflib import get_close_matches
-from typing import Annotated, Any, Self, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
@@ -57,34 +58,71 @@ class Strict(BaseModel):
         return type(self).model_validate(self.model_dump() | changes)
 
 
-def first_problem(error: ValidationError, value: dict, model: type[Strict]) -> tuple[tuple, str]:
+def first_problem(
+    error: ValidationError, value: dict, model: type[Strict], more: tuple[str, ...] = ()
+) -> tuple[tuple, str]:
     """The key's path, and one line: the path, what was expected, what was found.
 
-    An unknown key comes before all else, as it may be the missing one, misspelt. `model` has refused `value`.
+    An unknown key comes before all else, as it may be the missing one, misspelt. `model` has refused `value`;
+    `more` are keys that a file may have at its top beside the model's.
     """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     location = _without_kinds(first["loc"], value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        known = get_close_matches(str(first["loc"][-1]), _keys_beside(first["loc"], model), n=1)
-        message = f"unknown key; did you mean {known[0]}?" if known else "unknown key"
+        found = value
+        for part in location[:-1]:
+            found = found[part]
+        meant = _could_be(first["loc"], found, model, more)
+        message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
     elif first["type"] != "value_error" and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     key = ".".join(str(part) for part in location)
-    line = f"{key}: {message}{more}" if location else f"{message}{more}"
+    line = f"{key}: {message}{others}" if location else f"{message}{others}"
     return location, " ".join(line.split())
 
 
-def _keys_beside(location: tuple, model: type[Strict]) -> list[str]:
-    """What a key of this path could have been called; of a union, in any of its models."""
-    models = [model]
+def _could_be(location: tuple, found: dict, model: type[Strict], more: tuple[str, ...]) -> list[str]:
+    """Names for an unknown key of this path, which is beside those of `found`: the likeliest, or none."""
+    kinds: list[Any] = [model]
     for part in location[:-1]:
-        # Else it is an entry of a list or of a table, or the kind that pydantic adds.
-        inside = [kind for each in models if part in _types(each) for kind in _mappings(_types(each)[part])]
-        models = inside or models
-    return list(dict.fromkeys(key for each in models for key in _types(each)))
+        kinds = [inner for kind in kinds for inner in _inside(kind, part)]
+    keys = [key for kind in kinds for member in _members(kind) if _is_mapping(member) for key in _types(member)]
+    known = [key for key in (*keys, *(more if len(location) == 1 else ())) if key not in found]
+    return get_close_matches(str(location[-1]), known, n=1, cutoff=0.65)
+
+
+def _inside(kind: Any, part: Any) -> list[Any]:
+    """The types that a path comes to by its next part; those that it is at for a part that pydantic adds to it."""
+    members = _members(kind)
+    if members != [kind]:
+        tagged = [member for member in members if _is_mapping(member) and _has_tag(member, part)]
+        return tagged or [inner for member in members for inner in _inside(member, part)]
+    if get_origin(kind) in (dict, list):
+        return [get_args(kind)[-1]]  # whatever the entry is called
+    if not _is_mapping(kind):
+        return []
+    return [_types(kind)[part]] if part in _types(kind) else [kind]
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types that a union is of; a type that is none by itself."""
+    if get_origin(kind) is Annotated:
+        return _members(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [member for argument in get_args(kind) for member in _members(argument)]
+    return [kind]
+
+
+def _is_mapping(kind: Any) -> bool:
+    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def _has_tag(mapping: type, part: Any) -> bool:
+    """Whether it is the model of a union that a `kind` or a `rule` of this value stands for."""
+    return any(get_origin(kind) is Literal and part in get_args(kind) for kind in _types(mapping).values())
 
 
 def _types(mapping: type) -> dict[str, Any]:
@@ -92,13 +130,6 @@ def _types(mapping: type) -> dict[str, Any]:
     if issubclass(mapping, BaseModel):
         return {key: field.annotation for key, field in mapping.model_fields.items()}
     return mapping.__annotations__
-
-
-def _mappings(annotation: Any) -> list[type]:
-    """All models and TypedDicts that a type is made of."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_typeddict(annotation)):
-        return [annotation]
-    return [mapping for argument in get_args(annotation) for mapping in _mappings(argument)]
 
 
 def _without_kinds(location: tuple, value: Any) -> tuple:

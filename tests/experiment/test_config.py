@@ -278,12 +278,25 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 
 
 def test_unknown_keys_are_named(refused):
-    assert refused({"sedes": [0]}) == "sedes: unknown key; did you mean seeds?"
-    assert refused({"training.learning_rte": 1e-3}) == "training.learning_rte: unknown key; did you mean learning_rate?"
-    assert refused({"grid.1.rhoo": 1e-2}) == "grid.1.rhoo: unknown key; did you mean rho?"
+    assert refused({"sedes": [0], "seeds": GONE}) == "sedes: unknown key; did you mean seeds? (and 1 more)"
+    assert refused({"sedes": [0]}) == "sedes: unknown key"
+    assert refused({"training.clip": 1e-3}) == "training.clip: unknown key"
+    assert refused({"grid.0.rhoo": 1e-2}) == "grid.0.rhoo: unknown key; did you mean rho?"
     assert refused({"base.architecture.width": 3}) == "base.architecture.width: unknown key"
-    assert refused({"sources.stories_small.sede": 3}) == "sources.stories_small.sede: unknown key; did you mean seed?"
+    line = refused({"sources.stories_small.sede": 3, "sources.stories_small.seed": GONE})
+    assert line == "sources.stories_small.sede: unknown key; did you mean seed? (and 1 more)"
     assert refused({"engines.fast": {"dtype": "float32", "quick": True}}) == "engines.fast.quick: unknown key"
+
+
+def test_what_a_key_may_have_been_is_one_that_can_stand_there(refused):
+    """Of a source of this kind; where a table's entry is called as a key is; not one that is given."""
+    assert refused({"sources.stories_small.split": "test"}) == "sources.stories_small.split: unknown key"
+    assert refused({"engines.noise": {"dtype": "float32", "dtyp": 1}}) == "engines.noise.dtyp: unknown key"
+    found = refused({"engines.noise": {"dtyp": "float32"}})
+    assert found == "engines.noise.dtyp: unknown key; did you mean dtype? (and 1 more)"
+    assert refused({"mismatch": {"engine": ["fp32"]}}).startswith("mismatch.engine: unknown key; did you mean engines?")
+    assert refused({"exends": "tiny"}) == "exends: unknown key; did you mean extends?"
+    assert refused({"training.seed": 1}) == "training.seed: unknown key"
 
 
 def test_a_misspelt_key_is_named_and_not_only_the_one_that_is_missing_for_it(refused):

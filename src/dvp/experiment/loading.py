@@ -94,7 +94,7 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
     try:
         return Experiment.model_validate(value)
     except ValidationError as error:
-        location, message = first_problem(error, value, Experiment)
+        location, message = first_problem(error, value, Experiment, more=("extends",))
         where = (elsewhere or {}).get(location[:2], where)
         raise DvpError(f"{where}: {message}") from None
 

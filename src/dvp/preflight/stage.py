@@ -19,7 +19,7 @@ import psutil
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import only_writer, write_json
-from dvp.gpus import claim
+from dvp.gpus import claim, held
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_memory, check_save
@@ -55,7 +55,9 @@ def preflight(
     if process is not None:
         _as_process(directory, config, engine, threads, process)
         return
-    claim(directory.experiment.training.gpus)
+    if directory.experiment.training.nodes == 1:  # several are Slurm's to hand out
+        evaluated_on = directory.experiment.engines[directory.experiment.sampler.engine]
+        claim(max(directory.experiment.training.gpus, evaluated_on.tensor_parallel))
     with only_writer(result.parent, "running this preflight"):
         inputs = {"base": directory.result("base"), "prepare": directory.result("prepare")}
         result.unlink(missing_ok=True)
@@ -146,7 +148,11 @@ class _Preflight:
     def _start(self, process: Process) -> None:
         """One of the processes, to its end. Raises DvpError, naming the check that it was at."""
         child = subprocess.Popen(
-            [*self._command, "--process", process], stderr=subprocess.PIPE, text=True, errors="replace"
+            [*self._command, "--process", process],
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=held(),
         )
         last: list[str] = []
         listener = threading.Thread(target=_pass_on, args=(child.stderr, last))

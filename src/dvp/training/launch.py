@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 from dvp.errors import DvpError, Stopped
 from dvp.experiment.training import TrainingConfig
+from dvp.gpus import held
 
 WAIT = timedelta(minutes=30)
 """The longest that a rank waits for another, which may still be sampling, and torchrun for ranks that are told to stop.
@@ -89,6 +90,7 @@ def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
+            pass_fds=held(),
             # What Slurm says of the step that this process is in would confine the ranks' step to its node.
             env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
             | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX, "PYTHONUNBUFFERED": "1"}

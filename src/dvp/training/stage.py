@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 def base(config: Path, threads: int) -> None:
     """Train the tiny base model, or fetch a pinned one → base/, an ordinary Hugging Face directory."""
+    directory = ExperimentDir(config)
+    experiment, inputs = directory.experiment, {"prepare": directory.result("prepare")}
+    if experiment.base.kind == "trained":
+        claim(1)
     import torch
 
     from dvp.training.base import make_base
 
     torch.set_num_threads(threads)
-    directory = ExperimentDir(config)
-    experiment, inputs = directory.experiment, {"prepare": directory.result("prepare")}
-    if experiment.base.kind == "trained":
-        claim(1)
     with run_stage("base", directory, directory.result("base"), experiment.config_hash("base"), inputs) as stage:
         if stage.reuse():
             return
@@ -51,7 +51,8 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     run = directory.experiment.run(path)
     command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
     folder, training = directory.result("train", path).parent, directory.experiment.training_of(run)
-    claim(training.gpus)
+    if training.nodes == 1:  # several are Slurm's to hand out
+        claim(training.gpus)
     launch.on_ranks(
         training,
         folder,

@@ -71,10 +71,7 @@ def first_problem(
     location = _without_kinds(first["loc"], value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        found = value
-        for part in location[:-1]:
-            found = found[part]
-        meant = _could_be(first["loc"], found, model, more)
+        meant = _could_be(first["loc"], model, more)
         message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
     elif first["type"] != "value_error" and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
@@ -84,14 +81,14 @@ def first_problem(
     return location, " ".join(line.split())
 
 
-def _could_be(location: tuple, found: dict, model: type[Strict], more: tuple[str, ...]) -> list[str]:
-    """Names for an unknown key of this path, which is beside those of `found`: the likeliest, or none."""
+def _could_be(location: tuple, model: type[Strict], more: tuple[str, ...]) -> list[str]:
+    """What an unknown key of this path may have been: the likeliest, or none."""
     kinds: list[Any] = [model]
     for part in location[:-1]:
         kinds = [inner for kind in kinds for inner in _inside(kind, part)]
     keys = [key for kind in kinds for member in _members(kind) if _is_mapping(member) for key in _types(member)]
-    known = [key for key in (*keys, *(more if len(location) == 1 else ())) if key not in found]
-    return get_close_matches(str(location[-1]), known, n=1, cutoff=0.65)
+    keys += more if len(location) == 1 else ()
+    return get_close_matches(str(location[-1]), keys, n=1, cutoff=0.65)
 
 
 def _inside(kind: Any, part: Any) -> list[Any]:

@@ -99,4 +99,5 @@ def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
 
 
 def _open(path: Path) -> int:
+    # Not filelock's, as in dvp.files: its descriptor cannot be passed on.
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -12,8 +12,10 @@ import logging
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
@@ -21,6 +23,9 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from dvp.progress import duration, readable
 from snakemake_logger_plugin_dvp.estimate import Estimate, recorded_seconds
+
+if TYPE_CHECKING:
+    from dvp.experiment.config import Experiment
 
 TARGETS = ("all",)  # rules that only collect
 BENCHMARKS = "benchmarks"  # the folder of an experiment's results in which each rule has one
@@ -46,6 +51,7 @@ class LogHandler(LogHandlerBase):
         self._details = self.common_settings.dryrun or self.common_settings.verbose
         self._estimate = Estimate()
         self._started: dict[int, tuple[str, float]] = {}
+        self._seen: set[Path] = set()
         self._total = self._done = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -61,6 +67,8 @@ class LogHandler(LogHandlerBase):
             self._planned(record.stats)
         elif event == LogEvent.RESOURCES_INFO:
             self._estimate.cores = getattr(record, "cores", None) or self._estimate.cores
+            limits = getattr(record, "provided_resources", None) or {}
+            self._estimate.gpus = limits.get("accelerators") or self._estimate.gpus
         elif event == LogEvent.JOB_INFO:
             self._begun(record)
         elif event == LogEvent.JOB_FINISHED:
@@ -82,12 +90,28 @@ class LogHandler(LogHandlerBase):
     def _begun(self, record: logging.LogRecord) -> None:
         if record.rule_name in TARGETS:
             return
+        experiment = _experiment(record.wildcards.get("experiment"))
         if record.benchmark and BENCHMARKS in Path(record.benchmark).parts:
-            self._estimate.remember(recorded_seconds(_benchmarks(Path(record.benchmark))))
-        name = readable(record.rule_msg or record.rule_name, _labels(record.wildcards.get("experiment")))
+            self._expect(experiment, _benchmarks(Path(record.benchmark)))
+        name = readable(record.rule_msg or record.rule_name, _labels(experiment))
         self._started[record.jobid] = name, record.created
-        self._estimate.begun(record.jobid, record.rule_name, record.threads, record.created)
+        gpus = record.resources.get("accelerators", 0)
+        self._estimate.begun(record.jobid, record.rule_name, record.created, threads=record.threads, gpus=gpus)
         self._say(f"{name}    {self._outlook(record.created)}")
+
+    def _expect(self, experiment: "Experiment | None", benchmarks: Path) -> None:
+        """Once for each experiment: what its jobs took before, and what they take by plan, if one can be made."""
+        if benchmarks in self._seen:
+            return
+        self._seen.add(benchmarks)
+        by_plan = {}
+        if experiment is not None:
+            from dvp.errors import DvpError
+            from dvp.planning.plan import seconds_by_stage
+
+            with suppress(DvpError):  # sizes of the model are not given, or an earlier record is unreadable
+                by_plan = seconds_by_stage(experiment, benchmarks.parent, "h200" if self._estimate.gpus else None)
+        self._estimate.expect(recorded_seconds(benchmarks), by_plan)
 
     def _ended(self, record: logging.LogRecord) -> None:
         name, started = self._started.pop(record.job_id, (None, 0.0))
@@ -145,12 +169,17 @@ def _benchmarks(file: Path) -> Path:
 
 
 @cache
-def _labels(experiment: str | None) -> dict[str, str]:
-    """What an experiment's methods are called."""
+def _experiment(name: str | None) -> "Experiment | None":
+    """What a job is of; None if it is of none that can be read."""
     from dvp.errors import DvpError
     from dvp.experiment.loading import load_experiment
 
     try:
-        return {name: method.label for name, method in load_experiment(experiment).methods.items()}
+        return load_experiment(name)
     except (DvpError, TypeError):
-        return {}
+        return None
+
+
+def _labels(experiment: "Experiment | None") -> dict[str, str]:
+    """What an experiment's methods are called."""
+    return {} if experiment is None else {name: method.label for name, method in experiment.methods.items()}

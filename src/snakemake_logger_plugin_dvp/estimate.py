@@ -7,24 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-# What a job of a rule takes, as a multiple of `convert`'s: only ratios matter, and only until a job of it has ended.
-SHARES = {
-    "train": 9.0,
-    "base": 8.0,
-    "preflight": 8.0,
-    "bias": 8.0,
-    "mismatch": 4.0,
-    "evaluate": 3.0,
-    "convert": 1.0,
-    "prepare": 0.7,
-}
-OTHER = 1.0
+PLAN_COUNTS = 300.0
+"""Seconds that count as if they had gone by plan: short jobs alone tell little of a machine's pace."""
 
 
 @dataclass
 class _Job:
     rule: str
-    threads: int
     started: float
 
 
@@ -34,26 +23,32 @@ class Estimate:
     def __init__(self) -> None:
         self.cores: int | None = None
         """Of this machine, if jobs run on it."""
+        self.gpus: int | None = None
+        """Of this machine, if jobs that run on it are limited by them."""
         self._waiting: Counter[str] = Counter()
         self._running: dict[int, _Job] = {}
         self._taken: dict[str, list[float]] = defaultdict(list)
-        self._earlier: dict[str, list[float]] = {}
-        self._threads: dict[str, int] = {}
+        self._earlier: dict[str, list[float]] = defaultdict(list)
+        self._by_plan: dict[str, list[float]] = defaultdict(list)
+        self._takes: dict[str, tuple[int, int]] = {}
         self._most_running = 1
 
     def planned(self, jobs: dict[str, int]) -> None:
         """So many jobs of each rule are to be run."""
         self._waiting = Counter(jobs)
 
-    def remember(self, seconds: dict[str, list[float]]) -> None:
-        """What jobs of each rule took in an earlier run; the first time counts."""
-        self._earlier = self._earlier or seconds
+    def expect(self, earlier: dict[str, list[float]], by_plan: dict[str, float]) -> None:
+        """Of an experiment: what jobs of each rule took in an earlier run, and what one takes by `dvp plan`."""
+        for rule, seconds in earlier.items():
+            self._earlier[rule] += seconds
+        for rule, planned in by_plan.items():
+            self._by_plan[rule].append(planned)
 
-    def begun(self, job: int, rule: str, threads: int, now: float) -> None:
-        """A job has started."""
+    def begun(self, job: int, rule: str, now: float, *, threads: int = 1, gpus: int = 0) -> None:
+        """A job has started, with so many cores and GPUs."""
         self._waiting[rule] -= 1
-        self._running[job] = _Job(rule, threads, now)
-        self._threads[rule] = threads
+        self._running[job] = _Job(rule, now)
+        self._takes[rule] = threads, gpus
         self._most_running = max(self._most_running, len(self._running))
 
     def ended(self, job: int, now: float) -> None:
@@ -66,32 +61,48 @@ class Estimate:
         self._waiting[self._running.pop(job).rule] += 1
 
     def left(self, now: float) -> float | None:
-        """Seconds until all is done; None while nothing is known of any job."""
-        unit = self._unit()
-        if unit is None:
+        """Seconds until all is done; None while there is a rule of whose jobs nothing is known."""
+        pace = self._pace()
+        each = {
+            rule: self._seconds(rule, pace) for rule in {*+self._waiting, *(job.rule for job in self._running.values())}
+        }
+        if None in each.values():
             return None
         # A job that has taken longer than expected is taken to be near its end.
-        running = []
-        for job in self._running.values():
-            expected = self._seconds(job.rule, unit)
-            running.append((job, max(expected - (now - job.started), 0.1 * expected)))
-        work = sum(seconds * self._width(job.rule) for job, seconds in running)
-        work += sum(count * self._seconds(rule, unit) * self._width(rule) for rule, count in self._waiting.items())
-        return max([work / (self.cores or self._most_running), *(seconds for _, seconds in running)])
+        running = [
+            (job, max(each[job.rule] - (now - job.started), 0.1 * each[job.rule])) for job in self._running.values()
+        ]
+        work = sum(seconds * self._share(job.rule) for job, seconds in running)
+        work += sum(count * each[rule] * self._share(rule) for rule, count in (+self._waiting).items())
+        return max([work, *(seconds for _, seconds in running)])
 
-    def _width(self, rule: str) -> int:
-        """How much of what can run at once a job takes: cores of this machine, or one job's place on a cluster."""
-        return min(self._threads.get(rule, 1), self.cores) if self.cores else 1
+    def _share(self, rule: str) -> float:
+        """How much a job takes of what can run at once: of this machine's cores or GPUs, or one of a cluster's jobs."""
+        if not self.cores:
+            return 1 / self._most_running
+        threads, gpus = self._takes.get(rule, (1, 1))
+        shares = [threads / self.cores, gpus / self.gpus if self.gpus else 0.0]
+        return min(max(shares), 1.0)
 
-    def _seconds(self, rule: str, unit: float) -> float:
-        seconds = self._taken.get(rule) or self._earlier.get(rule)
-        return fmean(seconds) if seconds else SHARES.get(rule, OTHER) * unit
+    def _seconds(self, rule: str, pace: float) -> float | None:
+        known = self._taken.get(rule) or self._earlier.get(rule)
+        if known:
+            return fmean(known)
+        # A plan leaves out what takes seconds.
+        return fmean(self._by_plan.get(_stage(rule), [0.0])) * pace if self._by_plan else None
 
-    def _unit(self) -> float | None:
-        """Seconds that a share of 1 takes, from all jobs that are known."""
+    def _pace(self) -> float:
+        """How long the jobs that are known took, over how long they take by plan."""
         known = {**self._earlier, **self._taken}
-        shares = sum(SHARES.get(rule, OTHER) * len(seconds) for rule, seconds in known.items())
-        return sum(map(sum, known.values())) / shares if shares else None
+        known = {rule: seconds for rule, seconds in known.items() if seconds and self._by_plan.get(_stage(rule))}
+        taken = sum(map(sum, known.values()))
+        planned = sum(len(seconds) * fmean(self._by_plan[_stage(rule)]) for rule, seconds in known.items())
+        return (taken + PLAN_COUNTS) / (planned + PLAN_COUNTS)
+
+
+def _stage(rule: str) -> str:
+    """As a plan counts rules: `report` for `report_training`."""
+    return rule.split("_", maxsplit=1)[0]
 
 
 def recorded_seconds(benchmarks: Path) -> dict[str, list[float]]:

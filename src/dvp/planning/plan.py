@@ -59,7 +59,7 @@ def make_plan(
     response_tokens : mean length of a response; by default as recorded, else half of the longest.
     Raises DvpError if `gpus` are too few for a job, or the size of model or task is not known.
     """
-    device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
+    device = DEVICES[gpu or _usual_device(experiment)]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
     if response_tokens is None and records.training:
@@ -137,6 +137,37 @@ def make_plan(
         "kept": forecast_kept(experiment, estimate, records),
         "assumptions": estimate.assumptions(),
     }
+
+
+def seconds_by_stage(experiment: Experiment, folder: Path, gpu: str | None = None) -> dict[str, float]:
+    """What a job of each stage takes, on average over runs and tasks: a rough one, for which Snakemake is not asked.
+
+    folder, gpu : as in `make_plan`, which raises the same errors.
+    """
+    records = Records(experiment, folder)
+    estimate = Estimate(experiment, DEVICES[gpu or _usual_device(experiment)], None)
+    runs = [{"run": run.path} for run in experiment.runs]
+    wildcards = {
+        "prepare": [{}],
+        "base": [{}],
+        "preflight": [{"engine": path} for path in experiment.preflights],
+        "train": runs,
+        "convert": runs,
+        "evaluate": [run | {"task": task} for run in runs for task in experiment.data.tasks],
+        "mismatch": [{}] if experiment.mismatch else [],
+        "bias": [{}] if experiment.bias else [],
+        "report": [{}],
+    }
+    jobs = [Job(stage, values, 0, (), None, ()) for stage, each in wildcards.items() for values in each]
+    seconds: dict[str, list[float]] = {}
+    for one in cost_jobs(experiment, jobs, estimate, records, at_least=0):
+        seconds.setdefault(one.job.stage, []).append(one.seconds)
+    return {stage: fmean(each) for stage, each in seconds.items()}
+
+
+def _usual_device(experiment: Experiment) -> str:
+    """Where an experiment usually runs, by name: a base that the pipeline trains itself is made for a CPU."""
+    return "cpu" if isinstance(experiment.base, TrainedBase) else "h200"
 
 
 def _run_of(job: Job) -> str:

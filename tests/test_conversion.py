@@ -50,7 +50,7 @@ def trained(tiny_model, root, folder, stage, **options):
     trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
     (folder / "metrics.jsonl").write_text("{}\n")
     path = checkpoint.save(folder / "checkpoints", 1, trainer, [folder / "metrics.jsonl"], keep=1)
-    write_probe(folder / "probe.safetensors", trainer, PROMPTS)
+    write_probe(folder / "probe.safetensors", trainer, [*PROMPTS, [11]])
     return trainer, path
 
 
@@ -66,7 +66,7 @@ def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):
     assert proof["max_abs_delta_log_prob"] <= proof["tolerance"] < 1e-5
     assert proof["identical_weights"] == len(list(trainer.weights())) == 24
     assert proof["devices"] == {"trained": "cpu", "converted": "cpu"}
-    assert proof["tokens_scored"] == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert proof["tokens_scored"] == sum(len(prompt) - 1 for prompt in PROMPTS) + 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for name, value in trainer.weights():

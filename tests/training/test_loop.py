@@ -259,6 +259,22 @@ def test_several_optimiser_steps_on_one_rollout_are_those_of_plain_pytorch(make_
         assert torch.allclose(value, reference.get_parameter(name), atol=2e-5), name
 
 
+def test_how_the_scoring_rounds_clips_nothing_before_the_weights_have_moved(make_loop):
+    """In bf16 two passes over other micro-batches differ by more than GSPO's bounds, and the policy is the same."""
+    loop = make_loop({"advantage": "dr_grpo", "loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}})
+    score = loop.score
+
+    def rounded(*args, **options):
+        statistics = score(*args, **options)
+        return statistics | {"pruned_log_prob": statistics["pruned_log_prob"].bfloat16().float()}
+
+    loop.score = rounded
+    metrics = loop.step(1)
+    assert metrics["k3"] > 1e-6
+    assert metrics["gradient_norm"] > 0
+    assert metrics["clipped_fraction"] == 0
+
+
 @pytest.mark.parametrize("kind", ["reinforce", "ppo", "gspo"])
 def test_a_token_that_leaves_the_safe_vocabulary_between_two_optimiser_steps_is_left_out(make_loop, tiny_model, kind):
     """Against plain torch: its log-prob is a convention, and in GSPO's mean it would swallow the whole response.

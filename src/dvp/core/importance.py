@@ -116,7 +116,7 @@ class ImportanceWeights:
     weight_BT: torch.Tensor
     """In the log-ratio's type, ≥ 0; 0 at padding and wherever the token or its sequence was rejected."""
     kept_B: torch.Tensor
-    """bool: the sequence has a token that was not rejected. False for a response without tokens."""
+    """bool: the sequence has a token that was not rejected, by a ratio of 0 or otherwise. False without tokens."""
     vetoed_B: torch.Tensor
     """bool: the veto dropped the sequence."""
     untrusted_B: torch.Tensor
@@ -174,10 +174,10 @@ def importance_weights(
     else:
         log_weight_BT = torch.zeros_like(token_BT)
     accepted_BT = mask_BT & ~(vetoed_B | untrusted_B | filtered_B)[:, None]
-    # A ratio of 0 stays 0: clamped, e^−20, it would make its response a member of its group (dvp.core.advantages).
-    weight_BT = torch.where(
-        log_weight_BT > -math.inf, log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), 0.0
-    )
+    # A ratio of 0 rejects: clamped, e^−20, it would make its response a member of its group (dvp.core.advantages), and
+    # where there is no other, weights of 0 have no mean to be divided by.
+    accepted_BT &= log_weight_BT > -math.inf
+    weight_BT = log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     if rule.action == "truncate":
         weight_BT = weight_BT.clamp(max=rule.upper)
     else:

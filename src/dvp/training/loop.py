@@ -306,7 +306,7 @@ class Loop:
                 old = self.score(part)
             else:
                 old = {name: values_BT[rows_b] for name, values_BT in statistics.items()}
-            metrics = self._optimise(part, old, statistics["target_in_safe"][rows_b])
+            metrics = self._optimise(part, old, statistics["target_in_safe"][rows_b], moved=index > 0)
             if metrics is not None:
                 taken.append(metrics)
         result: dict = {"skipped": not taken, "updates": len(taken)}
@@ -316,11 +316,12 @@ class Loop:
         return result
 
     def _optimise(
-        self, rollout: Rollout, statistics: dict[str, torch.Tensor], safe_before_BT: torch.Tensor
+        self, rollout: Rollout, statistics: dict[str, torch.Tensor], safe_before_BT: torch.Tensor, *, moved: bool
     ) -> dict | None:
         """One optimiser step on some responses; None if nothing would move the weights.
 
         safe_before_BT : which of their tokens were inside V_S when the whole rollout was scored.
+        moved : the weights have moved since.
         """
         # What was scored anew weighs nothing already if it has left V_S since.
         gone_BT = rollout.batch.response_BT & safe_before_BT & ~statistics["target_in_safe"]
@@ -355,7 +356,9 @@ class Loop:
                 safe_bT = unflatten(now.target_in_safe, mask_bT)
                 left.append((mask_bT & (weight_bT != 0) & ~safe_bT).sum().item())
                 weight_bT = zero_outside_safe(weight_bT, safe_bT)
-                constants = (old_bT, weight_bT, advantage_bT)
+                # Until then the ratio is 1. The scoring's own log-probs, of other micro-batches, differ by what bf16
+                # rounds, which is more than GSPO's bounds.
+                constants = (old_bT if moved else log_prob_bT.detach(), weight_bT, advantage_bT)
                 result = policy_loss(self.loss, log_prob_bT, *constants, mask_bT, update.weights.denominator)
                 clipped.append(result.clipped_BT.sum().item())
                 return result.loss

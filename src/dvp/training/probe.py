@@ -18,6 +18,8 @@ PROBE_PROMPTS = 16
 
 def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
     """Score prompts (token ids), all but their first tokens, with the live trainer in fp32; keep the log-probs."""
+    # A prompt of one token would have nothing to score.
+    prompts = [prompt * 2 if len(prompt) == 1 else prompt for prompt in prompts]
     batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
     log_prob_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]  # by all ranks
     if not ranks.is_main():

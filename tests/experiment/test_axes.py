@@ -112,7 +112,7 @@ BEFORE = {
         ("method~otb_mass/engine~coarse/rho~none/seed~0", "3988f0f262be", "952cf43ad82c"),
     ),
     "training_grid": (
-        "329620277ea2",
+        "f2ba5160091d",
         ("method~rloo/engine~fp32/rho~none/seed~0", "3d7cb8e64fe6", "8f1bdbf3212b"),
         ("method~dvp_mis/engine~coarse/rho~exp-13/seed~2", "437ba39f83ed", "bab41112e505"),
     ),

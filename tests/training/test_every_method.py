@@ -74,7 +74,7 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
     assert gradients.sketch.exact
     whole_1BT = position_parts(rollout.batch.response_BT, [])
     expected = gradients.of_batch(rollout.batch, coefficient_BT, loop.safe.trainer, whole_1BT).norm().item()
-    metrics = loop._optimise(rollout, statistics, statistics["target_in_safe"])
+    metrics = loop._optimise(rollout, statistics, statistics["target_in_safe"], moved=False)
     if metrics is None:
         assert expected == 0
     elif EXPERIMENT.methods[run.method].loss.by_token:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +27,7 @@ from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import rollout_metrics, self_noise
 from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
-from dvp.core.objective import policy_loss, zero_outside_safe
+from dvp.core.objective import Loss, policy_loss, zero_outside_safe
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -335,7 +336,7 @@ class Loop:
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
         rounds = ranks.rounds(len(micro_batches))
         mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
-        clipped, left = [], []
+        losses = []
         for index, (rows_b, weight_BT) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
             mask_bT, old_bT, weight_bT, advantage_bT = (
@@ -347,37 +348,55 @@ class Loop:
                     update.advantage_BT,
                 )
             )
-
-            def loss(
-                now: TokenStatistics, mask_bT=mask_bT, old_bT=old_bT, weight_bT=weight_bT, advantage_bT=advantage_bT
-            ):
-                log_prob_bT = unflatten(now.pruned_log_prob, mask_bT)
-                # V_S has moved with the weights since the scoring, or its rounding with the batch.
-                safe_bT = unflatten(now.target_in_safe, mask_bT)
-                left.append((mask_bT & (weight_bT != 0) & ~safe_bT).sum().item())
-                weight_bT = zero_outside_safe(weight_bT, safe_bT)
-                # Until then the ratio is 1. The scoring's own log-probs, of other micro-batches, differ by what bf16
-                # rounds, which is more than GSPO's bounds.
-                constants = (old_bT if moved else log_prob_bT.detach(), weight_bT, advantage_bT)
-                result = policy_loss(self.loss, log_prob_bT, *constants, mask_bT, update.weights.denominator)
-                clipped.append(result.clipped_BT.sum().item())
-                return result.loss
-
+            # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by what
+            # bf16 rounds, which is more than GSPO's bounds.
+            loss = _MicroLoss(
+                self.loss, mask_bT, old_bT if moved else None, weight_bT, advantage_bT, update.weights.denominator
+            )
             self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
+            losses.append(loss)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
         tokens = rollout.batch.response_BT.sum().item()
         result = {
             "gradient_norm": norm,
-            "clipped_fraction": sum(ranks.gather(sum(clipped))) / tokens,
-            "left_safe_fraction": (gone_BT.sum().item() + sum(ranks.gather(sum(left)))) / tokens,
+            "clipped_fraction": sum(ranks.gather(sum(loss.clipped for loss in losses))) / tokens,
+            "left_safe_fraction": (gone_BT.sum().item() + sum(ranks.gather(sum(loss.left for loss in losses))))
+            / tokens,
         }
         if self.loss.by_token:
             # OTB's read-outs are of the mean over all responses.
             mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
             result |= otb_variance_readouts(update.advantage_BT, update.weight_BT, update.responses, mean_norm)
         return result
+
+
+@dataclass
+class _MicroLoss:
+    """The loss of one micro-batch, and how many of its tokens it cut off."""
+
+    loss: Loss
+    mask_bT: torch.Tensor
+    old_bT: torch.Tensor | None
+    """log π_old; None where that is the policy of now."""
+    weight_bT: torch.Tensor
+    advantage_bT: torch.Tensor
+    denominator: int
+    clipped: int = 0
+    left: int = 0
+    """Outside the V_S of now, which has moved with the weights since the scoring, or its rounding with the batch."""
+
+    def __call__(self, now: TokenStatistics) -> torch.Tensor:
+        mask_bT, log_prob_bT = self.mask_bT, unflatten(now.pruned_log_prob, self.mask_bT)
+        safe_bT = unflatten(now.target_in_safe, mask_bT)
+        self.left = (mask_bT & (self.weight_bT != 0) & ~safe_bT).sum().item()
+        weight_bT = zero_outside_safe(self.weight_bT, safe_bT)
+        old_bT = log_prob_bT.detach() if self.old_bT is None else self.old_bT
+        constants = (old_bT, weight_bT, self.advantage_bT)
+        result = policy_loss(self.loss, log_prob_bT, *constants, mask_bT, self.denominator)
+        self.clipped = result.clipped_BT.sum().item()
+        return result.loss
 
 
 def _step(loop: Loop, step: int) -> dict:

@@ -348,8 +348,8 @@ class Loop:
                     update.advantage_BT,
                 )
             )
-            # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by what
-            # bf16 rounds, which is more than GSPO's bounds.
+            # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by
+            # rounding, in bf16 by more than GSPO's bounds.
             loss = _MicroLoss(
                 self.loss, mask_bT, old_bT if moved else None, weight_bT, advantage_bT, update.weights.denominator
             )

@@ -1,12 +1,19 @@
 # `make` goes from nothing to the results table; see README.md.
+# Assigned, not `?=`: other programs export ENV, PORT and the like. What is on the command line goes before it.
 # Which lock: cpu or cuda. What is installed stays, unless another one is asked for.
-ENV ?= $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
-# What config/config.yaml says; EXPERIMENT=NAME on the command line goes before it.
-EXPERIMENT ?= $(shell sed -n 's/^experiment: *//p' config/config.yaml)
+ENV = $(if $(wildcard .venv/.installed-cuda),cuda,cpu)
+# What makes the environment; the locks are of Python 3.11.
+PYTHON = python3
+# What config/config.yaml says.
+EXPERIMENT = $(shell sed -n 's/^experiment: *//p' config/config.yaml)
+EVIDENCE =
+GPU =
+GPUS =
+PRICE =
 RESULTS := $(shell sed -n 's/^results: *//p' config/config.yaml)
-PORT ?= 5000
+PORT = 5000
 # Tests run in so many processes at once; one that starts real engines takes about 3 GB.
-WORKERS ?= 2
+WORKERS = 2
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +21,10 @@ SNAKEMAKE := $(BIN)/snakemake
 INSTALLED := $(VENV)/.installed-$(ENV)
 # Where pip finds the CPU build of torch if the package index that it is set to has none.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
+
+$(if $(filter-out cpu cuda,$(ENV)),$(error ENV=$(ENV): expected cpu or cuda))
+$(if $(filter command,$(origin experiment)),$(error experiment=$(experiment): for make it is EXPERIMENT=$(experiment)))
+IS_LOCKED = -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 
 .PHONY: run smoke evidence plan test test-all check bench format mlflow install clean
 run: install
@@ -76,7 +87,10 @@ install: $(INSTALLED)
 $(INSTALLED): envs/$(ENV).txt envs/slurm.txt envs/dev.txt pyproject.toml
 	@# CPU and CUDA builds of one package have different names: they must not share an environment.
 	@test -z "$(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
-	@test -x $(BIN)/pip || python3 -m venv $(VENV)
+	@test ! -d $(VENV) || $(BIN)/python $(IS_LOCKED) 2>/dev/null || rm -rf $(VENV)
+	@$(PYTHON) $(IS_LOCKED) || test -x $(BIN)/pip || \
+	  { echo "$(PYTHON): expected Python 3.11, of which the locks are, found $$($(PYTHON) --version 2>&1); make PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing the locked $(ENV) environment into $(VENV) (about 3 minutes)"
 	@$(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt \
 	  || $(BIN)/pip install --quiet --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt

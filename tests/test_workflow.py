@@ -447,6 +447,31 @@ def test_a_wrong_setting_is_refused_in_one_line(snakemake, setting, message):
     ]
 
 
+def test_results_that_are_a_file_are_told_in_one_line(snakemake, place):
+    """Snakemake shows the traceback of whoever asks for a file's age first."""
+    (place / "a_file").write_text("")
+    status, out, errors = snakemake("-n", "--config", "results=a_file")
+    assert status == 1
+    assert "a_file: expected a folder, found a file" in (out + errors).splitlines()
+    assert "Traceback" not in out + errors
+
+
+def test_a_misspelt_key_of_the_evidence_is_told_before_hours_of_jobs(snakemake, place):
+    settings = place / "config" / "config.yaml"
+    before = settings.read_text(encoding="utf-8")
+    settings.write_text(
+        before.replace("  noise_dial: noise_dial\n", "  noise_dail: smoke_evidence\n"), encoding="utf-8"
+    )
+    try:
+        status, out, errors = snakemake("evidence", "--cores", "1", "--config", "results=nothing")
+    finally:
+        settings.write_text(before, encoding="utf-8")
+    assert status == 1
+    line = "evidence: 'noise_dail' is asked for by no claim; did you mean noise_dial?"
+    assert line in (out + errors).splitlines()
+    assert not (place / "nothing").exists()
+
+
 def test_a_fault_in_the_file_of_claims_is_told_before_hours_of_jobs(snakemake, place):
     """The rule that reads it runs last."""
     file = place / "config" / "claims.yaml"

@@ -58,6 +58,14 @@ class Strict(BaseModel):
         return type(self).model_validate(self.model_dump() | changes)
 
 
+# What pydantic says in the words of its own code.
+_PLAIN = {
+    "union_tag_invalid": "{discriminator}: expected one of {expected_tags}, found {tag}",
+    "too_short": "expected at least {min_length} of them, found {actual_length}",
+    "missing": "is missing",
+}
+
+
 def first_problem(
     error: ValidationError, value: dict, model: type[Strict], more: tuple[str, ...] = ()
 ) -> tuple[tuple, str]:
@@ -71,8 +79,11 @@ def first_problem(
     location = _without_kinds(first["loc"], value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        meant = _could_be(first["loc"], model, more)
-        message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
+        known = _known_keys(first["loc"], model, more)
+        meant = get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.65)
+        message = f"unknown key; did you mean {meant[0]}?" if meant else f"unknown key; known are {', '.join(known)}"
+    elif first["type"] in _PLAIN:
+        message = _PLAIN[first["type"]].format(**first.get("ctx", {})).replace("'", "")
     elif first["type"] != "value_error" and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -81,14 +92,14 @@ def first_problem(
     return location, " ".join(line.split())
 
 
-def _could_be(location: tuple, model: type[Strict], more: tuple[str, ...]) -> list[str]:
-    """What an unknown key of this path may have been: the likeliest, or none."""
+def _known_keys(location: tuple, model: type[Strict], more: tuple[str, ...]) -> list[str]:
+    """The keys that can stand where an unknown one of this path does."""
     kinds: list[Any] = [model]
     for part in location[:-1]:
         kinds = [inner for kind in kinds for inner in _inside(kind, part)]
     keys = [key for kind in kinds for member in _members(kind) if _is_mapping(member) for key in _types(member)]
     keys += more if len(location) == 1 else ()
-    return get_close_matches(str(location[-1]), keys, n=1, cutoff=0.65)
+    return list(dict.fromkeys(keys))
 
 
 def _inside(kind: Any, part: Any) -> list[Any]:

@@ -254,7 +254,7 @@ def test_a_rho_in_quotes_and_without_is_given_twice():
         ({"group_size": [4, "8"]}, "grid.0.training.group_size.1: Input should be a valid integer, found '8'"),
         ({"group_size": 4.0}, "grid.0.training.group_size.0: Input should be a valid integer, found 4.0"),
         ({"group_size": True}, "grid.0.training.group_size.0: Input should be a valid integer, found True"),
-        ({"group_size": []}, "grid.0.training.group_size: List should have at least 1 item"),
+        ({"group_size": []}, "grid.0.training.group_size: expected at least 1 of them, found 0"),
         ({"learning_rate": "inf"}, "grid.0.training.learning_rate.0: Input should be a valid number"),
         ({"head_dtype": "bf16"}, "grid.0.training.head_dtype.0: Input should be 'auto' or 'float32', found 'bf16'"),
         ([4], "grid.0.training: Input should be a valid dictionary, found [4]"),

@@ -105,7 +105,7 @@ grid: [{method: rloo, engine: fp32}, {method: otb_mass, engine: coarse, rho: 1e-
         ("extends: smoke\ntrainin: {}", "mine.yaml: trainin: unknown key"),
         ("extends: smoke\ntrainin: null", "mine.yaml: trainin: unknown key"),
         ("extends: smoke\ntraining: {stepps: null}", "mine.yaml: training.stepps: unknown key"),
-        ("extends: smoke\ntraining: {steps: null}", "mine.yaml: training.steps: Field required"),
+        ("extends: smoke\ntraining: {steps: null}", "mine.yaml: training.steps: is missing"),
         ("seeds: [0]", "are missing; one that changes another experiment names it, as in 'extends: tiny'"),
         ("extend: tiny", "mine.yaml: extend: unknown key"),
         ("extends: tiny.yaml", "expected the name of a file in "),

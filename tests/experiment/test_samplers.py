@@ -93,7 +93,7 @@ def test_each_sampler_is_another_evaluation_of_the_same_model():
             [ALSO[0], {"engine": "fp32"}],
             "evaluation.also[1]: expected another engine than fp32, or rho; this is what is evaluated in any case",
         ),
-        ([{"engine": "fp31"}], "evaluation.also[0].engine: 'fp31' is not defined; known are"),
+        ([{"engine": "fp31"}], "evaluation.also[0].engine: 'fp31' is not defined; did you mean fp32?"),
         ([{"rho": 0.01}], "evaluation.also.0.rho: "),
     ],
 )

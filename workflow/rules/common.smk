@@ -73,7 +73,7 @@ def begin():
         todo.setdefault(job.wildcards_dict.get("experiment"), set()).add(job.rule.name)
     try:
         if "evidence" in todo.pop(None, ()):
-            load_file()
+            load_file().check_keys(config["evidence"])
         for name, stages in todo.items():
             folder = RESULTS.format(experiment=name)
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))

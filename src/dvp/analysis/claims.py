@@ -1,5 +1,7 @@
 """What others have published and what we ask ourselves, each with its source (config/claims.yaml)."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -148,6 +150,21 @@ class Claims(Strict):
     def by_id(self) -> dict[str, Claim]:
         """The claims in the order of the file."""
         return {claim.id: claim for claim in self.claims}
+
+    @property
+    def wanted(self) -> set[str]:
+        """What the claims, their figures and the page's overview ask for, by the keys under which they do."""
+        wanted = {condition.experiment for claim in self.claims for condition in claim.conditions}
+        wanted |= {claim.figure.split("/")[0] for claim in self.claims if claim.figure}
+        return wanted | ({self.overview} - {None})
+
+    def check_keys(self, keys: Iterable[str]) -> None:
+        """Raise DvpError for a key that no claim asks for and that is nearly one which is not given."""
+        given = set(keys)
+        for key in sorted(given - self.wanted):
+            meant = get_close_matches(key, self.wanted - given, n=1, cutoff=0.9)
+            if meant:
+                raise DvpError(f"evidence: '{key}' is asked for by no claim; did you mean {meant[0]}?")
 
 
 def load_claims(path: Path = CLAIMS) -> dict[str, Claim]:

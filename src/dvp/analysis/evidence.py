@@ -42,7 +42,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS, earlier: Path | None =
         earlier: the claims.json of a page made before, whose numbers answer what is asked of other keys.
 
     Raises:
-        DvpError: a key that is malformed or given twice, a report that is not there, an earlier page
+        DvpError: a key that is malformed, misspelt or given twice, a report that is not there, an earlier page
             that is none, or a condition that several statistics fit.
     """
     file = load_file(claims)
@@ -55,9 +55,8 @@ def answer(experiments: list[str], claims: Path = CLAIMS, earlier: Path | None =
         if key in folders:
             raise DvpError(f"--experiments {pair}: '{key}' is given twice, as {folders[key]} too")
         folders[key] = Path(folder)
-    wanted = {condition.experiment for claim in asked.values() for condition in claim.conditions}
-    wanted |= {claim.figure.split("/")[0] for claim in asked.values() if claim.figure}
-    wanted |= {file.overview} - {None}
+    file.check_keys(folders)
+    wanted = file.wanted
     reports = _read_earlier(earlier) if earlier else {}
     reports = {key: report for key, report in reports.items() if key in wanted}
     reports |= {key: _read(folder) for key, folder in folders.items()}
@@ -225,6 +224,8 @@ def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]], ov
 
 def _read_earlier(path: Path) -> dict[str, Any]:
     """By key, what an earlier page shows of the experiments that it was made of."""
+    if not path.is_file():
+        raise DvpError(f"--earlier {path}: no such file")
     page = read_json(path, "tracking_key", "experiments")
     expect("an object", page["experiments"], f"{path}: experiments")
     for key, report in page["experiments"].items():

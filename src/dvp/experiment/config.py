@@ -6,6 +6,7 @@ an entry). `load_experiment` resolves the two into one self-contained `Experimen
 names that are not defined are refused with one line.
 """
 
+from difflib import get_close_matches
 from itertools import pairwise, product
 from typing import Annotated, Any, Literal
 
@@ -565,7 +566,9 @@ class Experiment(Strict):
 
 def _defined(key: str, name: str, table: dict) -> None:
     if name not in table:
-        raise ValueError(f"{key}: '{name}' is not defined; known are {', '.join(sorted(table))}")
+        meant = get_close_matches(name, table, n=1, cutoff=0.65)
+        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(sorted(table))}"
+        raise ValueError(f"{key}: '{name}' is not defined; {hint}")
 
 
 def _written(settings: dict[str, Any]) -> list[str]:

@@ -136,6 +136,14 @@ class DataConfig(Strict):
             raise ValueError("expected a text that contains {problem}")
         return value
 
+    @model_validator(mode="after")
+    def _trains_on_other_problems(self) -> "DataConfig":
+        if self.train in self.evaluation:
+            raise ValueError(
+                f"evaluation: '{self.train}' is the source that is trained on; held_out splits problems off it"
+            )
+        return self
+
     @property
     def tasks(self) -> list[str]:
         """The evaluation tasks, the held-out one first."""

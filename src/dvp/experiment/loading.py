@@ -241,9 +241,12 @@ class Settings(Strict):
     evidence: Annotated[dict[str, Given], Field(min_length=1)]
 
 
-def check_settings(settings: dict) -> Settings:
-    """What Snakemake has read of config/config.yaml, --configfile and --config. Raises DvpError."""
-    return _parse_settings(settings, "config/config.yaml, --configfile or --config")
+def check_settings(settings: dict) -> None:
+    """Raise DvpError for what Snakemake has read of config/config.yaml, --configfile and --config, and cannot use."""
+    checked = _parse_settings(settings, "config/config.yaml, --configfile or --config")
+    for folder in (Path(checked.results), Path(checked.results) / checked.experiment):
+        if folder.exists() and not folder.is_dir():
+            raise DvpError(f"{folder}: expected a folder, found a file")
 
 
 def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:

@@ -208,7 +208,7 @@ def test_rows_of_other_settings_are_not_this_runs(folder):
     ("name", "text", "message"),
     [
         (RECORD, "{", "Invalid JSON: EOF while parsing"),
-        (RECORD, '{"experiment": "smoke"}', "name: is missing"),
+        (RECORD, '{"experiment": "smoke"}', "name: Field required"),
         (f"runs/{RUN}/metrics.jsonl", '{"step": 1}\nx\n', "line 2: not valid JSON"),
         (f"runs/{RUN}/metrics.jsonl", '{"reward": 1}\n', "line 1: expected a JSON object with an integer 'step'"),
         (f"runs/{RUN}/metrics.jsonl", b'{"step": 1}\n\xff\n', "not UTF-8 text (invalid start byte at byte 12)"),

@@ -171,6 +171,7 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
         "report_training": len(names),
         "report_mismatch": sum(each.mismatch is not None for each in experiments),
         "report_bias": sum(each.bias is not None for each in experiments),
+        "report_bias_length": sum(each.bias is not None and len(each.bias.tasks) > 1 for each in experiments),
         "report_curve": sum(each.evaluation.at is not None for each in experiments),
         "report_diversity": 2,
         "report_sweep": 1,

@@ -60,7 +60,10 @@ Config = Annotated[Path, CONFIG]
 RunPath = Annotated[
     str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
 ]
-MEASURED = _option("MEASUREMENT", "POLICY/by~ENGINE/seed~N; POLICY is base, or RUN without its seed")
+MEASURED = _option(
+    "MEASUREMENT",
+    "POLICY/by~ENGINE/seed~N (of a task: POLICY/by~ENGINE/on~TASK/seed~N); POLICY is base, or RUN without its seed",
+)
 Threads = Annotated[int, _option("N", "CPU threads", min=1)]
 # Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
 More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 _SUPERSCRIPT = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 _POINT = re.compile(r"method~(?P<method>[^/\s]+)/engine~(?P<engine>[^/\s]+)/rho~(?P<rho>[^/\s]+)")
-_SETTING = re.compile(r"/(?!by~|seed~)([a-z_]+)~([^/\s]+)")
+_SETTING = re.compile(r"/(?!by~|on~|seed~)([a-z_]+)~([^/\s]+)")
 _SHORT = {"group_size": "G"}
 
 

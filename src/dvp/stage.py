@@ -110,6 +110,7 @@ def run_stage(
     run: str | None = None,
     task: str | None = None,
     metrics: Path | None = None,
+    problems: str | None = None,
 ) -> Iterator[Stage]:
     """A stage while it works; its MLflow run ends with the block, as failed if that raises.
 
@@ -119,6 +120,7 @@ def run_stage(
         reads itself.
     run, task : path of the run, and what of it the stage works on, as the MLflow run says.
     metrics : the metrics.jsonl that has every row given to `log_step`.
+    problems : the file of problems that it reads, where not that of PROBLEMS.
     Raises DvpError, before anything is written, for an input that is missing or altered.
     """
     started = time.time()
@@ -138,6 +140,7 @@ def run_stage(
     ) as tracked:
         if name in PROBLEMS:
             file, context = PROBLEMS[name]
+            file = problems or file
             tracked.log_dataset(folder / "data" / file, records["prepare"][0]["files"][file], context)
         yield Stage(folder, result, tracked, config_hash, started)
 

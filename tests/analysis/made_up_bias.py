@@ -134,6 +134,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
             "squared_norm": 1.0,
             "squared_norm_se": 0.1,
             "reward": 0.4,
+            "response_tokens_mean": 30.0,
         },
         "files": {name: sha256_file(folder / name) for name in tables},
     }

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dvp.analysis.parts import parts
 from dvp.core.importance import PRESETS
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -1006,11 +1007,31 @@ BIAS = {
         ({"bias": BIAS | {"estimators": [{"method": "dvp"}]}}, "bias.estimators[0]: method 'dvp' needs rho"),
         ({"bias": BIAS | {"estimators": [{"method": "gspo"}]}}, "method 'gspo': expected loss reinforce"),
         ({"bias": BIAS | {"estimators": [{"method": ["rloo", "rloo"]}]}}, "bias.estimators: rloo is listed twice"),
+        ({"bias": BIAS | {"tasks": ["stories"]}}, "bias.tasks: 'stories' is not evaluated; tasks are held_out"),
+        ({"bias": BIAS | {"tasks": ["held_out"] * 2}}, "bias: base/by~coarse/on~held_out/seed~0 is listed twice"),
+        (
+            {"bias": BIAS | {"tasks": ["held_out"], "position_bins": [2], "norm_responses": 1}},
+            "bias: tasks and position_bins cannot be combined; give one",
+        ),
         ({"tools": TOOLS, "bias": BIAS}, "bias: it measures responses without tools; remove `bias` or `tools`"),
     ],
 )
 def test_a_measurement_that_cannot_be_made_is_refused(refused, changes, message):
     assert message in refused(changes)
+
+
+def test_a_task_is_measured_by_itself(edit):
+    stories = {"kind": "generated", "generator": "stories", "count": 50, "seed": 1, "steps": [3, 3]}
+    shared = {"sources.long": stories, "data.evaluation": ["long"], "evaluation.samples_per_problem.long": 1}
+    one, both = (edit(shared | {"bias": BIAS | {"tasks": tasks}}) for tasks in (["held_out"], ["held_out", "long"]))
+    assert [each.path for each in both.measurements("bias")] == [
+        "base/by~coarse/on~held_out/seed~0",
+        "base/by~coarse/on~long/seed~0",
+    ]
+    (first,), (again, other) = one.measurements("bias"), both.measurements("bias")
+    assert one.config_hash("bias", measurement=first) == both.config_hash("bias", measurement=again)
+    assert both.config_hash("bias", measurement=other) != both.config_hash("bias", measurement=again)
+    assert [parts(each) for each in (one, both)] == [["training", "bias"], ["training", "bias", "bias_length"]]
 
 
 def test_a_measurement_is_measured_again_when_what_it_depends_on_changes_and_no_other(edit):

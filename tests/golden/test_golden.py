@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import test_analysis_mismatch
 import test_analysis_variance
+import test_bias_length
 import test_evidence_page
 import test_sweep
 import torch
@@ -403,6 +404,13 @@ def test_report_variance(tmp_path):
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
     check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
+
+
+def test_report_bias_length(tmp_path):
+    experiment = test_bias_length.experiment_of()
+    for measurement in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, measurement)
+    check("report_bias_length", sums(make(experiment, tmp_path, "bias_length", CLAIMS).statistics))
 
 
 def test_report_sweep(tmp_path):

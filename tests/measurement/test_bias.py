@@ -16,7 +16,7 @@ from dvp.analysis.bias import statistics
 from dvp.analysis.load import load_bias
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
-from dvp.data.prepared import TRAIN_COLUMNS
+from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
@@ -193,10 +193,11 @@ def test_the_oracle_weighs_tokens_by_their_true_norms(root, tmp_path, policy, ba
     assert not torch.allclose(found_BT, otb.update(rollout, statistics, norm_BT).advantage_BT, atol=1e-3)
 
 
-def small_experiment(root, folder):
-    """The experiment of these tests, and a folder that it can be found from."""
+def small_experiment(root, folder, **changes):
+    """The experiment of these tests, with changes to its `bias`, and a folder that it can be found from."""
     shutil.copytree(root / "config", folder / "config", dirs_exist_ok=True)
-    (folder / "config" / "experiments" / "small_bias.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    value = EXPERIMENT | {"bias": EXPERIMENT["bias"] | changes}
+    (folder / "config" / "experiments" / "small_bias.yaml").write_text(yaml.safe_dump(value))
     return load_experiment("small_bias", folder / "config")
 
 
@@ -420,19 +421,25 @@ def test_naive_rloo_on_an_exact_engine_is_unbiased(by_hand):
     assert "gradients: step" in said
 
 
-@pytest.mark.slow
-def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, solver, dvp, tmp_path):
-    """The same model, engine, problems and seed through the other door: equal to the last bit, and reported."""
-    experiment = small_experiment(root, tmp_path)
-    results = tmp_path / "results" / "small_bias"
+def prepared(experiment, solver, folder, file, columns, **values):
+    """The results of the stages before: the solver as base model, and the six problems in a file."""
+    results = folder / "results" / "small_bias"
     write_text(results / "config.yaml", dump_experiment(experiment))
     shutil.copytree(solver, results / "base")
     write_json(results / "base" / "manifest.json", {"tracking_key": "base", "files": checksums(results / "base")})
     (results / "data").mkdir()
     table = problem_table(6)
     table["id"] = [str(number) for number in range(1, 7)]
-    write_problems(results / "data" / "train.parquet", TRAIN_COLUMNS, **table.to_dict("list"))
+    write_problems(results / "data" / file, columns, **table.to_dict("list"), **values)
     write_json(results / "data" / "manifest.json", {"tracking_key": "prepare", "files": checksums(results / "data")})
+    return results
+
+
+@pytest.mark.slow
+def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, solver, dvp, tmp_path):
+    """The same model, engine, problems and seed through the other door: equal to the last bit, and reported."""
+    experiment = small_experiment(root, tmp_path)
+    results = prepared(experiment, solver, tmp_path, "train.parquet", TRAIN_COLUMNS)
     measurement = experiment.measurements("bias")[0]
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 0, line
@@ -452,3 +459,23 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
     status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
     assert status == 2
     assert "altered since it was written" in line
+
+
+@pytest.mark.slow
+def test_a_tasks_own_problems_are_measured(by_hand, root, solver, dvp, tmp_path):
+    """The same problems as a task, and no training problems: the same numbers, under the task's name."""
+    changes = {"engines": ["fp32"], "tasks": ["held_out"], "position_bins": [], "norm_responses": 0}
+    experiment = small_experiment(root, tmp_path, **changes)
+    results = prepared(experiment, solver, tmp_path, "eval.parquet", EVAL_COLUMNS, task="held_out")
+    (measurement,) = experiment.measurements("bias")
+    status, line, _ = dvp("bias", "--config", results / "config.yaml", "--measurement", measurement.path, cwd=tmp_path)
+    assert status == 0, line
+    folder = results / "bias" / "base" / "by~fp32" / "on~held_out" / "seed~3"
+    found, expected = (pd.read_parquet(place / "estimators.parquet") for place in (folder, by_hand[0]))
+    for name in ("reward", "variance", "paired_squared_bias", "weight_ess"):
+        # Parts by position are summed there.
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-6, err_msg=name)
+    assert list((results / "tracking").rglob("bias-by~fp32-on~held_out-seed~3.json"))
+    loaded = load_bias(experiment, results)
+    assert set(loaded.estimators["task"]) == {"held_out"}
+    assert statistics(experiment, loaded)[0].where["task"] == "held_out"

@@ -136,7 +136,7 @@ POLICY = f"{RUN}(/step~[0-9]+)?"
 wildcard_constraints:
     experiment="[a-z0-9][a-z0-9_.-]*",
     run=RUN,
-    measurement=f"(base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS})/by~[^/]+/seed~[0-9]+",
+    measurement=f"(base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS})/by~[^/]+(/on~[^/]+)?/seed~[0-9]+",
     task="[^/]+",
     engine=f"[^/]+{SETTINGS}",
 

@@ -380,6 +380,43 @@ rule report_variance:
         "dvp report --config {input.config:q} --part variance 2>&1 | tee {log:q}"
 
 
+rule report_bias_length:
+    input:
+        config=rules.resolve.output,
+        measurements=all_of(rules.bias),
+    output:
+        f"{RESULTS}/report/bias_length.json",
+        multiext(f"{RESULTS}/tables/bias_length_table", ".csv", ".md", ".tex"),
+        expand(
+            f"{RESULTS}/figures/{{figure}}.png",
+            figure=["bias_by_length"],
+            allow_missing=True,
+        ),
+        report(
+            f"{RESULTS}/tables/bias_length_table.html",
+            caption="../report/bias_length_table.rst",
+            category="{experiment}",
+            labels={"show": "Estimators by length"},
+        ),
+        report(
+            f"{RESULTS}/figures/bias_by_length.svg",
+            caption="../report/bias_by_length.rst",
+            category="{experiment}",
+            labels={"show": "Bias by length"},
+        ),
+    log:
+        f"{LOGS}/report-bias_length.log",
+    benchmark:
+        f"{BENCHMARKS}/report_bias_length.tsv"
+    params:
+        config_hash=config_hash("report"),
+        version=STAGE_VERSIONS["report_bias_length"],
+    message:
+        "drawing the bias by length of {wildcards.experiment}"
+    shell:
+        "dvp report --config {input.config:q} --part bias_length 2>&1 | tee {log:q}"
+
+
 rule report_sweep:
     input:
         config=rules.resolve.output,

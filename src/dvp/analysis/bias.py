@@ -40,8 +40,8 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
     count = len(experiment.seeds)
     over = "one seed" if count == 1 else f"the mean over {count} seeds (each with problems of its own)"
     spread = f"{over}; {spread_text(count)}"
-    estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
-    jackknife = loaded.jackknife.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
+    index = [*place_columns(experiment), "seed"]
+    estimators, jackknife = (table.set_index(index).sort_index() for table in (loaded.estimators, loaded.jackknife))
     for where in estimator_places(experiment):
         key, partner = tuple(where.values()), partner_of(experiment, where["method"])
         rows = estimators.loc[key].loc[experiment.seeds]
@@ -53,7 +53,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
                 yield Statistic(name, where, *numbers, _UNITS[name], spread, sources)
         if partner is None:
             continue
-        other = (*key[:2], partner, "none")
+        other = tuple((where | {"method": partner, "rho": "none"}).values())
         for name in CHANGES:
             values = [rows.loc[seed, name] - estimators.loc[(*other, seed), name] for seed in experiment.seeds]
             errors = [
@@ -65,7 +65,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
 
 
 def _paired_statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
-    estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho", "seed"]).sort_index()
+    estimators = loaded.estimators.set_index([*place_columns(experiment), "seed"]).sort_index()
     for where in estimator_places(experiment):
         rows = estimators.loc[tuple(where.values())].loc[experiment.seeds]
         for name, ess in PAIRED.items():
@@ -90,17 +90,21 @@ def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[t
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
-    """Policy, engine, method and ρ of everything that the stage `bias` measures, as statistics name it."""
+    """Policy, engine, task if any, method and ρ of everything that the stage `bias` measures, as statistics name it."""
     settings = experiment.bias
     return [
-        {
-            "policy": policy if policy == "base" else policy.path,
-            "engine": engine,
-            "method": method,
-            "rho": rho or "none",
-        }
-        for policy, engine, (method, rho) in product(settings.policies, settings.engines, experiment.estimators)
+        {"policy": policy if policy == "base" else policy.path, "engine": engine}
+        | ({"task": task} if task else {})
+        | {"method": method, "rho": rho or "none"}
+        for policy, engine, task, (method, rho) in product(
+            settings.policies, settings.engines, settings.tasks or [None], experiment.estimators
+        )
     ]
+
+
+def place_columns(experiment: Experiment) -> list[str]:
+    """The keys of each of `estimator_places`, in their order."""
+    return ["policy", "engine", *(["task"] if experiment.bias.tasks else []), "method", "rho"]
 
 
 def partner_of(experiment: Experiment, method: str) -> str | None:
@@ -157,7 +161,7 @@ def digits(sign: str = "") -> Callable[[float], str]:
 def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) -> Table:
     """A row for every estimator at every policy and engine, `measured` as of `statistics`."""
     known, rows = lookup(measured), {}
-    estimators = loaded.estimators.set_index(["policy", "engine", "method", "rho"]).sort_index()
+    estimators = loaded.estimators.set_index(place_columns(experiment)).sort_index()
     shown = [*ESTIMATED, *(f"{name}_change" for name in CHANGES), *PAIRED]
     weights = [f"{name}{end}" for end in ("", "_pruned") for name in WEIGHTS]
     for where in estimator_places(experiment):
@@ -181,18 +185,20 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
                 if own[name].notna().all()
             }
             | {
+                "response_tokens": Cell(float(own["response_tokens"].mean()), sources),
                 "batches": Cell(batches, sources),
                 "empty_batches": Cell(empty, sources),
                 "empty": Cell(f"{empty} / {batches}", sources),
             }
         )
-    several = len(experiment.bias.policies) > 1
+    several, of_tasks = len(experiment.bias.policies) > 1, bool(experiment.bias.tasks)
     columns = [
         Column("label", "estimator"),
         Column("method", None),
         Column("partner", None),
         Column("rho", "ρ", rho_text),
         Column("engine", "engine"),
+        *([Column("task", "problems"), Column("response_tokens", "tokens", number(".0f"))] if of_tasks else []),
         Column("policy", None),
         Column("policy_label", "policy" if several else None, shown_only=True),
         Column("seeds", None),

@@ -26,28 +26,31 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
     """
     known, colors = lookup(measured), method_colors(experiment)
     engines = experiment.bias.engines
-    policies = list(dict.fromkeys(where["policy"] for where in estimator_places(experiment)))
+    # Of each row of panels what all its estimators share, but for the engine.
+    shared = [{key: where[key] for key in ("policy", "task") if key in where} for where in estimator_places(experiment)]
+    lines = [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in shared)]
     families = _families(experiment)
     rows = [estimator for family in families for estimator in family]
     labels = [_label(experiment, family, *estimator) for family in families for estimator in family]
     with mpl.rc_context(STYLE):
         width = 2.2 + 3.6 * len(engines)
-        figure = new_figure(width, (0.18 * len(rows) + 0.6) * len(policies) + 1.5)
+        figure = new_figure(width, (0.18 * len(rows) + 0.6) * len(lines) + 1.5)
         grid = figure.subplots(
-            len(policies),
+            len(lines),
             2 * len(engines),
             squeeze=False,
             sharex="col",
             sharey=True,
             width_ratios=[1.3, 1] * len(engines),
         )
-        for (line, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
+        for (line, of), (column, engine) in product(enumerate(lines), enumerate(engines)):
             bias, variance = grid[line, 2 * column : 2 * column + 2]
             bias.axvspan(-LINEAR, LINEAR, color="#F0F0F0", zorder=0)
             bias.axvline(0, color="#808080", linewidth=0.8, zorder=1)
-            bias.set_title(f"engine {engine}, {policy_label(experiment, policy)}", loc="left")
+            problems = f", {of['task']}" if "task" in of else ""
+            bias.set_title(f"engine {engine}, {policy_label(experiment, of['policy'])}{problems}", loc="left")
             for place, (method, rho) in enumerate(rows):
-                where = {"policy": policy, "engine": engine, "method": method, "rho": rho}
+                where = of | {"engine": engine, "method": method, "rho": rho}
                 _row(bias, place, known("squared_bias", where), known(PAIRED, where), colors[method])
                 _row(variance, place, known("variance", where), None, colors[method], logarithmic=True)
             for axes in (bias, variance):
@@ -58,7 +61,7 @@ def bias_variance(experiment: Experiment, measured: list[Statistic]) -> Figure:
             bias.set_xscale("symlog", linthresh=LINEAR, linscale=0.7)
             bias.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
             variance.set_xscale("log")
-            if line == len(policies) - 1:
+            if line == len(lines) - 1:
                 bias.set_xlabel("squared bias, of |g|²")
                 variance.set_xlabel("variance, of |g|²")
         # All columns of a kind have one scale, so that engines can be compared.

@@ -25,7 +25,7 @@ from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, GridPoint, Measurement, Run, Sampler
-from dvp.files import expect, read_json, sha256_file, verify_checksums
+from dvp.files import expect, expect_keys, read_json, sha256_file, verify_checksums
 from dvp.measurement.mismatch_files import TABLES
 from dvp.tracking.record import read_rows
 
@@ -205,9 +205,10 @@ class Mismatch:
 
 @dataclass
 class Bias:
-    """The stage `bias`, with policy, engine and seed; rho is `none` where there is none."""
+    """The stage `bias`, with policy, engine, task if any, and seed; rho is `none` where there is none."""
 
     estimators: pd.DataFrame
+    """Also squared_norm, |g|², and response_tokens, the mean of the reference's responses."""
     jackknife: pd.DataFrame
     """Values without a batch: of `sample` (engine or reference) and `batch`, CHANGES."""
     files: Origins
@@ -358,6 +359,12 @@ def load_bias(experiment: Experiment, results: Path) -> Bias:
                 where = path.with_name(f"{name}.parquet")
                 raise DvpError(f"{where}: method, rho: not the experiment's estimators in their order")
             frames[name].append(frame.assign(source=path.relative_to(results).as_posix(), **key))
+        reference = read_json(path, "reference")["reference"]
+        kinds = dict.fromkeys(("squared_norm", "response_tokens_mean"), "a finite number, 0 or more")
+        expect_keys(reference, kinds, f"{path}: reference.")
+        frames["estimators"][-1] = frames["estimators"][-1].assign(
+            squared_norm=reference["squared_norm"], response_tokens=reference["response_tokens_mean"]
+        )
     return Bias(_joined(frames["estimators"]), _joined(frames["jackknife"]), reader.files)
 
 
@@ -463,15 +470,15 @@ class _Reader:
     def measurement(
         self, stage: str, measurement: Measurement, schemas: dict[str, pa.DataFrameSchema]
     ) -> tuple[dict[str, Any], Path, dict[str, pd.DataFrame]]:
-        """Which policy, engine and seed it is of, its JSON file, and its tables."""
+        """Which policy, engine, task if any, and seed it is of, its JSON file, and its tables."""
         source = f"{stage}/{measurement.path}/{stage}.json"
         path = self.results / source
         config_hash = self.experiment.config_hash(stage, measurement=measurement)
         expected = {"config_hash": config_hash, "measurement": measurement.path}
         names = [f"{name}.parquet" for name in schemas]
         self.record(stage, source, measurement.path, measurement.seed, expected, names)
-        policy = measurement.policy if measurement.policy == BASE else measurement.policy.path
-        key = {"policy": policy, "engine": measurement.engine, "seed": measurement.seed}
+        task = {} if measurement.task is None else {"task": measurement.task}
+        key = {"policy": measurement.policy_path, "engine": measurement.engine} | task | {"seed": measurement.seed}
         return key, path, {name: _parquet(path.with_name(f"{name}.parquet"), schemas[name]) for name in schemas}
 
     def record(

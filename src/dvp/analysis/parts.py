@@ -11,7 +11,8 @@ def parts(experiment: Experiment) -> list[str]:
     """training: scores of the grid; matrix: under several policies; diversity: different solutions, of problems
     that can have several; curve: along training; sweep: over ρ.
 
-    mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it.
+    mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it;
+    bias_length: over the length of responses, where they are made with several tasks.
     """
     asked = {
         "training": True,
@@ -21,6 +22,7 @@ def parts(experiment: Experiment) -> list[str]:
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
         "variance": bool(experiment.positions),
+        "bias_length": experiment.bias is not None and len(experiment.bias.tasks) > 1,
         "sweep": bool(swept(experiment)),
     }
     return [name for name, wanted in asked.items() if wanted]
@@ -28,7 +30,7 @@ def parts(experiment: Experiment) -> list[str]:
 
 def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
     """The ρ that are trained of every sweep, a grid point without ρ: three or more are measured at the base policy."""
-    if experiment.bias is None or "base" not in experiment.bias.policies:
+    if experiment.bias is None or "base" not in experiment.bias.policies or experiment.bias.tasks:
         return {}
     trained: dict[GridPoint, list[str]] = {}
     for point in experiment.points:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dvp.analysis import (
     bias,
+    bias_length,
     curve,
     diversity,
     figures,
@@ -21,6 +22,7 @@ from dvp.analysis import (
     variance_figures,
 )
 from dvp.analysis.bias_figures import bias_variance
+from dvp.analysis.bias_length_figure import bias_by_length
 from dvp.analysis.claims import CLAIMS, claim, load_file
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.diversity_figure import solutions
@@ -61,6 +63,7 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
         "mismatch": _mismatch,
         "bias": _bias,
         "variance": _variance,
+        "bias_length": _bias_length,
         "sweep": _sweep,
     }
     return makers[part](experiment, results, claims)
@@ -130,6 +133,13 @@ def _variance(experiment: Experiment, results: Path, claims: Path) -> Part:
         "variance_by_position": variance_figures.variance_by_position(experiment, statistics),
     }
     return Part(statistics, variance.tables(experiment, loaded, statistics), drawn, loaded.files)
+
+
+def _bias_length(experiment: Experiment, results: Path, claims: Path) -> Part:
+    loaded = load_bias(experiment, results)
+    statistics = bias_length.statistics(experiment, loaded)
+    drawn = {"bias_by_length": bias_by_length(experiment, statistics)}
+    return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, drawn, loaded.files)
 
 
 def _sweep(experiment: Experiment, results: Path, claims: Path) -> Part:

@@ -63,7 +63,7 @@ def _inputs(directory: ExperimentDir, part: str) -> Inputs:
         inputs["evaluate"] = [directory.result("evaluate", f"{path}/{experiment.report.task}") for path in asked]
     if part == "diversity":
         inputs["base"] = [directory.result("base")]
-    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "sweep"))):
+    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "bias_length", "sweep"))):
         if part in in_parts:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
     return inputs

@@ -317,6 +317,9 @@ class Experiment(Strict):
                         f"{measured:g} (training.temperature)"
                     )
             _distinct(f"{stage}:", [measurement.path for measurement in self.measurements(stage)])
+        for name in self.bias.tasks if self.bias else []:
+            if name not in self.data.tasks:
+                raise ValueError(f"bias.tasks: '{name}' is not evaluated; tasks are {', '.join(self.data.tasks)}")
         if self.mismatch and self.training.temperature != 1.0:
             raise ValueError(
                 f"training.temperature: `mismatch` measures at temperature 1, found {self.training.temperature:g}"
@@ -504,9 +507,10 @@ class Experiment(Strict):
         settings = getattr(self, stage)
         if settings is None:
             return []
+        tasks = self.bias.tasks if stage == "bias" else []
         return [
-            Measurement(policy=policy, engine=engine, seed=seed)
-            for policy, engine, seed in product(settings.policies, settings.engines, self.seeds)
+            Measurement(policy=policy, engine=engine, task=task, seed=seed)
+            for policy, engine, task, seed in product(settings.policies, settings.engines, tasks or [None], self.seeds)
         ]
 
     def measurement(self, stage: str, path: str) -> Measurement:

@@ -85,9 +85,11 @@ def settings_of_stage(
             parts["evaluation_rho"] = sampler.rho
     if measurement is not None:
         settings = getattr(experiment, stage)
-        parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators"})
+        parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators", "tasks"})
         parts["measured_engine"] = experiment.engines[measurement.engine].model_dump(mode="json")
         parts["seed"] = measurement.seed
+        if measurement.task is not None:
+            parts["task"] = measurement.task
         sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
         if stage == "bias":
             sampling |= {"group_size", "tokens_per_micro_batch"}

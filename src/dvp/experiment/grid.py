@@ -255,12 +255,19 @@ class Measurement(Strict):
     policy: Literal["base"] | GridPoint
     engine: str
     seed: int
+    task: str | None = None
+    """Whose problems it is made with; None: training problems."""
 
     @property
     def path(self) -> str:
         """The measurement as a relative path, which says what it is."""
-        policy = self.policy if self.policy == "base" else self.policy.path
-        return f"{policy}/by~{self.engine}/seed~{self.seed}"
+        problems = "" if self.task is None else f"/on~{self.task}"
+        return f"{self.policy_path}/by~{self.engine}{problems}/seed~{self.seed}"
+
+    @property
+    def policy_path(self) -> str:
+        """The policy's own."""
+        return self.policy if self.policy == "base" else self.policy.path
 
     @property
     def run(self) -> Run | None:
@@ -321,6 +328,9 @@ class BiasConfig(_MeasurementConfig):
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
     estimators: Annotated[list[Estimators], Field(min_length=1)]
     """What is compared."""
+    tasks: list[Name] = Field([], exclude_if=not_)
+    """Evaluated tasks with whose problems all is measured, each by itself; none: with training problems. From two on
+    the report has the bias over the length of responses."""
     position_bins: list[Positive] = Field([], exclude_if=not_)
     """Variance by position in the response: the last token of each bin but the last, as [8, 16, 32]."""
     norm_responses: Annotated[int, Field(ge=0)] = Field(0, exclude_if=not_)
@@ -331,6 +341,12 @@ class BiasConfig(_MeasurementConfig):
     def _both_or_none(self) -> "BiasConfig":
         if bool(self.position_bins) != bool(self.norm_responses):
             raise ValueError("position_bins and norm_responses go together; give both or none")
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_divide(self) -> "BiasConfig":
+        if self.position_bins and self.tasks:
+            raise ValueError("tasks and position_bins cannot be combined; give one")
         return self
 
     @field_validator("position_bins")

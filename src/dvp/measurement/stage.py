@@ -88,7 +88,7 @@ def bias(config: Path, path: str, threads: int) -> None:
     configure_environment(threads)
     import torch
 
-    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
+    from dvp.data.prepared import TRAIN_COLUMNS, read_problems, read_task
     from dvp.measurement.bias import measure_bias, write_tables
 
     torch.set_num_threads(threads)
@@ -97,7 +97,11 @@ def bias(config: Path, path: str, threads: int) -> None:
         stage.tracked.log_params(
             {"measurement": path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})}
         )
-        problems, where = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS), "data/train.parquet"
+        if measurement.task is None:
+            problems, where = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS), "data/train.parquet"
+        else:
+            problems = read_task(directory.data / "eval.parquet", measurement.task)
+            where = f"data/eval.parquet, task '{measurement.task}'"
         measured = measure_bias(
             experiment, model, measurement.engine, problems, where=where, seed=measurement.seed, name=path
         )
@@ -168,5 +172,6 @@ def _run_stage(name: str, directory: ExperimentDir, measurement: Measurement) ->
         directory.experiment.config_hash(name, measurement=measurement),
         {made_by: model_result, "prepare": directory.result("prepare")},
         run=measurement.run and measurement.run.path,
-        task=f"by~{measurement.engine}-seed~{measurement.seed}",
+        task=measurement.path.removeprefix(f"{measurement.policy_path}/").replace("/", "-"),
+        problems=None if measurement.task is None else "eval.parquet",
     )

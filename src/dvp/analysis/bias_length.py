@@ -1,0 +1,209 @@
+"""The bias of the gradient estimators against the length of responses: what of the stage `bias` with several tasks.
+
+Everything is a function of sums over seeds: of squared biases, paired with the exact gradient by the same samples
+(dvp.core.paired_bias), and of |g|². Intervals leave out one seed at a time.
+
+Shape suffixes: R replicates, the value first; S seeds; L tasks, in the order of their responses' length.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from dvp.analysis.bias import digits, estimator_places, partner_of, place_columns
+from dvp.analysis.formats import rho_text
+from dvp.analysis.load import Bias
+from dvp.analysis.pages import notes
+from dvp.analysis.points import policy_label
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.analysis.tables import INTERVAL, Column, Table, interval
+from dvp.analysis.training import over_seeds
+from dvp.core.paired_bias import SMALLEST_ESS
+from dvp.evaluation import bootstrap
+from dvp.experiment.config import Experiment
+
+RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
+REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_by_doubling"
+
+
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """One estimator over the tasks whose weights can be used."""
+
+    tasks: list[str]
+    squared_bias_SL: np.ndarray
+    """|E ĝ − ∇J|², not over |g|²."""
+    squared_norm_SL: np.ndarray
+    tokens_L: np.ndarray
+    sources: tuple[str, ...]
+
+
+def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
+    """Of every estimator at every policy and engine.
+
+    relative_bias: of each task Σ |E ĝ − ∇J|² / Σ |g|², sums over seeds.
+    bias_exponent: the slope of its logarithm on that of the length, by least squares over the tasks;
+    absolute_bias_exponent: the same of Σ |E ĝ − ∇J|² alone.
+    bias_removed: of each task 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and
+    bias_removed_by_doubling, its slope on log₂ of the length.
+
+    Tasks at which the sequence weights of any seed have an ESS below SMALLEST_ESS are left out, and so is a slope over
+    fewer than two tasks, or of a logarithm that is not defined.
+
+    And response_tokens, the mean length of a policy's responses to each task.
+    """
+    count = len(experiment.seeds)
+    draws = bootstrap.draws(count, 1, 1, 0, shared=False)
+    over = (
+        f"jackknife over {count} seeds, quantiles of t" if bootstrap.covers_seeds(experiment.seeds) else "no interval"
+    )
+    found: list[Statistic] = []
+
+    def add(name: str, where: dict[str, str], value_R: np.ndarray, unit: str, how: str, line: _Line) -> None:
+        if not math.isfinite(value_R[0]):
+            return
+        scale = "ratio" if name == "relative_bias" else "plain"
+        value_R = value_R if bootstrap.covers_seeds(experiment.seeds) else value_R[:1]
+        found.append(Statistic(name, where, *draws.estimate(value_R, scale), unit, f"{how}; {over}", line.sources))
+
+    for where, line, partner in _lines(experiment, loaded):
+        bias_RL, norm_RL = draws.count_RU @ line.squared_bias_SL, draws.count_RU @ line.squared_norm_SL
+        theirs_RL = None if partner is None else draws.count_RU @ partner.squared_bias_SL
+        for place, task in enumerate(line.tasks):
+            of_task = where | {"task": task}
+            how = "Σ |E ĝ − ∇J|² / Σ |g|² over seeds"
+            add("relative_bias", of_task, bias_RL[:, place] / norm_RL[:, place], "of |g|²", how, line)
+            if theirs_RL is not None:
+                removed_R = 1 - _ratio(bias_RL[:, place], theirs_RL[:, place])
+                how = "1 − Σ |E ĝ − ∇J|² / that without a safe vocabulary"
+                add(REMOVED, of_task, removed_R, "fraction", how, line)
+        if len(line.tasks) < 2:
+            continue
+        of = f"over {', '.join(line.tasks)}"
+        add(RELATIVE, where, _slope(_log(bias_RL / norm_RL), line.tokens_L), "power of the length", of, line)
+        add(ABSOLUTE, where, _slope(_log(bias_RL), line.tokens_L), "power of the length", of, line)
+        if theirs_RL is not None:
+            slope_R = _slope(1 - _ratio(bias_RL, theirs_RL), line.tokens_L) * math.log(2)
+            add(REMOVED_SLOPE, where, slope_R, "fraction by doubling the length", of, line)
+    return [*found, *_response_tokens(experiment, loaded)]
+
+
+def _response_tokens(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
+    # Of the trainer's own samples, which are the same whatever engine is measured beside it.
+    first = loaded.estimators[loaded.estimators["engine"] == experiment.bias.engines[0]]
+    first = first.drop_duplicates(["policy", "task", "seed"])
+    for (policy, task), rows in first.groupby(["policy", "task"], sort=False):
+        numbers = over_seeds(list(rows["response_tokens"]), logarithmic=False)
+        how = f"mean of the responses to the reference's problems; t interval over {len(rows)} seeds"
+        where = {"policy": policy, "task": task}
+        yield Statistic("response_tokens", where, *numbers, "tokens", how, tuple(rows["source"]))
+
+
+def _lines(experiment: Experiment, loaded: Bias) -> Iterator[tuple[dict[str, str], _Line, _Line | None]]:
+    """Where each estimator is, the estimator, and the same correction without safe vocabulary if that is compared."""
+    table = loaded.estimators.set_index([*place_columns(experiment), "seed"]).sort_index()
+    places = [{key: value for key, value in where.items() if key != "task"} for where in estimator_places(experiment)]
+    for where in [dict(items) for items in dict.fromkeys(tuple(place.items()) for place in places)]:
+        name = partner_of(experiment, where["method"])
+        partner = None if name is None else _line(experiment, table, where | {"method": name, "rho": "none"})
+        line = _line(experiment, table, where)
+        if line.tasks:
+            yield where, line, partner
+
+
+def _line(experiment: Experiment, table: pd.DataFrame, where: dict[str, str]) -> _Line:
+    rows = {
+        task: table.loc[tuple((where | {"task": task})[key] for key in place_columns(experiment))].loc[experiment.seeds]
+        for task in experiment.bias.tasks
+    }
+    tokens = {task: float(own["response_tokens"].mean()) for task, own in rows.items()}
+    used = [task for task in sorted(rows, key=tokens.__getitem__) if (rows[task]["weight_ess"] >= SMALLEST_ESS).all()]
+    norm_SL = np.array([rows[task]["squared_norm"] for task in used]).T
+    relative_SL = np.array([rows[task]["paired_squared_bias"] for task in used]).T
+    sources = tuple(source for task in used for source in rows[task]["source"])
+    return _Line(used, relative_SL * norm_SL, norm_SL, np.array([tokens[task] for task in used]), sources)
+
+
+def _slope(value_RL: np.ndarray, tokens_L: np.ndarray) -> np.ndarray:
+    """Least squares on log T, (R,)."""
+    centred_L = np.log(tokens_L) - np.log(tokens_L).mean()
+    return value_RL @ centred_L / (centred_L @ centred_L)
+
+
+def _log(value_RL: np.ndarray) -> np.ndarray:
+    return np.log(np.where(value_RL > 0, value_RL, np.nan))
+
+
+def _ratio(own_R: np.ndarray, theirs_R: np.ndarray) -> np.ndarray:
+    """NaN where what it is over is not estimated above 0."""
+    return own_R / np.where(theirs_R > 0, theirs_R, np.nan)
+
+
+def table(experiment: Experiment, measured: list[Statistic]) -> Table:
+    """A row for every estimator at every policy and engine."""
+    known = lookup(measured)
+    # With several policies the first one's, which the column is called by.
+    lengths = tokens_by_task(measured, estimator_places(experiment)[0]["policy"])
+    rows = {}
+    for place in estimator_places(experiment):
+        where = {key: value for key, value in place.items() if key != "task"}
+        rows["/".join(where.values())] = (
+            where
+            | {
+                "label": experiment.methods[where["method"]].label,
+                "policy_label": policy_label(experiment, where["policy"]),
+                "partner": partner_of(experiment, where["method"]),
+                "seeds": list(experiment.seeds),
+            }
+            | {name: known(name, where) for name in (RELATIVE, ABSOLUTE, REMOVED_SLOPE)}
+            | {
+                f"{name}_{task}": known(name, where | {"task": task})
+                for name in ("relative_bias", REMOVED)
+                for task in lengths
+            }
+        )
+    at = {task: f"{tokens:.0f} tokens" for task, tokens in lengths.items()}
+    columns = [
+        Column("label", "estimator"),
+        Column("method", None),
+        Column("partner", None),
+        Column("rho", "ρ", rho_text),
+        Column("engine", "engine"),
+        Column("policy", None),
+        Column("policy_label", "policy" if len(experiment.bias.policies) > 1 else None, shown_only=True),
+        Column("seeds", None),
+        *(
+            Column(f"relative_bias_{task}", f"bias² at {text} [95 %]", interval(digits()), INTERVAL)
+            for task, text in at.items()
+        ),
+        Column(RELATIVE, "power of the length [95 %]", interval("+.2f"), INTERVAL),
+        Column(ABSOLUTE, "the same, not over |g|² [95 %]", interval("+.2f"), INTERVAL),
+        *(
+            Column(f"{REMOVED}_{task}", f"removed at {text} [95 %]", interval("+.2f"), INTERVAL)
+            for task, text in at.items()
+        ),
+        Column(REMOVED_SLOPE, "removed more by doubling [95 %]", interval("+.2f"), INTERVAL),
+    ]
+    title = f"{experiment.name}: bias of the policy gradient's estimators by the length of responses"
+    below = notes(
+        "bias_length_table",
+        experiment,
+        settings=experiment.bias,
+        count=len(experiment.seeds),
+        over_seeds=bootstrap.covers_seeds(experiment.seeds),
+        smallest_ess=SMALLEST_ESS,
+    )
+    return Table(title, columns, rows, below)
+
+
+def tokens_by_task(measured: list[Statistic], policy: str) -> dict[str, float]:
+    """Mean length of a policy's responses to each task, the shortest first."""
+    lengths = {
+        one.where["task"]: one.value
+        for one in measured
+        if one.name == "response_tokens" and one.where["policy"] == policy
+    }
+    return dict(sorted(lengths.items(), key=lambda item: item[1]))

@@ -1,0 +1,180 @@
+"""The bias over the length of responses: planted powers and shares against what the report makes of them."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_bias import bias_experiment, write_cell
+from made_up_results import CLAIMS
+from test_analysis_bias import found, rewrite
+
+from dvp.analysis import bias_length
+from dvp.analysis.load import Bias
+from dvp.analysis.report import make, record, write
+from dvp.experiment.config import Experiment
+from dvp.experiment.loading import parse_experiment
+from dvp.files import dump_json, read_json, write_json
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = {"short": 40.0, "middle": 120.0, "long": 400.0}
+ESTIMATORS = [{"method": ["rloo", "rloo_mis"]}, {"method": ["dvp", "dvp_mis"], "rho": "0.01"}]
+T_4 = 2.776445  # 0.975 quantile of t with 4 degrees of freedom
+
+
+def experiment_of(seeds: int = 5, engines: tuple[str, ...] = ("fp32", "coarse")) -> Experiment:
+    """With tasks of three lengths."""
+    value = bias_experiment(policies=["base"], engines=list(engines), estimators=ESTIMATORS).model_dump(mode="json")
+    for name in LENGTHS:
+        value["sources"][name] = value["sources"]["stories"] | {"seed": len(name)}
+    value["data"]["evaluation"] = list(LENGTHS)
+    value["evaluation"]["samples_per_problem"] |= dict.fromkeys(LENGTHS, 1)
+    # Not in the order of their lengths.
+    value["bias"]["tasks"] = ["middle", "long", "short"]
+    value["seeds"] = list(range(seeds))
+    return parse_experiment(value, "test.yaml")
+
+
+def plant(experiment, squared_bias, *, norm=lambda tokens, seed: 2.0, ess=lambda engine, task: 0.9):
+    """squared_bias(method, tokens, seed): over |g|², as the stage writes it."""
+    rows = [
+        {"policy": "base", "engine": one.engine, "task": one.task, "seed": one.seed, "method": method}
+        | {"rho": rho or "none", "source": f"bias/{one.path}/bias.json", "weight_ess": ess(one.engine, one.task)}
+        | {"squared_norm": norm(LENGTHS[one.task], one.seed), "response_tokens": LENGTHS[one.task]}
+        | {"paired_squared_bias": squared_bias(method, LENGTHS[one.task], one.seed)}
+        for one in experiment.measurements("bias")
+        for method, rho in experiment.estimators
+    ]
+    statistics = bias_length.statistics(experiment, Bias(pd.DataFrame(rows), pd.DataFrame(), {}))
+    return SimpleNamespace(statistics=statistics, table=bias_length.table(experiment, statistics))
+
+
+def a_power(method, tokens, seed):
+    """Of naive RLOO T^1.5, of MIS T^0.5; DVP takes a tenth of either at 40 tokens and a tenth more by doubling."""
+    scale = 1e-4 * (1 + 0.2 * seed)
+    unpruned = scale * tokens ** (0.5 if "mis" in method else 1.5)
+    return unpruned * (1 if method.startswith("rloo") else 0.9 - 0.1 * math.log2(tokens / 40))
+
+
+def test_planted_powers_and_shares_are_found():
+    measured = plant(experiment_of(), a_power, norm=lambda tokens, seed: 3.0 * tokens)
+    for engine in ("fp32", "coarse"):
+        for method, power in (("rloo", 1.5), ("rloo_mis", 0.5)):
+            where = {"policy": "base", "engine": engine, "method": method}
+            assert found(measured, "bias_exponent", **where).value == pytest.approx(power)
+            # |g|² grows with T here, and the absolute bias by as much more.
+            assert found(measured, "absolute_bias_exponent", **where).value == pytest.approx(power + 1)
+        where = {"engine": engine, "method": "dvp"}
+        assert found(measured, "bias_removed", task="short", **where).value == pytest.approx(0.1)
+        assert found(measured, "bias_removed", task="long", **where).value == pytest.approx(0.1 + 0.1 * math.log2(10))
+        assert found(measured, "bias_removed_by_doubling", **where).value == pytest.approx(0.1)
+    assert found(measured, "response_tokens", task="middle").value == 120
+    assert not [one for one in measured.statistics if one.name == "bias_removed" and "rloo" in one.where["method"]]
+
+
+def test_the_interval_by_hand():
+    """One seed left out at a time; slopes by numpy's own fit."""
+    rng = np.random.default_rng(1)
+    noise = {(name, seed): rng.uniform(0.5, 2.0) for name in LENGTHS.values() for seed in range(5)}
+    norms = {place: rng.uniform(1.0, 3.0) for place in noise}
+    measured = plant(
+        experiment_of(engines=("coarse",)),
+        lambda method, tokens, seed: 1e-4 * tokens * noise[tokens, seed],
+        norm=lambda tokens, seed: norms[tokens, seed],
+    )
+
+    def slope(seeds):
+        relative = []
+        for tokens in LENGTHS.values():
+            bias = sum(1e-4 * tokens * noise[tokens, seed] * norms[tokens, seed] for seed in seeds)
+            relative.append(bias / sum(norms[tokens, seed] for seed in seeds))
+        return np.polyfit(np.log(list(LENGTHS.values())), np.log(relative), 1)[0]
+
+    left_out = [slope([seed for seed in range(5) if seed != out]) for out in range(5)]
+    reach = T_4 * math.sqrt(4 * np.var(left_out))
+    one = found(measured, "bias_exponent", method="rloo")
+    assert one.value == pytest.approx(slope(range(5)))
+    assert (one.low, one.high) == pytest.approx((one.value - reach, one.value + reach))
+    assert len(one.sources) == 15
+
+
+def test_the_interval_covers_a_planted_power():
+    """Seeds whose biases differ by a factor of 1.5, as those of the tiny experiments do."""
+    rng, experiment = np.random.default_rng(0), experiment_of(engines=("coarse",))
+
+    def covers() -> bool:
+        spread = {(tokens, seed): rng.lognormal(0, 0.4) for tokens in LENGTHS.values() for seed in range(5)}
+        measured = plant(experiment, lambda method, tokens, seed: 1e-4 * tokens * spread[tokens, seed])
+        one = found(measured, "bias_exponent", method="rloo")
+        return one.low <= 1 <= one.high
+
+    # Of 190; fewer than 180 have a probability of 0.02.
+    assert 180 <= sum(covers() for _ in range(200)) <= 199
+
+
+def test_a_task_whose_weights_cannot_be_used_is_left_out_and_a_logarithm_that_is_not_defined():
+    heavy = {"middle": 0.9, "long": 0.3, "short": 0.9}
+    measured = plant(
+        experiment_of(),
+        lambda method, tokens, seed: -1e-5 if method == "rloo_mis" and tokens == 40 else 1e-3,
+        ess=lambda engine, task: heavy[task] if engine == "coarse" else 0.9,
+    )
+    assert {one.where["task"] for one in measured.statistics if one.name == "relative_bias"} == set(LENGTHS)
+    of_coarse = [one for one in measured.statistics if one.where.get("engine") == "coarse"]
+    assert {one.where["task"] for one in of_coarse if one.name == "relative_bias"} == {"short", "middle"}
+    assert found(measured, "bias_exponent", engine="coarse", method="rloo").how.startswith("over short, middle;")
+    assert found(measured, "bias_exponent", engine="fp32", method="rloo").value == pytest.approx(0)
+    assert not [one for one in measured.statistics if one.name == "bias_exponent" and one.where["method"] == "rloo_mis"]
+    # What is taken off less than nothing is no share of anything.
+    removed = [one.where for one in measured.statistics if one.name == "bias_removed"]
+    assert {place["task"] for place in removed if place["method"] == "dvp_mis"} == {"middle", "long"}
+    row = measured.table.frame().set_index(["engine", "method"]).loc[("coarse", "rloo")]
+    assert math.isnan(row["relative_bias_long"])
+
+
+def test_one_seed_has_values_and_no_intervals():
+    measured = plant(experiment_of(seeds=1), a_power)
+    one = found(measured, "bias_exponent", engine="coarse", method="rloo")
+    assert one.value == pytest.approx(1.5)
+    assert math.isnan(one.low)
+    assert "no interval" in one.how
+
+
+def test_table_figure_and_the_parts_of_before(tmp_path):
+    experiment = experiment_of(seeds=3)
+    for one in experiment.measurements("bias"):
+        write_cell(experiment, tmp_path, one)
+        rewrite(
+            tmp_path / "bias" / one.path,
+            "estimators.parquet",
+            lambda table, one=one: table.assign(weight_ess=0.9, paired_squared_bias=1e-4 * LENGTHS[one.task]),
+        )
+        written = read_json(tmp_path / "bias" / one.path / "bias.json", "reference")
+        written["reference"]["response_tokens_mean"] = LENGTHS[one.task]
+        write_json(tmp_path / "bias" / one.path / "bias.json", written)
+    measured = make(experiment, tmp_path, "bias_length", CLAIMS)
+    assert found(measured, "bias_exponent", engine="coarse", method="rloo").value == pytest.approx(1)
+    table = measured.tables["bias_length_table"].formatted()
+    assert len(table.rows) == 2 * 4
+    assert [heading for heading in table.headings if heading.startswith("bias² at")] == [
+        "bias² at 40 tokens [95 %]",
+        "bias² at 120 tokens [95 %]",
+        "bias² at 400 tokens [95 %]",
+    ]
+    figure = measured.figures["bias_by_length"]
+    assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == [
+        "engine fp32, base model",
+        "engine coarse, base model",
+    ]
+    assert len(figure.legends[0].get_texts()) == 4
+    write(measured, tmp_path)
+    assert json.loads(dump_json(record(measured)))["tables"].keys() == {"bias_length_table"}
+    # The table of all estimators has a row for each task, and the figure a row of panels.
+    whole = make(experiment, tmp_path, "bias", CLAIMS)
+    frame = whole.tables["bias_table"].frame()
+    assert len(frame) == 2 * 3 * 4
+    assert set(frame["task"]) == set(LENGTHS)
+    assert len(whole.figures["bias_variance"].axes) == 3 * 4

@@ -346,6 +346,7 @@ def test_impossible_rho(refused, rho, listed):
         ({"data.evaluation": ["stories_small"]}, "data: evaluation: 'stories_small' is the source that is trained on"),
         ({"base.source": "nope"}, "base.source: 'nope' is not defined; known are "),
         ({"base.source": "gsm8k"}, "base.source: expected a generated source, 'gsm8k' is not one"),
+        ({"data.chat": True}, "data.chat: a base model that is trained here has no chat template; expected false"),
         ({"evaluation.engine": "nope"}, "evaluation.engine: 'nope' is not defined; known are "),
         ({"grid.0.engine": ["fp32", "nope"]}, "grid[0].engine: 'nope' is not defined; known are "),
         ({"grid.1.method": "nope"}, "grid[1].method: 'nope' is not defined; known are "),

@@ -105,6 +105,8 @@ class Experiment(Strict):
             _defined("base.source", self.base.source, self.sources)
             if not isinstance(self.sources[self.base.source], GeneratedSource):
                 raise ValueError(f"base.source: expected a generated source, '{self.base.source}' is not one")
+            if self.data.chat:
+                raise ValueError("data.chat: a base model that is trained here has no chat template; expected false")
         self._check_context("training", self.training.max_prompt_tokens or 1, self.training.max_response_tokens)
         self._check_context("evaluation", 1, self.evaluation.max_response_tokens)
         return self

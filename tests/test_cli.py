@@ -15,12 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import NullPool, create_engine
 
 from dvp import signals
-from dvp.cli import LARGEST_SEED, app, main
+from dvp.cli import LARGEST_SEED, app, main, report
 from dvp.errors import Stopped
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 from dvp.strict import Seed
 from dvp.tracking.record import read_record
+from dvp.versions import STAGE_VERSIONS
 
 pytestmark = pytest.mark.slow  # each call is a process of its own
 
@@ -136,6 +137,11 @@ def test_help_imports_no_library_that_takes_long():
     assert not {"torch", "transformers", "vllm", "mlflow", "pandas", "numpy"} & set(done.stderr.split())
 
 
+def test_every_part_of_a_report_can_be_asked_for():
+    parts = get_args(get_type_hints(report)["part"])
+    assert {f"report_{part}" for part in parts} == {name for name in STAGE_VERSIONS if name.startswith("report_")}
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -150,7 +156,7 @@ def test_help_imports_no_library_that_takes_long():
         (
             ["report", "--config", "x", "--part", "y"],
             "dvp report: Invalid value for '--part': 'y' is not one of 'training', 'matrix', 'diversity', 'curve', "
-            "'mismatch', 'bias', 'variance', 'sweep'; see `dvp report --help`",
+            "'mismatch', 'bias', 'variance', 'bias_length', 'sweep'; see `dvp report --help`",
         ),
     ],
 )

@@ -35,6 +35,7 @@ RUN = "method~dvp_mis/engine~coarse/rho~exp-13/seed~0"
             "evaluating dvp · coarse · ρ 0.01 · seed 0 on aime25",
         ),
         ("comparing base/by~coarser/seed~2", "comparing base · by coarser · seed 2"),
+        ("comparing base/by~coarser/on~aime25/seed~2", "comparing base · by coarser · on aime25 · seed 2"),
         ("preparing problems", "preparing problems"),
     ],
 )

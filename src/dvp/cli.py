@@ -287,7 +287,7 @@ def bias(
 PARTS = (
     "training: scores and curves of the grid; matrix: scores by what samples them; diversity: different solutions; "
     "curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of gradients by position; "
-    "sweep: over ρ"
+    "bias_length: bias over the length of responses; sweep: over ρ"
 )
 
 
@@ -295,7 +295,7 @@ PARTS = (
 def report(
     config: Config,
     part: Annotated[
-        Literal["training", "matrix", "diversity", "curve", "mismatch", "bias", "variance", "sweep"],
+        Literal["training", "matrix", "diversity", "curve", "mismatch", "bias", "variance", "bias_length", "sweep"],
         _option("PART", PARTS),
     ] = "training",
 ) -> None:

@@ -27,7 +27,7 @@ def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
         return " · ".join(parts)
 
     text = _SETTING.sub(lambda match: f" · {setting_as_read(match[1], match[2])}", _POINT.sub(point, text))
-    return re.sub(r"/(by|seed)~", r" · \1 ", text)
+    return re.sub(r"/(by|on|seed)~", r" · \1 ", text)
 
 
 def setting_as_read(key: str, value: str = "") -> str:

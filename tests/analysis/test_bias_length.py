@@ -38,12 +38,13 @@ def experiment_of(seeds: int = 5, engines: tuple[str, ...] = ("fp32", "coarse"))
     return parse_experiment(value, "test.yaml")
 
 
-def plant(experiment, squared_bias, *, norm=lambda tokens, seed: 2.0, ess=lambda engine, task: 0.9):
+def plant(experiment, squared_bias, *, norm=lambda tokens, seed: 2.0, ess=lambda engine, task: 0.9, lengths=LENGTHS):
     """squared_bias(method, tokens, seed): over |g|², as the stage writes it."""
     rows = [
         {"policy": "base", "engine": one.engine, "task": one.task, "seed": one.seed, "method": method}
         | {"rho": rho or "none", "source": f"bias/{one.path}/bias.json", "weight_ess": ess(one.engine, one.task)}
-        | {"squared_norm": norm(LENGTHS[one.task], one.seed), "response_tokens": LENGTHS[one.task]}
+        | {"squared_norm": norm(LENGTHS[one.task], one.seed), "response_tokens": lengths[one.task]}
+        | {"reference_reward": 0.5 + 0.01 * one.seed}
         | {"paired_squared_bias": squared_bias(method, LENGTHS[one.task], one.seed)}
         for one in experiment.measurements("bias")
         for method, rho in experiment.estimators
@@ -70,8 +71,10 @@ def test_planted_powers_and_shares_are_found():
         where = {"engine": engine, "method": "dvp"}
         assert found(measured, "bias_removed", task="short", **where).value == pytest.approx(0.1)
         assert found(measured, "bias_removed", task="long", **where).value == pytest.approx(0.1 + 0.1 * math.log2(10))
-        assert found(measured, "bias_removed_by_doubling", **where).value == pytest.approx(0.1)
+        assert found(measured, "bias_removed_per_doubling", **where).value == pytest.approx(0.1)
     assert found(measured, "response_tokens", task="middle").value == 120
+    assert found(measured, "reward", task="middle").value == pytest.approx(0.52)
+    assert "Right answers of the trainer's own policy: short 52 %, middle 52 %, long 52 %." in measured.table.notes
     assert not [one for one in measured.statistics if one.name == "bias_removed" and "rloo" in one.where["method"]]
 
 
@@ -111,7 +114,7 @@ def test_the_interval_covers_a_planted_power():
         one = found(measured, "bias_exponent", method="rloo")
         return one.low <= 1 <= one.high
 
-    # Of 190; fewer than 180 have a probability of 0.02.
+    # Of 190; fewer than 180 have a probability of 0.001.
     assert 180 <= sum(covers() for _ in range(200)) <= 199
 
 
@@ -125,7 +128,8 @@ def test_a_task_whose_weights_cannot_be_used_is_left_out_and_a_logarithm_that_is
     assert {one.where["task"] for one in measured.statistics if one.name == "relative_bias"} == set(LENGTHS)
     of_coarse = [one for one in measured.statistics if one.where.get("engine") == "coarse"]
     assert {one.where["task"] for one in of_coarse if one.name == "relative_bias"} == {"short", "middle"}
-    assert found(measured, "bias_exponent", engine="coarse", method="rloo").how.startswith("over short, middle;")
+    # Without the longest it would be another slope.
+    assert {one.name for one in of_coarse} == {"relative_bias", "bias_removed"}
     assert found(measured, "bias_exponent", engine="fp32", method="rloo").value == pytest.approx(0)
     assert not [one for one in measured.statistics if one.name == "bias_exponent" and one.where["method"] == "rloo_mis"]
     # What is taken off less than nothing is no share of anything.
@@ -133,6 +137,19 @@ def test_a_task_whose_weights_cannot_be_used_is_left_out_and_a_logarithm_that_is
     assert {place["task"] for place in removed if place["method"] == "dvp_mis"} == {"middle", "long"}
     row = measured.table.frame().set_index(["engine", "method"]).loc[("coarse", "rloo")]
     assert math.isnan(row["relative_bias_long"])
+
+
+def test_lengths_that_hardly_differ_have_no_slope():
+    alike = {"short": 639.0, "middle": 639.5, "long": 640.0}
+    measured = plant(experiment_of(), a_power, lengths=alike)
+    named = {one.name for one in measured.statistics}
+    assert named == {"relative_bias", "bias_removed", "response_tokens", "reward"}
+
+
+def test_a_bias_that_may_be_none_has_an_interval_that_holds_0():
+    measured = plant(experiment_of(), lambda method, tokens, seed: 1e-4 * (seed - 1.5))
+    one = found(measured, "relative_bias", engine="coarse", method="rloo", task="long")
+    assert one.low < 0 < one.value < one.high
 
 
 def test_one_seed_has_values_and_no_intervals():
@@ -159,10 +176,10 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
     assert found(measured, "bias_exponent", engine="coarse", method="rloo").value == pytest.approx(1)
     table = measured.tables["bias_length_table"].formatted()
     assert len(table.rows) == 2 * 4
-    assert [heading for heading in table.headings if heading.startswith("bias² at")] == [
-        "bias² at 40 tokens [95 %]",
-        "bias² at 120 tokens [95 %]",
-        "bias² at 400 tokens [95 %]",
+    assert [heading for heading in table.headings if heading.startswith("paired bias²")] == [
+        "paired bias² (short, 40 tokens) [95 %]",
+        "paired bias² (middle, 120 tokens) [95 %]",
+        "paired bias² (long, 400 tokens) [95 %]",
     ]
     figure = measured.figures["bias_by_length"]
     assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == [

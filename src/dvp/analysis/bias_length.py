@@ -26,7 +26,9 @@ from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 
 RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
-REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_by_doubling"
+REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"
+SHORTEST_SPAN = 1.5
+"""Of the longest responses' mean length over the shortest: below it no slope says anything about length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +50,13 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     bias_exponent: the slope of its logarithm on that of the length, by least squares over the tasks;
     absolute_bias_exponent: the same of Σ |E ĝ − ∇J|² alone.
     bias_removed: of each task 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and
-    bias_removed_by_doubling, its slope on log₂ of the length.
+    bias_removed_per_doubling, its slope on log₂ of the length.
 
-    Tasks at which the sequence weights of any seed have an ESS below SMALLEST_ESS are left out, and so is a slope over
-    fewer than two tasks, or of a logarithm that is not defined.
+    A task at which the sequence weights of any seed have an ESS below SMALLEST_ESS is left out. Slopes are over all
+    tasks or not given: without the longest they would be another number; nor where lengths span less than
+    SHORTEST_SPAN, or where a logarithm is not defined.
 
-    And response_tokens, the mean length of a policy's responses to each task.
+    And of each task response_tokens and reward, means over a policy's own responses.
     """
     count = len(experiment.seeds)
     draws = bootstrap.draws(count, 1, 1, 0, shared=False)
@@ -65,13 +68,13 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     def add(name: str, where: dict[str, str], value_R: np.ndarray, unit: str, how: str, line: _Line) -> None:
         if not math.isfinite(value_R[0]):
             return
-        scale = "ratio" if name == "relative_bias" else "plain"
         value_R = value_R if bootstrap.covers_seeds(experiment.seeds) else value_R[:1]
-        found.append(Statistic(name, where, *draws.estimate(value_R, scale), unit, f"{how}; {over}", line.sources))
+        found.append(Statistic(name, where, *draws.estimate(value_R), unit, f"{how}; {over}", line.sources))
 
     for where, line, partner in _lines(experiment, loaded):
         bias_RL, norm_RL = draws.count_RU @ line.squared_bias_SL, draws.count_RU @ line.squared_norm_SL
         theirs_RL = None if partner is None else draws.count_RU @ partner.squared_bias_SL
+        # Intervals are plain ones: an unbiased estimate of a square may lie below 0, and its interval hold 0.
         for place, task in enumerate(line.tasks):
             of_task = where | {"task": task}
             how = "Σ |E ĝ − ∇J|² / Σ |g|² over seeds"
@@ -80,26 +83,27 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
                 removed_R = 1 - _ratio(bias_RL[:, place], theirs_RL[:, place])
                 how = "1 − Σ |E ĝ − ∇J|² / that without a safe vocabulary"
                 add(REMOVED, of_task, removed_R, "fraction", how, line)
-        if len(line.tasks) < 2:
+        if len(line.tasks) < len(experiment.bias.tasks) or line.tokens_L[-1] < SHORTEST_SPAN * line.tokens_L[0]:
             continue
         of = f"over {', '.join(line.tasks)}"
         add(RELATIVE, where, _slope(_log(bias_RL / norm_RL), line.tokens_L), "power of the length", of, line)
         add(ABSOLUTE, where, _slope(_log(bias_RL), line.tokens_L), "power of the length", of, line)
         if theirs_RL is not None:
             slope_R = _slope(1 - _ratio(bias_RL, theirs_RL), line.tokens_L) * math.log(2)
-            add(REMOVED_SLOPE, where, slope_R, "fraction by doubling the length", of, line)
-    return [*found, *_response_tokens(experiment, loaded)]
+            add(REMOVED_SLOPE, where, slope_R, "fraction per doubling of the length", of, line)
+    return [*found, *_responses(experiment, loaded)]
 
 
-def _response_tokens(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
+def _responses(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
     # Of the trainer's own samples, which are the same whatever engine is measured beside it.
     first = loaded.estimators[loaded.estimators["engine"] == experiment.bias.engines[0]]
     first = first.drop_duplicates(["policy", "task", "seed"])
     for (policy, task), rows in first.groupby(["policy", "task"], sort=False):
-        numbers = over_seeds(list(rows["response_tokens"]), logarithmic=False)
-        how = f"mean of the responses to the reference's problems; t interval over {len(rows)} seeds"
+        how = f"mean of the reference's responses; t interval over {len(rows)} seeds"
         where = {"policy": policy, "task": task}
-        yield Statistic("response_tokens", where, *numbers, "tokens", how, tuple(rows["source"]))
+        for column, name, unit in (("response_tokens",) * 2 + ("tokens",), ("reference_reward", "reward", "fraction")):
+            numbers = over_seeds(list(rows[column]), logarithmic=False)
+            yield Statistic(name, where, *numbers, unit, how, tuple(rows["source"]))
 
 
 def _lines(experiment: Experiment, loaded: Bias) -> Iterator[tuple[dict[str, str], _Line, _Line | None]]:
@@ -145,8 +149,9 @@ def _ratio(own_R: np.ndarray, theirs_R: np.ndarray) -> np.ndarray:
 def table(experiment: Experiment, measured: list[Statistic]) -> Table:
     """A row for every estimator at every policy and engine."""
     known = lookup(measured)
-    # With several policies the first one's, which the column is called by.
-    lengths = tokens_by_task(measured, estimator_places(experiment)[0]["policy"])
+    # With several policies the first one's, which the columns are called by.
+    policy = estimator_places(experiment)[0]["policy"]
+    lengths = tokens_by_task(measured, policy)
     rows = {}
     for place in estimator_places(experiment):
         where = {key: value for key, value in place.items() if key != "task"}
@@ -165,7 +170,7 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
                 for task in lengths
             }
         )
-    at = {task: f"{tokens:.0f} tokens" for task, tokens in lengths.items()}
+    at = {task: f"{task}, {tokens:.0f} tokens" for task, tokens in lengths.items()}
     columns = [
         Column("label", "estimator"),
         Column("method", None),
@@ -176,16 +181,16 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
         Column("policy_label", "policy" if len(experiment.bias.policies) > 1 else None, shown_only=True),
         Column("seeds", None),
         *(
-            Column(f"relative_bias_{task}", f"bias² at {text} [95 %]", interval(digits()), INTERVAL)
+            Column(f"relative_bias_{task}", f"paired bias² ({text}) [95 %]", interval(digits()), INTERVAL)
             for task, text in at.items()
         ),
-        Column(RELATIVE, "power of the length [95 %]", interval("+.2f"), INTERVAL),
-        Column(ABSOLUTE, "the same, not over |g|² [95 %]", interval("+.2f"), INTERVAL),
+        Column(RELATIVE, "power of T [95 %]", interval("+.2f"), INTERVAL),
+        Column(ABSOLUTE, "power of T, not over |g|² [95 %]", interval("+.2f"), INTERVAL),
         *(
-            Column(f"{REMOVED}_{task}", f"removed at {text} [95 %]", interval("+.2f"), INTERVAL)
+            Column(f"{REMOVED}_{task}", f"removed ({text}) [95 %]", interval("+.2f"), INTERVAL)
             for task, text in at.items()
         ),
-        Column(REMOVED_SLOPE, "removed more by doubling [95 %]", interval("+.2f"), INTERVAL),
+        Column(REMOVED_SLOPE, "removed more per doubling of T [95 %]", interval("+.2f"), INTERVAL),
     ]
     title = f"{experiment.name}: bias of the policy gradient's estimators by the length of responses"
     below = notes(
@@ -195,6 +200,7 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
         count=len(experiment.seeds),
         over_seeds=bootstrap.covers_seeds(experiment.seeds),
         smallest_ess=SMALLEST_ESS,
+        solved=[f"{task} {100 * known('reward', {'policy': policy, 'task': task}).value:.0f} %" for task in lengths],
     )
     return Table(title, columns, rows, below)
 

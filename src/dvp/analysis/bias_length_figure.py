@@ -15,6 +15,8 @@ from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.experiment.config import Experiment
 
+REACH = 1.0  # of the lower panels: beside an estimator that has hardly any bias, pruning may add it many times over
+BELOW = 30.0  # below its value, times: where a bar ends that would go on to 0 and beyond
 SPREAD = 0.03  # of the logarithm of the length, by which lines of a panel stand side by side
 
 
@@ -27,9 +29,9 @@ def bias_by_length(experiment: Experiment, measured: list[Statistic]) -> Figure:
     policies = list(dict.fromkeys(place["policy"] for place in estimator_places(experiment)))
     names = [(method, rho or "none") for method, rho in experiment.estimators]
     with mpl.rc_context(STYLE):
-        width = 3.6 * len(engines) + 2.6
-        figure = new_figure(width, 5.0 * len(policies) + 0.9)
-        grid = figure.subplots(2 * len(policies), len(engines), squeeze=False, sharex=True, sharey="row")
+        width = 3.6 * len(engines)
+        figure = new_figure(width + 2.6, 5.0 * len(policies) + 0.9)
+        grid = figure.subplots(2 * len(policies), len(engines), squeeze=False, sharey="row")
         for (line, policy), (column, engine) in product(enumerate(policies), enumerate(engines)):
             bias, removed = grid[2 * line : 2 * line + 2, column]
             lengths = tokens_by_task(measured, policy)
@@ -41,14 +43,15 @@ def bias_by_length(experiment: Experiment, measured: list[Statistic]) -> Figure:
                 shift = math.exp(SPREAD * (number - (len(names) - 1) / 2))
                 looks = {"color": colors[method], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
                 for axes, name in ((bias, "relative_bias"), (removed, REMOVED)):
-                    line_of = {task: known(name, where | {"task": task}) for task in lengths}
-                    points = {lengths[task] * shift: one for task, one in line_of.items() if one is not None}
+                    points = {lengths[task] * shift: known(name, where | {"task": task}) for task in lengths}
                     _line(axes, points, looks)
-            bias.set_xscale("log")
-            ticks = [round(tokens) for tokens in lengths.values()]
-            removed.set_xticks(ticks, [str(tick) for tick in ticks])
-            removed.set_xticks([], minor=True)
-            plain_log(bias.yaxis)
+            removed.set_ylim(-REACH, REACH)
+            for axes in (bias, removed):
+                axes.set_xscale("log")
+                axes.set_xticks(list(lengths.values()), [f"{tokens:.0f}" for tokens in lengths.values()])
+                axes.set_xticks([], minor=True)
+            low, high = bias.get_ylim()
+            plain_log(bias.yaxis, (1, 2, 5) if high < 100 * low else (1,))
             if column == 0:
                 bias.set_ylabel("squared bias, of |g|²")
                 removed.set_ylabel("removed by pruning, fraction")
@@ -62,16 +65,21 @@ def bias_by_length(experiment: Experiment, measured: list[Statistic]) -> Figure:
         set_title(
             figure,
             "Squared bias of the policy gradient's estimators by the length of responses, and how much of it pruning "
-            "takes away. Bars: 95 %. No mark where the estimate is not above 0.",
+            f"takes away (within ±{REACH:g}). Bars: 95 %, cut off where one holds 0. No mark where the estimate is not "
+            "above 0.",
             width,
         )
     return figure
 
 
-def _line(axes: Axes, points: dict[float, Statistic], looks: dict) -> None:
-    """On a logarithmic axis a value that is not above 0 has no mark."""
-    shown = {x: one for x, one in points.items() if axes.get_yscale() != "log" or one.value > 0}
-    axes.plot(shown.keys(), [one.value for one in shown.values()], linewidth=0.9, zorder=3, **looks)
-    for x, one in shown.items():
-        if math.isfinite(one.low):
-            axes.plot([x, x], [one.low, one.high], color=looks["color"], linewidth=0.9, alpha=0.6, zorder=2)
+def _line(axes: Axes, points: dict[float, Statistic | None], looks: dict) -> None:
+    """A line ends at a point that has no value, or that a logarithmic axis has no place for."""
+    values = [math.nan if one is None else one.value for one in points.values()]
+    if axes.get_yscale() == "log":
+        values = [value if value > 0 else math.nan for value in values]
+    axes.plot(points.keys(), values, linewidth=0.9, zorder=3, **looks)
+    for (x, one), value in zip(points.items(), values, strict=True):
+        if math.isfinite(value) and math.isfinite(one.low):
+            # Below 0 a logarithmic axis has no end for a bar: it goes on to the axis.
+            low = max(one.low, value / BELOW) if axes.get_yscale() == "log" else one.low
+            axes.plot([x, x], [low, one.high], color=looks["color"], linewidth=0.9, alpha=0.6, zorder=2)

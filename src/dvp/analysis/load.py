@@ -208,7 +208,7 @@ class Bias:
     """The stage `bias`, with policy, engine, task if any, and seed; rho is `none` where there is none."""
 
     estimators: pd.DataFrame
-    """Also squared_norm, |g|², and response_tokens, the mean of the reference's responses."""
+    """Also of the reference squared_norm, |g|², and the means response_tokens and reference_reward."""
     jackknife: pd.DataFrame
     """Values without a batch: of `sample` (engine or reference) and `batch`, CHANGES."""
     files: Origins
@@ -360,10 +360,12 @@ def load_bias(experiment: Experiment, results: Path) -> Bias:
                 raise DvpError(f"{where}: method, rho: not the experiment's estimators in their order")
             frames[name].append(frame.assign(source=path.relative_to(results).as_posix(), **key))
         reference = read_json(path, "reference")["reference"]
-        kinds = dict.fromkeys(("squared_norm", "response_tokens_mean"), "a finite number, 0 or more")
+        kinds = dict.fromkeys(("squared_norm", "response_tokens_mean", "reward"), "a finite number, 0 or more")
         expect_keys(reference, kinds, f"{path}: reference.")
         frames["estimators"][-1] = frames["estimators"][-1].assign(
-            squared_norm=reference["squared_norm"], response_tokens=reference["response_tokens_mean"]
+            squared_norm=reference["squared_norm"],
+            response_tokens=reference["response_tokens_mean"],
+            reference_reward=reference["reward"],
         )
     return Bias(_joined(frames["estimators"]), _joined(frames["jackknife"]), reader.files)
 

@@ -1,8 +1,8 @@
 """Measured numbers with intervals, by name: what config/claims.yaml asks for and the tables are made of.
 
 To add one, let the function that makes its part (`training`, `matrix`, `diversity`, `curve`, `mismatch`, `bias`,
-`variance`, `sweep`) return one more `Statistic`: report/PART.json lists it, a claim can ask for it by its name, and a
-column of a table can show it.
+`variance`, `bias_length`, `sweep`) return one more `Statistic`: report/PART.json lists it, a claim can ask for it by
+its name, and a column of a table can show it.
 """
 
 from collections.abc import Callable, Iterable

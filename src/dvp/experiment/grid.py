@@ -297,7 +297,7 @@ class _MeasurementConfig(Strict):
     engines: Listed
     """An engine or a list of engines."""
     problems: Positive
-    """Training problems whose prompts are used, the same for all."""
+    """Problems whose prompts are used, the same for all; training problems unless `bias.tasks` names others."""
 
 
 class MismatchConfig(_MeasurementConfig):
@@ -329,8 +329,8 @@ class BiasConfig(_MeasurementConfig):
     estimators: Annotated[list[Estimators], Field(min_length=1)]
     """What is compared."""
     tasks: list[Name] = Field([], exclude_if=not_)
-    """Evaluated tasks with whose problems all is measured, each by itself; none: with training problems. From two on
-    the report has the bias over the length of responses."""
+    """Evaluated tasks whose problems are used instead of training problems, each task by itself. From two on the report
+    has the bias over the length of responses. Not with position_bins."""
     position_bins: list[Positive] = Field([], exclude_if=not_)
     """Variance by position in the response: the last token of each bin but the last, as [8, 16, 32]."""
     norm_responses: Annotated[int, Field(ge=0)] = Field(0, exclude_if=not_)

@@ -194,12 +194,17 @@ def cost_jobs(
 
     def alike(job: Job) -> list[float]:
         """Recorded seconds of jobs that differ in their run, seed or policy alone, or in what samples it."""
-        task = job.wildcards.get("task")
         return [
             recorded[other.outputs]
             for other in jobs
-            if (other.stage, other.wildcards.get("task")) == (job.stage, task) and other.outputs in recorded
+            if (other.stage, task_of(other)) == (job.stage, task_of(job)) and other.outputs in recorded
         ]
+
+    def task_of(job: Job) -> str | None:
+        measurement = job.wildcards.get("measurement")
+        if measurement is None:
+            return job.wildcards.get("task")
+        return experiment.measurement(job.stage, measurement).task
 
     costed = []
     for job in jobs:

@@ -182,6 +182,7 @@ def test_scores_of_another_sampler_are_refused(asked, written):
         ("surrogates", 12),
         ("surrogates_gspo", 3),
         ("horizon", 3),
+        ("horizon_coarse", 7),
         ("natural_tail", 7),
         ("diversity_paths", 6),
         ("diversity_colors", 6),

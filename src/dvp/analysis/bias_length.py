@@ -101,7 +101,10 @@ def _responses(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
     for (policy, task), rows in first.groupby(["policy", "task"], sort=False):
         how = f"mean of the reference's responses; t interval over {len(rows)} seeds"
         where = {"policy": policy, "task": task}
-        for column, name, unit in (("response_tokens",) * 2 + ("tokens",), ("reference_reward", "reward", "fraction")):
+        for name, column, unit in (
+            ("response_tokens", "response_tokens", "tokens"),
+            ("reward", "reference_reward", "fraction"),
+        ):
             numbers = over_seeds(list(rows[column]), logarithmic=False)
             yield Statistic(name, where, *numbers, unit, how, tuple(rows["source"]))
 

@@ -118,7 +118,7 @@ def show(config: Path) -> None:
 
 
 def show_bias(measured: Any, model: Path, engine: str) -> None:
-    """Print what was measured of the estimators (a dvp.measurement.bias.BiasResult) at a model of the user's own."""
+    """Print what was measured of the estimators (a dvp.measurement.bias.BiasTables) at a model of the user's own."""
     from dvp.analysis.bias import format_estimators
     from dvp.analysis.formats import to_text
 

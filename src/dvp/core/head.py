@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -135,13 +135,7 @@ def token_statistics(
             hidden_NH,
             weight_VH,
             targets_N,
-            safe,
-            kept,
-            compared,
-            1.0 / temperature,
-            product_dtype,
-            logits_dtype,
-            chunk_size,
+            _Options(safe, kept, compared, 1.0 / temperature, product_dtype, logits_dtype, chunk_size),
         )
     )
 
@@ -173,140 +167,175 @@ def dense_log_prob(
     return torch.where(in_safe_N, target_N, MASK_LOGIT) - normaliser_N
 
 
+class _Options(NamedTuple):
+    """What makes a head beside its tensors; the arguments of `token_statistics`."""
+
+    safe: SafeVocabulary | None
+    kept: KeptSets | None
+    compared: KeptSets | None
+    scale: float
+    """1 / temperature."""
+    product_dtype: torch.dtype
+    logits_dtype: torch.dtype
+    chunk_size: int
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs of each row, each (N,); `lse` is a log of a sum relative to the row's maximum."""
+
+    target: torch.Tensor
+    maximum: torch.Tensor
+    log_rho: torch.Tensor
+    safe_size: torch.Tensor
+    target_in_safe: torch.Tensor
+    lse: torch.Tensor
+    log_prob: torch.Tensor
+    entropy: torch.Tensor
+    safe_lse: torch.Tensor
+    pruned_log_prob: torch.Tensor
+    pruned_entropy: torch.Tensor
+
+
+class _Incoming(NamedTuple):
+    """The loss's gradients with respect to the statistics that have one, each (N,)."""
+
+    log_prob: torch.Tensor
+    pruned_log_prob: torch.Tensor
+    entropy: torch.Tensor
+    pruned_entropy: torch.Tensor
+
+
 class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
     @staticmethod
     def forward(
-        ctx, hidden_NH, weight_VH, targets_N, safe, kept, compared, scale, product_dtype, logits_dtype, chunk_size
-    ):
-        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
-        chunks = []
-        for rows, logits_nV in product.chunks(torch.arange(len(hidden_NH), device=hidden_NH.device).split(chunk_size)):
-            log_rho_n = _log_rho(logits_nV, safe)
-            # A token that was sampled mostly is the likeliest one.
-            target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
-            sums = row_sums(logits_nV, log_rho_n, target_logit_n)
-            overlap_n = torch.ones_like(target_logit_n)
-            if kept is not None:
-                sums, overlap_n = _over_kept(sums, kept.states(rows), logits_nV, log_rho_n)
-            elif compared is not None:
-                _, overlap_n = _over_kept(sums, compared.states(rows), logits_nV, log_rho_n)
-            chunks.append((*sums, target_logit_n, log_rho_n, overlap_n))
-        (
-            maximum_N,
-            safe_size_N,
-            safe_sum_N,
-            pruned_sum_N,
-            safe_dot_N,
-            pruned_dot_N,
-            safe_squares_N,
-            pruned_squares_N,
-            target_logit_N,
-            log_rho_N,
-            overlap_N,
-        ) = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-
+        ctx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: _Options
+    ) -> tuple[torch.Tensor, ...]:
+        sums, target_logit_N, log_rho_N, overlap_N = _sums(hidden_NH, weight_VH, targets_N, options)
         # Where nothing is pruned the pruned sums are 0, and both forms are equal to the last bit.
-        sum_N = safe_sum_N + pruned_sum_N
-        target_shift_N = target_logit_N - maximum_N
-        target_in_safe_N = target_shift_N >= log_rho_N if kept is None else kept.contain(targets_N)
-        lse_N, safe_lse_N = sum_N.log(), safe_sum_N.log()
-        entropy_N = lse_N - (safe_dot_N + pruned_dot_N) / sum_N
-        pruned_entropy_N = safe_lse_N - safe_dot_N / safe_sum_N
-        log_prob_N = target_shift_N - lse_N
-        pruned_log_prob_N = torch.where(target_in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N
-
-        ctx.save_for_backward(
-            hidden_NH,
-            weight_VH,
-            targets_N,
-            maximum_N,
-            log_rho_N,
-            lse_N,
-            safe_lse_N,
-            entropy_N,
-            pruned_entropy_N,
-            target_in_safe_N,
-            log_prob_N,
-            pruned_log_prob_N,
-            safe_size_N,
+        sum_N = sums.safe_sum + sums.pruned_sum
+        target_shift_N = target_logit_N - sums.maximum
+        in_safe_N = target_shift_N >= log_rho_N if options.kept is None else options.kept.contain(targets_N)
+        lse_N, safe_lse_N = sum_N.log(), sums.safe_sum.log()
+        saved = _Saved(
+            target=targets_N,
+            maximum=sums.maximum,
+            log_rho=log_rho_N,
+            safe_size=sums.safe_size,
+            target_in_safe=in_safe_N,
+            lse=lse_N,
+            log_prob=target_shift_N - lse_N,
+            entropy=lse_N - (sums.safe_dot + sums.pruned_dot) / sum_N,
+            safe_lse=safe_lse_N,
+            pruned_log_prob=torch.where(in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N,
+            pruned_entropy=safe_lse_N - sums.safe_dot / sums.safe_sum,
         )
-        ctx.options = safe, kept, scale, product_dtype, logits_dtype, chunk_size
+        ctx.save_for_backward(hidden_NH, weight_VH, *saved)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         constants = (
-            (safe_squares_N + pruned_squares_N) / sum_N.square(),
-            safe_squares_N / safe_sum_N.square(),
-            pruned_sum_N / sum_N,
-            safe_size_N,
-            target_in_safe_N,
-            maximum_N,
+            (sums.safe_squares + sums.pruned_squares) / sum_N.square(),
+            sums.safe_squares / sums.safe_sum.square(),
+            sums.pruned_sum / sum_N,
+            sums.safe_size,
+            in_safe_N,
+            sums.maximum,
             overlap_N,
         )
         ctx.mark_non_differentiable(*constants)
-        return log_prob_N, pruned_log_prob_N, entropy_N, pruned_entropy_N, *constants
+        return saved.log_prob, saved.pruned_log_prob, saved.entropy, saved.pruned_entropy, *constants
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy, *_):
-        (
-            hidden_NH,
-            weight_VH,
-            targets_N,
-            maximum_N,
-            log_rho_N,
-            lse_N,
-            safe_lse_N,
-            entropy_N,
-            pruned_entropy_N,
-            target_in_safe_N,
-            log_prob_N,
-            pruned_log_prob_N,
-            safe_size_N,
-        ) = ctx.saved_tensors
-        safe, kept, scale, product_dtype, logits_dtype, chunk_size = ctx.options
+        hidden_NH, weight_VH, *of_rows = ctx.saved_tensors
+        saved, options = _Saved(*of_rows), ctx.options
         # Then the gradient is exactly 0 at every token that is pruned. Where none is, the products are those without a
         # safe vocabulary, to the last bit.
-        of_safe_alone = (safe, kept) != (None, None) and grad_log_prob is None and grad_entropy is None
-        of_safe_alone = of_safe_alone and bool((safe_size_N < len(weight_VH)).any())
-        full_N, pruned_N, entropy_grad_N, pruned_entropy_grad_N = (
-            torch.zeros_like(maximum_N) if gradient is None else gradient
-            for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
+        of_safe_alone = (options.safe, options.kept) != (None, None) and grad_log_prob is None and grad_entropy is None
+        of_safe_alone = of_safe_alone and bool((saved.safe_size < len(weight_VH)).any())
+        incoming = _Incoming(
+            *(
+                torch.zeros_like(saved.maximum) if gradient is None else gradient
+                for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
+            )
         )
-        # ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and
-        # log p_a = shift_a − lse; the same over V_S for the pruned ones.
-        slope_N = -entropy_grad_N / lse_N.exp()
-        safe_slope_N = -pruned_entropy_grad_N / safe_lse_N.exp()
-        coefficients = RowCoefficients(
-            constant=-full_N / lse_N.exp() + slope_N * (entropy_N - lse_N),
-            slope=slope_N,
-            safe_constant=-pruned_N / safe_lse_N.exp() + safe_slope_N * (pruned_entropy_N - safe_lse_N),
-            safe_slope=safe_slope_N,
-        )
-        # The target's own entry, 1 − p_y, is a difference that bf16 would lose where p_y is near 1: it is made in fp32.
-        target_gradient_N = _target_gradient(full_N, entropy_grad_N, log_prob_N, entropy_N) + torch.where(
-            target_in_safe_N,
-            _target_gradient(pruned_N, pruned_entropy_grad_N, pruned_log_prob_N, pruned_entropy_N),
-            0.0,
-        )
+        coefficients, target_gradient_N = _row_coefficients(saved, incoming), _target_gradients(saved, incoming)
 
-        product = _Product(hidden_NH, weight_VH, scale, product_dtype, logits_dtype)
+        product = _Product(hidden_NH, weight_VH, options.scale, options.product_dtype, options.logits_dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # Chunks are added up in fp32.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
-        active_N = (full_N != 0) | (pruned_N != 0) | (entropy_grad_N != 0) | (pruned_entropy_grad_N != 0)
-        for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(chunk_size)):
+        active_N = torch.stack([gradient_N != 0 for gradient_N in incoming]).any(dim=0)
+        for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(options.chunk_size)):
             coefficients_n = RowCoefficients(*(part[rows] for part in coefficients))
-            if kept is None:
-                row_gradient_(logits_nV, maximum_N[rows], log_rho_N[rows], coefficients_n)
+            if options.kept is None:
+                row_gradient_(logits_nV, saved.maximum[rows], saved.log_rho[rows], coefficients_n)
             else:
-                _kept_gradient_(logits_nV, maximum_N[rows], kept.states(rows), coefficients_n)
-            logits_nV.scatter_(1, targets_N[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
+                _kept_gradient_(logits_nV, saved.maximum[rows], options.kept.states(rows), coefficients_n)
+            logits_nV.scatter_(1, saved.target[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
             product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, *[None] * 8
+        return grad_hidden_NH, grad_weight_VH, None, None
+
+
+def _sums(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: _Options
+) -> tuple[RowSums, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows' sums, a chunk of logits at a time; the target's logit, log ρ and the overlap of sets, each (N,)."""
+    product = _Product(hidden_NH, weight_VH, options.scale, options.product_dtype, options.logits_dtype)
+    other = options.kept if options.kept is not None else options.compared
+    chunks = []
+    for rows, logits_nV in product.chunks(
+        torch.arange(len(hidden_NH), device=hidden_NH.device).split(options.chunk_size)
+    ):
+        log_rho_n = _log_rho(logits_nV, options.safe)
+        # A token that was sampled mostly is the likeliest one.
+        target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
+        sums = row_sums(logits_nV, log_rho_n, target_logit_n)
+        overlap_n = torch.ones_like(target_logit_n)
+        if other is not None:
+            over_other, overlap_n = _over_kept(sums, other.states(rows), logits_nV, log_rho_n)
+            sums = sums if options.kept is None else over_other
+        chunks.append((*sums, target_logit_n, log_rho_n, overlap_n))
+    *of_rows, target_logit_N, log_rho_N, overlap_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return RowSums(*of_rows), target_logit_N, log_rho_N, overlap_N
+
+
+def _row_coefficients(saved: _Saved, incoming: _Incoming) -> RowCoefficients:
+    """The gradient at all tokens but the target.
+
+    ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and log p_a = shift_a − lse;
+    the same over V_S for the pruned ones.
+    """
+    slope_N = -incoming.entropy / saved.lse.exp()
+    safe_slope_N = -incoming.pruned_entropy / saved.safe_lse.exp()
+    return RowCoefficients(
+        constant=-incoming.log_prob / saved.lse.exp() + slope_N * (saved.entropy - saved.lse),
+        slope=slope_N,
+        safe_constant=-incoming.pruned_log_prob / saved.safe_lse.exp()
+        + safe_slope_N * (saved.pruned_entropy - saved.safe_lse),
+        safe_slope=safe_slope_N,
+    )
+
+
+def _target_gradients(saved: _Saved, incoming: _Incoming) -> torch.Tensor:
+    """The gradient at the targets, (N,), in fp32: 1 − p_y is a difference that bf16 would lose where p_y is near 1."""
+    full_N = _own_gradient(incoming.log_prob, incoming.entropy, saved.log_prob, saved.entropy)
+    pruned_N = _own_gradient(
+        incoming.pruned_log_prob, incoming.pruned_entropy, saved.pruned_log_prob, saved.pruned_entropy
+    )
+    return full_N + torch.where(saved.target_in_safe, pruned_N, 0.0)
+
+
+def _own_gradient(
+    log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, log_prob_N: torch.Tensor, entropy_N: torch.Tensor
+) -> torch.Tensor:
+    """What gradients of log p(y) and H are for the target's own logit: g (1 − p_y) − h p_y (log p_y + H)."""
+    return -log_prob_grad_N * log_prob_N.expm1() - entropy_grad_N * log_prob_N.exp() * (log_prob_N + entropy_N)
 
 
 def _over_kept(
@@ -417,13 +446,6 @@ class _Product:
                 grad_weight_VH[piece].add_(part_vH, alpha=self.scale)
             else:
                 grad_weight_VH.index_add_(0, columns[piece], part_vH, alpha=self.scale)
-
-
-def _target_gradient(
-    log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, log_prob_N: torch.Tensor, entropy_N: torch.Tensor
-) -> torch.Tensor:
-    """What gradients of log p(y) and H are for the target's own logit: g (1 − p_y) − h p_y (log p_y + H)."""
-    return -log_prob_grad_N * log_prob_N.expm1() - entropy_grad_N * log_prob_N.exp() * (log_prob_N + entropy_N)
 
 
 def _log_rho(logits_NV: torch.Tensor, safe: SafeVocabulary | None) -> torch.Tensor:

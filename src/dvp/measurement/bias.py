@@ -17,6 +17,7 @@ Shape suffixes: B responses of a batch, T tokens, N some of them, E estimators, 
 
 import math
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
@@ -174,6 +175,32 @@ def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
     return {name: sha256_file(folder / name) for name in tables}
 
 
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    """The exact gradient, by the trainer's own samples."""
+
+    gradient_mD: torch.Tensor
+    products_mm: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnExact:
+    """The exact gradient by the engine's samples (dvp.core.paired_bias), and how heavy its weights are."""
+
+    gradient_nD: torch.Tensor
+    weights: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """Of one estimator: its row of the first table, and the statistics whose replicates are written."""
+
+    row: dict
+    bias: dict[str, Jackknifed]
+    variance: dict[str, dict[str, Jackknifed]]
+    """By position; WHOLE is all of a response."""
+
+
 def _compare(
     experiment: Experiment,
     estimators: list[Estimator],
@@ -191,54 +218,41 @@ def _compare(
     }
     for estimator in estimators:
         together.setdefault((estimator.safe.trainer, estimator.safe.engine), []).append(estimator)
-    batches = len(next(iter(rollouts.values())))
-    progress = Progress(f"{name}: gradients", len(exact) + batches * len(together))
+    batches, bins = len(next(iter(rollouts.values()))), experiment.bias.position_bins
+    progress, done = Progress(f"{name}: gradients", len(exact) + batches * len(together)), count(1)
 
     reference_mD = torch.empty(len(exact), gradients.sketch.length)
-    for number, rollout in enumerate(exact, start=1):
+    for gradient_D, rollout in zip(reference_mD, exact, strict=True):
         whole_1BT = position_parts(rollout.batch.response_BT, [])
-        coefficient_BT = _exact_coefficients(rollout, fixed)
-        reference_mD[number - 1] = gradients.of_batch(rollout.batch, coefficient_BT, None, whole_1BT)[0]
-        progress.step(number, "reference")
-    reference_mm = inner_products(reference_mD, reference_mD)
-    norm = squared_norm(reference_mm)
+        gradient_D.copy_(gradients.of_batch(rollout.batch, _exact_coefficients(rollout, fixed), None, whole_1BT)[0])
+        progress.step(next(done), "reference")
+    reference = _Reference(reference_mD, inner_products(reference_mD, reference_mD))
+    norm = squared_norm(reference.products_mm)
 
-    statistics: dict[Estimator, dict[str, Jackknifed]] = {}
-    variances: dict[Estimator, dict[str, dict[str, Jackknifed]]] = {}
-    unpruned_nD, unpruned_weights = torch.empty(0), {}
-    rows: dict[Estimator, dict] = {}
-    bins = experiment.bias.position_bins
-    for number, ((safe, rule), members) in enumerate(together.items()):
+    measured: dict[Estimator, _Measured] = {}
+    unpruned = None
+    for (safe, rule), members in together.items():
         gradient_EnKD = torch.empty(len(members) + 1, batches, len(bins) + 1, gradients.sketch.length)
-        notes: dict[Estimator, list[dict]] = {estimator: [] for estimator in members}
-        log_ratios = []
+        notes_nE, log_ratios = [], []
         for index, rollout in enumerate(rollouts[rule]):
-            kept, log_ratio_B = _fill(
+            notes_E, log_ratio_B = _fill(
                 gradient_EnKD[:, index], members, rollout, safe, gradients, bins, fixed.group_size
             )
-            for estimator, note in zip(members, kept, strict=True):
-                notes[estimator].append(note)
+            notes_nE.append(notes_E)
             log_ratios.append(log_ratio_B)
-            progress.step(len(exact) + number * batches + index + 1, f"safe vocabulary {rule}")
-        exact_nD, weights = gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios))
-        if (safe, rule) == (None, None):
-            unpruned_nD, unpruned_weights = exact_nD, weights
-        for estimator, gradient_nKD in zip(members, gradient_EnKD, strict=False):
-            gradient_nD = gradient_nKD.sum(dim=1)
-            batches_nn = inner_products(gradient_nD, gradient_nD)
-            statistics[estimator] = estimator_bias(batches_nn, inner_products(gradient_nD, reference_mD), reference_mm)
-            variances[estimator] = {WHOLE: gradient_variance(batches_nn, reference_mm)}
-            for position, part_nD in zip(experiment.positions, gradient_nKD.unbind(dim=1), strict=False):
-                variances[estimator][position] = gradient_variance(inner_products(part_nD, part_nD), reference_mm)
-            rows[estimator] = _row(estimator, statistics[estimator], notes[estimator])
-            rows[estimator]["reward"] = _mean_reward(rollouts[rule])
-            rows[estimator] |= _paired("", gradient_nD - unpruned_nD, reference_mm, unpruned_weights)
-            # Replayed sets are the engine's, and so is their objective.
-            pruned_nD = gradient_nD - exact_nD if isinstance(safe, SafeVocabulary) else None
-            rows[estimator] |= _paired("_pruned", pruned_nD, reference_mm, weights)
-        gradient_EnKD = gradient_nKD = part_nD = None  # their memory, before the next ones
+            progress.step(next(done), f"safe vocabulary {rule}")
+        own = _OwnExact(gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios)))
+        unpruned = unpruned or own
+        # Replayed sets are the engine's, and so is their objective.
+        pruned = own if isinstance(safe, SafeVocabulary) else None
+        for place, estimator in enumerate(members):
+            found = _measure_estimator(
+                estimator, gradient_EnKD[place], experiment.positions, reference, unpruned, pruned
+            )
+            found.row.update(_over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule]))
+            measured[estimator] = found
+        gradient_EnKD = None  # its memory, before the next one's
 
-    lengths = torch.cat([rollout.batch.response_BT.sum(dim=1) for rollout in exact]).float()
     summary = {
         "problems": fixed.ids,
         "responses_a_batch": fixed.responses,
@@ -246,29 +260,84 @@ def _compare(
         "parameters": gradients.sketch.size,
         "coordinates": gradients.sketch.length,
         "sketched": not gradients.sketch.exact,
-        "paired": unpruned_weights | {"smallest_ess": SMALLEST_ESS},
-        "reference": {
-            "batches": len(exact),
-            "squared_norm": norm.value,
-            "squared_norm_se": norm.se,
-            "reward": _mean_reward(exact),
-            "response_tokens_mean": lengths.mean().item(),
-            "truncated_fraction": torch.cat([rollout.truncated_B for rollout in exact]).float().mean().item(),
-        },
+        "paired": unpruned.weights | {"smallest_ess": SMALLEST_ESS},
+        "reference": _about_reference(exact, norm),
     }
+    return _tables({estimator: measured[estimator] for estimator in estimators}, proxy, summary)
+
+
+def _measure_estimator(
+    estimator: Estimator,
+    gradient_nKD: torch.Tensor,
+    positions: list[str],
+    reference: _Reference,
+    unpruned: _OwnExact,
+    pruned: _OwnExact | None,
+) -> _Measured:
+    """What follows from an estimator's gradients.
+
+    Args:
+        gradient_nKD: of every batch, by the tokens' positions.
+        positions: names of the K parts; none where there is one.
+        unpruned: by the engine's samples without a safe vocabulary.
+        pruned: by the estimator's own samples, if it is for the pruned objective.
+    """
+    gradient_nD = gradient_nKD.sum(dim=1)
+    batches_nn = inner_products(gradient_nD, gradient_nD)
+    cross_nm = inner_products(gradient_nD, reference.gradient_mD)
+    bias = estimator_bias(batches_nn, cross_nm, reference.products_mm)
+    variance = {WHOLE: gradient_variance(batches_nn, reference.products_mm)}
+    if positions:
+        for position, part_nD in zip(positions, gradient_nKD.unbind(dim=1), strict=True):
+            variance[position] = gradient_variance(inner_products(part_nD, part_nD), reference.products_mm)
+    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(bias)
+    for own, end in ((unpruned, ""), (pruned, "_pruned")):
+        if own is None:
+            undefined = torch.full((1,), math.nan)
+            squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(unpruned.weights, math.nan)
+        else:
+            difference_nD = gradient_nD - own.gradient_nD
+            products_nn = inner_products(difference_nD, difference_nD)
+            squared, weights = paired_squared_bias(products_nn, reference.products_mm), own.weights
+        row |= _numbers({f"paired_squared_bias{end}": squared})
+        row |= {f"{weight}{end}": value for weight, value in weights.items()}
+    return _Measured(row, bias, variance)
+
+
+def _over_batches(notes: list[dict], rollouts: list[Rollout]) -> dict:
+    """Columns of an estimator's row that need no gradients, from what `_fill` says of each batch."""
+    means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
+    row = {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
+    row |= {name: fmean(note[name] for note in notes) for name in means}
+    return row | {"reward": _mean_reward(rollouts)}
+
+
+def _about_reference(exact: list[Rollout], norm: Jackknifed) -> dict:
+    lengths = torch.cat([rollout.batch.response_BT.sum(dim=1) for rollout in exact]).float()
+    return {
+        "batches": len(exact),
+        "squared_norm": norm.value,
+        "squared_norm_se": norm.se,
+        "reward": _mean_reward(exact),
+        "response_tokens_mean": lengths.mean().item(),
+        "truncated_fraction": torch.cat([rollout.truncated_B for rollout in exact]).float().mean().item(),
+    }
+
+
+def _tables(measured: dict[Estimator, _Measured], proxy: pd.DataFrame, summary: dict) -> BiasTables:
     variance = [
-        {"method": estimator.method, "rho": estimator.rho, "position": position} | _numbers(measured)
-        for estimator in estimators
-        for position, measured in variances[estimator].items()
+        {"method": estimator.method, "rho": estimator.rho, "position": position} | _numbers(statistics)
+        for estimator, found in measured.items()
+        for position, statistics in found.variance.items()
     ]
     variance_replicates = [
-        _replicates(estimator, measured).assign(position=position)
-        for estimator in estimators
-        for position, measured in variances[estimator].items()
+        _replicates(estimator, statistics).assign(position=position)
+        for estimator, found in measured.items()
+        for position, statistics in found.variance.items()
     ]
     return BiasTables(
-        _table([rows[estimator] for estimator in estimators]),
-        pd.concat([_replicates(estimator, statistics[estimator]) for estimator in estimators], ignore_index=True),
+        _table([found.row for found in measured.values()]),
+        pd.concat([_replicates(estimator, found.bias) for estimator, found in measured.items()], ignore_index=True),
         _table(variance),
         pd.concat(variance_replicates, ignore_index=True),
         proxy,
@@ -370,25 +439,6 @@ def _fill(
         # A pass a batch instead of one a response.
         gradient_EKD[-1] = gradients.of_batch(batch, exact_B[:, None] * mask_BT, safe, parts_KBT)
     return notes, log_ratio_B
-
-
-def _row(estimator: Estimator, statistics: dict[str, Jackknifed], notes: list[dict]) -> dict:
-    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(statistics)
-    row |= {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
-    means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
-    return row | {name: fmean(note[name] for note in notes) for name in means}
-
-
-def _paired(
-    end: str, difference_nD: torch.Tensor | None, reference_mm: torch.Tensor, weights: dict[str, float]
-) -> dict[str, float]:
-    """Columns of a paired squared bias and its weights, whose names end in `end`; NaN without differences."""
-    if difference_nD is None:
-        undefined = torch.full((1,), math.nan)
-        squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(weights, math.nan)
-    else:
-        squared = paired_squared_bias(inner_products(difference_nD, difference_nD), reference_mm)
-    return _numbers({f"paired_squared_bias{end}": squared}) | {f"{name}{end}": value for name, value in weights.items()}
 
 
 def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:

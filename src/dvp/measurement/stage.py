@@ -17,7 +17,7 @@ from dvp.rollout.vllm import VllmEngine, configure_environment
 from dvp.stage import Stage, run_stage
 
 if TYPE_CHECKING:
-    from dvp.measurement.bias import BiasResult
+    from dvp.measurement.bias import BiasTables
 
 
 def mismatch(config: Path, path: str, threads: int) -> None:
@@ -120,7 +120,7 @@ def bias_of_model(
     seed: int,
     output: Path,
     threads: int,
-) -> "BiasResult":
+) -> "BiasTables":
     """Every gradient estimator against the exact gradient at any Hugging Face directory; the same files to `output`.
 
     experiment : whose estimators, batches and sampling are used, and problems unless a file of them is given.

@@ -17,7 +17,7 @@ STAGE_VERSIONS = {
     "report_mismatch": 6,
     "report_bias": 8,
     "report_variance": 4,
-    "report_bias_length": 1,
+    "report_bias_length": 2,
     "report_sweep": 3,
     "evidence": 9,
 }

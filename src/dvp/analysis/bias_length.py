@@ -1,7 +1,8 @@
 """The bias of the gradient estimators against the length of responses: what of the stage `bias` with several tasks.
 
-Everything is a function of sums over seeds: of squared biases, paired with the exact gradient by the same samples
-(dvp.core.paired_bias), and of |g|². Intervals leave out one seed at a time.
+Everything is a function of sums over seeds: of squared biases and of |g|². Where the weights of an engine allow it at
+every task, squared biases are paired with the exact gradient by the same samples (dvp.core.paired_bias); elsewhere
+they are against other samples of it (dvp.core.estimator_bias), which is noisier. Intervals leave out a seed at a time.
 
 Shape suffixes: R replicates, the value first; S seeds; L tasks, in the order of their responses' length.
 """
@@ -19,7 +20,7 @@ from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.tables import INTERVAL, Column, Table, interval
+from dvp.analysis.tables import INTERVAL, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
 from dvp.core.paired_bias import SMALLEST_ESS
 from dvp.evaluation import bootstrap
@@ -27,15 +28,18 @@ from dvp.experiment.config import Experiment
 
 RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
 REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"
+SMALLEST = "weight_ess_smallest"
 SHORTEST_SPAN = 1.5
 """Of the longest responses' mean length over the shortest: below it no slope says anything about length."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Line:
-    """One estimator over the tasks whose weights can be used."""
+    """One estimator over the tasks, in the order of their length."""
 
     tasks: list[str]
+    smallest_ess: float
+    """Of the weights of a seed's samples for a task, the smallest."""
     squared_bias_SL: np.ndarray
     """|E ĝ − ∇J|², not over |g|²."""
     squared_norm_SL: np.ndarray
@@ -52,11 +56,11 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     bias_removed: of each task 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and
     bias_removed_per_doubling, its slope on log₂ of the length.
 
-    A task at which the sequence weights of any seed have an ESS below SMALLEST_ESS is left out. Slopes are over all
-    tasks or not given: without the longest they would be another number; nor where lengths span less than
+    Of an engine at which the sequence weights of any task and seed have an ESS below SMALLEST_ESS no bias is paired:
+    two kinds of estimates in one slope would compare their noise. No slope is given where lengths span less than
     SHORTEST_SPAN, or where a logarithm is not defined.
 
-    And of each task response_tokens and reward, means over a policy's own responses.
+    weight_ess_smallest: that ESS. And of each task response_tokens and reward, means over a policy's own responses.
     """
     count = len(experiment.seeds)
     draws = bootstrap.draws(count, 1, 1, 0, shared=False)
@@ -69,10 +73,14 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
         if not math.isfinite(value_R[0]):
             return
         value_R = value_R if bootstrap.covers_seeds(experiment.seeds) else value_R[:1]
-        found.append(Statistic(name, where, *draws.estimate(value_R), unit, f"{how}; {over}", line.sources))
+        exact = "∇J by the same samples" if line.smallest_ess >= SMALLEST_ESS else "∇J by other samples"
+        numbers = draws.estimate(value_R)
+        found.append(Statistic(name, where, *numbers, unit, f"{how}; {exact}; {over}", line.sources))
 
     for where, line, partner in _lines(experiment, loaded):
         bias_RL, norm_RL = draws.count_RU @ line.squared_bias_SL, draws.count_RU @ line.squared_norm_SL
+        how = "the smallest of a task and seed"
+        found.append(Statistic(SMALLEST, where, line.smallest_ess, math.nan, math.nan, "fraction", how, line.sources))
         theirs_RL = None if partner is None else draws.count_RU @ partner.squared_bias_SL
         # Intervals are plain ones: an unbiased estimate of a square may lie below 0, and its interval hold 0.
         for place, task in enumerate(line.tasks):
@@ -83,7 +91,7 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
                 removed_R = 1 - _ratio(bias_RL[:, place], theirs_RL[:, place])
                 how = "1 − Σ |E ĝ − ∇J|² / that without a safe vocabulary"
                 add(REMOVED, of_task, removed_R, "fraction", how, line)
-        if len(line.tasks) < len(experiment.bias.tasks) or line.tokens_L[-1] < SHORTEST_SPAN * line.tokens_L[0]:
+        if line.tokens_L[-1] < SHORTEST_SPAN * line.tokens_L[0]:
             continue
         of = f"over {', '.join(line.tasks)}"
         add(RELATIVE, where, _slope(_log(bias_RL / norm_RL), line.tokens_L), "power of the length", of, line)
@@ -116,9 +124,7 @@ def _lines(experiment: Experiment, loaded: Bias) -> Iterator[tuple[dict[str, str
     for where in [dict(items) for items in dict.fromkeys(tuple(place.items()) for place in places)]:
         name = partner_of(experiment, where["method"])
         partner = None if name is None else _line(experiment, table, where | {"method": name, "rho": "none"})
-        line = _line(experiment, table, where)
-        if line.tasks:
-            yield where, line, partner
+        yield where, _line(experiment, table, where), partner
 
 
 def _line(experiment: Experiment, table: pd.DataFrame, where: dict[str, str]) -> _Line:
@@ -127,11 +133,15 @@ def _line(experiment: Experiment, table: pd.DataFrame, where: dict[str, str]) ->
         for task in experiment.bias.tasks
     }
     tokens = {task: float(own["response_tokens"].mean()) for task, own in rows.items()}
-    used = [task for task in sorted(rows, key=tokens.__getitem__) if (rows[task]["weight_ess"] >= SMALLEST_ESS).all()]
-    norm_SL = np.array([rows[task]["squared_norm"] for task in used]).T
-    relative_SL = np.array([rows[task]["paired_squared_bias"] for task in used]).T
-    sources = tuple(source for task in used for source in rows[task]["source"])
-    return _Line(used, relative_SL * norm_SL, norm_SL, np.array([tokens[task] for task in used]), sources)
+    tasks = sorted(rows, key=tokens.__getitem__)
+    # Of the samples without a safe vocabulary: the same for every estimator of an engine.
+    smallest_ess = float(min(own["weight_ess"].min() for own in rows.values()))
+    column = "paired_squared_bias" if smallest_ess >= SMALLEST_ESS else "squared_bias"
+    norm_SL = np.array([rows[task]["squared_norm"] for task in tasks]).T
+    relative_SL = np.array([rows[task][column] for task in tasks]).T
+    tokens_L = np.array([tokens[task] for task in tasks])
+    sources = tuple(source for task in tasks for source in rows[task]["source"])
+    return _Line(tasks, smallest_ess, relative_SL * norm_SL, norm_SL, tokens_L, sources)
 
 
 def _slope(value_RL: np.ndarray, tokens_L: np.ndarray) -> np.ndarray:
@@ -166,7 +176,7 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
                 "partner": partner_of(experiment, where["method"]),
                 "seeds": list(experiment.seeds),
             }
-            | {name: known(name, where) for name in (RELATIVE, ABSOLUTE, REMOVED_SLOPE)}
+            | {name: known(name, where) for name in (SMALLEST, RELATIVE, ABSOLUTE, REMOVED_SLOPE)}
             | {
                 f"{name}_{task}": known(name, where | {"task": task})
                 for name in ("relative_bias", REMOVED)
@@ -184,9 +194,10 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
         Column("policy_label", "policy" if len(experiment.bias.policies) > 1 else None, shown_only=True),
         Column("seeds", None),
         *(
-            Column(f"relative_bias_{task}", f"paired bias² ({text}) [95 %]", interval(digits()), INTERVAL)
+            Column(f"relative_bias_{task}", f"bias² ({text}) [95 %]", interval(digits()), INTERVAL)
             for task, text in at.items()
         ),
+        Column(SMALLEST, "ESS of r, worst (%)", number(".0f", 100)),
         Column(RELATIVE, "power of T [95 %]", interval("+.2f"), INTERVAL),
         Column(ABSOLUTE, "power of T, not over |g|² [95 %]", interval("+.2f"), INTERVAL),
         *(

@@ -17,6 +17,7 @@ from dvp.experiment.config import Experiment
 
 REACH = 1.0  # of the lower panels: beside an estimator that has hardly any bias, pruning may add it many times over
 BELOW = 30.0  # below its value, times: where a bar ends that would go on to 0 and beyond
+MARGIN = 1.25  # beside the shortest and the longest, times
 SPREAD = 0.03  # of the logarithm of the length, by which lines of a panel stand side by side
 
 
@@ -50,6 +51,8 @@ def bias_by_length(experiment: Experiment, measured: list[Statistic]) -> Figure:
                 axes.set_xscale("log")
                 axes.set_xticks(list(lengths.values()), [f"{tokens:.0f}" for tokens in lengths.values()])
                 axes.set_xticks([], minor=True)
+                # Also where a panel has no mark.
+                axes.set_xlim(min(lengths.values()) / MARGIN, max(lengths.values()) * MARGIN)
             low, high = bias.get_ylim()
             plain_log(bias.yaxis, (1, 2, 5) if high < 100 * low else (1,))
             if column == 0:

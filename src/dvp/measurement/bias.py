@@ -246,11 +246,10 @@ def _compare(
         # Replayed sets are the engine's, and so is their objective.
         pruned = own if isinstance(safe, SafeVocabulary) else None
         for place, estimator in enumerate(members):
-            found = _measure_estimator(
-                estimator, gradient_EnKD[place], experiment.positions, reference, unpruned, pruned
+            about = _over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule])
+            measured[estimator] = _measure_estimator(
+                estimator, about, gradient_EnKD[place], experiment.positions, reference, unpruned, pruned
             )
-            found.row.update(_over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule]))
-            measured[estimator] = found
         gradient_EnKD = None  # its memory, before the next one's
 
     summary = {
@@ -268,6 +267,7 @@ def _compare(
 
 def _measure_estimator(
     estimator: Estimator,
+    about: dict,
     gradient_nKD: torch.Tensor,
     positions: list[str],
     reference: _Reference,
@@ -277,6 +277,7 @@ def _measure_estimator(
     """What follows from an estimator's gradients.
 
     Args:
+        about: columns of its row that need no gradients.
         gradient_nKD: of every batch, by the tokens' positions.
         positions: names of the K parts; none where there is one.
         unpruned: by the engine's samples without a safe vocabulary.
@@ -290,7 +291,7 @@ def _measure_estimator(
     if positions:
         for position, part_nD in zip(positions, gradient_nKD.unbind(dim=1), strict=True):
             variance[position] = gradient_variance(inner_products(part_nD, part_nD), reference.products_mm)
-    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(bias)
+    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(bias) | about
     for own, end in ((unpruned, ""), (pruned, "_pruned")):
         if own is None:
             undefined = torch.full((1,), math.nan)

@@ -73,7 +73,8 @@ def reference(name, responses):
             case "dr_grpo":
                 return rewards[i] - mean[i]
             case "opo":
-                return rewards[i] - sum(lengths[j] * rewards[j] for j in group) / sum(lengths[j] for j in group)
+                kept = [j for j in group if any(responses.ratio_BT[j][mask[j]])]
+                return rewards[i] - sum(lengths[j] * rewards[j] for j in kept) / max(sum(lengths[j] for j in kept), 1)
             case "reinforce_pp":
                 return (rewards[i] - mean[i]) / (batch_std + 1e-6)
             case "otb":
@@ -101,6 +102,14 @@ def reference(name, responses):
 @given(responses=batches() | batches(rejecting=True))
 def test_every_advantage_is_its_formula_and_zero_outside_the_mask(name, responses):
     np.testing.assert_allclose(ADVANTAGES[name](responses), reference(name, responses), rtol=1e-9, atol=1e-9)
+
+
+def test_opo_leaves_rejected_responses_out_of_its_baseline():
+    """Two kept responses of lengths 1 and 3 with rewards 0 and 1; the third, of reward 8, was rejected."""
+    mask = [[True, False, False], [True, True, True], [True, True, True]]
+    ratio = [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    advantage = ADVANTAGES["opo"](build([0, 1, 8], mask, 3, ratio=ratio))
+    assert advantage[:, 0].tolist() == [-0.75, 0.25, 7.25]
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])

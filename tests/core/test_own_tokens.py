@@ -90,8 +90,9 @@ def expected_advantages(name, every, weights):
             if name == "rloo":
                 result.append([reward[i] - sum(reward[j] for j in group if j != i) / (GROUP - 1)] * len(every[i]))
             elif name == "opo":
-                length = sum(len(every[j]) for j in group)
-                result.append([reward[i] - sum(len(every[j]) * reward[j] for j in group) / length] * len(every[i]))
+                kept = {j: len(every[j]) for j in group if any(weights[j])}
+                baseline = sum(kept[j] * reward[j] for j in kept) / max(sum(kept.values()), 1)
+                result.append([reward[i] - baseline] * len(every[i]))
             else:
                 row = []
                 for k in range(len(every[i])):

@@ -92,6 +92,12 @@ def test_equal_logits_are_all_safe(rule):
     assert safe_mask(torch.full((2, 37), -7.5), rule).all()
 
 
+@pytest.mark.parametrize("rule", [TopK(3), TopK(9), MassBudget(0.0), MassBudget(0.3), TopNSigma(2.0), FixedRho(0.1)])
+def test_no_rule_keeps_entries_that_cannot_be_sampled(rule):
+    never = -torch.inf
+    assert safe_mask(torch.tensor([[1.0, 0.5, never, never, never]]), rule).tolist() == [[True, True, *[False] * 3]]
+
+
 @pytest.mark.parametrize("scale", [1e30, 1e-30])
 def test_extreme_logits(scale):
     logits = torch.tensor([[1.0, -1.0, 0.0]]) * scale

@@ -121,12 +121,16 @@ def dr_grpo(responses: Responses) -> torch.Tensor:
 
 @by_response
 def opo(responses: Responses) -> torch.Tensor:
-    """A_i = R_i − Σ_j len_j R_j / Σ_j len_j, len in model tokens; for G = 1, A = 0."""
+    """A_i = R_i − Σ_j len_j R_j / Σ_j len_j, len in model tokens; for G = 1, A = 0.
+
+    The sums leave out responses whose r are all 0, as OTB's do: they were rejected.
+    """
     relative_PG = _relative(responses)
-    length_PG = responses.mask_BT.sum(dim=1).reshape(relative_PG.shape)
-    # 0/0 for a group without any token, which has nowhere to put it.
-    baseline_P1 = (length_PG * relative_PG).sum(dim=1, keepdim=True) / length_PG.sum(dim=1, keepdim=True)
-    return _constant(responses, relative_PG - baseline_P1)
+    length_PG = (responses.mask_BT.sum(dim=1) * ~_rejected(responses)).reshape(relative_PG.shape)
+    total_P1 = length_PG.sum(dim=1, keepdim=True)
+    baseline_P1 = (length_PG * relative_PG).sum(dim=1, keepdim=True) / total_P1.clamp(min=1)
+    # Of a group of which nothing is kept A = R; the loss gives it no weight.
+    return _constant(responses, torch.where(total_P1 > 0, relative_PG - baseline_P1, _grouped_rewards(responses)))
 
 
 @by_response
@@ -153,8 +157,7 @@ def otb(responses: Responses) -> torch.Tensor:
     Σ W is not far above it, a group whose rewards are all equal does not give 0.
     """
     energy_PGK, alive_PGK = _energy(responses)
-    rejected_B = ~(responses.mask_BT & (responses.ratio_BT != 0)).any(dim=1)
-    compared_PGK = alive_PGK & ~rejected_B.reshape(-1, responses.group_size, 1)
+    compared_PGK = alive_PGK & ~_rejected(responses).reshape(-1, responses.group_size, 1)
     rewards_PG1 = _grouped_rewards(responses)[:, :, None]
     weighted_P1K = (rewards_PG1 * energy_PGK).sum(dim=1, keepdim=True)
     baseline_P1K = weighted_P1K / (energy_PGK.sum(dim=1, keepdim=True) + ENERGY_EPSILON)
@@ -217,6 +220,11 @@ def otb_variance_readouts(
 def _grouped_rewards(responses: Responses) -> torch.Tensor:
     """(P, G)."""
     return responses.rewards_B.reshape(-1, responses.group_size)
+
+
+def _rejected(responses: Responses) -> torch.Tensor:
+    """Which responses have no token whose r is not 0, bool (B,)."""
+    return ~(responses.mask_BT & (responses.ratio_BT != 0)).any(dim=1)
 
 
 def _relative(responses: Responses) -> torch.Tensor:

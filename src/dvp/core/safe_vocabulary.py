@@ -191,7 +191,7 @@ class EntropyScaled(SafeVocabulary):
 
 @dataclass(frozen=True)
 class TopK(SafeVocabulary):
-    """The `k` most likely entries, and those as likely as the last of them.
+    """The `k` most likely entries, and those as likely as the last of them; none that cannot be sampled.
 
     Raises:
         DvpError: k that is not a whole number of at least 1.
@@ -210,8 +210,9 @@ class TopK(SafeVocabulary):
         return _half_way_down(gap_NV, self._least(gap_NV))
 
     def _least(self, gap_NV: torch.Tensor) -> torch.Tensor:
-        """The gap of the least likely entry that is kept, (N,)."""
-        return gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
+        """The gap of the least likely entry that is kept, (N,); below them all where fewer than k can be sampled."""
+        least_N = gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
+        return least_N.clamp(min=torch.finfo(torch.float32).min)
 
     def control(self, rho: float) -> TopK:
         """See SafeVocabulary.control. About ρ is where the second one lies: it prunes everywhere."""
@@ -227,7 +228,7 @@ class TopK(SafeVocabulary):
 class TopNSigma(SafeVocabulary):
     """log ρ(s) = −n · σ(s), with σ the standard deviation of the state's logits: top-nσ (arXiv 2411.07641).
 
-    σ is over the entries that can be sampled, those with a finite logit.
+    σ is that of the population (divisor the number of entries), over those that can be sampled, with a finite logit.
 
     Raises:
         DvpError: n that is not a finite number above 0.

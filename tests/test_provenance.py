@@ -64,6 +64,13 @@ def test_outside_a_checkout_the_commit_is_unknown(package, monkeypatch):
     assert git_commit() == "unknown"
 
 
+def test_the_commit_of_somebody_elses_repository_is_not_recorded(package):
+    """An installed package lies in a folder that the repository around it does not track."""
+    git(package.parent, "init", "--quiet")
+    git(package.parent, "commit", "--quiet", "--allow-empty", "--message", "x")
+    assert git_commit() == "unknown"
+
+
 def test_the_hash_of_code_is_of_all_of_it(package):
     first = code_hash()
     assert re.fullmatch("[0-9a-f]{12}", first)

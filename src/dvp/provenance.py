@@ -14,8 +14,12 @@ VECTORS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by the ke
 
 @cache
 def git_commit() -> str:
-    """The commit of the source tree, with `+changes` if files differ from it; "unknown" outside a git checkout."""
+    """The commit of the source tree, with `+changes` if files differ from it; "unknown" outside a checkout of dvp.
+
+    An installed package may lie within a repository that is somebody else's: only one that tracks this file counts.
+    """
     try:
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
         commit = _git("rev-parse", "HEAD")
         return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):

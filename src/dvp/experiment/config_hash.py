@@ -6,6 +6,8 @@ rate does.
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.grid import Measurement, Run, Sampler
@@ -32,36 +34,33 @@ def settings_of_stage(
     Raises DvpError for a task that the experiment does not evaluate.
     """
     if stage == "report":
-        return experiment.used.model_dump(mode="json", exclude={"preflight"})
+        return _set(experiment.used, exclude={"preflight"})
     if measurement is not None:
         run = measurement.run
     data, base, training = experiment.data, experiment.base, experiment.training
     # What only `dvp plan` uses changes no result.
-    sources = {
-        name: experiment.sources[name].model_dump(mode="json", exclude={"problems"})
-        for name in [data.train, *data.evaluation]
-    }
-    parts: dict[str, Any] = {"data": data.model_dump(mode="json"), "sources": sources}
+    sources = {name: _set(experiment.sources[name], exclude={"problems"}) for name in [data.train, *data.evaluation]}
+    parts: dict[str, Any] = {"data": _set(data), "sources": sources}
     if stage != "prepare":
         made = isinstance(base, TrainedBase)
-        parts["base"] = base.model_dump(mode="json", exclude=None if made else {"architecture"})
+        parts["base"] = _set(base, exclude=None if made else {"architecture"})
         if made:
-            parts["base_source"] = experiment.sources[base.source].model_dump(mode="json")
+            parts["base_source"] = _set(experiment.sources[base.source])
         if experiment.tools is not None and (made or stage != "base"):
             # A base model that is made here learns how a call is written.
             written = {"call", "answer"} if stage == "base" else None
-            parts["tools"] = experiment.tools.model_dump(mode="json", include=written)
+            parts["tools"] = _set(experiment.tools, include=written)
     if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
         trained = experiment.training_of(run)
         safe = experiment.methods[run.method].sides(run.rho_value, trained.max_response_tokens)
         # A run whose engine would report no sets, or reports them in any case, is the same whether it is asked to.
         asked = set() if trained.sets_reported(safe) and not safe.replayed else {"report_sets"}
-        parts["training"] = trained.model_dump(mode="json", exclude={"gpus", "nodes"} | asked)
+        parts["training"] = _set(trained, exclude={"gpus", "nodes"} | asked)
         parts["deepspeed"] = experiment.deepspeed
-        parts["run"] = run.model_dump(mode="json", exclude={"training"})
-        parts["engine"] = experiment.engines[run.engine].model_dump(mode="json")
-        parts["method"] = experiment.methods[run.method].model_dump(mode="json", exclude={"label"})
+        parts["run"] = _set(run, exclude={"training"})
+        parts["engine"] = _set(experiment.engines[run.engine])
+        parts["method"] = _set(experiment.methods[run.method], exclude={"label"})
     if stage == "train" and experiment.evaluation.at is not None:
         # Weights that were not kept cannot be evaluated later: other steps are another training.
         parts["kept"] = experiment.evaluated_steps(run)
@@ -69,34 +68,41 @@ def settings_of_stage(
         # No more than every run with this engine depends on: training waits for the preflight, and where that is made
         # again, training is.
         waiting = experiment.waiting_for(engine)
-        parts["training"] = waiting.training.model_dump(mode="json", exclude={"gpus", "nodes"})
+        parts["training"] = _set(waiting.training, exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
-        parts["engine"] = experiment.engines[waiting.points[0].engine].model_dump(mode="json")
+        parts["engine"] = _set(experiment.engines[waiting.points[0].engine])
     if stage == "evaluate":
         sampler = sampler or experiment.sampler
-        evaluation = experiment.evaluation.model_dump(mode="json", exclude={"at", "also"}) | {"engine": sampler.engine}
+        evaluation = _set(experiment.evaluation, exclude={"at", "also"}) | {"engine": sampler.engine}
         if task is not None and task not in experiment.data.tasks:
             tasks = ", ".join(experiment.data.tasks)
             raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {tasks}")
         evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
         parts["evaluation"] = evaluation
-        parts["evaluation_engine"] = experiment.engines[sampler.engine].model_dump(mode="json")
+        parts["evaluation_engine"] = _set(experiment.engines[sampler.engine])
         if sampler.rho is not None:
             parts["evaluation_rho"] = sampler.rho
     if measurement is not None:
         settings = getattr(experiment, stage)
-        parts["measured"] = settings.model_dump(mode="json", exclude={"policies", "engines", "estimators", "tasks"})
-        parts["measured_engine"] = experiment.engines[measurement.engine].model_dump(mode="json")
+        parts["measured"] = _set(settings, exclude={"policies", "engines", "estimators", "tasks"})
+        parts["measured_engine"] = _set(experiment.engines[measurement.engine])
         parts["seed"] = measurement.seed
         if measurement.task is not None:
             parts["task"] = measurement.task
         sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
         if stage == "bias":
             sampling |= {"group_size", "tokens_per_micro_batch"}
-        parts["sampling"] = training.model_dump(mode="json", include=sampling)
+        parts["sampling"] = _set(training, include=sampling)
     if stage == "bias":
         parts["estimators"] = [
-            (method, experiment.methods[method].model_dump(mode="json", exclude={"label"}), rho)
-            for method, rho in experiment.estimators
+            (method, _set(experiment.methods[method], exclude={"label"}), rho) for method, rho in experiment.estimators
         ]
     return parts
+
+
+def _set(section: BaseModel, **of: Any) -> dict[str, Any]:
+    """What a section sets otherwise than by default, so that an option that comes or goes makes no result stale.
+
+    Where a default itself changes, so do the numbers of those who left it: dvp.versions says it then.
+    """
+    return section.model_dump(mode="json", exclude_defaults=True, **of)

@@ -153,9 +153,14 @@ def test_an_experiment_is_not_called_as_something_else_in_the_folder_of_results(
 
 
 def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
+    (tmp_path / "rows.jsonl").touch()
     experiment = edit(
         {
-            "sources.local": {"kind": "file", "path": "rows.jsonl", "columns": {"problem": "p", "answer": "a.0"}},
+            "sources.local": {
+                "kind": "file",
+                "path": str(tmp_path / "rows.jsonl"),
+                "columns": {"problem": "p", "answer": "a.0"},
+            },
             "sources.remote": HUB | {"revision": REVISION},
             "data.evaluation": ["local", "remote"],
             "data.limit": 10,
@@ -172,6 +177,28 @@ def test_resolving_keeps_every_kind_of_value(edit, tmp_path):
     assert read_resolved(tmp_path / "config.yaml") == experiment
     assert experiment.methods["clipped"].importance == PRESETS["seq_tis"]
     assert [run.rho_value for run in experiment.runs if run.rho] == [math.exp(-13), 0.123456789, 0.01]
+
+
+SLIP = {"kind": "file", "path": "no/such.jsonl", "columns": {"problem": "p", "answer": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sources.mine": SLIP, "data.train": "mine"}, "sources.mine.path: no/such.jsonl: no such file"),
+        (
+            {"sources.exam": SLIP, "data.evaluation": ["exam"], "evaluation.samples_per_problem.exam": 1},
+            "sources.exam.path: no/such.jsonl: no such file",
+        ),
+        (
+            {"base": {"kind": "local", "path": "no/model"}},
+            "base.path: no/model: expected a Hugging Face model directory, found no config.json",
+        ),
+    ],
+)
+def test_a_file_that_is_named_and_is_not_there_is_refused(refused, changes, says):
+    """Snakemake would take what an earlier version of the experiment made for results of this one."""
+    assert refused(changes) == says
 
 
 TEXT = st.one_of(

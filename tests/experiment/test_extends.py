@@ -59,12 +59,13 @@ def test_an_experiment_may_extend_one_that_extends_another(config, write, mine):
 
 
 @pytest.mark.parametrize("parent", ["smoke", "tiny"])
-def test_null_takes_an_inherited_key_away(mine, parent):
+def test_null_takes_an_inherited_key_away(mine, parent, tmp_path):
     """Problems and evaluation sets of one's own, on top of an experiment that has others."""
+    (tmp_path / "problems.jsonl").touch()
     experiment = mine(
         f"""extends: {parent}
 sources:
-  own: {{kind: file, path: problems.jsonl, columns: {{problem: question, answer: result}}}}
+  own: {{kind: file, path: {tmp_path}/problems.jsonl, columns: {{problem: question, answer: result}}}}
 data: {{train: own, held_out: null, evaluation: [aime25]}}
 evaluation: {{samples_per_problem: {{held_out: null, aime25: 4}}}}
 report: {{task: aime25, declarations: null}}"""
@@ -80,15 +81,17 @@ def test_what_is_taken_away_on_the_way_stays_away(write, mine):
     assert "otb_mass" not in mine("extends: middle").methods
 
 
-def test_a_mapping_of_another_kind_replaces_the_inherited_one(mine):
+def test_a_mapping_of_another_kind_replaces_the_inherited_one(mine, tmp_path):
+    for name in ("config.json", "a.jsonl"):
+        (tmp_path / name).touch()
     experiment = mine(
-        """extends: smoke
-base: {kind: local, path: models/mine}
-sources: {stories_small: {kind: file, path: a.jsonl, columns: {problem: p, answer: a}}}
-methods: {otb_mass: {safe_vocabulary: {rule: margin, epsilon: 0.1}}}
-grid: [{method: rloo, engine: fp32}, {method: otb_mass, engine: coarse, rho: 1e-2}]"""
+        f"""extends: smoke
+base: {{kind: local, path: {tmp_path}}}
+sources: {{stories_small: {{kind: file, path: {tmp_path}/a.jsonl, columns: {{problem: p, answer: a}}}}}}
+methods: {{otb_mass: {{safe_vocabulary: {{rule: margin, epsilon: 0.1}}}}}}
+grid: [{{method: rloo, engine: fp32}}, {{method: otb_mass, engine: coarse, rho: 1e-2}}]"""
     )
-    assert experiment.base == LocalBase(kind="local", path="models/mine")
+    assert experiment.base == LocalBase(kind="local", path=str(tmp_path))
     assert isinstance(experiment.sources["stories_small"], FileSource)
     assert experiment.methods["otb_mass"].safe_vocabulary.epsilon == 0.1
     assert experiment.methods["otb_mass"].label == "OTB + MIS, mass budget"

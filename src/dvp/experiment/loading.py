@@ -9,7 +9,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from dvp.errors import DvpError
+from dvp.experiment.base import LocalBase
 from dvp.experiment.config import Experiment
+from dvp.experiment.data import FileSource
 from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import parse_json, write_text
 from dvp.strict import NAME, Strict, first_problem
@@ -102,6 +104,7 @@ def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], 
 def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError.
 
+    The local files that it names must be there: Snakemake would take results made of earlier ones for results of these.
     One that says `extends: OTHER` is config/experiments/OTHER.yaml, which may extend another one in turn, with its own
     keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
     null takes a key away.
@@ -136,8 +139,22 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         resolved[table] = catalogue | own
         elsewhere |= {(table, entry): file for entry in catalogue if entry not in own}
     experiment = parse_experiment(resolved, path, elsewhere)
+    _check_files(experiment, path, elsewhere)
     deepspeed = _read_deepspeed(config / "deepspeed" / f"{experiment.training.deepspeed}.json", path)
     return value, experiment.model_copy(update={"deepspeed": deepspeed})
+
+
+def _check_files(experiment: Experiment, path: Path, elsewhere: dict[tuple[str, str], Path]) -> None:
+    """Raise DvpError unless the files of its sources, and the folder of its base model, are there."""
+    for name in (experiment.data.train, *experiment.data.evaluation):
+        source = experiment.sources[name]
+        if isinstance(source, FileSource) and not source.path.is_file():
+            where = elsewhere.get(("sources", name), path)
+            raise DvpError(f"{where}: sources.{name}.path: {source.path}: no such file")
+    if isinstance(experiment.base, LocalBase) and not (Path(experiment.base.path) / "config.json").is_file():
+        raise DvpError(
+            f"{path}: base.path: {experiment.base.path}: expected a Hugging Face model directory, found no config.json"
+        )
 
 
 def _check_whole(value: dict, path: Path) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import whole_run
 from dvp.files import atomic_path, expect, expect_keys, read_json, sha256_json, verify_checksums, write_json
 from dvp.provenance import git_commit
 from dvp.tracking.names import policy_params, policy_title
@@ -121,10 +123,10 @@ def run_stage(
     run, task : path of the run, and what of it the stage works on, as the MLflow run says.
     metrics : the metrics.jsonl that has every row given to `log_step`.
     problems : the file of problems that it reads, where not that of PROBLEMS.
-    Raises DvpError, before anything is written, for an input that is missing or altered.
+    Raises DvpError, before anything is written, for an input that is missing, altered or of other settings.
     """
     started = time.time()
-    records = read_inputs(inputs, verify=verify)
+    records = read_inputs(where, inputs, run, verify=verify)
     folder, experiment = (where, where.name) if isinstance(where, Path) else (where.folder, where.experiment.name)
     with stage_run(
         folder,
@@ -156,17 +158,38 @@ def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: In
     return shown
 
 
-def read_inputs(inputs: Inputs, *, verify: bool = True) -> dict[str, list[dict]]:
-    """The content of the inputs' JSON files, whose own files are as they were written. Raises DvpError if not."""
+def read_inputs(
+    where: ExperimentDir | Path, inputs: Inputs, run: str | None = None, *, verify: bool = True
+) -> dict[str, list[dict]]:
+    """The content of the inputs' JSON files, made under the settings of now, their own files as they were written.
+
+    run : path of the run that the inputs are of.
+    Raises DvpError if they are not.
+    """
     records: dict[str, list[dict]] = {}
     for stage, paths in inputs.items():
         records[stage] = []
         for path in [paths] if isinstance(paths, Path) else paths:
-            record = read_json(path, "files", KEY)
+            record = read_json(path, "files", KEY, "config_hash")
+            if isinstance(where, ExperimentDir) and stage in ("prepare", "base", "train", "convert"):
+                _check_current(where.experiment, stage, run, record, path)
             if verify:
                 verify_checksums(path.parent, record["files"])
             records[stage].append(record)
     return records
+
+
+def _check_current(experiment: Experiment, stage: str, run: str | None, record: dict, path: Path) -> None:
+    """Raise DvpError unless a stage before the grid, or one of a run, has written `record` under today's settings."""
+    of = None
+    if stage in ("train", "convert"):
+        of = experiment.run(whole_run(run)) if stage == "train" else experiment.policy(run)
+    expected = experiment.config_hash(stage, of)
+    if record["config_hash"] != expected:
+        raise DvpError(
+            f"{path}: written under other settings (config_hash {record['config_hash']}, that of the experiment is "
+            f"{expected}); run `dvp {stage}` again"
+        )
 
 
 def kept_steps(record: dict, path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from made_up_stages import contents
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import read_json, sha256_file, write_json
-from dvp.stage import run_stage
+from dvp.stage import read_inputs, run_stage
 from dvp.tracking.record import read_record
 
 
@@ -17,7 +17,8 @@ def directory(folder) -> ExperimentDir:
 
 def prepared(directory: ExperimentDir, text: str = "problems") -> dict:
     """The stage `prepare`, made up: one file and the JSON file, which is returned."""
-    with run_stage("prepare", directory, directory.result("prepare"), "0" * 12, {}) as stage:
+    config_hash = directory.experiment.config_hash("prepare")
+    with run_stage("prepare", directory, directory.result("prepare"), config_hash, {}) as stage:
         directory.data.mkdir(exist_ok=True)
         (directory.data / "train.parquet").write_text(text)
         stage.finish({"files": {"train.parquet": sha256_file(directory.data / "train.parquet")}})
@@ -64,6 +65,10 @@ def test_other_contents_of_an_input_are_other_work(directory):
             lambda data: write_json(data / "manifest.json", {"files": {}}),
             "manifest.json: key 'tracking_key' is missing",
         ),
+        (
+            lambda data: write_json(data / "manifest.json", read_json(data / "manifest.json") | {"config_hash": "old"}),
+            r"manifest.json: written under other settings \(config_hash old, that of the experiment is \w{12}\)",
+        ),
     ],
 )
 def test_an_input_that_is_not_as_it_was_written_is_refused_before_anything_is_written(directory, damage, message):
@@ -72,6 +77,20 @@ def test_an_input_that_is_not_as_it_was_written_is_refused_before_anything_is_wr
     with pytest.raises(DvpError, match=message), base(directory):
         raise AssertionError("the stage has begun")
     assert not (directory.folder / "tracking/base.json").exists()
+
+
+@pytest.mark.parametrize("stage", ["prepare", "base", "train", "convert"])
+def test_no_input_of_other_settings_is_read(directory, stage):
+    """What Snakemake takes for finished, as it could not make it again, may be of an earlier version of a file."""
+    experiment = directory.experiment
+    run = experiment.runs[0] if stage in ("train", "convert") else None
+    path = directory.result(stage, experiment.runs[0].path)
+    record = {"files": {}, "tracking_key": f"{stage} 1", "config_hash": experiment.config_hash(stage, run)}
+    write_json(path, record)
+    assert read_inputs(directory, {stage: path}, run and run.path) == {stage: [record]}
+    write_json(path, record | {"config_hash": "0" * 12})
+    with pytest.raises(DvpError, match=rf"{path.name}: written under other settings .*; run `dvp {stage}` again"):
+        read_inputs(directory, {stage: path}, run and run.path)
 
 
 def test_a_stage_that_verifies_its_input_itself_is_not_held_up(directory):

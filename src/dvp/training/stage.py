@@ -79,7 +79,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
     result = directory.result("train", run.path)
     folder = result.parent
     inputs = {"prepare": directory.result("prepare"), "base": directory.result("base")}
-    read = read_inputs(inputs)
+    read = read_inputs(directory, inputs)
     data_files, base_files = (read[stage][0]["files"] for stage in inputs)
     config_hash = experiment.config_hash("train", run)
 

@@ -1,7 +1,6 @@
 """The whole DAG, for real, on the smoke experiment: run, re-run, re-run after a change, traced back, and on AIME25."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -231,13 +230,26 @@ def test_an_altered_model_is_refused_and_named(copy, dvp):
     assert scores.read_bytes() == before
 
 
-@pytest.mark.skipif(not AIME25.is_file() and not os.environ.get("CI"), reason=f"{AIME25} is not here")
-def test_the_thirty_problems_of_aime25_are_sampled_four_times_each(copy):
-    """Last, as it changes the data: the model before RL on the real problems, every sample kept."""
+@pytest.fixture(params=["made up", "real"])
+def aime25(request, tmp_path) -> Path:
+    """The 30 problems of AIME25; or as many of the same form, made up: the path is tested without them, too."""
+    if request.param == "real":
+        if not AIME25.is_file():
+            pytest.skip(f"the real data is not here: {AIME25}")
+        return AIME25
+    path = tmp_path / "aime25.jsonl"
+    problems = [f"Find $m+n$ where $\\frac mn$ is the sum of $\\frac1{{{k}}}$ and ${k}$." for k in range(2, 32)]
+    rows = [{"id": str(i), "problem": problem, "answer": str(33 * i)} for i, problem in enumerate(problems)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_thirty_problems_are_sampled_four_times_each(copy, aime25):
+    """Last, as it changes the data: the model before RL on AIME25, every sample kept."""
 
     def use_aime25(value):
         columns = {"problem": "problem", "answer": "answer", "id": "id"}
-        value["sources"]["aime25"] = {"kind": "file", "path": str(AIME25), "columns": columns}
+        value["sources"]["aime25"] = {"kind": "file", "path": str(aime25), "columns": columns}
         value["data"]["evaluation"] = ["aime25"]
         value["evaluation"]["samples_per_problem"]["aime25"] = 4
 
@@ -249,9 +261,18 @@ def test_the_thirty_problems_of_aime25_are_sampled_four_times_each(copy):
     samples = pd.read_parquet(folder / "samples.parquet")
     assert (scores["problems"], scores["samples_per_problem"], scores["samples"], len(samples)) == (30, 4, 120, 120)
     assert set(samples.groupby("problem_id").size()) == {4}
-    truth = [json.loads(line) for line in AIME25.read_text().splitlines()]
+    truth = [json.loads(line) for line in aime25.read_text().splitlines()]
     assert dict(zip(samples["problem_id"], samples["reference"], strict=True)) == {r["id"]: r["answer"] for r in truth}
     value = scores["metrics"]["avg@4"]
     assert value["value"] == samples["correct"].mean()
     assert value["low"] <= value["value"] <= value["high"]
     assert {"pass@1", "pass@2", "pass@4", "maj@4"} <= set(scores["metrics"])
+
+
+def test_a_slip_in_a_path_does_not_train_on_the_old_data(copy):
+    """Neither is the graph built without the file, nor does a stage read what was made of the one before."""
+    copy.edit(lambda value: value["sources"]["aime25"].update(path="no/such.jsonl"))
+    done = copy.snakemake("--dry-run")
+    assert done.returncode == 1
+    assert "config/experiments/smoke.yaml: sources.aime25.path: no/such.jsonl: no such file" in done.stdout
+    assert "Traceback" not in done.stdout

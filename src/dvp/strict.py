@@ -51,7 +51,14 @@ class Told:
 class Strict(BaseModel):
     """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
     def changed(self, **changes: Any) -> Self:
         """A copy with other values for some of the keys, validated as a whole."""

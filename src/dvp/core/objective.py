@@ -66,20 +66,22 @@ class Reinforce(LossRule):
         return tokens.coefficient_BT * tokens.log_prob_BT, torch.zeros_like(tokens.active_BT)
 
 
+Low = Annotated[Fraction, Field(description="The ratio's lower bound is 1 − clip_low; 1 sets none.")]
+High = Annotated[float, Field(ge=0, description="The ratio's upper bound is 1 + clip_high.")]
+
+
 class _Clipped(LossRule):
     kind: str
-    clip_low: Fraction
-    """The ratio's lower bound is 1 − clip_low; 1 sets none."""
-    clip_high: Annotated[float, Field(ge=0)]
-    """The ratio's upper bound is 1 + clip_high."""
+    clip_low: Low
+    clip_high: High
 
 
 class Ppo(_Clipped):
     """Of each token the clipped ratio, arXiv 1707.06347."""
 
     kind: Literal["ppo"] = "ppo"
-    clip_low: Fraction = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_low: Low = 0.2
+    clip_high: High = 0.2
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """See LossRule."""
@@ -91,8 +93,8 @@ class Gspo(_Clipped):
 
     by_token = False
     kind: Literal["gspo"] = "gspo"
-    clip_low: Fraction = 3e-4
-    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+    clip_low: Low = 3e-4
+    clip_high: High = 4e-4
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """See LossRule. Raises DvpError for weights or advantages that differ between the tokens of a sequence."""
@@ -111,8 +113,8 @@ class Cispo(_Clipped):
     """
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: Fraction = 1.0
-    clip_high: Annotated[float, Field(ge=0)] = 4.0
+    clip_low: Low = 1.0
+    clip_high: High = 4.0
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """See LossRule."""

@@ -3,11 +3,8 @@
 config/README.md ends with it: `python -m dvp.experiment.reference` writes it there, and a test fails when it is stale.
 """
 
-import ast
 import inspect
 from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 from dvp.core.advantages import ADVANTAGES
@@ -32,7 +29,6 @@ def reference() -> str:
         where, name = queue.pop(0)
         properties = schema["properties"] if name == "Experiment" else schema["$defs"][name]["properties"]
         required = schema["required"] if name == "Experiment" else schema["$defs"][name].get("required", [])
-        meanings = _meanings(models[name])
         rows, groups = [], []
         for key, value in properties.items():
             if not where and key in FILLED_IN:
@@ -40,7 +36,7 @@ def reference() -> str:
             default = "required" if key in required else _default(value.get("default"))
             if not where and key in TABLES:
                 default = "none of its own"
-            rows.append(f"| `{key}` | {_value(value)} | {default} | {meanings.get(key, '')} |")
+            rows.append(f"| `{key}` | {_value(value)} | {default} | {_meaning(value)} |")
             groups += _groups(value, f"{where}.{key}" if where else key)
         new = [(path, inner) for path, inner in groups if inner not in seen]
         seen |= {inner for _, inner in new}
@@ -69,27 +65,13 @@ def _first_line(function: Callable) -> str:
     return inspect.cleandoc(function.__doc__ or "").splitlines()[0].replace("|", "\\|")
 
 
+def _meaning(value: dict) -> str:
+    """The docstring below a field."""
+    return " ".join(value.get("description", "").split()).replace("|", "\\|")
+
+
 def _subclasses(model: type) -> list[type]:
     return [inner for child in model.__subclasses__() for inner in (child, *_subclasses(child))]
-
-
-@cache
-def _classes(file: Path) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _meanings(model: type) -> dict[str, str]:
-    """The docstrings below a model's fields."""
-    meanings = {}
-    for parent in reversed(model.__mro__):
-        if not issubclass(parent, Strict) or parent is Strict:
-            continue
-        body = _classes(Path(inspect.getfile(parent)))[parent.__name__].body
-        for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                meanings[field.target.id] = " ".join(text.value.value.split()).replace("|", "\\|")
-    return meanings
 
 
 def _groups(value: dict, where: str) -> list[tuple[str, str]]:

@@ -89,7 +89,7 @@ class KeepResponses(Strict):
 
 
 class TrainingConfig(Strict):
-    """The RL loop."""
+    """The RL loop: rollouts by the engine, updates by the trainer."""
 
     steps: Positive
     """Rollout batches."""

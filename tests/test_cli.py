@@ -17,7 +17,7 @@ from sqlalchemy import NullPool, create_engine
 from dvp import signals
 from dvp.cli import LARGEST_SEED, app, main, report
 from dvp.errors import Stopped
-from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_yaml
+from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment, read_resolved, read_yaml
 from dvp.files import checksums, sha256_file, write_json, write_text
 from dvp.strict import Seed
 from dvp.tracking.record import read_record
@@ -362,7 +362,9 @@ def test_train_before_base_names_the_missing_file(refused, resolved, place):
     folder = (place / config).parent
     (folder / "data").mkdir()
     (folder / "data" / "train.parquet").write_bytes(b"x")
-    write_json(folder / "data" / "manifest.json", {"files": checksums(folder / "data"), "tracking_key": "x"})
+    config_hash = read_resolved(place / config).config_hash("prepare")
+    manifest = {"files": checksums(folder / "data"), "tracking_key": "x", "config_hash": config_hash}
+    write_json(folder / "data" / "manifest.json", manifest)
     line = refused("train", "--config", config, "--run", RUN)
     assert line == f"{Path(config).parent}/base/manifest.json: no such file; the stage that writes it has not finished"
     assert not (folder / "runs").exists()
@@ -385,7 +387,10 @@ def test_convert_notices_altered_files(refused, resolved, place):
     for name in ("metrics.jsonl", "probe.safetensors"):
         (run / name).write_bytes(b"as it was written")
     files = {name: sha256_file(run / name) for name in ("metrics.jsonl", "probe.safetensors")}
-    write_json(run / "train.json", {"checkpoint": "checkpoints/x", "files": files, "tracking_key": "x"})
+    experiment = read_resolved(place / config)
+    config_hash = experiment.config_hash("train", experiment.run(RUN))
+    trained = {"checkpoint": "checkpoints/x", "files": files, "tracking_key": "x", "config_hash": config_hash}
+    write_json(run / "train.json", trained)
     (run / "probe.safetensors").write_bytes(b"as it was writteN")
     line = refused("convert", "--config", config, "--run", RUN)
     assert line.startswith(f"{Path(config).parent / 'runs' / RUN}/probe.safetensors: altered since it was written")

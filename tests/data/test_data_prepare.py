@@ -155,7 +155,7 @@ def test_two_solutions_of_a_puzzle_are_no_conflict_and_two_puzzles_of_one_text_a
     wrong = right._replace(answer="right down")
     blocked = Puzzle("shortest_path", "right down right", {"matrix": [list("*OX"), list("XO#")]})
     for name, second, conflicts in (("same", other, 0), ("wrong", wrong, 1), ("another", blocked, 1)):
-        answers = {"a": right, "A": second, "b": right, "c": right}
+        answers = {"a a": right, "a  a": second, "b": right, "c": right}
         rows = [{"problem": text, "answer": puzzle.reference()} for text, puzzle in answers.items()]
         data, sources = DataConfig(train="s", held_out=1), {"s": write_rows(name, rows)}
         account = prepare(data, sources, tmp_path / name)["sources"]["s"]
@@ -180,9 +180,9 @@ def test_without_n_only_the_same_problem_is_contaminated(tmp_path, write_rows):
 def test_conflicting_answers(tmp_path, write_rows):
     rows = [
         {"problem": "What is  one?", "answer": "1"},
-        {"problem": "what is one?", "answer": "2"},
-        {"problem": "What is ｔｗｏ?", "answer": "2"},
-        {"problem": "What is two?", "answer": "2.0"},
+        {"problem": "What is one?", "answer": "2"},
+        {"problem": "What is \u00e9t\u00e9?", "answer": "2"},
+        {"problem": "What is e\u0301te\u0301?", "answer": "2.0"},
         {"problem": "What is three?", "answer": "3"},
     ]
     manifest = prepare(DataConfig(train="s", held_out=1), {"s": write_rows("s", rows)}, tmp_path)
@@ -199,12 +199,57 @@ def test_prompts_may_contain_braces(tmp_path, write_rows):
         assert table.prompt[0] == table.problem[0] + " \\boxed{}"
 
 
-def test_an_answer_that_does_not_parse_names_file_and_row(tmp_path, write_rows):
-    source = write_rows("s", [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": "}{"}])
+def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows, capfd):
+    """One such row of a hundred does not stop the preparation, and nobody has to search for it."""
+    rows = [{"problem": f"What is {i} ^ {i}?", "answer": "1"} for i in range(100)]
+    rows[6]["answer"] = "}{"
+    rows.append(rows[6] | {"answer": "7"})
+    data, sources = DataConfig(train="s", evaluation=["t"]), {"s": write_rows("s", rows)}
+    sources["t"] = write_rows("t", [row | {"problem": f"Of t: {row['problem']}"} for row in rows[:100]])
+    manifest = prepare(data, sources, tmp_path)
+    reason = "the answer '}{' is not a mathematical expression that math-verify can compare"
+    for source in "st":
+        (entry,) = manifest["sources"][source]["unreadable_answers"]
+        assert entry == {"id": "7", "row": 7, "answer": "}{", "reason": reason}
+    assert manifest["counts"] == {"train": 99, "over_limit": 0, "evaluation": {"t": 99}}
+    assert not any((table.id == "7").any() for table in tables(tmp_path))
+    of_t, of_s = [line for line in capfd.readouterr().err.splitlines() if "manifest" in line]
+    left = f"1 problems have an answer that cannot be read (row 7: {reason}); left out, see data/manifest.json"
+    assert of_t == f"sources.t: the evaluation leaves out problems: of 100 rows, {left}"
+    assert of_s == f"sources.s: of 101 rows, 1 rows repeat another one's problem; {left}"
+
+
+def test_more_unreadable_answers_than_allowed_are_refused(tmp_path, write_rows):
+    rows = [{"problem": f"What is {i} ^ {i}?", "answer": "1"} for i in range(99)] + [{"problem": "b", "answer": "}{"}]
+    source = write_rows("s", rows[-99:])
     with pytest.raises(DvpError) as error:
         prepare(DataConfig(train="s", held_out=1), {"s": source}, tmp_path)
-    assert str(error.value).startswith(f"sources.s: {source.path}: row 2: the answer '}}{{' is not a mathematical")
+    line = str(error.value)
+    assert line.startswith(f"sources.s: {source.path}: row 99: the answer '}}{{' is not a mathematical")
+    assert line.endswith(
+        "; 1 of 99 problems have such an answer, more than data.unreadable_answers allows (0.01 of them)"
+    )
     assert not (tmp_path / "train.parquet").exists()
+    data = DataConfig(train="s", held_out=1, unreadable_answers=0.02)
+    assert prepare(data, {"s": source}, tmp_path)["sources"]["s"]["distinct"] == 98
+
+
+def test_problems_that_differ_in_a_sign_stay_different(tmp_path, write_rows, capfd):
+    """Case and superscripts are mathematics: none is merged, whatever the answers; a task's is looked for without."""
+    texts = ["What is 2² + n?", "What is 22 + n?", "What is 22 + N?", "What is ２２ + n?", "What is 2₂ + n?"]
+    rows = [{"problem": text, "answer": str(i)} for i, text in enumerate(texts)]
+    data = DataConfig(train="s", evaluation=["t"])
+    sources = {"s": write_rows("s", rows), "t": write_rows("t", [{"problem": "What is one?", "answer": "1"}])}
+    manifest = prepare(data, sources, tmp_path / "one")
+    assert (manifest["sources"]["s"]["distinct"], manifest["counts"]["train"]) == (5, 5)
+    assert not capfd.readouterr().err
+    again = prepare(data, sources | {"s": write_rows("again", rows[::-1])}, tmp_path / "two")
+    assert list(tables(tmp_path / "one")[0].problem) == list(tables(tmp_path / "two")[0].problem)
+    assert again["counts"] == manifest["counts"]
+    sources["t"] = write_rows("t", [{"problem": "what is 2² + N?", "answer": "1"}])
+    with pytest.raises(DvpError, match="5 contaminated"):
+        prepare(data, sources, tmp_path)
+    assert "sources.s: 5 of 5 problems hold words of a task's; left out" in capfd.readouterr().err
 
 
 def test_nothing_left(tmp_path, write_rows):
@@ -215,7 +260,7 @@ def test_nothing_left(tmp_path, write_rows):
         prepare(DataConfig(train="s", held_out=5), {"s": one}, tmp_path)
     with pytest.raises(DvpError, match=r"source 's' is left: .* 1 contaminated"):
         prepare(DataConfig(train="s", evaluation=["t"]), {"s": one, "t": one}, tmp_path)
-    both = write_rows("both", [{"problem": "a", "answer": "1"}, {"problem": "A", "answer": "2"}])
+    both = write_rows("both", [{"problem": "a a", "answer": "1"}, {"problem": "a  a", "answer": "2"}])
     with pytest.raises(DvpError, match="task 't': no problem is left"):
         prepare(DataConfig(train="s", evaluation=["t"]), {"s": one, "t": both}, tmp_path)
 

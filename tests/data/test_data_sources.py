@@ -1,6 +1,7 @@
 import datetime
 import json
 import math
+import re
 
 import pandas as pd
 import pyarrow as pa
@@ -314,3 +315,48 @@ def test_missing_file(tmp_path):
     with pytest.raises(DvpError) as error:
         load(source, "sources.gone")
     assert str(error.value) == f"sources.gone: {path}: no such file"
+
+
+def one_backslash(text: str) -> str:
+    """What JSON makes of a text whose backslashes were not escaped."""
+    return re.sub(r"\\[bfnrt]", lambda escape: json.loads(f'"{escape[0]}"'), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        *[(text, text.strip("$")) for text in (r"\frac{1}{2}", r"\text{ m}", r"$\beta$", r"$\theta$", r"\boxed{3}")],
+        *[(f"${text}$", text[1:]) for text in (r"a\neq b", r"3\times 4", r"x\tan^2 x", r"x\to\infty", r"a\rangle")],
+        *[(f"${text}$", text[2:]) for text in (r"3 \ne 0", r"x \to 0", r"a \notin B", r"a \rightarrow b")],
+        ("Page\x0c2", None),
+        ("\x00", None),
+        ("1\x1b[0m", None),
+    ],
+)
+@pytest.mark.parametrize("column", ["problem", "answer"])
+def test_what_one_backslash_in_json_left_is_refused(write_rows, text, command, column):
+    r"""`\frac` is then a form feed and `rac`, and no longer what the author wrote."""
+    good = {"problem": "What?", "answer": "1"}
+    source = write_rows("a", [good, good | {column: one_backslash(text)}])
+    with pytest.raises(DvpError) as error:
+        load(source, "sources.a")
+    line = str(error.value)
+    assert line.startswith(f"sources.a: {source.path}: row 2: column '{column}': a control character, '\\")
+    cause = command and re.match(r"\\[a-z]+", command)[0]
+    assert line.endswith(f": most likely {cause} with one backslash where JSON needs two" if cause else "; remove it")
+    assert "\n" not in line
+
+
+def test_white_space_that_may_stand_in_a_text_is_kept(write_rows):
+    texts = [
+        *(
+            "x\tf(x)\n1\tan external angle\n2\texternal",
+            "where\nu = 3\r\nequal",
+            "\n\to 5 apples\n\to 6",
+            "a\tto b",
+            "one\re",
+        ),
+        r"\frac{1}{2}\text{ m}\neq\theta\to\rho",
+    ]
+    rows = [{"problem": text, "answer": "1"} for text in texts]
+    assert [row.problem for row in load(write_rows("a", rows), "sources.a")] == [text.strip() for text in texts]

@@ -1,13 +1,14 @@
 """From sources to the two tables that training and evaluation read, with an account of every row left out.
 
-1. Rows of a source with the same normalised problem (Unicode NFKC, case, white space) are one problem: the
-   first is kept, or none where their answers differ.
-2. Training problems are put in the order of the SHA-256 of their normalised text: it looks random, needs no
-   seed, and does not depend on the order of the source. The first `held_out` become the task `held_out`.
+1. Rows of a source with the same text (but for Unicode's composition and white space) are one problem: the first is
+   kept, or none where their answers differ. Nor is one whose answer cannot be read.
+2. Training problems are put in the order of the SHA-256 of their normalised text (NFKC, case, white space): it looks
+   random, needs no seed, and does not depend on the order of the source. The first `held_out` become the task
+   `held_out`.
 3. A training problem that shares a word n-gram with a problem of any task is contaminated and left out. Words
-   are runs of letters and digits: `$x^2$` is `x 2`. A task's problem of fewer than n words is looked for as a whole:
-   a training problem is contaminated that is no more than it, or holds it among other words, the latter from
-   SHORTEST words on. Without n all are compared whole, sign by sign.
+   are runs of letters and digits of the normalised text: `$x^2$` is `x 2`. A task's problem of fewer than n words is
+   looked for as a whole: a training problem is contaminated that is no more than it, or holds it among other words, the
+   latter from SHORTEST words on. Without n all are compared whole, sign by sign.
    An n-gram of more than COMMON training problems is a phrase ("can be written as m/n where m and n are
    relatively prime …") and alone proves nothing; together, half of a problem's n-grams do. Nor does a short problem
    prove anything that more than COMMON hold ("What is the value of $x$?"), as templates do.
@@ -16,6 +17,7 @@
 
 import hashlib
 import re
+import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -53,7 +55,7 @@ def prepare(
     accounts: dict[str, dict] = {}
     loaded: dict[str, list[Row]] = {}
     for name in dict.fromkeys([*data.evaluation, data.train]):
-        loaded[name], accounts[name] = _distinct(name, sources[name])
+        loaded[name], accounts[name] = _distinct(name, sources[name], data)
 
     ordered = sorted(loaded[data.train], key=_order)
     tasks = {"held_out": ordered[: data.held_out]} if data.held_out else {}
@@ -61,6 +63,8 @@ def prepare(
     candidates = ordered[data.held_out :]
     clean, contaminated, phrases = _decontaminated(candidates, tasks, data.decontamination.ngram)
     train = clean[: data.limit]
+    if contaminated:
+        _say(f"sources.{data.train}: {len(contaminated)} of {len(candidates)} problems hold words of a task's")
     if not train:
         raise DvpError(
             f"data.train: no problem of source '{data.train}' is left: "
@@ -102,16 +106,22 @@ def prepare(
 
 
 def normalised(problem: str) -> str:
-    """The text by which two problems are the same."""
+    """The text by which a problem is looked for in others. Different problems may share it: 2² and 22, X and x."""
     return " ".join(unicodedata.normalize("NFKC", problem).casefold().split())
 
 
-def _order(row: Row) -> str:
-    return hashlib.sha256(normalised(row.problem).encode("utf-8", "surrogatepass")).hexdigest()
+def _same(problem: str) -> str:
+    """The text by which two rows are one problem."""
+    return " ".join(unicodedata.normalize("NFC", problem).split())
 
 
-def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tuple[list[Row], dict]:
-    """The distinct problems of a source, their answers checked, and the account of what was dropped."""
+def _order(row: Row) -> tuple[str, str]:
+    digest = hashlib.sha256(normalised(row.problem).encode("utf-8", "surrogatepass")).hexdigest()
+    return digest, _same(row.problem)
+
+
+def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data: DataConfig) -> tuple[list[Row], dict]:
+    """The distinct problems of a source, their answers checked, and the account of what was dropped, also printed."""
     where = f"sources.{name}"
     rows = load(source, where)
     keys: dict[str, str] = {}
@@ -119,16 +129,25 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tu
     others: dict[str, dict[str, int]] = {}
     for row in rows:
         if row.problem not in keys:
-            keys[row.problem] = normalised(row.problem)
+            keys[row.problem] = _same(row.problem)
         key = keys[row.problem]
         kept = first.setdefault(key, row)
         if kept.answer != row.answer:
             others.setdefault(key, {}).setdefault(row.answer, row.number)
-    for row in tqdm(first.values(), desc=f"checking {where}", unit=" answers", delay=3, mininterval=1):
+    distinct, unreadable = len(first), []
+    for key, row in tqdm(list(first.items()), desc=f"checking {where}", unit=" answers", delay=3, mininterval=1):
         try:
             check_reference(row.answer)
         except DvpError as error:
-            raise DvpError(f"{locate(source, where)}: row {row.number}: {error}") from None
+            unreadable.append({"id": row.id, "row": row.number, "answer": row.answer, "reason": str(error)})
+            del first[key]
+            others.pop(key, None)
+    named = "; ".join(f"row {entry['row']}: {entry['reason']}" for entry in unreadable[:3])
+    if len(unreadable) / distinct > data.unreadable_answers:
+        raise DvpError(
+            f"{locate(source, where)}: {named}; {len(unreadable)} of {distinct} problems have such an answer, more "
+            f"than data.unreadable_answers allows ({data.unreadable_answers:g} of them)"
+        )
     conflicts = []
     for key, answers in others.items():
         differing = {answer: number for answer, number in answers.items() if not _agree(first[key].answer, answer)}
@@ -136,13 +155,29 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource) -> tu
             row = first.pop(key)
             answer_rows = {row.answer: row.number} | differing
             conflicts.append({"id": row.id, "answers": list(answer_rows), "rows": list(answer_rows.values())})
+    dropped = []
+    if repeated := len(rows) - distinct:
+        dropped.append(f"{repeated} rows repeat another one's problem")
+    if conflicts:
+        differ = ", ".join(" and ".join(map(str, conflict["rows"])) for conflict in conflicts[:3])
+        dropped.append(f"{len(conflicts)} problems have rows that differ in the answer ({differ})")
+    if unreadable:
+        dropped.append(f"{len(unreadable)} problems have an answer that cannot be read ({named})")
+    if dropped:
+        of = "the evaluation leaves out problems: of" if name in data.evaluation and distinct > len(first) else "of"
+        _say(f"{where}: {of} {len(rows)} rows, {'; '.join(dropped)}")
     return list(first.values()), {
         "description": _description(source),
         "rows_read": len(rows),
-        "duplicates_dropped": len(rows) - len(first) - len(conflicts),
+        "duplicates_dropped": len(rows) - distinct,
+        "unreadable_answers": unreadable,
         "conflicting_answers": conflicts,
         "distinct": len(first),
     }
+
+
+def _say(what: str) -> None:
+    print(f"{what}; left out, see data/manifest.json", file=sys.stderr, flush=True)
 
 
 def _agree(answer: str, other: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dvp.strict import Name, Positive, Seed, Strict, Told
+from dvp.strict import Fraction, Name, Positive, Seed, Strict, Told
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 """A commit of a repository on the hub."""
@@ -123,6 +123,9 @@ class DataConfig(Strict):
     """Sources, each a task of the same name."""
     limit: Positive | None = None
     """The largest number of training problems."""
+    unreadable_answers: Fraction = Field(0.01, exclude_if=lambda share: share == 0.01)
+    """The largest share of a source's problems whose answers the verifier cannot read; they are left out, and
+    data/manifest.json names them. More are an error."""
     prompt_template: str = "{problem}"
     """{problem} is where the problem's text goes."""
     chat: bool = False
@@ -134,6 +137,8 @@ class DataConfig(Strict):
     def _has_problem(cls, value: str) -> str:
         if "{problem}" not in value:
             raise ValueError("expected a text that contains {problem}")
+        if "{{problem}}" in value:
+            raise ValueError("expected {problem} in one pair of braces; of two, one would stay in the prompt")
         return value
 
     @model_validator(mode="after")

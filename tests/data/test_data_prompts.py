@@ -1,11 +1,21 @@
-"""Which prompts are short enough to train on."""
+"""What a prompt is for the model, and which prompts are short enough to train on."""
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.normalizers import Lowercase
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
-from dvp.data.prompts import short_enough
+from dvp.data.prompts import encode_prompts, short_enough
 from dvp.errors import DvpError
+
+QWEN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] | trim + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 @given(st.lists(st.lists(st.integers(), max_size=9), min_size=1, max_size=20), st.none() | st.integers(9, 12))
@@ -22,3 +32,103 @@ def test_prompts_that_are_all_too_long_are_refused():
         DvpError, match=r"^training\.max_prompt_tokens: all 2 prompts have more than 3 tokens; .* has 4$"
     ):
         short_enough([[1] * 5, [1] * 4], 3)
+
+
+# --- what a model is asked ---
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def encode(tokenizer, *prompts, chat=False):
+    problems = pd.DataFrame({"id": [f"p{i}" for i in range(len(prompts))], "prompt": prompts})
+    return encode_prompts(tokenizer, problems, chat, "data/train.parquet")
+
+
+def refusal(tokenizer, *prompts, chat=True):
+    with pytest.raises(DvpError) as error:
+        encode(tokenizer, *prompts, chat=chat)
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_chat_prompt_is_what_the_template_renders(tokenizer, capfd):
+    tokenizer.chat_template = QWEN
+    (ids,) = encode(tokenizer, "  What is $2^2$?\n\nAnswer:\n", chat=True)
+    text = "<|im_start|>user\nWhat is $2^2$?\n\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
+    messages = [{"role": "user", "content": "  What is $2^2$?\n\nAnswer:\n"}]
+    assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "Answer:",
+        "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}Answer:",
+        "{{ messages[0]['content'][:8] }}",
+        "{{ messages[1:] | map(attribute='content') | join }}",
+    ],
+)
+def test_a_template_that_drops_the_problem_is_refused(tokenizer, template):
+    tokenizer.chat_template = template
+    line = refusal(tokenizer, "What is 1 + 1?", "What is 2 + 2?")
+    assert line.startswith(
+        "data/train.parquet: row 1 (id p0): the chat template leaves out the prompt's text, and gives '"
+    )
+
+
+def test_a_template_that_raises_names_row_and_message(tokenizer):
+    tokenizer.chat_template = (
+        QWEN + "{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x here') }}{% endif %}"
+    )
+    line = refusal(tokenizer, "What is 1 + 1?", "What is x?")
+    assert line == "data/train.parquet: row 2 (id p1): the chat template fails: TemplateError: no x here"
+    for template in ("{{ messages[0].text.upper() }}", "{% for %}", "{{ messages[7]['content'] + 1 }}"):
+        tokenizer.chat_template = template
+        assert refusal(tokenizer, "What?").startswith("data/train.parquet: row 1 (id p0): the chat template fails: ")
+
+
+def test_a_template_that_reads_the_clock_gives_one_date(tokenizer, capfd):
+    """Prompts of another day would be other prompts under the same hash. Llama's own date, where it has no clock."""
+    tokenizer.chat_template = "Today is {{ strftime_now('%A, %d %b %Y, %H:%M:%S') }}. " + QWEN
+    first, second = encode(tokenizer, "What is 1 + 1?", "What is 2 + 2?", chat=True)
+    assert tokenizer.decode(first).startswith(
+        "Today is Friday, 26 Jul 2024, 00:00:00. <|im_start|>user\nWhat is 1 + 1?"
+    )
+    assert first != second
+    assert capfd.readouterr().err == "warning: the chat template reads the clock; every prompt says 26 July 2024\n"
+
+
+def test_an_end_token_after_every_text_is_left_out(tokenizer):
+    plain = encode(tokenizer, "What is 1 + 1?")
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    assert tokenizer("What is 1 + 1?")["input_ids"] == [*plain[0], tokenizer.eos_token_id]
+    assert encode(tokenizer, "What is 1 + 1?") == plain
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{end[0]} $A", special_tokens=[end])
+    assert encode(tokenizer, "What is 1 + 1?") == [[tokenizer.eos_token_id, *plain[0]]]
+
+
+def test_a_template_that_ends_in_the_end_token_is_refused(tokenizer):
+    for after in ("{{ eos_token }}", "{{ eos_token }}\n"):
+        tokenizer.chat_template = "{% for m in messages %}User: {{ m['content'] }}" + after + "{% endfor %}"
+        line = refusal(tokenizer, "What is 1 + 1?")
+        assert "row 1 (id p0): the chat template ends the prompt with the end token '<|endoftext|>'; change it" in line
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_one_prompt_of_two_problems_is_refused(tokenizer, chat):
+    """A tokenizer that folds case; a template may have the same fault, but it would leave out text."""
+    tokenizer.chat_template = QWEN
+    assert len(encode(tokenizer, "What is X?", "What is x?", "What is x?", "What is  x?", chat=chat)) == 4
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+    line = refusal(tokenizer, "What is one?", "What is X?", "What is x?", chat=chat)
+    assert line.startswith(
+        "data/train.parquet: row 3 (id p2): the prompt has the same tokens as that of row 2 (id p1), another problem; "
+    )

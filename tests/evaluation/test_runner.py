@@ -53,19 +53,19 @@ class Tokenizer:
     name_or_path = "characters"
     chat_template = "yes"
     all_special_tokens = ["<user>"]
+    eos_token = eos_token_id = None
 
     def __init__(self):
         self.encoded = []
 
-    def __call__(self, prompt):
+    def __call__(self, prompt, **options):
         self.encoded.append(prompt)
         return {"input_ids": [ord(character) for character in prompt]}
 
-    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, **variables):
         assert add_generation_prompt
-        assert tokenize
-        assert return_dict
-        return self("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+        assert not tokenize
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
 class ScriptedEngine:

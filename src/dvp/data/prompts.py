@@ -1,42 +1,77 @@
-"""A prompt's token ids, the same for training and evaluation."""
+"""A prompt's token ids, the same for training, evaluation and measurement, and on every day."""
 
+import sys
+from datetime import datetime
 from typing import Any
 
 import pandas as pd
 
+from dvp.data.sources import first_line
 from dvp.errors import DvpError
+
+TODAY = datetime(2024, 7, 26)
+"""What a chat template that reads the clock is told, as prompts must not change from day to day."""
+ANOTHER_DAY = datetime(2031, 11, 5, 13, 14, 15)
 
 
 def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: str) -> list[list[int]]:
-    """Token ids of each problem's prompt. Raises DvpError, naming the row of `where` and its id."""
-    encoded = []
+    """Token ids of each problem's prompt; warns of a chat template that reads the clock.
+
+    Raises DvpError, naming the row of `where` and its id, for what `encode_prompt` refuses, and for two prompts of the
+    same token ids that differ in more than white space.
+    """
+    encoded: list[list[int]] = []
+    seen: dict[tuple[int, ...], tuple[str, str]] = {}
     for row, problem in problems.iterrows():
+        here, prompt = f"row {row + 1} (id {problem['id']})", problem["prompt"]
         try:
-            encoded.append(encode_prompt(tokenizer, problem["prompt"], chat))
+            encoded.append(encode_prompt(tokenizer, prompt, chat))
+            if len(encoded) == 1 and chat and _render(tokenizer, prompt) != _render(tokenizer, prompt, ANOTHER_DAY):
+                print(
+                    f"warning: the chat template reads the clock; every prompt says {TODAY:%d %B %Y}", file=sys.stderr
+                )
         except DvpError as error:
-            raise DvpError(f"{where}: row {row + 1} (id {problem['id']}): {error}") from None
+            raise DvpError(f"{where}: {here}: {error}") from None
+        there, other = seen.setdefault(tuple(encoded[-1]), (here, prompt))
+        if other.split() != prompt.split():
+            raise DvpError(
+                f"{where}: {here}: the prompt has the same tokens as that of {there}, another problem; remove one "
+                "or take a model whose tokenizer keeps what they differ in"
+            )
     return encoded
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     """Token ids of a prompt; with `chat`, of the conversation in which it is the user's first message.
 
+    An end token that the tokenizer puts after every text is left out: the response would begin behind the end.
     Raises DvpError if the prompt contains a control token of the tokenizer, which would let a problem end its own turn,
-    or if `chat` is asked for and the tokenizer has no chat template.
+    or if `chat` is asked for and the chat template is missing, fails, leaves out the prompt or ends with the end token.
     """
     for token in tokenizer.all_special_tokens:
         if token in prompt:
             raise DvpError(f"the prompt contains the control token '{token}'; remove it from the data or the template")
     if not chat:
-        return list(tokenizer(prompt)["input_ids"])
+        ids = list(tokenizer(prompt)["input_ids"])
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     if tokenizer.chat_template is None:
         raise DvpError("data.chat: the base model's tokenizer has no chat template; set data.chat to false")
+    text, change = _render(tokenizer, prompt), "change it in the model's folder or set data.chat to false"
+    if prompt.strip() not in text:
+        raise DvpError(f"the chat template leaves out the prompt's text, and gives {text[-60:]!r}; {change}")
+    if tokenizer.eos_token and text.rstrip().endswith(tokenizer.eos_token):
+        raise DvpError(f"the chat template ends the prompt with the end token '{tokenizer.eos_token}'; {change}")
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _render(tokenizer: Any, prompt: str, now: datetime = TODAY) -> str:
     messages = [{"role": "user", "content": prompt}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, strftime_now=now.strftime
+        )
+    except Exception as error:  # whatever the template does
+        raise DvpError(f"the chat template fails: {first_line(error)}") from None
 
 
 def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:

@@ -20,6 +20,7 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.config_hash import settings_of_stage
 from dvp.experiment.grid import Run, parse_rho, rho_in_path, settings_path
 from dvp.experiment.loading import (
+    check_settings,
     dump_experiment,
     load_experiment,
     parse_experiment,
@@ -468,6 +469,15 @@ def test_impossible_rho(refused, rho, listed):
             {"training.max_prompt_tokens": 1500, "training.max_response_tokens": 1000} | LONG,
             "training.max_response_tokens: a prompt of 1500 and a response of 1000 tokens are longer than",
         ),
+        ({"data.limit": 3}, "training.prompts_per_step: 4 are more than the problems to train on, 3"),
+        ({"sources.stories_small.count": 27}, "training.prompts_per_step: 4 are more than the problems to train on, 3"),
+        ({"sources.stories_small.count": 9}, "training.prompts_per_step: 4 are more than the problems to train on, 0"),
+        ({"data.prompt_template": "{{problem}}"}, "data.prompt_template: expected {problem} in one pair of braces"),
+        ({"data.unreadable_answers": 1.1}, "data.unreadable_answers: Input should be less than or equal to 1"),
+        (
+            {"evaluation.temperature": 0.0},
+            "evaluation: samples_per_problem: held_out: expected 1 at temperature 0 (greedy), found 2",
+        ),
         ({"evaluation.max_response_tokens": 2048}, "evaluation.max_response_tokens: a prompt of 1 and a response of"),
         ({"training.minibatches": 3}, "training: minibatches (3) must divide prompts_per_step (4)"),
         (
@@ -740,6 +750,33 @@ def test_a_setting_that_is_missing_or_misspelt_is_named(config, text, message):
     (config / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(DvpError, match=f"^{re.escape(f'{config}/config.yaml: {message}')}$"):
         read_settings(["experiment=smoke"], config)
+
+
+@pytest.mark.parametrize(
+    ("written", "folder"),
+    [
+        *(("there/", "there"), ("./there//now/", "there/now"), ("/there/", "/there"), ("../there", "../there")),
+        *(("~/there", "HOME/there"), ("a b/ü'~", "a b/ü'~")),
+    ],
+)
+def test_a_folder_of_results_is_as_snakemake_has_it(config, monkeypatch, tmp_path, written, folder):
+    """A slash too many is a warning for every file; `~` would be a folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = folder.replace("HOME", str(tmp_path))
+    assert read_settings([f"results={written}"], config)["results"] == folder
+    settings = {"experiment": "tiny", "results": written, "evidence": {"tiny": "tiny"}}
+    assert check_settings(settings).results == folder
+    (config / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    assert read_settings([], config)["results"] == folder
+
+
+@pytest.mark.parametrize("folder", ["a{b}", "{experiment}", "a}", ".", "./", "/", "~nobody_here/x", "a\nb"])
+def test_a_folder_that_results_cannot_have_is_refused(config, folder):
+    with pytest.raises(DvpError, match=r"^--config: results: expected .*$"):
+        read_settings([f"results={folder}"], config)
+    with pytest.raises(DvpError, match=r"--configfile or --config: results: expected .*$"):
+        check_settings({"experiment": "tiny", "results": folder, "evidence": {"tiny": "tiny"}})
 
 
 def test_a_setting_without_a_value_is_refused(config):

@@ -16,7 +16,7 @@ from dvp.tools import make_tool
 from dvp.versions import STAGE_VERSIONS
 
 try:
-    check_settings(config)
+    config["results"] = check_settings(config).results
 except DvpError as error:
     raise WorkflowError(str(error)) from None
 

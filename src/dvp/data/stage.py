@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dvp.data.prepare import prepare as prepare_data
+from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.stage import run_stage
 
@@ -13,7 +14,10 @@ def prepare(config: Path) -> None:
     experiment, result = directory.experiment, directory.result("prepare")
     with run_stage("prepare", directory, result, experiment.config_hash("prepare"), {}) as stage:
         manifest = prepare_data(experiment.data, experiment.sources, directory.data)
+        counts = manifest["counts"]
+        if missing := experiment.problems_missing({None: counts["train"]} | counts["evaluation"]):
+            raise DvpError(f"experiment '{experiment.name}': {missing}")
         stage.tracked.describe(experiment.description)
         stage.tracked.log_params({"data": experiment.data.model_dump(mode="json")})
-        stage.tracked.log_result(manifest["counts"])
+        stage.tracked.log_result(counts)
         stage.finish(manifest)

@@ -178,6 +178,8 @@ class Experiment(Strict):
                 raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
         if self.evaluation.at is not None and not self.snapshots:
             raise ValueError("evaluation.at: it has no step but the last, which is evaluated in any case; remove it")
+        if missing := self.problems_missing(self._most_problems):
+            raise ValueError(missing)
         self._check_reference()
         self._check_samplers()
         self._check_reports()
@@ -366,6 +368,33 @@ class Experiment(Strict):
                 self.methods[name].sides(value and parse_rho(value), training.max_response_tokens)
             except DvpError as error:
                 raise ValueError(f"{where}: method '{name}': {error}") from None
+
+    @property
+    def _most_problems(self) -> dict[str | None, int]:
+        """What `problems_missing` takes, where the settings say how many problems there can be at most."""
+        data, most = self.data, {}
+        for name in [data.train, *data.evaluation]:
+            source = self.sources[name]
+            most[name] = source.count if isinstance(source, GeneratedSource) else getattr(source, "problems", None)
+        of_source = most.pop(data.train)
+        bounds = [data.limit, None if of_source is None else max(0, of_source - data.held_out)]
+        most |= {None: min((bound for bound in bounds if bound is not None), default=None), "held_out": data.held_out}
+        return {name: count for name, count in most.items() if count is not None}
+
+    def problems_missing(self, available: dict[str | None, int]) -> str | None:
+        """One line if a step or a measurement needs more problems than there are of a task, or (None) to train on."""
+        steps = max(self.training_of(point).prompts_per_step for point in self.points)
+        needed = [("training.prompts_per_step", steps, [None])]
+        if self.mismatch:
+            needed.append(("mismatch.problems", self.mismatch.problems, [None]))
+        if self.bias:
+            needed.append(("bias.problems", self.bias.problems, self.bias.tasks or [None]))
+        for key, count, tasks in needed:
+            for task in tasks:
+                if available.get(task, count) < count:
+                    where = "to train on" if task is None else f"of task '{task}'"
+                    return f"{key}: {count} are more than the problems {where}, {available[task]}"
+        return None
 
     @property
     def trainer_dtype(self) -> str:

@@ -85,6 +85,13 @@ class EvaluationConfig(Strict):
     seed: Seed = 0
     """Of sampling and of the bootstrap."""
 
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "EvaluationConfig":
+        for task, samples in self.samples_per_problem.items():
+            if samples > 1 and self.temperature == 0:
+                raise ValueError(f"samples_per_problem: {task}: expected 1 at temperature 0 (greedy), found {samples}")
+        return self
+
     @field_validator("also")
     @classmethod
     def _distinct(cls, value: list[Further]) -> list[Further]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from dvp.errors import DvpError
 from dvp.experiment.base import LocalBase
@@ -250,20 +250,34 @@ def _levels(value: Any) -> int:
     return count
 
 
+def _folder(value: str) -> str:
+    """A folder as Snakemake has it in its paths: it warns of each that has ./ or // in it."""
+    if set("{}") & set(value) or not value.isprintable():
+        raise ValueError(f"expected a folder in one line without braces, which Snakemake reads, found {value!r}")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"expected a folder, but whose home is {value.partition('/')[0]}?") from None
+    if not path.name:
+        raise ValueError(f"expected a folder for results alone, found {value!r}")
+    return str(path)
+
+
 class Settings(Strict):
     """config/config.yaml: which experiment, where results go, and which experiments answer config/claims.yaml."""
 
     experiment: Given
-    results: Given
+    results: Annotated[Given, AfterValidator(_folder)]
     evidence: Annotated[dict[str, Given], Field(min_length=1)]
 
 
-def check_settings(settings: dict) -> None:
-    """Raise DvpError for what Snakemake has read of config/config.yaml, --configfile and --config, and cannot use."""
+def check_settings(settings: dict) -> Settings:
+    """What Snakemake has read of config/config.yaml, --configfile and --config. Raises DvpError."""
     checked = _parse_settings(settings, "config/config.yaml, --configfile or --config")
     for folder in (Path(checked.results), Path(checked.results) / checked.experiment):
         if folder.exists() and not folder.is_dir():
             raise DvpError(f"{folder}: expected a folder, found a file")
+    return checked
 
 
 def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:
@@ -272,15 +286,15 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
     Raises DvpError.
     """
     file = config / "config.yaml"
-    settings = _parse_settings(read_yaml(file), file).model_dump(exclude={"evidence"})
+    settings = _parse_settings(read_yaml(file), file).model_dump()
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key not in settings:
-            raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys {', '.join(settings)}")
+        if not equals or key not in ("experiment", "results"):
+            raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys experiment, results")
         if not value:
             raise DvpError(f"--config {pair}: expected KEY=VALUE, found no value")
         settings[key] = value
-    return settings
+    return _parse_settings(settings, "--config").model_dump(exclude={"evidence"})
 
 
 def _parse_settings(settings: dict, where: Path | str) -> Settings:

@@ -353,6 +353,19 @@ def test_prepare_names_file_row_and_column(refused, resolved, place, lines, mess
     assert read_record(folder / "tracking/prepare.json").tags["failure"] == f"DvpError: {line}"
 
 
+def test_prepare_says_what_it_left_out_or_that_it_is_too_much(dvp, refused, resolved, place):
+    """Fewer problems than a step needs are told before a base model is made and a training job waits for it."""
+    rows = [{"question": f"What is {i} ^ {i}?", "meta": {"truth": "2"}} for i in (1, 2, 3, 4, 4)]
+    config = resolved([json.dumps(row) for row in rows])
+    line = refused("prepare", "--config", config)
+    assert line == "experiment 'smoke': training.prompts_per_step: 4 are more than the problems to train on, 3"
+    assert not (place / config).with_name("data").joinpath("manifest.json").exists()
+    config = resolved([json.dumps(row) for row in [*rows, rows[0] | {"question": "What is five?"}]])
+    status, _, everything = dvp("prepare", "--config", config, cwd=place)
+    line = "sources.rows: of 6 rows, 1 rows repeat another one's problem; left out, see data/manifest.json\n"
+    assert (status, everything) == (0, line)
+
+
 # --- dvp train, convert, evaluate: torch and transformers are imported before anything is refused ---
 
 

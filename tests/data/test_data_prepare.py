@@ -3,7 +3,7 @@ import json
 import pandas as pd
 import pytest
 
-from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, normalised, prepare
+from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, left_out, normalised, prepare
 from dvp.data.puzzles import Puzzle
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
@@ -188,6 +188,8 @@ def test_conflicting_answers(tmp_path, write_rows):
     manifest = prepare(DataConfig(train="s", held_out=1), {"s": write_rows("s", rows)}, tmp_path)
     account = manifest["sources"]["s"]
     assert account["conflicting_answers"] == [{"id": "1", "answers": ["1", "2"], "rows": [1, 2]}]
+    line = "sources.s: of 5 rows, 2 rows repeat another one's problem; 1 problems have rows that differ in the answer"
+    assert left_out(manifest, []) == [f"{line} (1 and 2); left out, see data/manifest.json"]
     assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (5, 2, 2)
 
 
@@ -199,7 +201,7 @@ def test_prompts_may_contain_braces(tmp_path, write_rows):
         assert table.prompt[0] == table.problem[0] + " \\boxed{}"
 
 
-def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows, capfd):
+def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows):
     """One such row of a hundred does not stop the preparation, and nobody has to search for it."""
     rows = [{"problem": f"What is {i} ^ {i}?", "answer": "1"} for i in range(100)]
     rows[6]["answer"] = "}{"
@@ -213,7 +215,7 @@ def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows, capfd
         assert entry == {"id": "7", "row": 7, "answer": "}{", "reason": reason}
     assert manifest["counts"] == {"train": 99, "over_limit": 0, "evaluation": {"t": 99}}
     assert not any((table.id == "7").any() for table in tables(tmp_path))
-    of_t, of_s = [line for line in capfd.readouterr().err.splitlines() if "manifest" in line]
+    of_t, of_s = left_out(manifest, data.evaluation)
     left = f"1 problems have an answer that cannot be read (row 7: {reason}); left out, see data/manifest.json"
     assert of_t == f"sources.t: the evaluation leaves out problems: of 100 rows, {left}"
     assert of_s == f"sources.s: of 101 rows, 1 rows repeat another one's problem; {left}"
@@ -234,7 +236,7 @@ def test_more_unreadable_answers_than_allowed_are_refused(tmp_path, write_rows):
     assert prepare(data, {"s": source}, tmp_path)["sources"]["s"]["distinct"] == 98
 
 
-def test_problems_that_differ_in_a_sign_stay_different(tmp_path, write_rows, capfd):
+def test_problems_that_differ_in_a_sign_stay_different(tmp_path, write_rows):
     """Case and superscripts are mathematics: none is merged, whatever the answers; a task's is looked for without."""
     texts = ["What is 2² + n?", "What is 22 + n?", "What is 22 + N?", "What is ２２ + n?", "What is 2₂ + n?"]
     rows = [{"problem": text, "answer": str(i)} for i, text in enumerate(texts)]
@@ -242,14 +244,16 @@ def test_problems_that_differ_in_a_sign_stay_different(tmp_path, write_rows, cap
     sources = {"s": write_rows("s", rows), "t": write_rows("t", [{"problem": "What is one?", "answer": "1"}])}
     manifest = prepare(data, sources, tmp_path / "one")
     assert (manifest["sources"]["s"]["distinct"], manifest["counts"]["train"]) == (5, 5)
-    assert not capfd.readouterr().err
+    assert left_out(manifest, data.evaluation) == []
     again = prepare(data, sources | {"s": write_rows("again", rows[::-1])}, tmp_path / "two")
     assert list(tables(tmp_path / "one")[0].problem) == list(tables(tmp_path / "two")[0].problem)
     assert again["counts"] == manifest["counts"]
     sources["t"] = write_rows("t", [{"problem": "what is 2² + N?", "answer": "1"}])
-    with pytest.raises(DvpError, match="5 contaminated"):
-        prepare(data, sources, tmp_path)
-    assert "sources.s: 5 of 5 problems hold words of a task's; left out" in capfd.readouterr().err
+    sources["s"] = write_rows("more", [*rows, {"problem": "What is three?", "answer": "3"}])
+    manifest = prepare(data, sources, tmp_path)
+    assert manifest["counts"]["train"] == 1
+    (line,) = left_out(manifest, data.evaluation)
+    assert line == "data.train: 5 problems hold words of a task's; left out, see data/manifest.json"
 
 
 def test_nothing_left(tmp_path, write_rows):

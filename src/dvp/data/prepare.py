@@ -17,7 +17,6 @@
 
 import hashlib
 import re
-import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -63,8 +62,6 @@ def prepare(
     candidates = ordered[data.held_out :]
     clean, contaminated, phrases = _decontaminated(candidates, tasks, data.decontamination.ngram)
     train = clean[: data.limit]
-    if contaminated:
-        _say(f"sources.{data.train}: {len(contaminated)} of {len(candidates)} problems hold words of a task's")
     if not train:
         raise DvpError(
             f"data.train: no problem of source '{data.train}' is left: "
@@ -121,7 +118,7 @@ def _order(row: Row) -> tuple[str, str]:
 
 
 def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data: DataConfig) -> tuple[list[Row], dict]:
-    """The distinct problems of a source, their answers checked, and the account of what was dropped, also printed."""
+    """The distinct problems of a source, their answers checked, and the account of what was dropped."""
     where = f"sources.{name}"
     rows = load(source, where)
     keys: dict[str, str] = {}
@@ -142,11 +139,10 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
             unreadable.append({"id": row.id, "row": row.number, "answer": row.answer, "reason": str(error)})
             del first[key]
             others.pop(key, None)
-    named = "; ".join(f"row {entry['row']}: {entry['reason']}" for entry in unreadable[:3])
     if len(unreadable) / distinct > data.unreadable_answers:
         raise DvpError(
-            f"{locate(source, where)}: {named}; {len(unreadable)} of {distinct} problems have such an answer, more "
-            f"than data.unreadable_answers allows ({data.unreadable_answers:g} of them)"
+            f"{locate(source, where)}: {_named(unreadable)}; {len(unreadable)} of {distinct} problems have such an "
+            f"answer, more than data.unreadable_answers allows ({data.unreadable_answers:g} of them)"
         )
     conflicts = []
     for key, answers in others.items():
@@ -155,17 +151,6 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
             row = first.pop(key)
             answer_rows = {row.answer: row.number} | differing
             conflicts.append({"id": row.id, "answers": list(answer_rows), "rows": list(answer_rows.values())})
-    dropped = []
-    if repeated := len(rows) - distinct:
-        dropped.append(f"{repeated} rows repeat another one's problem")
-    if conflicts:
-        differ = ", ".join(" and ".join(map(str, conflict["rows"])) for conflict in conflicts[:3])
-        dropped.append(f"{len(conflicts)} problems have rows that differ in the answer ({differ})")
-    if unreadable:
-        dropped.append(f"{len(unreadable)} problems have an answer that cannot be read ({named})")
-    if dropped:
-        of = "the evaluation leaves out problems: of" if name in data.evaluation and distinct > len(first) else "of"
-        _say(f"{where}: {of} {len(rows)} rows, {'; '.join(dropped)}")
     return list(first.values()), {
         "description": _description(source),
         "rows_read": len(rows),
@@ -176,8 +161,28 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
     }
 
 
-def _say(what: str) -> None:
-    print(f"{what}; left out, see data/manifest.json", file=sys.stderr, flush=True)
+def left_out(manifest: dict, evaluated: list[str]) -> list[str]:
+    """What a manifest says was left out, a line a source; `evaluated` are the sources that are tasks."""
+    lines = []
+    for name, account in manifest["sources"].items():
+        parts = []
+        if repeated := account["duplicates_dropped"]:
+            parts.append(f"{repeated} rows repeat another one's problem")
+        if conflicts := account["conflicting_answers"]:
+            rows = ", ".join(" and ".join(map(str, conflict["rows"])) for conflict in conflicts[:3])
+            parts.append(f"{len(conflicts)} problems have rows that differ in the answer ({rows})")
+        if unreadable := account["unreadable_answers"]:
+            parts.append(f"{len(unreadable)} problems have an answer that cannot be read ({_named(unreadable)})")
+        fewer = "the evaluation leaves out problems: of" if name in evaluated and (conflicts or unreadable) else "of"
+        if parts:
+            lines.append(f"sources.{name}: {fewer} {account['rows_read']} rows, {'; '.join(parts)}")
+    if contaminated := manifest["contaminated"]:
+        lines.append(f"data.train: {len(contaminated)} problems hold words of a task's")
+    return [f"{line}; left out, see data/manifest.json" for line in lines]
+
+
+def _named(unreadable: list[dict]) -> str:
+    return "; ".join(f"row {entry['row']}: {entry['reason']}" for entry in unreadable[:3])
 
 
 def _agree(answer: str, other: str) -> bool:

@@ -1,7 +1,9 @@
 """The stage `prepare`."""
 
+import sys
 from pathlib import Path
 
+from dvp.data.prepare import left_out
 from dvp.data.prepare import prepare as prepare_data
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
@@ -17,6 +19,8 @@ def prepare(config: Path) -> None:
         counts = manifest["counts"]
         if missing := experiment.problems_missing({None: counts["train"]} | counts["evaluation"]):
             raise DvpError(f"experiment '{experiment.name}': {missing}")
+        for line in left_out(manifest, experiment.data.evaluation):
+            print(line, file=sys.stderr, flush=True)
         stage.tracked.describe(experiment.description)
         stage.tracked.log_params({"data": experiment.data.model_dump(mode="json")})
         stage.tracked.log_result(counts)

@@ -217,6 +217,15 @@ def test_one_run_can_be_asked_for(snakemake):
     assert "dvp evaluate" not in out
 
 
+def test_a_folder_of_results_may_end_in_a_slash(snakemake):
+    """As a shell completes it. Snakemake would warn of every file."""
+    status, out, errors = snakemake("-n", "--printshellcmds", "--config", "experiment=smoke", "results=./there//")
+    assert status == 0, errors
+    assert "unintended" not in out + errors
+    assert "redundant" not in out + errors
+    assert "dvp prepare --config there/smoke/config.yaml" in out
+
+
 def test_a_step_of_a_run_is_converted_and_evaluated_by_the_same_rules(snakemake):
     run = "method~otb/engine~fp32/rho~none/seed~0"
     goal = f"there/smoke_curve/evals/{run}/step~4/held_out/scores.json"
@@ -437,6 +446,10 @@ def test_a_fault_of_an_experiment_is_named_in_one_line(snakemake, place):
         ("experimnt=tiny", "experimnt: unknown key; did you mean experiment?"),
         ("experiment=3", "experiment: Input should be a valid string, found 3"),
         ("results=[a]", "results: Input should be a valid string, found ['a']"),
+        (
+            "results=a{b}",
+            "results: expected a folder in one line without braces, which Snakemake reads, found 'a{b}'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(snakemake, setting, message):

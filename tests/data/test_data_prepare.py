@@ -5,6 +5,7 @@ import pytest
 
 from dvp.data.prepare import COMMON, EVAL_COLUMNS, TRAIN_COLUMNS, left_out, normalised, prepare
 from dvp.data.puzzles import Puzzle
+from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 from dvp.files import sha256_file
@@ -209,7 +210,9 @@ def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows):
     data, sources = DataConfig(train="s", evaluation=["t"]), {"s": write_rows("s", rows)}
     sources["t"] = write_rows("t", [row | {"problem": f"Of t: {row['problem']}"} for row in rows[:100]])
     manifest = prepare(data, sources, tmp_path)
-    reason = "the answer '}{' is not a mathematical expression that math-verify can compare"
+    with pytest.raises(DvpError) as error:
+        check_reference("}{")
+    reason = str(error.value)
     for source in "st":
         (entry,) = manifest["sources"][source]["unreadable_answers"]
         assert entry == {"id": "7", "row": 7, "answer": "}{", "reason": reason}
@@ -227,7 +230,7 @@ def test_more_unreadable_answers_than_allowed_are_refused(tmp_path, write_rows):
     with pytest.raises(DvpError) as error:
         prepare(DataConfig(train="s", held_out=1), {"s": source}, tmp_path)
     line = str(error.value)
-    assert line.startswith(f"sources.s: {source.path}: row 99: the answer '}}{{' is not a mathematical")
+    assert line.startswith(f"sources.s: {source.path}: row 99: the answer '}}{{' is ")
     assert line.endswith(
         "; 1 of 99 problems have such an answer, more than data.unreadable_answers allows (0.01 of them)"
     )

@@ -123,7 +123,7 @@ class DataConfig(Strict):
     """Sources, each a task of the same name."""
     limit: Positive | None = None
     """The largest number of training problems."""
-    unreadable_answers: Fraction = Field(0.01, exclude_if=lambda share: share == 0.01)
+    unreadable_answers: Fraction = 0.01
     """The largest share of a source's problems whose answers the verifier cannot read; they are left out, and
     data/manifest.json names them. More are an error."""
     prompt_template: str = "{problem}"

@@ -21,6 +21,40 @@ LOWEST_TEMPERATURE = 0.01
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 
+# What no text holds, and what is left of a LaTeX command whose one backslash was read as an escape: a tab and `imes`.
+# A line may begin with `u`, after a tab may stand `an`, so `\nu` is not told from it, and `\tan` by what goes on after.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    r"|\n(?=(?:eq|abla|ot|otin|geq|leq|onumber|ewline|subseteq)(?![A-Za-z]))|(?<= )\n(?=e -?[\d\\])"
+    r"|\r(?=(?:ight|ightarrow|angle|floor|ceil|ho|brace|vert)(?![A-Za-z]))"
+    r"|\t(?=(?:ext(?:bf|it|rm|sf|tt)?|imes|heta|anh|frac|binom|ilde|herefore|riangle(?:q|left|right)?)(?![A-Za-z]))"
+    r"|(?<=[^\n\t])\t(?=(?:o|an|op|au) ?(?:[\\{^_($\d]|(?<= )[A-Za-z](?![A-Za-z])))"
+)
+_ESCAPES = dict(zip("\a\b\f\n\r\t\v", "abfnrtv", strict=True))
+
+
+def control_character(text: str) -> str | None:
+    """What is wrong with a text that has one, and which command of LaTeX it most likely was."""
+    found = _CONTROL.search(text)
+    if found is None:
+        return None
+    character, after = found[0], text[found.end() :][:20]
+    command = re.match("[a-z]*", after)[0]
+    cause = "which no text needs; remove it"
+    if command and character in _ESCAPES:
+        cause = f"most likely \\{_ESCAPES[character]}{command} with one backslash where two are needed"
+    return f"a control character, {character!r}, before {after!r}: {cause}"
+
+
+def _without_control_characters(text: str) -> str:
+    if wrong := control_character(text):
+        raise ValueError(wrong)
+    return text
+
+
+Text = Annotated[str, AfterValidator(_without_control_characters)]
+
+
 def _one_line(text: str) -> str:
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text):
         raise ValueError(f"expected one line without control characters, found {text!r}")

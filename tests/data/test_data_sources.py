@@ -343,7 +343,7 @@ def test_what_one_backslash_in_json_left_is_refused(write_rows, text, command, c
     line = str(error.value)
     assert line.startswith(f"sources.a: {source.path}: row 2: column '{column}': a control character, '\\")
     cause = command and re.match(r"\\[a-z]+", command)[0]
-    assert line.endswith(f": most likely {cause} with one backslash where JSON needs two" if cause else "; remove it")
+    assert line.endswith(f": most likely {cause} with one backslash where two are needed" if cause else "; remove it")
     assert "\n" not in line
 
 

@@ -473,6 +473,10 @@ def test_impossible_rho(refused, rho, listed):
         ({"sources.stories_small.count": 27}, "training.prompts_per_step: 4 are more than the problems to train on, 3"),
         ({"sources.stories_small.count": 9}, "training.prompts_per_step: 4 are more than the problems to train on, 0"),
         ({"data.prompt_template": "{{problem}}"}, "data.prompt_template: expected {problem} in one pair of braces"),
+        (
+            {"data.prompt_template": "{problem} Answer: \boxed{}"},
+            "data.prompt_template: a control character, '\\x08', before 'oxed{}': most likely \\boxed with",
+        ),
         ({"data.unreadable_answers": 1.1}, "data.unreadable_answers: Input should be less than or equal to 1"),
         (
             {"evaluation.temperature": 0.0},
@@ -718,6 +722,18 @@ def test_what_is_not_resolved_is_no_results(name, config):
 
 
 # --- settings, as Snakemake's --config takes them ---
+
+
+def test_what_needs_more_problems_than_there_are_is_named():
+    asked = load_experiment("mismatch", ROOT / "config")
+    asked = asked.model_copy(update={"mismatch": asked.mismatch.changed(problems=99)})
+    assert asked.problems_missing({None: 99, "held_out": 1}) is None
+    assert asked.problems_missing({None: 98}) == "mismatch.problems: 99 are more than the problems to train on, 98"
+    asked = load_experiment("bias_length", ROOT / "config")
+    count, task = asked.bias.problems, asked.bias.tasks[-1]
+    assert asked.problems_missing({None: 99, **dict.fromkeys(asked.data.tasks, count)}) is None
+    line = f"bias.problems: {count} are more than the problems of task '{task}', {count - 1}"
+    assert asked.problems_missing({task: count - 1}) == line
 
 
 def test_settings_on_the_command_line_replace_those_of_the_file(config):

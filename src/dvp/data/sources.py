@@ -18,21 +18,12 @@ from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
 from dvp.experiment.data import FileSource, GeneratedSource, HubSource
 from dvp.files import parse_json
+from dvp.strict import control_character
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
-# What no text holds, and what is left of a LaTeX command whose one backslash was read as an escape: a tab and `imes`.
-# A line may begin with `u`, after a tab may stand `an`, so `\nu` is not told from it, and `\tan` by what goes on after.
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
-    r"|\n(?=(?:eq|abla|ot|otin|geq|leq|onumber|ewline|subseteq)(?![A-Za-z]))|(?<= )\n(?=e -?[\d\\])"
-    r"|\r(?=(?:ight|ightarrow|angle|floor|ceil|ho|brace|vert)(?![A-Za-z]))"
-    r"|\t(?=(?:ext(?:bf|it|rm|sf|tt)?|imes|heta|anh|frac|binom|ilde|herefore|riangle(?:q|left|right)?)(?![A-Za-z]))"
-    r"|(?<=[^\n\t])\t(?=(?:o|an|op|au) ?(?:[\\{^_($\d]|(?<= )[A-Za-z](?![A-Za-z])))"
-)
-_ESCAPES = dict(zip("\a\b\f\n\r\t\v", "abfnrtv", strict=True))
 _BETWEEN = re.compile(r"[\s,]*")  # two items of a JSON list
 # A row is read whole: these bound what a hostile or broken file can make of memory.
 LONGEST_LINE = 2**24  # characters
@@ -108,7 +99,8 @@ def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, nam
         if not isinstance(problem, str):
             raise DvpError(f"{at}: column '{columns.problem}': expected a text, found {_short(problem)}")
         if problem not in problems:
-            _check_characters(problem, f"{at}: column '{columns.problem}'")
+            if wrong := control_character(problem):
+                raise DvpError(f"{at}: column '{columns.problem}': {wrong}")
             problems[problem] = _stripped(problem, source.strip)
         if not problems[problem]:
             raise DvpError(f"{at}: column '{columns.problem}': the problem is empty")
@@ -165,7 +157,8 @@ def _answer(value: Any, answer_format: str, at: str) -> str:
     known = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
     if not known or not str(value).strip() or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise DvpError(f"{at}: expected an answer, found {_short(value)}")
-    _check_characters(str(value), at)
+    if wrong := control_character(str(value)):
+        raise DvpError(f"{at}: {wrong}")
     text = str(value).strip()
     if isinstance(value, float | Decimal):
         text = f"{Decimal(text):f}"  # the verifier would read the e of an exponent as Euler's number
@@ -180,17 +173,6 @@ def _answer(value: Any, answer_format: str, at: str) -> str:
             raise DvpError(f"{at}: expected a number that means an integer, such as 27.0, found {_short(value)}")
         return str(int(number))
     return unboxed(text)
-
-
-def _check_characters(text: str, at: str) -> None:
-    """Raises DvpError for a control character, and says which command it most likely was."""
-    if found := _CONTROL.search(text):
-        character, after = found[0], text[found.end() :][:20]
-        command = re.match("[a-z]*", after)[0]
-        cause = "which no text needs; remove it"
-        if command and character in _ESCAPES:
-            cause = f"most likely \\{_ESCAPES[character]}{command} with one backslash where JSON needs two"
-        raise DvpError(f"{at}: a control character, {character!r}, before {after!r}: {cause}")
 
 
 def _short(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dvp.strict import Fraction, Name, Positive, Seed, Strict, Told
+from dvp.strict import Fraction, Name, Positive, Seed, Strict, Text, Told
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 """A commit of a repository on the hub."""
@@ -70,7 +70,7 @@ class _Table(Strict):
     """Which column is what."""
     answer_format: Literal["plain", "gsm8k", "number"] = "plain"
     """plain: as it stands; gsm8k: what follows ####; number: a float that means an integer (27.0)."""
-    strip: list[str] = []
+    strip: list[Text] = []
     """Literal texts removed from the problem, such as an instruction that the data set puts around it."""
 
 
@@ -126,7 +126,7 @@ class DataConfig(Strict):
     unreadable_answers: Fraction = 0.01
     """The largest share of a source's problems whose answers the verifier cannot read; they are left out, and
     data/manifest.json names them. More are an error."""
-    prompt_template: str = "{problem}"
+    prompt_template: Text = "{problem}"
     """{problem} is where the problem's text goes."""
     chat: bool = False
     """Whether the tokenizer's chat template is applied to the prompt."""

@@ -362,7 +362,7 @@ def test_prepare_says_what_it_left_out_or_that_it_is_too_much(dvp, refused, reso
     assert not (place / config).with_name("data").joinpath("manifest.json").exists()
     config = resolved([json.dumps(row) for row in [*rows, rows[0] | {"question": "What is five?"}]])
     status, _, everything = dvp("prepare", "--config", config, cwd=place)
-    line = "sources.rows: of 6 rows, 1 rows repeat another one's problem; left out, see data/manifest.json\n"
+    line = "sources.rows: left out of 6 rows: repeated problems: 1; see data/manifest.json\n"
     assert (status, everything) == (0, line)
 
 

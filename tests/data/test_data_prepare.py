@@ -189,8 +189,8 @@ def test_conflicting_answers(tmp_path, write_rows):
     manifest = prepare(DataConfig(train="s", held_out=1), {"s": write_rows("s", rows)}, tmp_path)
     account = manifest["sources"]["s"]
     assert account["conflicting_answers"] == [{"id": "1", "answers": ["1", "2"], "rows": [1, 2]}]
-    line = "sources.s: of 5 rows, 2 rows repeat another one's problem; 1 problems have rows that differ in the answer"
-    assert left_out(manifest, []) == [f"{line} (1 and 2); left out, see data/manifest.json"]
+    differ = "problems whose rows differ in the answer: 1 (rows 1 and 2); see data/manifest.json"
+    assert left_out(manifest, []) == [f"sources.s: left out of 5 rows: repeated problems: 2; {differ}"]
     assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (5, 2, 2)
 
 
@@ -219,9 +219,9 @@ def test_an_unreadable_answer_leaves_out_its_problem(tmp_path, write_rows):
     assert manifest["counts"] == {"train": 99, "over_limit": 0, "evaluation": {"t": 99}}
     assert not any((table.id == "7").any() for table in tables(tmp_path))
     of_t, of_s = left_out(manifest, data.evaluation)
-    left = f"1 problems have an answer that cannot be read (row 7: {reason}); left out, see data/manifest.json"
-    assert of_t == f"sources.t: the evaluation leaves out problems: of 100 rows, {left}"
-    assert of_s == f"sources.s: of 101 rows, 1 rows repeat another one's problem; {left}"
+    left = f"problems with an unreadable answer: 1 (row 7: {reason}); see data/manifest.json"
+    assert of_t == f"sources.t: fewer problems are evaluated: left out of 100 rows: {left}"
+    assert of_s == f"sources.s: left out of 101 rows: repeated problems: 1; {left}"
 
 
 def test_more_unreadable_answers_than_allowed_are_refused(tmp_path, write_rows):
@@ -256,7 +256,7 @@ def test_problems_that_differ_in_a_sign_stay_different(tmp_path, write_rows):
     manifest = prepare(data, sources, tmp_path)
     assert manifest["counts"]["train"] == 1
     (line,) = left_out(manifest, data.evaluation)
-    assert line == "data.train: 5 problems hold words of a task's; left out, see data/manifest.json"
+    assert line == "data.train: left out, as they have words of a task's problem: 5; see data/manifest.json"
 
 
 def test_nothing_left(tmp_path, write_rows):

@@ -165,20 +165,20 @@ def left_out(manifest: dict, evaluated: list[str]) -> list[str]:
     """What a manifest says was left out, a line a source; `evaluated` are the sources that are tasks."""
     lines = []
     for name, account in manifest["sources"].items():
-        parts = []
-        if repeated := account["duplicates_dropped"]:
-            parts.append(f"{repeated} rows repeat another one's problem")
-        if conflicts := account["conflicting_answers"]:
-            rows = ", ".join(" and ".join(map(str, conflict["rows"])) for conflict in conflicts[:3])
-            parts.append(f"{len(conflicts)} problems have rows that differ in the answer ({rows})")
-        if unreadable := account["unreadable_answers"]:
-            parts.append(f"{len(unreadable)} problems have an answer that cannot be read ({_named(unreadable)})")
-        fewer = "the evaluation leaves out problems: of" if name in evaluated and (conflicts or unreadable) else "of"
+        conflicts, unreadable = account["conflicting_answers"], account["unreadable_answers"]
+        rows = ", ".join(" and ".join(map(str, conflict["rows"])) for conflict in conflicts[:3])
+        counts = {
+            "repeated problems": (account["duplicates_dropped"], ""),
+            "problems whose rows differ in the answer": (len(conflicts), f" (rows {rows})"),
+            "problems with an unreadable answer": (len(unreadable), f" ({_named(unreadable)})"),
+        }
+        parts = [f"{what}: {count}{which}" for what, (count, which) in counts.items() if count]
+        fewer = "fewer problems are evaluated: " if name in evaluated and (conflicts or unreadable) else ""
         if parts:
-            lines.append(f"sources.{name}: {fewer} {account['rows_read']} rows, {'; '.join(parts)}")
+            lines.append(f"sources.{name}: {fewer}left out of {account['rows_read']} rows: {'; '.join(parts)}")
     if contaminated := manifest["contaminated"]:
-        lines.append(f"data.train: {len(contaminated)} problems hold words of a task's")
-    return [f"{line}; left out, see data/manifest.json" for line in lines]
+        lines.append(f"data.train: left out, as they have words of a task's problem: {len(contaminated)}")
+    return [f"{line}; see data/manifest.json" for line in lines]
 
 
 def _named(unreadable: list[dict]) -> str:

@@ -196,8 +196,8 @@ def test_a_models_own_code_is_never_run(tmp_path, tiny_model):
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DvpError, match="not a Hugging Face model directory") as raised:
-        base.check_vocabulary(model)
+    with pytest.raises(DvpError, match=r"model_type 'evil' is none that transformers knows") as raised:
+        check_model(model)
     assert "\n" not in str(raised.value)
     assert not mark.exists()
 

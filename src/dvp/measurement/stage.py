@@ -33,7 +33,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
     from dvp.measurement.mismatch import drawn_problems, measure_mismatch
-    from dvp.training.base import check_vocabulary
+    from dvp.training.models import check_model
 
     torch.set_num_threads(threads)
     model = directory.model(measurement.run)[1].parent
@@ -44,7 +44,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
                 "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
             }
         )
-        check_vocabulary(model)
+        check_model(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
         encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")

@@ -7,11 +7,6 @@ FLOAT_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CACHE_TYPES = FLOAT_TYPES | {"fp8": torch.float8_e4m3fn}
 
 
-def is_rounded(name: str, weight: torch.Tensor) -> bool:
-    """Whether a parameter is rounded: the blocks' matrices, not embeddings, output head or norms (common practice)."""
-    return weight.dim() == 2 and ".layers." in name
-
-
 def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
     """Round a matrix (rows, columns) through `form`, symmetrically, with one scale an output row.
 

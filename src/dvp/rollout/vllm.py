@@ -23,7 +23,8 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.rollout.rounding import is_rounded, round_cached, round_weight
+from dvp.rollout.layout import Layout, read_layout, weight_files
+from dvp.rollout.rounding import round_cached, round_weight
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
@@ -95,14 +96,17 @@ def cache_dtype(config: EngineConfig) -> str:
 def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int) -> int:
     """Bytes of a cache on a CPU in which so many sequences have room at their longest; CPU_CACHE if that is less.
 
+    Where config.json does not say how many heads share keys and values, none do: the cache is then larger than needed.
+
     To clear a gigabyte takes vLLM seconds: a fifth of what the evaluation of a tiny model costs.
     """
     from transformers import AutoConfig
 
-    sizes = AutoConfig.from_pretrained(model)
+    sizes = AutoConfig.from_pretrained(model).get_text_config()
     head = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     size = 1 if cache_dtype(config) != "auto" else getattr(torch, config.dtype).itemsize
-    token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head * size
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    token = 2 * sizes.num_hidden_layers * heads * head * size
     blocks = 1 + sequences * math.ceil(longest / CPU_BLOCK)  # vLLM keeps one block empty
     return min(blocks * CPU_BLOCK * token, CPU_CACHE)
 
@@ -130,7 +134,7 @@ class VllmEngine:
         max_num_seqs : most responses sampled at once.
         rules : the safe vocabularies that it will be asked for; those with a fixed ρ need not be named.
         report_sets : whether it will be asked for the sets that it samples from.
-        Raises DvpError if vLLM refuses the model or the precision.
+        Raises DvpError if vLLM refuses the model or the precision, or has no weights to round.
         """
         from vllm import LLM
 
@@ -153,6 +157,9 @@ class VllmEngine:
             options["logits_processors"] = [NoiseProcessor, SafeVocabularyProcessor]
         if not torch.cuda.is_available():
             options["kv_cache_memory_bytes"] = _cache_bytes(model, config, max_num_seqs, max_model_len)
+        self._layout = read_layout(model)
+        if config.weight_rounding != "none" and not self._layout.matrices:
+            raise DvpError(f"weight_rounding: {config.weight_rounding}: {model} has no linear layer to round")
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:
             # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.
@@ -186,7 +193,6 @@ class VllmEngine:
         self.ranks = options.get("tensor_parallel_size", 1)
         self._config = config
         self._sleeps = options.get("enable_sleep_mode", False)
-        self._tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
         if cache_dtype(config) != config.kv_cache_dtype:
             print(
                 f"note: without AVX-512 vLLM has no 8-bit cache; keys and values are cut to "
@@ -196,7 +202,7 @@ class VllmEngine:
             self.llm.collective_rpc(_round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are. Each of its processes reads them again for itself.
-            self.llm.collective_rpc(_reload_rounded, args=(str(model), config.weight_rounding, self._tied))
+            self.llm.collective_rpc(_reload_rounded, args=(str(model), config.weight_rounding, self._layout))
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
         """See Engine.generate."""
@@ -290,19 +296,22 @@ class VllmEngine:
         return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep.
+        """See Engine.sleep. What the cache holds of prompts is forgotten, on a CPU too.
 
         Level 2 discards whatever was allocated while the model was loaded: parameters, which the next load brings;
         buffers, which vLLM copies to the machine's memory and back; and the sampler's tables of requests that are gone.
         """
-        if self._sleeps and self._asleep is None:
+        if not self._sleeps:
+            self.llm.reset_prefix_cache()
+        elif self._asleep is None:
             self._asleep = 1 if keep_weights else 2
             self.llm.sleep(level=self._asleep)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
 
-        Raises DvpError if the engine slept without its weights and `weights` leave one of them out, or hold a NaN.
+        Raises DvpError if vLLM does not take a weight; or if the engine slept without its weights and `weights` leave
+        one of them out, or hold a NaN.
         """
         discarded = self._asleep == 2
         self._wake(loading=True)
@@ -311,8 +320,11 @@ class VllmEngine:
             # gets no value.
             self.llm.collective_rpc(_fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
-        prepared = _prepared(weights, self._config.weight_rounding, self._tied)
-        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=prepared))
+        prepared = _prepared(weights, self._config.weight_rounding, self._layout)
+        try:
+            self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=prepared))
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
+            raise DvpError(f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})") from error
         self.llm.reset_prefix_cache()
         for name in self.llm.collective_rpc(_first_nan) if discarded else []:
             if name is not None:
@@ -398,17 +410,31 @@ def _round_cache(worker: Any, form: str) -> None:
         layer.register_forward_pre_hook(rounded)
 
 
-def _prepared(weights: Iterable[tuple[str, torch.Tensor]], form: str, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _prepared(
+    weights: Iterable[tuple[str, torch.Tensor]], form: str, layout: Layout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as the engine gets them: rounded, but for embeddings, head, norms and biases (common practice).
+
+    Raises DvpError at their end if a matrix was not among them.
+    """
+    left = set(layout.matrices)
     for name, weight in weights:
-        value = weight.detach()
-        yield name, round_weight(value, form) if form != "none" and is_rounded(name, value) else value
+        value, known = weight.detach(), layout.known(name)
+        left.discard(known)
+        by_column = layout.matrices.get(known)
+        if form == "none" or by_column is None:
+            yield name, value
+        else:
+            yield name, round_weight(value.T, form).T if by_column else round_weight(value, form)
         # vLLM packs the head of a tied model on its own and would silently keep the old one.
-        if tied and name == "model.embed_tokens.weight":
-            yield "lm_head.weight", value
+        for other in layout.shared.get(known, ()):
+            yield other, value
+    if form != "none" and left:
+        raise DvpError(f"weight_rounding: {form}: no weight {min(left)} came to be rounded")
 
 
-def _reload_rounded(worker: Any, model: str, form: str, tied: bool) -> None:
-    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, tied))
+def _reload_rounded(worker: Any, model: str, form: str, layout: Layout) -> None:
+    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, layout))
 
 
 def _fill_with_nan(worker: Any) -> None:
@@ -423,7 +449,7 @@ def _first_nan(worker: Any) -> str | None:
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(model.glob("*.safetensors")):
+    for file in weight_files(model):
         with safe_open(file, framework="pt") as weights:
             for name in weights.offset_keys():
                 yield name, weights.get_tensor(name)

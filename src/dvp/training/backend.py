@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dvp.core.batch import Batch, unflatten_parts
 from dvp.core.head import TokenStatistics, dense_log_prob, token_statistics
@@ -159,11 +159,12 @@ class _Known(torch.nn.Module):
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
     """What the model multiplies its head's logits by. Raises DvpError if it does anything else to them."""
-    known_V = torch.ones(len(weight_VH), device=weight_VH.device)
+    known_V = torch.ones(len(weight_VH))  # on the CPU, also where the model has shapes alone (dvp.training.models)
     known_V[1::2] = 64.0  # far into any soft-capping
     head = model.get_output_embeddings()
     model.set_output_embeddings(_Known(known_V))
-    made_V = model(torch.zeros(1, 1, dtype=torch.long, device=weight_VH.device)).logits[0, 0].float()
+    width = model.get_input_embeddings().weight.shape[1]
+    made_V = model(inputs_embeds=torch.zeros(1, 1, width, device=weight_VH.device)).logits[0, 0].float()
     model.set_output_embeddings(head)
     scale = made_V[0].item()
     if not (scale > 0.0 and torch.allclose(made_V, scale * known_V, rtol=1e-5)):
@@ -199,12 +200,17 @@ class Trainer:
             verbose=False,
             auto_mpi_discovery=False,
         )
+        known = AutoConfig.from_pretrained(base)
         model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, attn_implementation=ATTENTION if on_gpu else None
+            base,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION if on_gpu else None,
+            # Every engine is without, and the ratio to its policy is one of two policies without.
+            **{name: 0.0 for name, rate in known.to_dict().items() if "drop" in name and isinstance(rate, float)},
         )
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-            model.train()  # transformers recomputes in this mode only; the models have no dropout
+            model.train()  # transformers recomputes in this mode only
         self.policy = Policy(model, head_dtype=config.head_dtype)
         if prompts:
             self.policy.check(list(prompts))

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,10 +28,11 @@ from dvp.experiment.data import GeneratedSource
 from dvp.experiment.tools import Tools
 from dvp.files import atomic_path, checksums
 from dvp.progress import Progress
+from dvp.training.models import check_model
+from dvp.training.rollouts import in_a_line
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-EMBEDDING = "model.embed_tokens.weight"
 # transformers' names for the keys of an architecture, where they differ from ours.
 CONFIG_NAMES = {
     "layers": "num_hidden_layers",
@@ -47,40 +47,13 @@ MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
 def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
     """Write the base model to `folder` (data: the prepared data's folder) and return its manifest.
 
-    Raises DvpError when the model's vocabulary does not fit its tokenizer, or the hub cannot be reached.
+    Raises DvpError for a model that cannot be used (see `check_model`), or when the hub cannot be reached.
     """
     base = experiment.base
     details = _train(experiment, base, data, folder) if isinstance(base, TrainedBase) else _fetch(base, folder)
-    check_vocabulary(folder)
     if not isinstance(base, TrainedBase) and base.architecture:
         _check_architecture(base.architecture, folder)
     return {"kind": base.kind, **details, "files": checksums(folder)}
-
-
-def check_vocabulary(folder: Path) -> None:
-    """Raise DvpError unless every token that the tokenizer can produce has a row in the model's embedding."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DvpError(f"{folder}: not a Hugging Face model directory ({_line(error)})") from None
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= config.vocab_size:
-        raise DvpError(
-            f"{folder}/config.json: vocab_size {config.vocab_size} is too small for the tokenizer beside it, "
-            f"whose largest token id is {largest}"
-        )
-    if tokenizer.eos_token_id is None:
-        raise DvpError(f"{folder}/tokenizer_config.json: the tokenizer has no end-of-sequence token")
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                shapes = {name: weights.get_slice(name).get_shape() for name in weights.offset_keys()}
-        except SafetensorError as error:
-            raise DvpError(f"{file}: not a whole safetensors file ({_line(error)})") from None
-        rows = shapes.get(EMBEDDING, [config.vocab_size])[0]
-        if rows != config.vocab_size:
-            raise DvpError(f"{file}: {EMBEDDING} has {rows} rows, but config.json says vocab_size {config.vocab_size}")
 
 
 def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
@@ -276,23 +249,16 @@ def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise DvpError(
                 f"base.path: {base.path} at revision {base.revision} cannot be downloaded from the hub "
-                f"({_line(error)}); download it elsewhere and use `base: {{kind: local, path: FOLDER}}`"
+                f"({in_a_line(error)}); download it elsewhere and use `base: {{kind: local, path: FOLDER}}`"
             ) from None
         details = {"path": base.path, "revision": base.revision}
     else:
         source = Path(base.path).resolve()
-        if not (source / "config.json").is_file():
-            raise DvpError(f"base.path: {source} is not a Hugging Face model directory: it has no config.json")
         details = {"path": str(source)}
-    if not list(source.glob("*.safetensors")):
-        raise DvpError(f"{source}: expected weights as .safetensors, found none")
+    check_model(source)
     with atomic_path(folder) as temporary:
         temporary.mkdir()
         for file in sorted(source.iterdir()):
             if file.suffix in (".json", ".safetensors", ".txt", ".jinja"):
                 os.symlink(file.resolve(), temporary / file.name)
     return details
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -25,6 +25,10 @@ def base(config: Path, threads: int) -> None:
     experiment, inputs = directory.experiment, {"prepare": directory.result("prepare")}
     if experiment.base.kind == "trained":
         claim(1)
+    else:
+        from dvp.rollout.vllm import configure_environment
+
+        configure_environment(threads)  # it is asked which models it has
     import torch
 
     from dvp.training.base import make_base

@@ -1,0 +1,55 @@
+"""What must be known of a model's weights to hand them over: their files, which share a tensor, which are matrices."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from dvp.files import read_json
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The weights of an architecture, by their names in the Hugging Face model."""
+
+    shared: dict[str, list[str]]
+    """Further names of a weight, such as that of a tied head."""
+    matrices: dict[str, bool]
+    """Those of the linear layers but the head; whether a column, and not a row, makes an output (GPT-2's Conv1D)."""
+    prefix: str
+    """What files may leave out at the beginning of a name."""
+
+    def known(self, name: str) -> str:
+        """The model's name of a weight that a file has."""
+        longer = f"{self.prefix}.{name}"
+        return longer if longer in self.shared or longer in self.matrices else name
+
+
+def read_layout(model: Path) -> Layout:
+    """The layout of a Hugging Face directory, by its architecture; no weights are read."""
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    names: dict[int, list[str]] = {}
+    for name, parameter in made.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    head = made.get_output_embeddings()
+    return Layout(
+        shared={first: others for first, *others in names.values() if others},
+        matrices={
+            f"{name}.weight": isinstance(module, Conv1D)
+            for name, module in made.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+        },
+        prefix=made.base_model_prefix,
+    )
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files that hold a model's weights: those that its index names, if there is one."""
+    if (model / INDEX).is_file():
+        return [model / name for name in sorted(set(read_json(model / INDEX, "weight_map")["weight_map"].values()))]
+    return sorted(model.glob("*.safetensors"))

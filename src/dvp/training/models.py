@@ -1,0 +1,165 @@
+"""Which models are taken: whole causal language models of text, whose layout trainer and engine both know.
+
+What is refused is told by what a model is, not by its name: docs/models.md has a table of families, which
+tests/training/test_models.py makes small models of. Of what is taken, each training run holds engine and trainer
+together (dvp.training.agreement).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+
+from dvp.errors import DvpError
+from dvp.files import read_json
+from dvp.rollout.layout import INDEX, weight_files
+from dvp.training.backend import Policy
+from dvp.training.rollouts import in_a_line
+
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+FLOATS = ("F16", "BF16", "F32", "F64")
+ADAPTER = "adapter_config.json"
+
+
+def check_model(folder: Path) -> None:
+    """Raise DvpError, with what was found and what is expected, unless a model can be trained, served and measured.
+
+    No weights are read but for their names, types and shapes, and no code of the model's own is run.
+    """
+    if (folder / ADAPTER).is_file():
+        raise DvpError(
+            f"{folder / ADAPTER}: an adapter of another model (PEFT); expected a whole model: merge it into its model "
+            "(merge_and_unload), and save that"
+        )
+    if not (folder / "config.json").is_file():
+        raise DvpError(f"{folder}: not a Hugging Face model directory: it has no config.json")
+    config = _config(folder)
+    _check_tokenizer(folder, config)
+    types = _types(folder)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise DvpError(f"{folder}: transformers cannot load it ({in_a_line(error)})") from None
+    if missing := sorted(found["missing_keys"]):
+        raise DvpError(f"{folder}: weight {missing[0]} is not in its files (of {len(missing)} that are missing)")
+    for name, has, expected in sorted(found["mismatched_keys"]):
+        raise DvpError(f"{folder}: weight {name} is {list(has)}, but config.json makes it {list(expected)}")
+    for name, _ in model.named_parameters():
+        if types.get(name, "F32") not in FLOATS:
+            raise DvpError(f"{folder}: weight {name} is quantised ({types[name]}); expected one of 16 or 32 bits")
+    try:
+        Policy(model)
+    except DvpError as error:
+        raise DvpError(f"{folder}: {error}") from None
+    _check_engine(folder, config)
+
+
+def _config(folder: Path) -> PretrainedConfig:
+    """The model's configuration. Raises DvpError for another kind of model."""
+    file = folder / "config.json"
+    raw = read_json(file)
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise DvpError(
+            f"{file}: model_type {kind!r} is none that transformers knows, and the code that comes with a model is "
+            "never run (trust_remote_code)"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each architecture checks its keys in its own way
+        raise DvpError(f"{folder}: not a Hugging Face model directory ({in_a_line(error)})") from None
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            method = raw[key].get("quant_method", "unknown") if isinstance(raw[key], dict) else raw[key]
+            raise DvpError(f"{file}: {key}: its weights are quantised ({method}); expected ones of 16 or 32 bits")
+    architectures, known = raw.get("architectures"), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if known is None or architectures != [known.__name__]:
+        expected = f"expected {known.__name__!r}" if known else f"{kind} has none in transformers"
+        raise DvpError(f"{file}: architectures: {architectures} is no causal language model; {expected}")
+    if config.get_text_config() is not config:
+        raise DvpError(f"{file}: {known.__name__} is a model of more than text; expected one of text alone")
+    if experts := _experts(config.to_dict()):
+        raise DvpError(
+            f"{file}: {experts}: {known.__name__} is a mixture of experts, whose new weights do not reach vLLM as they "
+            "are; expected a dense model"
+        )
+    for key in NEEDED:
+        value = getattr(config, key, None)
+        if not isinstance(value, int) or value <= 0:
+            raise DvpError(f"{file}: {key}: expected a number above 0, found {value!r}")
+    return config
+
+
+def _experts(config: dict[str, Any]) -> str | None:
+    """The first key, here or below, that says of several experts."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if found := _experts(value):
+                return f"{key}.{found}"
+        elif "expert" in str(key) and isinstance(value, int) and value > 1:
+            return f"{key} {value}"
+    return None
+
+
+def _check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
+    """Raise DvpError unless every token that the tokenizer can produce has a row in the model's embedding."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DvpError(f"{folder}: not a Hugging Face model directory ({in_a_line(error)})") from None
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.vocab_size:
+        raise DvpError(
+            f"{folder}/config.json: vocab_size {config.vocab_size} is too small for the tokenizer beside it, "
+            f"whose largest token id is {largest}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DvpError(f"{folder}/tokenizer_config.json: the tokenizer has no end-of-sequence token")
+
+
+def _types(folder: Path) -> dict[str, str]:
+    """safetensors' names for the types of all weights. Raises DvpError for a file that is missing or cut off."""
+    types = {}
+    for file in weight_files(folder):
+        if not file.is_file():
+            raise DvpError(f"{folder / INDEX}: names {file.name}, which is not there; is the model whole?")
+        try:
+            with safe_open(file, framework="pt") as weights:
+                types |= {name: weights.get_slice(name).get_dtype() for name in weights.offset_keys()}
+        except SafetensorError as error:
+            raise DvpError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from None
+    if not types:
+        raise DvpError(f"{folder}: expected weights as .safetensors, found none")
+    return types
+
+
+def _check_engine(folder: Path, config: PretrainedConfig) -> None:
+    """Raise DvpError unless vLLM has a model of its own for this architecture.
+
+    Others it runs through transformers' classes, which it changes for its own use in the trainer's process.
+    """
+    from vllm import ModelRegistry
+
+    name = config.architectures[0]
+    own = ModelRegistry.models.get(name)
+    if own is None or getattr(own, "module_name", "").endswith(".transformers"):
+        raise DvpError(
+            f"{folder}/config.json: vLLM has no {name} of its own, and would change transformers' in the trainer's "
+            "process; expected an architecture that it has (docs/models.md)"
+        )

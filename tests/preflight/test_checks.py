@@ -9,8 +9,9 @@ from dvp.core.safe_vocabulary import FixedRho
 from dvp.experiment.grid import GridEntry
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
-from dvp.preflight.checks import KL_LIMITS, Positions, check_mismatch, kept_by_method, kl_of_noise
+from dvp.preflight.checks import check_mismatch, kept_by_method
 from dvp.preflight.rehearsal import rehearsed_run, rules
+from dvp.training.agreement import KL_LIMITS, Positions, kl_of_noise
 
 ROOT = Path(__file__).parents[2]
 NOISES = [Noise(sigma=0.1), Noise(sigma=1.0), Noise(sigma=2.5), Noise(sigma=2.5, below=0.01)]

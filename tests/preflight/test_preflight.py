@@ -19,9 +19,10 @@ from dvp.planning.dag import Job
 from dvp.planning.plan import make_plan
 from dvp.planning.text import render
 from dvp.preflight import rehearsal, stage
-from dvp.preflight.checks import Positions, check_forward, check_same_engine, kept_by_method
+from dvp.preflight.checks import check_forward, check_same_engine, kept_by_method
 from dvp.preflight.report import CHECKS, Report, check_memory, check_save, check_steps
 from dvp.training import checkpoint
+from dvp.training.agreement import Positions
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop
 from dvp.training.responses import ResponseRecorder

@@ -74,6 +74,8 @@ class ScriptedEngine:
         self.model, self.vocabulary, self.distance, self.pushed, self.slept = model, vocabulary, distance, [], []
 
     def generate(self, prompts, sampling, seeds):
+        if sampling.whole_vocabulary:
+            return side_by_side(self.model, prompts, sampling)
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             rng = np.random.default_rng(seed)
@@ -105,6 +107,8 @@ class CallingEngine(ScriptedEngine):
         self.tokenizer, self.call = tokenizer, tokenizer("<tool>6*7</tool>")["input_ids"]
 
     def generate(self, prompts, sampling, seeds):
+        if sampling.whole_vocabulary:
+            return side_by_side(self.model, prompts, sampling)
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             rng = np.random.default_rng(seed)
@@ -118,6 +122,14 @@ class CallingEngine(ScriptedEngine):
                 group.append(Completion(ids, log_probs, text, "string" if calls else "stop"))
             groups.append(group)
         return groups
+
+
+@torch.no_grad()
+def side_by_side(model, prompts, sampling):
+    """What an engine says of all tokens where it is held against the trainer."""
+    ids = list(range(5, 5 + sampling.max_tokens))
+    rows = [model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for prompt in prompts]
+    return [[Completion(ids, [0.0] * len(ids), "", "length", vocabulary_log_probs_TV=row_TV)] for row_TV in rows]
 
 
 def dense_log_probs(model, prompt, response, rho=None):
@@ -186,7 +198,7 @@ def test_a_step_is_adamw_on_the_policy_gradient_of_the_paper(make_loop, tiny_mod
         for group in optimizer.param_groups:
             group["lr"] = share * 1e-3 * min(1.0, step / 2)
         rows = prompt_rows(6, 2, step, 3)
-        sampling = type("S", (), {"n": 4})
+        sampling = Sampling(max_tokens=12, n=4)
         groups = shadow.generate(
             [loop.problems.prompts[r] for r in rows], sampling, [derived_seed(3, step, r) for r in rows]
         )
@@ -368,7 +380,8 @@ def test_a_stale_engine_gets_weights_every_so_many_steps(make_loop, tmp_path):
     loop = make_loop(synchronise_every=2)
     _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     assert len(loop.engine.pushed) == 3  # at the start, after step 2 and after step 4
-    assert loop.engine.slept == [True, False, True, False]  # weights that are replaced next need not be kept
+    # Weights that are replaced next need not be kept; and twice it is held against the trainer, with new weights.
+    assert loop.engine.slept == [True, *(True, False), True, *(True, False)]
     mismatch = [row["max_abs_log_ratio"] for row in rows]
     assert max(mismatch[0], mismatch[2]) < 1e-4
     assert min(mismatch[1], mismatch[3]) > 1e-3

@@ -3,48 +3,30 @@
 A check measures, says in a sentence what it saw beside what is allowed, and passes or fails.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary, safe_mask
-from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
+from dvp.core.vocabulary_mismatch import normalised
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import rho_in_path
-from dvp.experiment.training import EngineConfig
 from dvp.preflight.report import Verdict
-from dvp.rollout.engine import Engine, Sampling
-from dvp.rollout.seeds import derived_seed
 from dvp.training import ranks
+from dvp.training.agreement import KL_LIMITS, Positions, distance, own_logits
 from dvp.training.backend import Trainer
 
 FORWARD_LIMIT = 1e-3
 """Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped
 differs by tenths."""
-KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
-"""Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
 MOVED_SHARE = 0.1
 """Of what training has changed: how far a reloaded engine may be from a fresh one. One that kept its old weights is off
 by all of it."""
 SAME_ENGINE = 1e-3
 """Nats that two engines of the same weights may differ by in any case."""
-PROBLEMS, POSITIONS = 8, 32
-"""Prompts that trainer and engine are compared at, and tokens of a response to each."""
+POSITIONS = 32
+"""Tokens of a response at which trainer and engine are compared."""
 SIMULATED, DRAWS = 400, 512
 """Responses from which the kept fraction is estimated; tokens drawn at each position to make them of."""
-
-
-@torch.no_grad()
-def own_logits(trainer: Trainer, batch: Batch, bf16: bool) -> torch.Tensor:
-    """The logits (N, V) of the response tokens by the model's own forward pass, with all that it does to them.
-
-    By all ranks, each with a batch of its own.
-    """
-    batch = batch.to(trainer.device)
-    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=bf16):
-        logits_BTV = trainer.policy.model(batch.tokens_BT[:, :-1], use_cache=False).logits
-    return logits_BTV[batch.response_BT[:, 1:]].float()
 
 
 def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float) -> Verdict:
@@ -62,36 +44,14 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
     )
 
 
-def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
-    """The key of KL_LIMITS."""
-    if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto":
-        return "coarse"
-    return "exact" if engine.dtype == trainer_dtype == "float32" else "rounded"
+def noise_of_trainer(
+    trainer: Trainer, positions: Positions, prompts: list[list[int]], responses: list[list[int]]
+) -> dict[str, Positions]:
+    """The trainer against itself at the compared positions, as each step's metrics have it.
 
-
-@dataclass(frozen=True)
-class Positions:
-    """Where trainer and engine were compared: N positions of sampled responses, log-probs over the whole vocabulary."""
-
-    train_NV: torch.Tensor
-    infer_NV: torch.Tensor
-
-
-def compare(
-    trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int
-) -> tuple[Positions, dict[str, Positions]]:
-    """Engine against trainer; and at the same positions the trainer against itself, as each step's metrics have it.
-
-    That is at another batch shape ("shape"), and in bf16 or, if it trains in bf16, in fp32 ("bf16"). The engine samples
-    `POSITIONS` tokens after each prompt from its full distribution, at temperature 1.
+    That is at another batch shape ("shape"), and in bf16 or, if it trains in bf16, in fp32 ("bf16").
     """
-    sampling = Sampling(max_tokens=POSITIONS, whole_vocabulary=True, to_the_end=True)
-    seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
-    completions = [group[0] for group in engine.generate(prompts, sampling, seeds)]
-    engine.sleep(keep_weights=True)  # the trainer needs the room
-    responses = [completion.token_ids for completion in completions]
     together = Batch.collate(prompts, responses, pad=0)
-    train_NV = normalised(own_logits(trainer, together, trainer.bf16)).cpu()
     other_NV = normalised(own_logits(trainer, together, not trainer.bf16)).cpu()
     alone_NV = torch.cat(
         [
@@ -99,26 +59,7 @@ def compare(
             for prompt, response in zip(prompts, responses, strict=True)
         ]
     )
-    infer_NV = normalised(torch.cat([completion.vocabulary_log_probs_TV for completion in completions]))
-    noise = {"shape": Positions(train_NV, alone_NV), "bf16": Positions(train_NV, other_NV)}
-    return Positions(train_NV, infer_NV), noise
-
-
-def distance(positions: Positions) -> dict[str, float]:
-    """Mean KL (nats a token) and largest |ε| (nats) of what was compared, over all ranks."""
-    kl_N = kl(positions.infer_NV, positions.train_NV)
-    worst_N, _ = epsilon(positions.train_NV, positions.infer_NV)
-    every = ranks.gather((kl_N.mean().item(), worst_N.max().item()))
-    return {"kl": sum(mean for mean, _ in every) / len(every), "worst_token": max(worst for _, worst in every)}
-
-
-def kl_of_noise(engine: EngineConfig) -> float:
-    """The most that an engine's own noise adds to the KL on average, nats a token: σ².
-
-    With δ = σ ξ on the logits, KL(q‖p) = E_q[δ] − log E_p[e^δ]. The mean of the second term is ≥ 0 (Jensen), that of
-    the first σ² E[1 − Σ_a q_a²] (Stein), at most σ²; noise on some entries alone has less.
-    """
-    return 0.0 if engine.noise is None else engine.noise.sigma**2
+    return {"shape": Positions(positions.train_NV, alone_NV), "bf16": Positions(positions.train_NV, other_NV)}
 
 
 def check_mismatch(engine: Positions, noise: dict[str, Positions], kind: str, of_noise: float = 0.0) -> Verdict:

@@ -25,20 +25,19 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
 from dvp.files import read_json, write_json, write_text
 from dvp.preflight.checks import (
-    PROBLEMS,
+    POSITIONS,
     check_forward,
     check_mismatch,
     check_same_engine,
-    compare,
     kept_by_method,
-    kl_of_noise,
-    precision_class,
+    noise_of_trainer,
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.safe_vocabulary import needs_processor
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
+from dvp.training.agreement import compare, kl_of_noise, precision_class, shortest
 from dvp.training.loop import Loop, run_loop
 from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
 from dvp.training.stage import sequences, set_up
@@ -207,7 +206,7 @@ def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
 def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report, work: Path) -> None:
     """Trainer and engine side by side, before any step. Raises DvpError with the check that fails."""
     settings = experiment.training
-    prompts = _shortest(loop)
+    prompts = shortest(loop.problems.prompts)
     with report.asking("safe vocabulary"):
         asked = rules(experiment, engine)
         for rule in asked:
@@ -218,7 +217,8 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
         verdict = check_forward(loop.trainer, prompts, settings.temperature)
     report.add("forward", verdict)
     with report.asking("mismatch"):
-        positions, noise = compare(loop.trainer, loop.engine, prompts, loop.run.seed)
+        positions, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
+        noise = noise_of_trainer(loop.trainer, positions, prompts, responses)
         configured = experiment.engines[engine]
         kind = precision_class(configured, experiment.trainer_dtype)
         verdict = check_mismatch(positions, noise, kind, kl_of_noise(configured))
@@ -272,7 +272,7 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
         restored = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
         verdict = _same_when_saved_again(loop, restored and restored[0], work / AGAIN)
     report.add("resume", verdict)
-    prompts = _shortest(loop)
+    prompts = shortest(loop.problems.prompts)
     forced = rehearse(loop, None)
     with report.asking("steps"):
         _, rows = run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
@@ -316,11 +316,6 @@ def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdic
 
 def _same_bytes(file: Path, again: Path) -> bool:
     return again.is_file() and filecmp.cmp(file, again, shallow=False)
-
-
-def _shortest(loop: Loop) -> list[list[int]]:
-    """Prompts of real problems, short ones: logits of the whole vocabulary at each of their tokens are held at once."""
-    return sorted(loop.problems.prompts[:100], key=len)[:PROBLEMS]
 
 
 def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:

@@ -37,6 +37,7 @@ from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.rollout.turns import turn_metrics
 from dvp.training import checkpoint, ranks
+from dvp.training.agreement import Agreement
 from dvp.training.backend import Trainer
 from dvp.training.probe import PROBE_PROMPTS
 from dvp.training.responses import RESPONSES, ResponseRecorder
@@ -62,7 +63,7 @@ def run_loop(
     Returns the final checkpoint and all rows. Stopped by a signal, the loop gives up a rollout or finishes an
     update, saves what is done and raises Stopped.
     Raises DvpError, naming the step, for what goes wrong in one, with the responses up to it beside the checkpoints; if
-    all checkpoints are damaged; if the disk is full.
+    all checkpoints are damaged; if the disk is full; if engine and trainer do not agree (see `Agreement`).
     """
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
@@ -72,6 +73,7 @@ def run_loop(
         loop.observe(row)
         on_step(row)
     loop.engine.load_weights(loop.trainer.weights())
+    loop.agreement.check()
     folder.mkdir(parents=True, exist_ok=True)
     saved, seconds_keep = len(rows), 0.0
 
@@ -166,6 +168,9 @@ class Loop:
         ]
         self.problems = Problems(places, list(problems["answer"]), prompts, pad)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
+        self.agreement = Agreement(
+            trainer, engine, prompts, run.seed, experiment.engines[run.engine], experiment.trainer_dtype
+        )
 
     def step(self, step: int) -> dict:
         """One step (1-based); returns its row of metrics.jsonl."""
@@ -202,6 +207,8 @@ class Loop:
         }
         # Times differ between ranks; what is decided from a row must not.
         row = ranks.gather(row)[0]
+        if metrics["updates"] and step % self.config.synchronise_every == 0:
+            self.agreement.check_again()
         self.observe(row)
         self.recorder.settle(step, self.collapse.collapsed_at)
         return row | {"collapsed": self.collapse.collapsed_at is not None}

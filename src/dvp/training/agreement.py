@@ -1,0 +1,144 @@
+"""Engine and trainer side by side, at positions of sampled responses: how far apart they are, and how far they may be.
+
+A preflight asks at many positions. Every run asks at a few: when it starts, and when the first new weights have
+arrived, as weights that go astray on the way to the engine are otherwise seen in no number but the mismatch itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dvp.core.batch import Batch
+from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
+from dvp.errors import DvpError
+from dvp.experiment.training import EngineConfig
+from dvp.rollout.engine import Engine, Sampling
+from dvp.rollout.seeds import derived_seed
+from dvp.training import ranks
+from dvp.training.backend import Trainer
+
+KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
+"""Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
+PROMPTS, TOKENS = 8, 4
+"""Prompts that every run is asked at, and tokens of a response to each."""
+ERRORS, MOVED_SHARE, FLOOR = 4.0, 0.02, 1e-5
+"""How far the engine's change may be from the trainer's: so many times what was between them before, this share of the
+trainer's own change, and nats in any case. What quantisation adds to a log-prob changes with the weights, and stays as
+large; of a weight that was left out, the engine lacks all that it has changed."""
+
+
+@torch.no_grad()
+def own_logits(trainer: Trainer, batch: Batch, bf16: bool) -> torch.Tensor:
+    """The logits (N, V) of the response tokens by the model's own forward pass, with all that it does to them.
+
+    By all ranks, each with a batch of its own.
+    """
+    batch = batch.to(trainer.device)
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=bf16):
+        logits_BTV = trainer.policy.model(batch.tokens_BT[:, :-1], use_cache=False).logits
+    return logits_BTV[batch.response_BT[:, 1:]].float()
+
+
+def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
+    """The key of KL_LIMITS."""
+    if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto":
+        return "coarse"
+    return "exact" if engine.dtype == trainer_dtype == "float32" else "rounded"
+
+
+def kl_of_noise(engine: EngineConfig) -> float:
+    """The most that an engine's own noise adds to the KL on average, nats a token: σ².
+
+    With δ = σ ξ on the logits, KL(q‖p) = E_q[δ] − log E_p[e^δ]. The mean of the second term is ≥ 0 (Jensen), that of
+    the first σ² E[1 − Σ_a q_a²] (Stein), at most σ²; noise on some entries alone has less.
+    """
+    return 0.0 if engine.noise is None else engine.noise.sigma**2
+
+
+def shortest(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts of real problems, short ones: logits of the whole vocabulary at each of their tokens are held at once."""
+    return sorted(prompts[:100], key=len)[:PROMPTS]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where trainer and engine were compared: N positions of sampled responses, log-probs over the whole vocabulary."""
+
+    train_NV: torch.Tensor
+    infer_NV: torch.Tensor
+
+
+def compare(
+    trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, tokens: int
+) -> tuple[Positions, list[list[int]]]:
+    """Engine against trainer at so many tokens after each prompt, which the engine samples and which are returned.
+
+    They are of its full distribution, at temperature 1. Nothing that training computes depends on this.
+    """
+    sampling = Sampling(max_tokens=tokens, whole_vocabulary=True, to_the_end=True)
+    seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
+    completions = [group[0] for group in engine.generate(prompts, sampling, seeds)]
+    engine.sleep(keep_weights=True)  # the trainer needs the room
+    responses = [completion.token_ids for completion in completions]
+    train_NV = normalised(own_logits(trainer, Batch.collate(prompts, responses, pad=0), trainer.bf16)).cpu()
+    infer_NV = normalised(torch.cat([completion.vocabulary_log_probs_TV for completion in completions]))
+    return Positions(train_NV, infer_NV), responses
+
+
+def distance(positions: Positions) -> dict[str, float]:
+    """Mean KL (nats a token) and largest |ε| (nats) of what was compared, over all ranks."""
+    kl_N = kl(positions.infer_NV, positions.train_NV)
+    worst_N, _ = epsilon(positions.train_NV, positions.infer_NV)
+    every = ranks.gather((kl_N.mean().item(), worst_N.max().item()))
+    return {"kl": sum(mean for mean, _ in every) / len(every), "worst_token": max(worst for _, worst in every)}
+
+
+class Agreement:
+    """Whether a run's engine has its trainer's model, at first and after the first new weights."""
+
+    def __init__(
+        self, trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, config: EngineConfig, dtype: str
+    ):
+        """dtype : what the trainer multiplies in. The engine is asked with its full distribution, without a tool."""
+        self._trainer, self._engine, self._prompts, self._seed = trainer, engine, shortest(prompts), seed
+        self._limit = KL_LIMITS[precision_class(config, dtype)] + kl_of_noise(config)
+        room = engine.max_model_len - max(map(len, self._prompts))
+        self._tokens = min(TOKENS, room)
+        self._before: Positions | None = None
+        self._name = type(trainer.policy.model).__name__
+
+    def check(self) -> None:
+        """At the start of a run, with the trainer's weights in the engine. By all ranks. Raises DvpError."""
+        self._before = self._compared("")
+
+    def check_again(self) -> None:
+        """After new weights have arrived; later calls do nothing. By all ranks. Raises DvpError."""
+        if self._before is None:
+            return
+        before, now = self._before, self._compared(" after new weights")
+        self._before = None
+        weight_NV = before.train_NV.exp()
+        moved_NV = now.train_NV - before.train_NV
+        apart, moved, were = (
+            max(ranks.gather((weight_NV * value_NV.square()).sum(dim=1).mean().sqrt().item()))
+            for value_NV in (now.infer_NV - before.infer_NV - moved_NV, moved_NV, before.infer_NV - before.train_NV)
+        )
+        allowed = ERRORS * were + MOVED_SHARE * moved + FLOOR
+        if not apart <= allowed:
+            raise DvpError(
+                f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where training "
+                f"changed log-probs by {moved:.2g} and {allowed:.2g} is rounding: some weights of {self._name} do not "
+                "reach the engine, or not as they are; use a model of another architecture (docs/models.md)"
+            )
+
+    def _compared(self, when: str) -> Positions:
+        """The first position of each response, which is the same one each time."""
+        positions, _ = compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)
+        found = distance(positions)
+        if not found["kl"] <= self._limit:
+            raise DvpError(
+                f"engine and trainer do not agree{when}: KL {found['kl']:.2g} nats a token, at most {self._limit:.2g} "
+                f"is rounding of this engine: vLLM computes another {self._name} than transformers, or did not get all "
+                "of its weights; use a model of another architecture (docs/models.md)"
+            )
+        return Positions(positions.train_NV[:: self._tokens], positions.infer_NV[:: self._tokens])

@@ -1,0 +1,69 @@
+"""Run by the tests in a process of its own (one engine a process): trainer and engine of a model, then after an update.
+
+usage: family_process.py MODEL ENGINE_JSON [NAME]; the engine is sent every weight but NAME. Prints as JSON what
+`Agreement` measured or said.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from dvp.cli import quiet
+from dvp.rollout.vllm import VllmEngine, configure_environment
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[20 + 7 * row + column for column in range(2 + row % 4)] for row in range(8)]
+
+
+def main() -> None:
+    quiet()
+    configure_environment(threads=1)
+    import torch
+
+    from dvp.core.batch import Batch
+    from dvp.errors import DvpError
+    from dvp.experiment.training import EngineConfig, TrainingConfig
+    from dvp.training import agreement
+    from dvp.training.backend import Trainer
+
+    torch.set_num_threads(1)
+    model, config, left_out = Path(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])), sys.argv[3:]
+    settings = TrainingConfig(
+        steps=1,
+        prompts_per_step=8,
+        group_size=1,
+        tokens_per_micro_batch=64,
+        max_response_tokens=16,
+        learning_rate=1e-3,
+        deepspeed="zero1",
+        checkpoint_every=1,
+    )
+    options = json.loads((ROOT / "config/deepspeed/zero1.json").read_text())
+    trainer = Trainer(model, settings, options, PROMPTS)
+    engine = VllmEngine(model, config, max_model_len=64, max_num_seqs=8, seed=0)
+    compare, worst = agreement.compare, []
+
+    def measured(*arguments):
+        positions, responses = compare(*arguments)
+        weight_NV = positions.train_NV.exp()
+        worst.append(((positions.train_NV - positions.infer_NV).abs() * weight_NV).sum(1).max().item())
+        return positions, responses
+
+    agreement.compare = measured
+    held = agreement.Agreement(trainer, engine, PROMPTS, 0, config, "float32")
+    said = None
+    try:
+        if not left_out:
+            engine.load_weights(trainer.weights())
+        held.check()
+        batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
+        trainer.forward_backward(batch, None, lambda statistics: -statistics.log_prob.mean(), last=True)
+        engine.load_weights((name, value) for name, value in trainer.weights() if name not in left_out)
+        held.check_again()
+    except DvpError as error:
+        said = str(error)
+    print(json.dumps({"apart": worst, "said": said}))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from dvp.errors import DvpError
 from dvp.files import (
     _KINDS,
     append_line,
+    atomic_files,
     atomic_path,
     checksums,
     only_writer,
@@ -255,6 +258,16 @@ def test_all_that_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     made = {path.stat().st_ino for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]}
     assert {inode for inode, named in synced if not named} == made
     assert synced[-1] == (tmp_path.stat().st_ino, True)
+
+
+@pytest.mark.parametrize("within", [atomic_path, atomic_files])
+def test_a_library_that_writes_for_its_owner_alone_is_corrected(tmp_path, within):
+    (tmp_path / "plain").touch()
+    with within(tmp_path / "folder") as temporary:
+        temporary.mkdir(exist_ok=True)
+        save_file({"x": torch.ones(1)}, temporary / "weights.safetensors")
+    made = tmp_path / "folder/weights.safetensors"
+    assert made.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_lines_are_appended_at_once_or_the_call_fails(tmp_path):

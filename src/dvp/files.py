@@ -25,6 +25,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "a finite number or null": lambda value: value is None or _FITS["a finite number"](value),
     "a finite number, 0 or more": lambda value: _is_number(value) and 0 <= value < math.inf,
 }
+_UMASK = os.umask(0o022)  # to be read it must be set
+os.umask(_UMASK)
 # Of keys that mean the same in every file that has them.
 _KINDS = {
     **dict.fromkeys(("files", "counts", "tables"), "an object"),
@@ -58,7 +60,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         for made in [temporary, *temporary.rglob("*")]:
             if not made.is_symlink():
-                sync(made)
+                _finish(made)
         if path.is_dir():
             # A directory cannot be replaced in one step: the old one steps aside first.
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -85,7 +87,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
         yield temporary
         made = sorted(temporary.iterdir())
         for file in made:
-            sync(file)
+            _finish(file)
         folder.mkdir(exist_ok=True)
         for file in made:
             os.replace(file, folder / file.name)
@@ -244,6 +246,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _finish(path: Path) -> None:
+    """What a file needs before it gets its name: to be on the disk; and the permissions that the umask gives to any.
+
+    safetensors makes its files for their owner alone.
+    """
+    if path.is_file() and path.stat().st_mode & 0o777 == 0o600:
+        path.chmod(0o666 & ~_UMASK)
+    sync(path)
 
 
 def _is_number(value: object) -> bool:

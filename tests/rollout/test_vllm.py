@@ -24,7 +24,8 @@ from dvp.errors import DvpError
 from dvp.experiment.tools import Calculator
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Sampling
-from dvp.rollout.rounding import is_rounded, round_weight
+from dvp.rollout.layout import read_layout
+from dvp.rollout.rounding import round_weight
 from dvp.rollout.turns import ToolEngine
 from dvp.rollout.vllm import VllmEngine, _round_cache, prove_safe_vocabulary
 from dvp.tools import make_tool
@@ -577,9 +578,8 @@ def test_rounded_weights_reach_the_engine(tiny_model, processes):
     """On several GPUs an engine has a process on each, and each reads the weights."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     exact = copy.deepcopy(model)
-    for name, value in model.named_parameters():
-        if is_rounded(name, value):
-            value.data = round_weight(value.data, "int4")
+    for name in read_layout(tiny_model).matrices:
+        model.get_parameter(name).data = round_weight(model.get_parameter(name).data, "int4")
     precision = json.dumps({"dtype": "float32", "weight_rounding": "int4"})
     differences = []
     update = [tiny_model] if processes == 1 else []

@@ -1,14 +1,11 @@
 """The base model: the tokenizer, a few real steps of warm start, and models that cannot be used."""
 
-import json
 import os
-import shutil
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.data import shortest_path
@@ -21,7 +18,7 @@ from dvp.experiment.tools import Calculator
 from dvp.files import verify_checksums
 from dvp.rollout.turns import ToolEngine
 from dvp.training import base
-from dvp.training.base import check_vocabulary, make_base, train_tokenizer
+from dvp.training.base import make_base, train_tokenizer
 from made_up_problems import write_problems
 
 
@@ -128,45 +125,6 @@ def test_a_base_model_learns_calls_in_the_ids_in_which_they_are_answered(tiny_mo
     assert all(all_written)
 
 
-@pytest.fixture
-def copied(tiny_model, tmp_path):
-    return shutil.copytree(tiny_model, tmp_path / "model")
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(copied):
-    edit_config(copied, vocab_size=399)
-    with pytest.raises(DvpError, match=r"config.json: vocab_size 399 is too small .* whose largest token id is 399"):
-        check_vocabulary(copied)
-
-
-def test_weights_of_another_vocabulary_are_refused(copied):
-    weights = load_file(copied / "model.safetensors")
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-5].clone()
-    save_file(weights, copied / "model.safetensors")
-    with pytest.raises(DvpError, match=r"model.safetensors: model.embed_tokens.weight has 395 rows, but .* 400"):
-        check_vocabulary(copied)
-
-
-def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(copied):
-    """Qwen3 itself has 151,936 rows for 151,669 tokens."""
-    model = AutoModelForCausalLM.from_pretrained(copied)
-    model.resize_token_embeddings(448)
-    model.save_pretrained(copied)
-    check_vocabulary(copied)
-
-
-def test_truncated_weights_are_refused(copied):
-    weights = copied / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(DvpError, match=r"model.safetensors: not a whole safetensors file"):
-        check_vocabulary(copied)
-
-
 def test_a_local_base_is_taken_as_it_is(experiment, tiny_model, tmp_path):
     local = experiment.model_copy(update={"base": LocalBase(kind="local", path=str(tiny_model))})
     manifest = make_base(local, tmp_path, tmp_path / "base")
@@ -175,7 +133,7 @@ def test_a_local_base_is_taken_as_it_is(experiment, tiny_model, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     (tmp_path / "empty").mkdir()
     nothing = experiment.model_copy(update={"base": LocalBase(kind="local", path=str(tmp_path / "empty"))})
-    with pytest.raises(DvpError, match=r"base.path: .*empty is not a Hugging Face model directory"):
+    with pytest.raises(DvpError, match=r"empty: not a Hugging Face model directory"):
         make_base(nothing, tmp_path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

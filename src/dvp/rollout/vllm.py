@@ -324,7 +324,9 @@ class VllmEngine:
         try:
             self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=prepared))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
-            raise DvpError(f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})") from error
+            raise DvpError(
+                f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
+            ) from error
         self.llm.reset_prefix_cache()
         for name in self.llm.collective_rpc(_first_nan) if discarded else []:
             if name is not None:

@@ -1,6 +1,7 @@
 """The RL loop against independent references: batches, seeds, the gradient of a step, and continuing a run exactly."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -614,3 +615,94 @@ def test_batches_are_padded_on_the_right_and_cut_to_their_rows():
     assert batch.tokens_BT.tolist() == [[5, 6, 8, 1], [7, 9, 10, 11]]
     assert batch.response_BT.tolist() == [[False, False, True, False], [False, True, True, True]]
     assert batch.rows(torch.tensor([0])).tokens_BT.tolist() == [[5, 6, 8]]
+
+
+# --- engine and trainer are held together ---
+
+
+class Forgetful(ScriptedEngine):
+    """Has an error of its own, as a coarse engine has; and one weight that never arrives, which may be none."""
+
+    def __init__(self, model, left_out, noise=0.0):
+        super().__init__(model)
+        self.left_out, self.noise = left_out, noise
+
+    def generate(self, prompts, sampling, seeds):
+        groups = super().generate(prompts, sampling, seeds)
+        if sampling.whole_vocabulary:
+            for row, (one,) in enumerate(groups):
+                generator = torch.Generator().manual_seed(row)
+                noise_TV = self.noise * torch.randn(one.vocabulary_log_probs_TV.shape, generator=generator)
+                one.vocabulary_log_probs_TV.add_(noise_TV)
+        return groups
+
+    def load_weights(self, weights):
+        super().load_weights((name, value) for name, value in weights if name != self.left_out)
+
+
+@pytest.fixture
+def forgetful(make_loop, tiny_model):
+    def make(left_out, noise=0.0, **settings):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        loop = make_loop(warmup_steps=0, **settings)
+        loop.engine = loop.agreement._engine = Forgetful(model, left_out, noise)
+        loop.agreement._limit += noise**2
+        return loop
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("left_out", "noise"),
+    [
+        ("model.embed_tokens.weight", 0.003),
+        ("model.layers.1.mlp.down_proj.weight", 0.0),
+        ("model.layers.0.input_layernorm.weight", 0.0),
+    ],
+)
+def test_a_weight_that_does_not_reach_the_engine_stops_the_run(forgetful, tmp_path, left_out, noise):
+    """After the first step, in a line; the step is in no file, and no checkpoint has it."""
+    loop = forgetful(left_out, noise)
+    with pytest.raises(DvpError, match=r"^step 1: engine and trainer changed differently with the first new") as raised:
+        run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert "some weights of Qwen3ForCausalLM do not reach the engine" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not checkpoint.checkpoints(tmp_path / "checkpoints")
+
+
+def test_an_error_that_stays_as_large_is_the_engines_own(forgetful, tmp_path):
+    loop = forgetful(None, 0.05, steps=2)
+    _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    assert len(rows) == 2
+
+
+def test_an_engine_with_another_model_stops_the_run_before_a_step(make_loop, tmp_path):
+    loop = make_loop()
+    loop.engine.load_weights = lambda weights: None
+    with torch.no_grad():
+        loop.engine.model.model.norm.weight.mul_(1.1)
+    with pytest.raises(
+        DvpError, match=r"^engine and trainer do not agree: KL [0-9.e-]+ nats a token, at most 1e-05 is"
+    ):
+        run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+
+
+def test_it_is_done_again_when_a_run_goes_on(make_loop, tmp_path):
+    run_loop(make_loop(steps=2), tmp_path, tmp_path / "checkpoints", lambda row: None)
+    resumed = make_loop()
+    resumed.engine.load_weights = lambda weights: None  # it has the base model's
+    with pytest.raises(DvpError, match=r"^engine and trainer do not agree: KL "):
+        run_loop(resumed, tmp_path, tmp_path / "checkpoints", lambda row: None)
+
+
+def test_a_step_without_an_update_proves_nothing(make_loop):
+    """The first new weights are those that an update has changed."""
+    loop = make_loop(warmup_steps=0)
+    loop.agreement.check()
+    loop.problems = replace(loop.problems, answers=["9"] * 6)  # every reward is 0
+    assert loop.step(1)["skipped"]
+    assert loop.agreement._before is not None
+    loop.problems = replace(loop.problems, answers=["7"] * 6)
+    assert not loop.step(2)["skipped"]
+    assert loop.agreement._before is None

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification
 
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training.backend import Trainer
-from dvp.training.base import make_base
 from dvp.training.models import check_model
-from families import FAMILIES, write_model
 
 WORKING = [
     pytest.param(name, marks=[pytest.mark.slow, *([] if family.normal else [pytest.mark.nightly])])

@@ -21,10 +21,11 @@ KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
 """Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
 PROMPTS, TOKENS = 8, 4
 """Prompts that every run is asked at, and tokens of a response to each."""
-ERRORS, MOVED_SHARE, FLOOR = 4.0, 0.02, 1e-5
-"""How far the engine's change may be from the trainer's: so many times what was between them before, this share of the
-trainer's own change, and nats in any case. What quantisation adds to a log-prob changes with the weights, and stays as
-large; of a weight that was left out, the engine lacks all that it has changed."""
+ERRORS, FLOOR = 4.0, 1e-5
+MOVED_SHARES = {"exact": 1e-3, "rounded": 0.05, "coarse": 0.25}
+"""How far the engine's change may be from the trainer's: so many times what was between them before, so many nats, and
+this share of the trainer's change, by the engine's precision. What rounding does to a log-prob changes with the weights
+and stays as large; of a weight that was left out, the engine lacks all that it has changed."""
 
 
 @torch.no_grad()
@@ -101,44 +102,47 @@ class Agreement:
     ):
         """dtype : what the trainer multiplies in. The engine is asked with its full distribution, without a tool."""
         self._trainer, self._engine, self._prompts, self._seed = trainer, engine, shortest(prompts), seed
-        self._limit = KL_LIMITS[precision_class(config, dtype)] + kl_of_noise(config)
-        room = engine.max_model_len - max(map(len, self._prompts))
-        self._tokens = min(TOKENS, room)
+        self._kind = precision_class(config, dtype)
+        self._limit = KL_LIMITS[self._kind] + kl_of_noise(config)
+        self._tokens = min(TOKENS, engine.max_model_len - max(map(len, self._prompts)))
         self._before: Positions | None = None
         self._name = type(trainer.policy.model).__name__
 
     def check(self) -> None:
         """At the start of a run, with the trainer's weights in the engine. By all ranks. Raises DvpError."""
-        self._before = self._compared("")
+        self._before = self._ask()
+        self._agree(self._before, "")
 
     def check_again(self) -> None:
         """After new weights have arrived; later calls do nothing. By all ranks. Raises DvpError."""
         if self._before is None:
             return
-        before, now = self._before, self._compared(" after new weights")
+        before, now = self._before, self._ask()
         self._before = None
-        weight_NV = before.train_NV.exp()
-        moved_NV = now.train_NV - before.train_NV
+        # The first position of each response is the same one again.
+        first, then = (values_NV[:: self._tokens] for values_NV in (before.train_NV, now.train_NV))
+        error, later = (values.infer_NV[:: self._tokens] - values.train_NV[:: self._tokens] for values in (before, now))
         apart, moved, were = (
-            max(ranks.gather((weight_NV * value_NV.square()).sum(dim=1).mean().sqrt().item()))
-            for value_NV in (now.infer_NV - before.infer_NV - moved_NV, moved_NV, before.infer_NV - before.train_NV)
+            max(ranks.gather((first.exp() * change_NV.square()).sum(dim=1).mean().sqrt().item()))
+            for change_NV in (later - error, then - first, error)
         )
-        allowed = ERRORS * were + MOVED_SHARE * moved + FLOOR
+        allowed = ERRORS * were + MOVED_SHARES[self._kind] * moved + FLOOR
         if not apart <= allowed:
             raise DvpError(
                 f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where training "
                 f"changed log-probs by {moved:.2g} and {allowed:.2g} is rounding: some weights of {self._name} do not "
                 "reach the engine, or not as they are; use a model of another architecture (docs/models.md)"
             )
+        self._agree(now, " after new weights")
 
-    def _compared(self, when: str) -> Positions:
-        """The first position of each response, which is the same one each time."""
-        positions, _ = compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)
-        found = distance(positions)
-        if not found["kl"] <= self._limit:
+    def _ask(self) -> Positions:
+        return compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)[0]
+
+    def _agree(self, positions: Positions, when: str) -> None:
+        found = distance(positions)["kl"]
+        if not found <= self._limit:
             raise DvpError(
-                f"engine and trainer do not agree{when}: KL {found['kl']:.2g} nats a token, at most {self._limit:.2g} "
-                f"is rounding of this engine: vLLM computes another {self._name} than transformers, or did not get all "
-                "of its weights; use a model of another architecture (docs/models.md)"
+                f"engine and trainer do not agree{when}: KL {found:.2g} nats a token, at most {self._limit:.2g} is "
+                f"rounding of this engine: vLLM computes another {self._name} than transformers, or did not get all of "
+                "its weights; use a model of another architecture (docs/models.md)"
             )
-        return Positions(positions.train_NV[:: self._tokens], positions.infer_NV[:: self._tokens])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dvp.core.batch import Batch
 from dvp.data.generators import GENERATORS

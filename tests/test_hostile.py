@@ -24,6 +24,7 @@ from dvp.experiment.data import FileSource
 from dvp.experiment.loading import load_experiment, parse_experiment, read_yaml
 from dvp.files import checksums, write_json
 from dvp.training import base, checkpoint
+from dvp.training.models import check_model
 
 SHELL = "$(touch HACKED) `touch HACKED` ; touch HACKED | tee HACKED && 'touch' \"HACKED\" > HACKED {wildcards.run}"
 

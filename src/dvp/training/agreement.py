@@ -129,9 +129,9 @@ class Agreement:
         allowed = ERRORS * were + MOVED_SHARES[self._kind] * moved + FLOOR
         if not apart <= allowed:
             raise DvpError(
-                f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where training "
-                f"changed log-probs by {moved:.2g} and {allowed:.2g} is rounding: some weights of {self._name} do not "
-                "reach the engine, or not as they are; use a model of another architecture (docs/models.md)"
+                f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where the "
+                f"trainer's log-probs changed by {moved:.2g} and {allowed:.2g} is rounding: some weights of {self._name} "
+                "do not reach the engine, or not as they are; use a model of another architecture (docs/models.md)"
             )
         self._agree(now, " after new weights")
 

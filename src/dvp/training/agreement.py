@@ -130,8 +130,8 @@ class Agreement:
         if not apart <= allowed:
             raise DvpError(
                 f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where the "
-                f"trainer's log-probs changed by {moved:.2g} and {allowed:.2g} is rounding: some weights of {self._name} "
-                "do not reach the engine, or not as they are; use a model of another architecture (docs/models.md)"
+                f"trainer's log-probs changed by {moved:.2g} and {allowed:.2g} is rounding: not all weights of "
+                f"{self._name} reach the engine as they are; use a model of another architecture (docs/models.md)"
             )
         self._agree(now, " after new weights")
 

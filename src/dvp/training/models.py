@@ -1,23 +1,16 @@
 """Which models are taken: whole causal language models of text, whose layout trainer and engine both know.
 
-What is refused is told by what a model is, not by its name: docs/models.md has a table of families, which
-tests/training/test_models.py makes small models of. Of what is taken, each training run holds engine and trainer
-together (dvp.training.agreement).
+It is told by what a model is, not by its name (docs/models.md); what that lets pass, dvp.training.agreement sees.
 """
 
+import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import CONFIG_MAPPING as KNOWN
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as LANGUAGE_MODELS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from dvp.errors import DvpError
 from dvp.files import read_json
@@ -27,6 +20,7 @@ from dvp.training.rollouts import in_a_line
 
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 FLOATS = ("F16", "BF16", "F32", "F64")
+EXPERTS = re.compile(r'"\w*expert\w*": (?:[2-9]|[1-9]\d+)(?![.\d])')  # a key that counts several
 ADAPTER = "adapter_config.json"
 
 
@@ -46,14 +40,9 @@ def check_model(folder: Path) -> None:
     _check_tokenizer(folder, config)
     types = _types(folder)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        # Names and shapes alone.
+        options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise DvpError(f"{folder}: transformers cannot load it ({in_a_line(error)})") from None
     if missing := sorted(found["missing_keys"]):
@@ -65,8 +54,8 @@ def check_model(folder: Path) -> None:
             raise DvpError(f"{folder}: weight {name} is quantised ({types[name]}); expected one of 16 or 32 bits")
     try:
         Policy(model)
-    except DvpError as error:
-        raise DvpError(f"{folder}: {error}") from None
+    except Exception as error:  # each architecture fails in its own way without weights
+        raise DvpError(f"{folder}: {error if isinstance(error, DvpError) else in_a_line(error)}") from None
     _check_engine(folder, config)
 
 
@@ -74,8 +63,8 @@ def _config(folder: Path) -> PretrainedConfig:
     """The model's configuration. Raises DvpError for another kind of model."""
     file = folder / "config.json"
     raw = read_json(file)
-    kind = raw.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    kind = str(raw.get("model_type"))
+    if kind not in KNOWN:
         raise DvpError(
             f"{file}: model_type {kind!r} is none that transformers knows, and the code that comes with a model is "
             "never run (trust_remote_code)"
@@ -84,37 +73,25 @@ def _config(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each architecture checks its keys in its own way
         raise DvpError(f"{folder}: not a Hugging Face model directory ({in_a_line(error)})") from None
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            method = raw[key].get("quant_method", "unknown") if isinstance(raw[key], dict) else raw[key]
-            raise DvpError(f"{file}: {key}: its weights are quantised ({method}); expected ones of 16 or 32 bits")
-    architectures, known = raw.get("architectures"), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if quantised := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise DvpError(f"{file}: quantization_config: its weights are quantised ({method}); expected 16 or 32 bits")
+    architectures, known = raw.get("architectures"), LANGUAGE_MODELS.get(type(config), None)
     if known is None or architectures != [known.__name__]:
         expected = f"expected {known.__name__!r}" if known else f"{kind} has none in transformers"
         raise DvpError(f"{file}: architectures: {architectures} is no causal language model; {expected}")
     if config.get_text_config() is not config:
         raise DvpError(f"{file}: {known.__name__} is a model of more than text; expected one of text alone")
-    if experts := _experts(config.to_dict()):
+    if experts := EXPERTS.search(config.to_json_string(use_diff=False)):
         raise DvpError(
-            f"{file}: {experts}: {known.__name__} is a mixture of experts, whose new weights do not reach vLLM as they "
-            "are; expected a dense model"
+            f"{file}: {experts[0]}: {known.__name__} is a mixture of experts, whose new weights do not reach vLLM as "
+            "they are; expected a dense model"
         )
     for key in NEEDED:
         value = getattr(config, key, None)
         if not isinstance(value, int) or value <= 0:
             raise DvpError(f"{file}: {key}: expected a number above 0, found {value!r}")
     return config
-
-
-def _experts(config: dict[str, Any]) -> str | None:
-    """The first key, here or below, that says of several experts."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            if found := _experts(value):
-                return f"{key}.{found}"
-        elif "expert" in str(key) and isinstance(value, int) and value > 1:
-            return f"{key} {value}"
-    return None
 
 
 def _check_tokenizer(folder: Path, config: PretrainedConfig) -> None:

@@ -4,6 +4,7 @@ A preflight asks at many positions. Every run asks at a few: when it starts, and
 arrived, as weights that go astray on the way to the engine are otherwise seen in no number but the mismatch itself.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,8 @@ class Agreement:
             max(ranks.gather((first.exp() * change_NV.square()).sum(dim=1).mean().sqrt().item()))
             for change_NV in (later - error, then - first, error)
         )
+        if not math.isfinite(moved):
+            return  # training diverged, which the next step says
         allowed = ERRORS * were + MOVED_SHARES[self._kind] * moved + FLOOR
         if not apart <= allowed:
             raise DvpError(

@@ -67,11 +67,9 @@ def sample(
     from dvp.evaluation.runner import evaluate as evaluate_model
     from dvp.rollout.turns import ToolEngine
     from dvp.tools import make_tool
-    from dvp.training.models import check_model
 
     settings, sampler = experiment.evaluation, sampler or experiment.sampler
     rho = sampler.rho_value
-    check_model(model)
     tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(model)
     problems = read_task(eval_parquet, task)

@@ -55,7 +55,6 @@ from dvp.progress import Progress
 from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.training.backend import Policy
-from dvp.training.models import check_model
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
 
@@ -125,7 +124,6 @@ def measure_bias(
     """
     settings, training = experiment.bias, experiment.training
     threads = torch.get_num_threads()
-    check_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     context = AutoConfig.from_pretrained(model).max_position_embeddings
     fixed = FixedProblems(experiment, tokenizer, problems, where=where, seed=seed, context=context)

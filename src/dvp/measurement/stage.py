@@ -33,7 +33,6 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
     from dvp.measurement.mismatch import drawn_problems, measure_mismatch
-    from dvp.training.models import check_model
 
     torch.set_num_threads(threads)
     model = directory.model(measurement.run)[1].parent
@@ -44,7 +43,6 @@ def mismatch(config: Path, path: str, threads: int) -> None:
                 "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
             }
         )
-        check_model(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
         encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
@@ -130,16 +128,16 @@ def bias_of_model(
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
     if engine not in experiment.engines:
         raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
-    if not (model / "config.json").is_file():
-        raise DvpError(f"--model: {model}: not a Hugging Face model directory (no config.json)")
     claim(experiment.engines[engine].tensor_parallel)
     configure_environment(threads)
     import torch
 
     from dvp.measurement.bias import measure_bias, write_tables
     from dvp.measurement.problems import source_problems
+    from dvp.training.models import check_model
 
     torch.set_num_threads(threads)
+    check_model(model)
     where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
     if problems is not None:
         columns = Columns(problem="problem", answer="answer")

@@ -60,9 +60,6 @@ def test_aime_answers_in_every_form(shared, file):
 def test_math500_solutions(shared):
     rows = read(shared / "math500.jsonl")
     assert sum(grade(row["solution"], row["answer"]) for row in rows) == 500
-    # The same through math-verify alone
-    words = [equality.compare(row["answer"], stated_answer(row["solution"], truncated=False)) for row in rows]
-    assert words == [equality.EQUAL] * 500
     # The next row's solution is wrong, but for "x=5", which does answer 5.
     pairs = [(row["answer"], other) for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
     equal = [(answer, other["answer"]) for answer, other in pairs if grade(other["solution"], answer)]
@@ -394,5 +391,5 @@ def test_a_forked_process_asks_its_own_helper():
 def test_a_helper_that_does_not_start_is_an_error(monkeypatch):
     helper = equality._Helper()
     monkeypatch.setattr(helper, "command", (sys.executable, "-c", "raise ImportError"))
-    with pytest.raises(DvpError, match="math-verify does not start"):
+    with pytest.raises(DvpError, match="the helper that compares answers does not start"):
         helper.ask("1", "2")

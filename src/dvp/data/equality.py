@@ -1,8 +1,8 @@
-"""Whether two mathematical expressions are equal, asked of math-verify in a process of its own.
+"""Whether two mathematical expressions are equal, asked of SymPy in a process of its own (dvp.data.expressions).
 
-math-verify evaluates what a model wrote, and models write 9^{9^{9^9}}. Its own time limits use alarms, which
-need the main thread and do not reach into a big-integer power. So a helper process does the work; the kernel
-kills it when one question has cost CPU_SECONDS. That is CPU time: a busy machine does not change a grade.
+SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm reaches into a big-integer power, so a helper
+process does the work, and the kernel kills it when one question has cost expressions.CPU_SECONDS. That is CPU time: a busy
+machine does not change a grade.
 """
 
 import atexit
@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 from functools import lru_cache
+from pathlib import Path
 
-CPU_SECONDS = 3.0
-MEMORY_BYTES = 8 << 30
+from dvp.errors import DvpError
 
 EQUAL, UNEQUAL, UNPARSED, TOO_HARD = "equal", "unequal", "unparsed", "too hard"
 
@@ -31,8 +31,8 @@ def compare(reference: str, answer: str) -> str:
 class _Helper:
     """The process, started when first needed and again after it was killed."""
 
-    # -P: this folder's modules must not shadow others.
-    command = (sys.executable, "-P", __file__)
+    # A file, so that nothing else of dvp is imported. -P: this folder's modules must not shadow others.
+    command = (sys.executable, "-P", str(Path(__file__).with_name("expressions.py")))
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -52,9 +52,7 @@ class _Helper:
                     return reply
                 status = process.wait()
                 if status > 0:
-                    from dvp.errors import DvpError  # not at the top: the helper runs this file without dvp
-
-                    raise DvpError(f"math-verify does not start: run `{shlex.join(self.command)}` to see why")
+                    raise DvpError(f"the helper that compares answers does not start: run `{shlex.join(self.command)}` to see why")
                 if status == -signal.SIGPROF:
                     break  # its own timer; anything else, such as a stack overflow, is tried once more
             return TOO_HARD
@@ -74,37 +72,3 @@ class _Helper:
 
 _helper = _Helper()
 atexit.register(_helper.close)
-
-
-def _serve() -> None:
-    """Answer one JSON line [reference, answer] with one word, until standard input ends."""
-    import resource
-
-    from math_verify import parse, verify
-
-    # A polite stop is its parent's to handle; the helper goes when the pipe closes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-    def parsed(text: str) -> list:
-        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reference, answer = json.loads(line)
-        try:
-            gold = parsed(reference)
-            if all(isinstance(expression, str) for expression in gold):
-                word = UNPARSED
-            else:
-                word = EQUAL if verify(gold, parsed(answer), timeout_seconds=None) else UNEQUAL
-        except Exception:
-            word = UNEQUAL
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(word, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

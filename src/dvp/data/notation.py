@@ -1,35 +1,114 @@
-r"""What math-verify does not know of how answers are written, decided on their text.
+r"""How answers are written: brought to one notation, and what their text alone decides.
 
 - A percentage is its number: 50\% is 50 and not 0.5. Data sets write either for one and the same answer.
+- A unit may be left out or added, but not exchanged for another: 18 dollars is 18, and not 18 cents. A word that
+  changes the value is no unit: 18 thousand, 18 is impossible.
 - A number with a base as subscript, 52_8, has that base: it answers neither 52_9 nor 52. Digits with no base do answer
   a reference that has one: such problems say the base, and some data sets leave it out.
 - 12:30 is a time and no quotient. 5:12 may be a ratio, so its quotient answers it.
-- Words are not products of their letters: CBA is not ABC. Two or three bare small letters, ab, are a product.
-- An equation of numbers alone states its right side only where it holds: not 3 + 5 = 7.
+- Words are not products of their letters: CBA is not ABC, and on is not no. Two or three letters that make no word, as in xy, are
+  a product.
 """
 
 import math
 import re
+import unicodedata
 from typing import NamedTuple
 
-_PERCENT = re.compile(r"(?<=[\d}.)])(?:\s|~|\\[,;! ])*\\?%(\s*\$?)$")
-_SUBSCRIPT = r"\\(?:text|textrm|mathrm|rm|mbox)\s*\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\}|[0-9]+|[a-z]"
-_DIGITS = r"[0-9A-Z]*[0-9](?:[0-9A-Z.]|,(?=[0-9A-Z]{3}(?![0-9A-Z]))|\{,\}|\\[,!]\s?)*"
+FUNCTIONS = (
+    "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc cis exp ln log sqrt pi oo "
+    "infty infinity"
+).split()
+_SUBSCRIPT = r"\\text\s*\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\}|[0-9]+|[a-z]"
+_DIGITS = r"[0-9A-Z]*[0-9](?:[0-9A-Z.]|,(?=[0-9A-Z]{3}(?![0-9A-Z])))*"
 _BASED = re.compile(
     rf"(?<![\w\\.}}^])(?:\((?P<wrapped>{_DIGITS})\)|(?P<digits>{_DIGITS}))\s*_\s*(?P<base>{_SUBSCRIPT})"
 )
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)(?![A-Za-z])")
-_LAYOUT = re.compile(r"\\[,;:! ]|[\s~{}$]")
+_TEXT = re.compile(r"\\(?:text|mathbf|mathrm)(?![A-Za-z])")
+_LAYOUT = re.compile(r"[\s{}$]")
 _TIME = re.compile(r"(?<!\d)(\d{1,2}):([0-5]\d)(?::([0-5]\d))?([ap]m)?(?!\d)")
-_ARITHMETIC = re.compile(
-    r"(?:[\d\s.+\-−*/×÷^(){}\[\]]|\\(?:[dt]?frac|sqrt|cdot|times|div|left|right)(?![A-Za-z])|\\,)+"
-)
-_PRODUCT = re.compile(r"[\d)}\]]\s*(?:\\left)?\s*\(|\*\*|\d\s+\d")
-_UNIT = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}$")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _NUMERALS = re.findall(
-    r"\w+", "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty",
 )
+
+CHARACTERS = str.maketrans(
+    {
+        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
+        **dict.fromkeys("−–—‒‐﹣", "-"),
+        **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000", " "),
+        **{"√": r"\sqrt", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div "},
+        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∅": r"\emptyset "},
+        **{"∈": r"\in ", "′": "'", "’": "'", "⁄": "/", "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 "},
+        **{power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    }
+)
+_STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|underline|text|boxed|fbox|ensuremath|emph"
+_REWRITTEN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:text|math)?color\s*(?:\[\w*\])?\{[^{}]*\}|\\(?:display|text|script)style(?![A-Za-z])", ""),
+        (r"(?<!\\)\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
+        (r"(?<!\\)\\(?:[()\[\]])|(?<!\\)\$", ""),
+        (r"(?<=\d)(?:\{,\}|,?\s?\\!\s?,?\s*)(?=\d)", ","),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)(?:\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\h?space\*?\{[^{}]*\})", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:textrm|textnormal|textup|textbf|textit|textsf|texttt|mbox|hbox|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
+        (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
+        (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\neq?(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\*\*", "^"),
+        (r"\\ast(?![A-Za-z])", "*"),
+        (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime)(?![A-Za-z])", lambda match: "'" * match[0].count("prime")),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))", r"\\degree "),
+        (r"\\infinity(?![A-Za-z])|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt(?=[A-Za-z])", r"\\sqrt "),
+    )
+]
+_WRAPPED = re.compile(rf"(?:\\(?:{_STYLE})\s*|\\(?:bf|it)\s*)?\{{")
+_THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?![\d ])")
+_AND = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])),?\s*")
+
+_POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
+_UNITS = [
+    re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL),
+    re.compile(rf"(?P<value>.*[\d)}}\]!]|.*\\pi)\s*(?P<words>\\?%|[A-Za-z][A-Za-z.\s/'-]*){_POWER}", re.DOTALL),
+]
+_MODULUS = re.compile(r"\\[pb]?mod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
+_CHANGES = set(
+    "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter quarters fourth "
+    "fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth hundredths thousandth "
+    "thousandths squared cubed factorial root plus minus negative over under above below less fewer least most "
+    "max min maximum minimum mod modulo base choose divided and or nor not no none never is isn are was were be been if "
+    "but than unless except between through to from by impossible wrong incorrect false undefined invalid infinite "
+    "infinitely maybe perhaps possibly probably because since so when where then which that about approximately around roughly "
+    "alpha beta gamma theta delta lambda sigma omega phi".split()
+)
+_NEGATIONS = _CHANGES - set("is are was were be been to from by about approximately around roughly".split())
+_ABBREVIATED = {
+    **{"in": "inch", "ft": "foot", "feet": "foot", "yd": "yard", "mi": "mile", "m": "meter", "cm": "centimeter"},
+    **{"mm": "millimeter", "km": "kilometer", "kg": "kilogram", "g": "gram", "lb": "pound", "oz": "ounce", "l": "liter"},
+    **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "pct": "percent"},
+    **{"percentage": "percent", "sq": "square", "cu": "cubic", "inche": "inch", "ml": "milliliter"},
+    **{"mph": "mph", "am": "am", "pm": "pm", "ms": "ms", "kph": "kph", "mg": "mg", "metre": "meter", "litre": "liter"},
+}
+_LETTERS = set("mgshlLKNJWVAC")
+_VARIABLES = re.compile(r"[b-df-hj-np-tv-z]+|[a-dx-z]+")
+"""Letters that make a product and no word: no vowel, or of the first and last of the alphabet."""
 
 
 class Based(NamedTuple):
@@ -40,8 +119,34 @@ class Based(NamedTuple):
 
 
 def plain(text: str) -> str:
-    r"""Without a final percent sign, and with 4210_{5} for 4210_5 or 4210_\text{five}."""
-    return _BASED.sub(_canonical, _PERCENT.sub(r"\1", text.strip()))
+    r"""One notation for what is written in several: \frac for \dfrac, (3,4) for \left( 3, 4 \right) or \boldsymbol{(3,4)}."""
+    text = text.translate(CHARACTERS)
+    text = "".join(_greek(character) if "α" <= character <= "ω" else character for character in text)
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    while (inner := _unwrapped(text)) != text:
+        text = inner
+    if _SPACED.match(text):
+        text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text, count=1)
+    thousands = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    if "," not in thousands or re.search(r"\d,\d{3},\d{3}(?!\d)", text):
+        text = thousands
+    return _BASED.sub(_canonical, text)
+
+
+def quantity(text: str) -> tuple[str, str]:
+    r"""The value and the unit of a plain text: ("15", "centimeter^2") for 15\text{ cm}^2; ("18", "dollar") for \$18."""
+    if modulus := _MODULUS.search(text):
+        return text[: modulus.start()].strip(), "mod " + (modulus[1] or modulus[2]).strip("{} ")
+    text = re.sub(r"\(\s*([A-Za-z-]+)\s*\)$", lambda match: _unless_repeated(text, match), text).strip()
+    if money := re.match(r"(?P<sign>-?)\s*(?:\\?\$|(?P<other>[€£¥]))\s*(?=[\d.])", text):
+        value, unit = quantity(money["sign"] + text[money.end() :])
+        return value, unit or money["other"] or "dollar"
+    for pattern in _UNITS:
+        match = pattern.fullmatch(text)
+        if match and (unit := _unit(match["words"], match["power"], in_math=pattern is _UNITS[1])):
+            return match["value"].strip(), unit
+    return text, ""
 
 
 def decided(reference: str, answer: str) -> bool | None:
@@ -53,18 +158,70 @@ def decided(reference: str, answer: str) -> bool | None:
     return None
 
 
-def equated(reference: str, answer: str) -> tuple[str, list[str]]:
-    """The right side of an equation of numbers alone, and its other sides; ("", []) if the answer states none.
+def listed(text: str) -> str:
+    """A plain text with commas for `and` and `or`."""
+    return _AND.sub(",", text)
 
-    Sides that math-verify may misread (`3(4)`), or that may be rounded (`3.33`), are not among them.
-    """
-    if "=" in reference:
-        return "", []
-    *left, right = _EQUALS.split(answer)
-    right = _UNIT.sub("", right.strip())
-    if "." in right or not _is_arithmetic(right):
-        return "", []
-    return right, [side for side in left if _is_arithmetic(side)]
+
+def has_words(text: str) -> bool:
+    r"""Whether words stand outside of \text, which are no mathematics."""
+    outside = re.sub(r"\\text\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+", " ", text)
+    return any(is_word(run) for run in re.findall(r"[A-Za-z]{3,}", outside) if run not in FUNCTIONS)
+
+
+def is_word(run: str) -> bool:
+    """Whether letters make a word, and no product of variables."""
+    return not (_VARIABLES.fullmatch(run.lower()) and len(run) < 6) and not run.isupper()
+
+
+def negates(words: str) -> bool:
+    """Whether words before a number take it back or change it: not, at least, between."""
+    return bool(set(re.findall(r"[a-z]+", words.lower())) & _NEGATIONS)
+
+
+def _greek(character: str) -> str:
+    return "\\" + unicodedata.name(character).split()[-1].lower() + " "
+
+
+def _unwrapped(text: str) -> str:
+    r"""Without a full stop, quotation marks, and braces or a style around the whole: 70 for \boldsymbol{70}."""
+    text = text.strip().strip("`\"“”‘").strip()
+    text = text.removesuffix("\\\\").removesuffix(".").rstrip() if not text.endswith("..") else text
+    opening = _WRAPPED.match(text)
+    if not opening or not text.endswith("}"):
+        return text
+    depth = 1
+    for place in range(opening.end(), len(text)):
+        if text[place - 1] != "\\":
+            depth += (text[place] == "{") - (text[place] == "}")
+        if not depth:
+            return text[opening.end() : place] if place == len(text) - 1 else text
+    return text
+
+
+def _unless_repeated(text: str, match: re.Match) -> str:
+    """Nothing for the (five) of 5 (five)."""
+    word = match[1].lower()
+    return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
+
+
+def _unit(text: str, power: str | None, *, in_math: bool) -> str:
+    r"""The unit in one spelling; nothing if the words are none. `in_math`: they stand outside of \text, as variables do."""
+    words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
+    if text.endswith("%"):
+        return "percent"
+    if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or word in FUNCTIONS for word in words):
+        return ""
+    first = words[0]
+    if len(words) == 1 and len(first) == 1 and (in_math or first not in _LETTERS):
+        return ""
+    if in_math and first.lower() not in _ABBREVIATED and not is_word(first):
+        return ""
+    singular = [word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)]
+    unit = " ".join(_ABBREVIATED.get(word, word) for word in singular).replace("per cent", "percent")
+    for word, exponent in (("square ", "2"), ("cubic ", "3")):
+        unit, power = unit.replace(word, ""), power or (exponent if word in unit else None)
+    return unit + (f"^{power}" if power else "")
 
 
 def _canonical(match: re.Match) -> str:
@@ -76,7 +233,7 @@ def _based(match: re.Match) -> Based | None:
     base = _reduced(match["base"]).strip("()").removeprefix("base").lower()
     if base in _NUMERALS:
         base = str(_NUMERALS.index(base))
-    digits = re.sub(r"[{},!\\\s]", "", match["wrapped"] or match["digits"])
+    digits = re.sub(r"[,\s]", "", match["wrapped"] or match["digits"])
     # A letter is a digit of a base above ten; of a smaller one it is a name, as in 10C_5.
     if not base or (not digits.replace(".", "").isdecimal() and not (base.isdecimal() and int(base) > 10)):
         return None
@@ -116,18 +273,18 @@ def _same_time(reference: str, answer: str) -> bool | None:
 
 
 def _same_word(reference: str, answer: str) -> bool | None:
-    words = [_reduced(text).removesuffix(".") for text in (reference, answer)]
-    if not all(re.fullmatch(r"[A-Za-z]{2,}", word) for word in words):
+    """Words in any case, and single letters if one is a choice, (B); letters that may be variables as they stand."""
+    words = [_reduced(text) for text in (reference, answer)]
+    bare = [word.strip("()") for word in words]
+    if words != bare and all(re.fullmatch("[A-Za-z]", word) for word in bare):
+        return bare[0].upper() == bare[1].upper()
+    if not all(re.fullmatch(r"[^\W\d_][^\W\d_'’-]*", word) and len(word) > 1 and "\\" not in word for word in words):
         return None
-    if any(len(word) > 3 or _TEXT.search(text) for word, text in zip(words, (reference, answer), strict=True)):
+    if any(is_word(word) for word in words):
         return words[0].casefold() == words[1].casefold()
-    return None if all(word.islower() for word in words) else words[0] == words[1]
+    return words[0] == words[1] or (None if all(word.islower() for word in words) else False)
 
 
 def _reduced(text: str) -> str:
     r"""Without \text and the like, braces, spaces and dollar signs."""
     return _LAYOUT.sub("", _TEXT.sub("", text))
-
-
-def _is_arithmetic(side: str) -> bool:
-    return bool(re.search(r"\d", side) and _ARITHMETIC.fullmatch(side) and not _PRODUCT.search(side))

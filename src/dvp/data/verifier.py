@@ -20,10 +20,12 @@ BLANK = " \t\r*_"
 """Characters of a line that states nothing."""
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s{1,3}([^\s{}$\\]{1,40})")
+_DISPLAY = re.compile(r"[ \t\r\n*_]{0,12}(\\\[|\$\$)")
 _MARKERS = re.compile(
     # With a capital, as a final answer, or at the start of a line; "we check our answer:" states none.
-    r"(?P<line>(?:\bAnswer|\b[Ff](?i:inal answer)|(?:^|(?<=\n))[ \t*_#>]{0,6}(?i:answer))[ \t*_]{0,6}:)"
-    r"|(?P<sentence>\b(?i:answer[ \t]{1,3}is)\b[ \t]{0,3}:?)"
+    r"(?P<line>(?:\bAnswer|\b[Ff](?i:inal answer)|(?:^|(?<=\n))[ \t*_#>]{0,6}(?i:answer))[ \t*_]{0,6}[:：])"
+    r"|(?P<sentence>\b(?i:answer[ \t]{1,3}is)\b[ \t]{0,3}[:：]?)"
     r"|(?:^|(?<=\n))[ \t]{0,3}(?P<hashes>####)(?!#)"
 )
 _MATH = (
@@ -38,6 +40,9 @@ _NO_FORMULA = re.compile(
     # A word, a remark after a number, a list's item or heading, and what a sentence goes on after
     r"[^\W\d_]{2}|\d\s+\(|^[-+*]\s|^\(?\w{1,3}\)$|^\d+(?:\.\d+){2,}$|\?|^[=<>,;:/]|[-+*/=<>^_,;:!&|]$"
 )
+_WORD = re.compile(r"\(?[A-Z]\)?|[A-Z][a-z]+|yes|no|true|false|even|odd")
+"""One word that is an answer after `the answer is`, which a sentence may go on after: `the answer is surprising`."""
+_PROSE = re.compile(r"(?P<before>[A-Za-z][A-Za-z ,:='’-]*[ :=])(?P<number>[-+]?\\?\$?[-+]?\d.*)")
 _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
@@ -45,14 +50,22 @@ _THIN_SPACE = re.compile(r"\\[!,]\s*")
 _INTEGER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?")
 
 
-def stated_answer(response: str, *, truncated: bool) -> str | None:
+def stated_answer(response: str, *, truncated: bool, thinking: str | None = None) -> str | None:
     r"""The answer of the response's last statement, or None.
 
     `truncated`: the response ended because it reached its length limit. A last statement that touches its
     very end is then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…}
     counts.
+    `thinking`: what stands before the response in its turn if only what follows the last </think> counts, a <think> that
+    the prompt ends with or nothing (dvp.data.thinking); an unclosed <think> states nothing. None: all of it counts.
     """
+    if thinking is not None:
+        _, closed, rest = (thinking + response).rpartition("</think>")
+        if not closed and "<think>" in rest:
+            return None
+        response = rest
     found = [(start, "boxed", span) for start, span in _boxes(response)]
+    found += [(m.start(), "boxed", m.span(1)) for m in _BARE_BOX.finditer(response)]
     found += [(m.start(), m.lastgroup, (m.end(), None)) for m in _MARKERS.finditer(response)]
     statements, boxed_until = [], 0
     for statement in sorted(found, key=lambda statement: statement[0]):
@@ -65,7 +78,7 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
     last_newline = response.rfind("\n")
     for _, kind, (start, end) in reversed(statements):
         if kind == "boxed":
-            if end is not None:
+            if end is not None and not (truncated and end == len(response)):
                 return _without_marker(response[start:end].strip())
             if truncated:
                 return None
@@ -77,9 +90,9 @@ def stated_answer(response: str, *, truncated: bool) -> str | None:
     return None
 
 
-def grade(response: str, reference: str, *, truncated: bool = False) -> bool:
+def grade(response: str, reference: str, *, truncated: bool = False, thinking: str | None = None) -> bool:
     """Whether the response states an answer equal to the reference, or one that solves it if that is a puzzle's."""
-    answer = stated_answer(response, truncated=truncated)
+    answer = stated_answer(response, truncated=truncated, thinking=thinking)
     if answer is None:
         return False
     if puzzles.is_puzzle(reference):
@@ -95,21 +108,24 @@ def equal(reference: str, answer: str) -> bool:
         return True
     if _unwieldy(answer) or _unwieldy(reference):
         return False
-    reference, answer = notation.plain(reference), notation.plain(answer)
     expected, stated = _integer(reference), _integer(answer)
     if expected is not None and stated is not None:
         return expected == stated
+    reference, answer = notation.plain(reference), notation.plain(answer)
     verdict = notation.decided(reference, answer)
     if verdict is not None:
         return verdict
-    right, others = notation.equated(reference, answer)
-    if any(equality.compare(right, other) != equality.EQUAL for other in others):
+    (reference, unit), (answer, other) = notation.quantity(reference), notation.quantity(answer)
+    if unit and other and unit != other:
         return False
-    return equality.compare(reference, answer) == equality.EQUAL
+    expected, stated = _integer(reference), _integer(answer)
+    if expected is not None and stated is not None:
+        return expected == stated
+    return _compare(reference, answer) == equality.EQUAL
 
 
 def check_reference(answer: str) -> None:
-    r"""Raise DvpError unless `answer` can be a reference: a mathematical expression that equals itself, or a puzzle.
+    r"""Raise DvpError unless `answer` can be a reference: a word, a mathematical expression that equals itself, or a puzzle.
 
     A percentage, 50\% or 10%, is one. See dvp.data.puzzles.
     """
@@ -124,8 +140,16 @@ def check_reference(answer: str) -> None:
     if _unwieldy(answer):
         raise DvpError(f"the answer {short!r} is too long or too deeply nested to be compared")
     plain = notation.plain(answer)
-    if equality.compare(plain, plain) != equality.EQUAL:
-        raise DvpError(f"the answer {short!r} is not a mathematical expression that math-verify can compare")
+    value = notation.quantity(plain)[0]
+    if notation.decided(plain, plain) is None and _compare(value, value) != equality.EQUAL:
+        raise DvpError(f"the answer {short!r} is neither a word nor a mathematical expression that can be compared")
+
+
+def _compare(reference: str, answer: str) -> str:
+    reference, answer = notation.listed(reference), notation.listed(answer)
+    if notation.has_words(reference):
+        return equality.UNPARSED
+    return equality.UNEQUAL if notation.has_words(answer) else equality.compare(reference, answer)
 
 
 def unboxed(answer: str) -> str:
@@ -165,6 +189,11 @@ def _without_marker(content: str) -> str:
 
 def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool]:
     """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed."""
+    display = _DISPLAY.match(text, start)
+    if display:
+        closing = text.find({"\\[": "\\]", "$$": "$$"}[display[1]], display.end(), display.end() + LONGEST)
+        if "\n" in text[display.end() : max(closing, 0)]:
+            return text[display.end() : closing].strip(), True
     end = _line_end(text, start, last_newline)
     anything = kind == "line"
     if kind == "line":
@@ -185,18 +214,40 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
     plain = _without_emphasis(_within_group(value))
     if plain.endswith("$") and not plain.endswith("\\$") and (plain.count("$") - plain.count("\\$")) % 2:
         plain = plain[:-1]  # of $\text{Answer: }42$
-    if not anything and not _UNAMBIGUOUS.fullmatch(plain) and not _is_formula(plain):
+    plain = plain.translate(notation.CHARACTERS)
+    word = kind == "sentence" and _WORD.fullmatch(plain)
+    if not (anything or word or _UNAMBIGUOUS.fullmatch(plain) or _is_formula(plain) or _is_quantity(plain)):
         return None, closed
     value = _clean(plain)
-    if not any(character.isalnum() for character in value):
+    if not any(character.isalnum() or character == "\\" for character in value):
         return None, closed
-    spans = [next(group for group in match.groups() if group) for match in _SPAN.finditer(value)]
-    outside = _SPAN.sub("", value)
-    if len(spans) == 1 and not re.search(r"\d|\bor\b|\band\b", outside):
-        value = spans[0]
-    elif not spans:
+    return _without_prose(value), closed
+
+
+def _is_quantity(text: str) -> bool:
+    """A number, or one span of math, with a unit: 18 dollars."""
+    value, unit = notation.quantity(notation.plain(text))
+    return bool(unit) and bool(re.fullmatch(_NUMBER, value) or _SPAN.match(text))
+
+
+def _without_prose(value: str) -> str:
+    r"""`70` for `The total is 70`, `70\text{ miles}` for `$70$ miles`; not for words that take it back."""
+    spans = list(_SPAN.finditer(value))
+    if not spans:
         value = value.replace("\\$", "").replace("$", "")
-    return value.strip(), closed
+        prose = _PROSE.fullmatch(value)
+        if prose and not notation.negates(prose["before"]):
+            number = prose["number"]
+            value = number if re.fullmatch(_NUMBER, number) or _is_quantity(number) else value
+        return re.sub(r"(?<=\d) ([A-Za-z])$", r"\\text{ \1}", value).strip()  # 5 m
+    before, after = value[: spans[0].start()], value[spans[0].end() :].strip()
+    words = re.split(r"[,;:(]", after)[0].strip()
+    if len(spans) > 1 or re.search(r"\d", before + after) or notation.negates(f"{before} {after}"):
+        return value
+    if not re.fullmatch(r"[\w\s,.:='’*]*", before) or not re.fullmatch(r"\\?%|[A-Za-z\s.]*", words):
+        return value
+    inside = next(group for group in spans[0].groups() if group).strip()
+    return inside + (words if words.endswith("%") else words and f"\\text{{ {words}}}")
 
 
 def _line_end(text: str, start: int, last_newline: int) -> int:

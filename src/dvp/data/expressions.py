@@ -1,0 +1,607 @@
+r"""Two answers as mathematics: parsed from LaTeX or plain notation into SymPy's objects, and compared.
+
+dvp.data.equality runs this file as a process of its own. A text that is not understood to its end is no expression: what a
+parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats; expressions
+with variables at random rational points; sets, tuples, intervals and relations by their kind and their parts.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Any
+
+import sympy
+from sympy import Rational, Symbol, oo
+from sympy.core.evalf import evalf
+
+CPU_SECONDS = 3.0
+MEMORY_BYTES = 8 << 30
+EQUAL, UNEQUAL, UNPARSED = "equal", "unequal", "unparsed"
+
+SIGNIFICANT = Rational(1, 10**6)
+"""Relative error that a decimal may have as an answer to a number that no decimal is: 0.333333 answers 1/3."""
+NOISE = 15
+"""Digits to which a longer decimal is rounded: those of a float of 64 bits, as programs print it."""
+
+TRIGONOMETRY = {name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
+TRIGONOMETRY["cis"] = lambda angle: sympy.exp(sympy.I * angle)
+INVERSE = {name: getattr(sympy, "a" + name) for name in TRIGONOMETRY if name != "cis"}
+FUNCTIONS: dict[str, Callable] = {
+    **TRIGONOMETRY,
+    **{"arc" + name: function for name, function in INVERSE.items()},
+    **{name: getattr(sympy, name) for name in ("sinh", "cosh", "tanh", "exp")},
+    "ln": sympy.log,
+    "log": sympy.log,
+}
+GREEK = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
+    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
+)
+ACCENTS = set("text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle".split())
+RELATIONS = {"\\in": "=", "\\approx": "≈", "\\equiv": "=", "\\le": "≤", "\\ge": "≥", "\\ne": "≠"}
+RELATIONS |= {sign: sign for sign in "=<>"}
+BRACKETS = {"(": ")]", "[": ")]", "\\{": ("\\}",), "\\langle": ("\\rangle",)}
+SIGNS = ("+", "-", "\\pm", "\\mp")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<repeating>\d*\.\d*\\(?:overline|bar)\s*\{\d+\})"
+    r"|(?P<number>(?:(?:1|\d*\.\d+)[eE][-+]?\d+|\d+(?:[eE]|E[-+])\d+)(?![\w.^])|\d+(?:\.\d+)?|\.\d+)"
+    rf"|(?P<word>(?<![A-Za-z\\])(?:{'|'.join(FUNCTIONS)}|sqrt|pi)(?![A-Za-z])|(?<![A-Za-z\\])oo(?![A-Za-z]))"
+    r"|(?P<sign>\\[A-Za-z]+|\\?\S))"
+)
+
+
+class Unparsed(Exception):  # noqa: N818
+    """A text that is no expression."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list ("", ""), a set ("{", "}"), a tuple, point or interval (its brackets), or a union of them ("∪", "∪")."""
+
+    opening: str
+    items: tuple
+    closing: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Sides with relations between them: x = 5, 1 < x ≤ 2."""
+
+    sides: tuple
+    relations: tuple[str, ...]
+
+
+class Parser:
+    """Reads one text, by recursive descent; `decimals` are the numbers that it writes with a decimal point."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = []
+        for match in _TOKEN.finditer(text.rstrip()):
+            self.tokens.append("\\" + match["word"] if match["word"] else match[match.lastgroup])
+        self.place = 0
+        self.decimals: set[sympy.Expr] = set()
+        self.plus_minus, self.sign = False, 1
+        self.degrees, self.in_bars = False, False
+
+    def answer(self) -> Any:
+        """What the whole text says. Raises Unparsed."""
+        try:
+            items = self._items(splits=True)
+        except (TypeError, ValueError, AttributeError, sympy.SympifyError) as error:
+            raise Unparsed from error
+        if self.place < len(self.tokens):
+            raise Unparsed
+        return items[0] if len(items) == 1 else Items("", items, "")
+
+    @property
+    def _next(self) -> str:
+        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+
+    def _pop(self) -> str:
+        self.place += 1
+        return self.tokens[self.place - 1] if self.place <= len(self.tokens) else ""
+
+    def _take(self, *tokens: str) -> str:
+        return self._pop() if self._next and self._next in tokens else ""
+
+    def _expect(self, *tokens: str) -> str:
+        return self._take(*tokens) or _refuse()
+
+    def _items(self, *, splits: bool) -> tuple:
+        """`splits`: 1 ± √2 is two items."""
+        items = []
+        while True:
+            start = self.place
+            if splits:
+                self.plus_minus, self.sign = False, 1
+            items.append(self._chain())
+            if splits and self.plus_minus:
+                self.place, self.sign = start, -1
+                items.append(self._chain())
+                self.plus_minus, self.sign = False, 1
+            if not self._take(",", ";"):
+                return tuple(items)
+
+    def _chain(self) -> Any:
+        sides, relations = [self._union()], []
+        while self._next in RELATIONS:
+            relations.append(RELATIONS[self._pop()])
+            sides.append(self._union())
+        return Chain(tuple(sides), tuple(relations)) if relations else sides[0]
+
+    def _union(self) -> Any:
+        parts = [self._sum()]
+        while self._take("\\cup"):
+            parts.append(self._sum())
+        if len(parts) > 1 and not all(isinstance(part, Items) for part in parts):
+            raise Unparsed
+        return Items("∪", tuple(parts), "∪") if len(parts) > 1 else parts[0]
+
+    def _sum(self) -> Any:
+        value = None
+        while value is None or self._next in SIGNS:
+            sign = 1
+            while self._next in SIGNS:
+                token = self._pop()
+                self.plus_minus |= token in ("\\pm", "\\mp")
+                sign *= {"+": 1, "-": -1, "\\pm": self.sign, "\\mp": -self.sign}[token]
+            term = self._product() if sign == 1 else -self._product()
+            value = term if value is None else value + term
+        if isinstance(value, sympy.Expr) and value.has(sympy.nan, sympy.zoo):
+            raise Unparsed
+        return value
+
+    def _product(self) -> Any:
+        value = self._factors()
+        while operator := self._take("*", "\\cdot", "\\times", "/", "\\div", ":"):
+            sign = -1 if self._take("-") else 1
+            factor = sign * self._factors()
+            value = value * factor if operator in ("*", "\\cdot", "\\times") else value / factor
+        return value
+
+    def _factors(self, *, of_argument: bool = False) -> Any:
+        """What is multiplied by standing side by side; the argument in sin 2x cos x ends before cos."""
+        whole = self._next.isdecimal()
+        start = self.place
+        value = self._power()
+        if whole and self.place == start + 1:
+            rest = "".join(self.tokens[self.place : self.place + 8])
+            if re.match(r"\\frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)", rest):
+                fraction = self._power()  # 2\frac{1}{2} is a mixed number
+                value = value + fraction if 0 < fraction < 1 else value * fraction
+            elif self._next.isdecimal() and self.tokens[self.place + 1 : self.place + 2] == ["/"]:
+                numerator, denominator = Rational(self._pop()), Rational((self._pop(), self._pop())[1])
+                if not 0 < numerator < denominator:
+                    raise Unparsed
+                value += numerator / denominator
+        while self._starts_factor(of_argument):
+            value = value * self._power()
+        return value
+
+    def _starts_factor(self, of_argument: bool) -> bool:
+        token = self._next
+        if not token or token in ("|", "\\vert", "\\rvert"):
+            return token != "" and token != "\\rvert" and not self.in_bars
+        if token[0].isdigit() or token[0] == ".":
+            raise Unparsed  # 7 0, x2
+        if token[0] == "\\" and token[1:] in FUNCTIONS:
+            return not of_argument
+        known = ("frac", "binom", "sqrt", "pi", "infty", "begin", "lfloor", "lceil", "lvert", "langle", "{", *GREEK)
+        return token.isalpha() or token in ("(", "[", "{") or (token[0] == "\\" and token[1:] in {*known, *ACCENTS})
+
+    def _power(self) -> Any:
+        base = self._atom()
+        while self._next in ("!", "^", "\\degree"):
+            token = self._pop()
+            if token == "!":
+                base = sympy.factorial(base)
+            elif token == "\\degree":
+                base = base * sympy.pi / 180 if self.degrees else base * 1
+            else:
+                sign = -1 if self._take("-") else 1
+                base = base ** (sign * self._argument(digits=True))
+                if self._next == "^":
+                    raise Unparsed
+        return base
+
+    def _argument(self, *, digits: bool = False) -> Any:
+        r"""A group in braces or one token; of the number in \frac12 one digit, but for `digits` all."""
+        token = self._next
+        if not digits and token.isdecimal() and len(token) > 1:
+            self.tokens[self.place : self.place + 1] = [token[0], token[1:]]
+        return self._atom()
+
+    def _atom(self) -> Any:
+        token = self._pop()
+        name = token[1:]
+        if token[:1].isdigit() or token[:1] == ".":
+            return self._number(token)
+        if token.isalpha():
+            return self._name(token)
+        if token == "{":
+            value = self._within(self._sum)
+            self._expect("}")
+            return value
+        if token in BRACKETS:
+            return self._group(token)
+        if token in ("|", "\\lvert", "\\vert"):
+            value = self._within(self._sum, bars=True)
+            self._expect("|", "\\rvert", "\\vert")
+            return sympy.Abs(value)
+        if token == "\\lfloor":
+            value = self._within(self._sum)
+            self._expect("\\rfloor")
+            return sympy.floor(value)
+        if token == "\\lceil":
+            value = self._within(self._sum)
+            self._expect("\\rceil")
+            return sympy.ceiling(value)
+        if name == "frac":
+            return self._argument() / self._argument()
+        if name == "binom":
+            return sympy.binomial(self._argument(), self._argument())
+        if name == "sqrt":
+            degree = self._within(self._sum) if self._take("[") else 2
+            if degree != 2:
+                self._expect("]")
+            return sympy.root(self._argument(digits=True), degree)
+        if name in FUNCTIONS:
+            return self._function(name)
+        if name == "begin":
+            return self._matrix()
+        if name in ACCENTS:
+            return self._accented(name)
+        if name in GREEK:
+            return self._name(token)
+        constants = {"\\pi": sympy.pi, "\\infty": oo, "\\oo": oo, "\\emptyset": Items("{", (), "}")}
+        return constants.get(token) or _refuse()
+
+    def _number(self, token: str) -> sympy.Expr:
+        if self._take("_"):
+            return sympy.Integer(int(token, int(self._raw())))  # a base
+        whole, repeated = (*re.split(r"\\\w+\s*\{", token.rstrip("}")), "")[:2]
+        value = Rational(whole + "0" if whole.endswith(".") else whole)
+        if repeated:
+            places = len(whole.partition(".")[2])
+            return value + Rational(int(repeated), (10 ** len(repeated) - 1) * 10**places)
+        if "." in token:
+            digits = re.sub(r"[eE].*|\.", "", token).lstrip("0")
+            value = Rational(f"{float(token):.{NOISE - 1}e}") if len(digits) > NOISE + 1 else value
+            self.decimals |= {value, -value}
+        return value
+
+    def _name(self, letter: str) -> sympy.Expr:
+        suffix = ""
+        while True:
+            if self._take("'"):
+                suffix += "'"
+            elif self._take("_"):
+                suffix += "_" + self._raw()
+            else:
+                break
+        if not suffix and letter in "ei":
+            return sympy.E if letter == "e" else sympy.I
+        if self._next == "(" and (letter in "fghFGHPQ" or "'" in suffix):
+            suffix += f"({self._group(self._pop())})"
+        return Symbol(letter + suffix, real=True)
+
+    def _raw(self) -> str:
+        """The tokens of a group in braces, or one token, as text."""
+        if not self._take("{"):
+            return self._pop() or _refuse()
+        depth, text = 1, ""
+        while depth:
+            token = self._pop() or _refuse()
+            depth += (token == "{") - (token == "}")
+            text += token if depth else ""
+        return text
+
+    def _accented(self, name: str) -> sympy.Expr:
+        if name in ("angle", "triangle"):
+            text = self._raw()
+            while self._next.isalpha() and self._next.isupper():
+                text += self._pop()
+            return Symbol(f"{name} {text}", real=True)
+        start = self.place
+        text = self._raw()
+        if name == "text" or (name in ("mathbf", "boldsymbol", "bm") and (text not in ("i", "j", "k"))):
+            if len(text) == 1 and text.isalpha():
+                return self._name(text)
+            if name != "text":
+                self.place = start
+                return self._argument()
+        return self._name(f"{name} {text}")
+
+    def _function(self, name: str) -> sympy.Expr:
+        exponent = base = None
+        while self._next in ("^", "_"):
+            if self._pop() == "_":
+                base = self._argument() if name == "log" else _refuse()
+            else:
+                sign = -1 if self._take("-") else 1
+                exponent = sign * self._argument(digits=True)
+        degrees, self.degrees = self.degrees, self.degrees or name in TRIGONOMETRY
+        if self._next == "(":
+            value = self._group(self._pop())
+        else:
+            sign = -1 if self._take("-") else 1
+            value = sign * self._factors(of_argument=True)
+        self.degrees = degrees
+        if exponent == -1:
+            return INVERSE[name](value) if name in INVERSE else _refuse()
+        value = sympy.log(value, base or 10) if name == "log" else FUNCTIONS[name](value)
+        return value if exponent is None else value**exponent
+
+    def _group(self, opening: str) -> Any:
+        if opening == "\\{" and self._take("\\}"):
+            return Items("{", (), "}")
+        items = self._within(lambda: self._items(splits=opening == "\\{"))
+        closing = self._expect(*BRACKETS[opening]).removeprefix("\\")
+        opening = opening.removeprefix("\\")
+        if opening == "langle":
+            opening, closing = "(", ")"
+        if len(items) == 1 and opening + closing in ("()", "[]"):
+            return items[0]
+        if opening + closing in ("(]", "[)") and len(items) != 2:
+            raise Unparsed
+        return Items(opening, items, closing)
+
+    def _within(self, parse: Callable[[], Any], *, bars: bool = False) -> Any:
+        outside, self.in_bars = self.in_bars, bars
+        value = parse()
+        self.in_bars = outside
+        return value
+
+    def _matrix(self) -> sympy.Expr:
+        name = self._raw()
+        if name not in ("matrix", "pmatrix", "bmatrix", "smallmatrix", "vmatrix"):
+            raise Unparsed
+        rows, row = [], []
+        while True:
+            row.append(self._within(self._sum))
+            token = self._expect("&", "\\\\", "\\end")
+            if token != "&":
+                rows.append(row)
+                row = []
+            if token == "\\\\" and self._take("\\end"):
+                token = "\\end"
+            if token == "\\end":
+                matrix = sympy.ImmutableMatrix(rows)
+                return (matrix.det() if name == "vmatrix" else matrix) if self._raw() == name else _refuse()
+
+
+def _refuse() -> Any:
+    raise Unparsed
+
+
+class Comparison:
+    """Compares what was parsed; `decimals`: the numbers that were written with a decimal point."""
+
+    def __init__(self, decimals: set[sympy.Expr]) -> None:
+        self.decimals = decimals
+
+    def same(self, expected: Any, stated: Any) -> bool:
+        """Whether an answer says what is expected. A name may stand before either, but no other than there."""
+        if isinstance(expected, Chain) and isinstance(stated, Chain) and self._same_relations(expected, stated):
+            return True
+        return any(
+            self._same_value(right, left)
+            for name, right in self._readings(expected)
+            for other, left in self._readings(stated)
+            if name is None or other is None or name == other
+        )
+
+    def _readings(self, node: Any) -> Iterator[tuple[Any, Any]]:
+        """(name or None, value): 5 for x = 5, 7 for 3 + 4 = 7 if that holds, (2, oo) for x > 2."""
+        if not isinstance(node, Chain):
+            yield None, node
+        elif set(node.relations) <= {"=", "≈"}:
+            sides = list(node.sides)
+            name = sides[0] if _is_name(sides[0]) else None
+            while len(sides) > 1 and _is_name(sides[0]):
+                del sides[0]
+            if all(self._consistent(sides[0], side) for side in sides[1:]):
+                yield from ((name, side) for side in sides)
+        elif interval := _interval(node):
+            yield interval
+
+    def _consistent(self, first: Any, other: Any) -> bool:
+        """Whether two numbers are equal, but for the rounding of one with a decimal point."""
+        if not all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (first, other)):
+            return False
+        if self._same_value(first, other):
+            return True
+        if other not in self.decimals:
+            return False
+        places = next(places for places in count() if (other * 10**places).is_integer)
+        return bool(abs(first - other) < Rational(1, 10**places))
+
+    def _same_relations(self, expected: Chain, stated: Chain) -> bool:
+        """Whether the same holds: 2x + 2y < 6 is x + y < 3, by a constant factor."""
+        steps, others = _steps(expected), _steps(stated)
+        return steps is not None and others is not None and _matched(steps, others, self._same_step)
+
+    def _same_step(self, step: tuple, other: tuple) -> bool:
+        (f, relation), (g, other_relation) = step, other
+        if relation != other_relation or f.free_symbols != g.free_symbols or not f.free_symbols:
+            return False
+        for point in _points(f.free_symbols):
+            at_f, at_g = f.subs(point), g.subs(point)
+            if at_f.is_finite and at_g.is_finite and not _is_zero(at_f) and not _is_zero(at_g):
+                positive = relation in "=≠" or (at_f / at_g).is_positive
+                return bool(positive) and _identical(f * at_g, g * at_f)
+        return False
+
+    def _same_value(self, expected: Any, stated: Any) -> bool:
+        if isinstance(expected, Chain) or isinstance(stated, Chain):
+            return False
+        if isinstance(expected, Items) and isinstance(stated, Items):
+            return self._same_items(expected, stated)
+        for one, other in ((expected, stated), (stated, expected)):
+            if isinstance(one, Items):
+                return one.opening == "{" and len(one.items) == 1 and self.same(one.items[0], other)
+        if isinstance(expected, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
+            matrices = isinstance(expected, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
+            return matrices and expected.shape == stated.shape and all(map(_identical, expected, stated))
+        return _identical(expected, stated) or self._rounded(expected, stated)
+
+    def _same_items(self, expected: Items, stated: Items) -> bool:
+        kinds = {expected.opening, stated.opening}
+        if kinds == {"{"}:
+            return all(
+                any(self.same(one, other) for other in others.items)
+                for ones, others in ((expected, stated), (stated, expected))
+                for one in ones.items
+            )
+        if kinds <= {"", "{"} or kinds <= {"", "∪"}:
+            return _matched(expected.items, stated.items, self.same)
+        brackets = {(node.opening, node.closing) for node in (expected, stated)} - {("", "")}
+        if kinds & {"{", "∪"} or len(expected.items) != len(stated.items):
+            return False
+        if brackets != {("(", ")")} and ("" in kinds or (len(brackets) > 1 and len(expected.items) < 3)):
+            return False
+        return all(map(self.same, expected.items, stated.items))
+
+    def _rounded(self, expected: sympy.Expr, stated: sympy.Expr) -> bool:
+        """Whether one is a decimal, and rounds the other, which no decimal equals."""
+        for decimal, exact in ((stated, expected), (expected, stated)):
+            if decimal in self.decimals and exact.is_real and not exact.free_symbols and not _terminates(exact):
+                return bool(abs(decimal - exact) <= SIGNIFICANT * abs(exact))
+        return False
+
+
+def _terminates(number: sympy.Expr) -> bool:
+    return number.is_Rational and not set(sympy.factorint(number.q)) - {2, 5}
+
+
+def _is_name(side: Any) -> bool:
+    r"""x, f(3), \text{Area}, AB or |AB|; (x, y) too."""
+    if isinstance(side, Items):
+        return side.opening == "(" and all(map(_is_name, side.items))
+    if isinstance(side, sympy.Abs):
+        side = side.args[0]
+    parts = side.args if isinstance(side, sympy.Mul) else (side,)
+    return all(isinstance(part, Symbol) and (len(parts) == 1 or part.name.isupper()) for part in parts)
+
+
+def _ordered(chain: Chain) -> list[tuple]:
+    """(left, right, relation) of each step, with the smaller side on the left."""
+    steps = zip(chain.sides, chain.sides[1:], chain.relations, strict=False)
+    return [(b, a, {">": "<", "≥": "≤"}[r]) if r in ">≥" else (a, b, r) for a, b, r in steps]
+
+
+def _steps(chain: Chain) -> list[tuple] | None:
+    if any(not isinstance(side, sympy.Expr) for side in chain.sides) or "≈" in chain.relations:
+        return None
+    return [(a - b, relation) for a, b, relation in _ordered(chain)]
+
+
+def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
+    """The variable of an inequality, and the interval that it is in."""
+    names = [side for side in chain.sides if isinstance(side, Symbol)]
+    ends = {"lower": (-oo, "<"), "upper": (oo, "<")}
+    for small, large, relation in _ordered(chain):
+        bound = small if large in names else large
+        if len(names) != 1 or relation not in "<≤" or not isinstance(bound, sympy.Expr) or bound.free_symbols:
+            return None
+        ends["lower" if large in names else "upper"] = (bound, relation)
+    (lower, below), (upper, above) = ends["lower"], ends["upper"]
+    return names[0], Items("[" if below == "≤" else "(", (lower, upper), "]" if above == "≤" else ")")
+
+
+def _matched(ones: Iterable, others: Iterable, same: Callable[[Any, Any], bool]) -> bool:
+    """Whether each has its partner, in any order."""
+    left = list(others)
+    for one in ones:
+        partner = next((place for place, other in enumerate(left) if same(one, other)), None)
+        if partner is None:
+            return False
+        del left[partner]
+    return not left
+
+
+def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
+    """Whether two expressions are equal, whatever their real variables are."""
+    if a == b:
+        return True
+    if a.has(oo, -oo) or b.has(oo, -oo):
+        return False
+    symbols = a.free_symbols | b.free_symbols
+    if not symbols:
+        return _is_zero(a - b)
+    if a.free_symbols != b.free_symbols:
+        return False
+    held = 0
+    for point in _points(symbols):
+        left, right = a.subs(point), b.subs(point)
+        if left.has(sympy.nan, sympy.zoo, oo) or right.has(sympy.nan, sympy.zoo, oo):
+            continue
+        if not _is_zero(left - right):
+            return False
+        held += 1
+    return held > 2
+
+
+def _points(symbols: set[Symbol]) -> Iterator[dict[Symbol, Rational]]:
+    """Values of variables, rational, the first ones positive; the same in every run."""
+    random = Random(0)  # noqa: S311
+    for sign in (1, 1, 1, -1, -1, -1):
+        yield {
+            symbol: Rational(random.randint(2, 400), 101) * (1 if sign > 0 else random.choice((-1, 1)))
+            for symbol in sorted(symbols, key=str)
+        }
+
+
+def _is_zero(number: sympy.Expr) -> bool:
+    """Whether a number is zero, by more bits than the numbers in it have together."""
+    if number.is_Rational:
+        return number == 0
+    bits = 200 + sum(part.p.bit_length() + part.q.bit_length() for part in number.atoms(Rational))
+    real, imaginary, of_real, of_imaginary = evalf(number, 20, {"maxprec": bits})
+    # Cancellation leaves no accurate bit of a zero, however many were computed.
+    return not any(part and accuracy > 1 for part, accuracy in ((real, of_real), (imaginary, of_imaginary)))
+
+
+def compare(reference: str, answer: str) -> str:
+    """EQUAL or UNEQUAL; UNPARSED if the reference is no expression."""
+    try:
+        expected = Parser(reference)
+        right = expected.answer()
+    except Unparsed:
+        return UNPARSED
+    try:
+        stated = Parser(answer)
+        left = stated.answer()
+        same = Comparison(expected.decimals | stated.decimals).same(right, left)
+    except Exception:
+        return UNEQUAL
+    return EQUAL if same else UNEQUAL
+
+
+def serve() -> None:
+    """Answer one JSON line [reference, answer] with one word, until standard input ends."""
+    import resource
+
+    # A polite stop is its parent's to handle; the helper goes when the pipe closes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            word = compare(*json.loads(line))
+        except Exception:
+            word = UNEQUAL
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(word, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

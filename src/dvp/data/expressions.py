@@ -24,8 +24,8 @@ CPU_SECONDS = 3.0
 MEMORY_BYTES = 8 << 30
 EQUAL, UNEQUAL, UNPARSED = "equal", "unequal", "unparsed"
 
-SIGNIFICANT = Rational(1, 10**6)
-"""Relative error that a decimal may have as an answer to a number that no decimal is: 0.333333 answers 1/3."""
+DIGITS = 6
+"""Significant digits with which a decimal answers a number that no decimal is: 0.333333 is 1/3."""
 NOISE = 15
 """Digits to which a longer decimal is rounded: those of a float of 64 bits, as programs print it."""
 
@@ -88,6 +88,7 @@ class Parser:
         self.decimals: set[sympy.Expr] = set()
         self.plus_minus, self.sign = False, 1
         self.degrees, self.in_bars = False, False
+        self.words = 0
 
     def answer(self) -> Any:
         """What the whole text says. Raises Unparsed."""
@@ -129,11 +130,18 @@ class Parser:
                 return tuple(items)
 
     def _chain(self) -> Any:
-        sides, relations = [self._union()], []
+        sides, relations = [self._side()], []
         while self._next in RELATIONS:
             relations.append(RELATIONS[self._pop()])
-            sides.append(self._union())
+            sides.append(self._side())
         return Chain(tuple(sides), tuple(relations)) if relations else sides[0]
+
+    def _side(self) -> Any:
+        words = self.words
+        side = self._union()
+        if words != self.words and isinstance(side, sympy.Basic) and not isinstance(side, Symbol):
+            raise Unparsed  # 0 \text{ is impossible}
+        return side
 
     def _union(self) -> Any:
         parts = [self._sum()]
@@ -174,7 +182,7 @@ class Parser:
             rest = "".join(self.tokens[self.place : self.place + 8])
             if re.match(r"\\frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)", rest):
                 fraction = self._power()  # 2\frac{1}{2} is a mixed number
-                value = value + fraction if 0 < fraction < 1 else value * fraction
+                value = value + fraction if 0 < fraction < 1 else _refuse()
             elif self._next.isdecimal() and self.tokens[self.place + 1 : self.place + 2] == ["/"]:
                 numerator, denominator = Rational(self._pop()), Rational((self._pop(), self._pop())[1])
                 if not 0 < numerator < denominator:
@@ -316,6 +324,7 @@ class Parser:
             if name != "text":
                 self.place = start
                 return self._argument()
+            self.words += 1
         return self._name(f"{name} {text}")
 
     def _function(self, name: str) -> sympy.Expr:
@@ -419,8 +428,7 @@ class Comparison:
             return True
         if other not in self.decimals:
             return False
-        places = next(places for places in count() if (other * 10**places).is_integer)
-        return bool(abs(first - other) < Rational(1, 10**places))
+        return bool(abs(first - other) < Rational(1, 10 ** _places(other)))
 
     def _same_relations(self, expected: Chain, stated: Chain) -> bool:
         """Whether the same holds: 2x + 2y < 6 is x + y < 3, by a constant factor."""
@@ -472,8 +480,13 @@ class Comparison:
         """Whether one is a decimal, and rounds the other, which no decimal equals."""
         for decimal, exact in ((stated, expected), (expected, stated)):
             if decimal in self.decimals and exact.is_real and not exact.free_symbols and not _terminates(exact):
-                return bool(abs(decimal - exact) <= SIGNIFICANT * abs(exact))
+                digits = len(str(abs(decimal) * 10 ** _places(decimal)))
+                return digits >= DIGITS and bool(abs(decimal - exact) * 10**DIGITS <= abs(exact))
         return False
+
+
+def _places(decimal: Rational) -> int:
+    return next(places for places in count() if (decimal * 10**places).is_integer)
 
 
 def _terminates(number: sympy.Expr) -> bool:

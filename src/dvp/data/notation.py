@@ -86,7 +86,7 @@ _AND = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:a
 _POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
 _UNITS = [
     re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL),
-    re.compile(rf"(?P<value>.*[\d)}}\]!]|.*\\pi)\s*(?P<words>\\?%|[A-Za-z][A-Za-z.\s/'-]*){_POWER}", re.DOTALL),
+    re.compile(rf"(?P<value>.*[\d)}}\]!]|.*\\pi)\s*(?P<words>\\?%|\\degree|[A-Za-z][A-Za-z.\s/'-]*){_POWER}", re.DOTALL),
 ]
 _MODULUS = re.compile(r"\\[pb]?mod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = set(
@@ -144,6 +144,8 @@ def quantity(text: str) -> tuple[str, str]:
         return value, unit or money["other"] or "dollar"
     for pattern in _UNITS:
         match = pattern.fullmatch(text)
+        if match and match["words"] == "\\degree" and re.search("|".join(FUNCTIONS), match["value"]):
+            continue  # \sin 30^\circ
         if match and (unit := _unit(match["words"], match["power"], in_math=pattern is _UNITS[1])):
             return match["value"].strip(), unit
     return text, ""
@@ -208,8 +210,8 @@ def _unless_repeated(text: str, match: re.Match) -> str:
 def _unit(text: str, power: str | None, *, in_math: bool) -> str:
     r"""The unit in one spelling; nothing if the words are none. `in_math`: they stand outside of \text, as variables do."""
     words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
-    if text.endswith("%"):
-        return "percent"
+    if text.endswith("%") or text == "\\degree":
+        return "percent" if text.endswith("%") else "degree"
     if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or word in FUNCTIONS for word in words):
         return ""
     first = words[0]
@@ -248,8 +250,8 @@ def _same_base(reference: str, answer: str) -> bool | None:
     answer = _EQUALS.split(answer)[-1].strip() if "=" not in reference else answer  # 52_8 = 42 states 42
     expected, stated = _all_based(reference), _all_based(answer)
     if not stated:
-        if len(expected) == 1 and _BASED.fullmatch(reference) and re.fullmatch(r"[0-9A-Z]+", bare := _reduced(answer)):
-            return (bare.lstrip("0") or "0") == expected[0].digits
+        if len(expected) == 1 and _BASED.fullmatch(reference):
+            return (_reduced(answer).lstrip("0") or "0") == expected[0].digits
         return None
     if expected != stated:
         return False

@@ -8,7 +8,9 @@ from lm_eval.api.model import LM
 
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompt
+from dvp.data.thinking import before_response
 from dvp.errors import DvpError
+from dvp.experiment.data import DataConfig
 from dvp.files import sha256_json
 from dvp.rollout.engine import Completion, Engine, Sampling
 
@@ -18,6 +20,7 @@ class Response(str):
 
     completion: Completion
     seed: int
+    thinking: str | None
 
     def __new__(cls, text: str, **attributes: Any) -> "Response":
         response = super().__new__(cls, text)
@@ -34,13 +37,20 @@ class EngineLM(LM):
     """lm-eval's model interface over an Engine: generation only."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, *, chat: bool, seed: int, safe_vocabulary: SafeVocabulary | None = None
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        data: DataConfig,
+        seed: int,
+        safe_vocabulary: SafeVocabulary | None = None,
     ):
-        """`chat`: whether the tokenizer's chat template is applied to prompts."""
+        """`data` says what is a prompt, and which part of a response is graded."""
         super().__init__()
         self._engine = engine
         self._tokenizer = tokenizer
-        self._chat = chat
+        self._chat = data.chat
+        self._thinking = before_response(tokenizer, data)
         self._seed = seed
         self._safe_vocabulary = safe_vocabulary
 
@@ -67,7 +77,7 @@ class EngineLM(LM):
         print(f"sampling {len(requests)} responses to {label}", file=sys.stderr, flush=True)
         completions = self._engine.generate(prompts, sampling, seeds)
         return [
-            Response(completion.text, completion=completion, seed=seed)
+            Response(completion.text, completion=completion, seed=seed, thinking=self._thinking)
             for (completion,), seed in zip(completions, seeds, strict=True)
         ]
 

@@ -76,7 +76,7 @@ def evaluate(
         )
     k = settings.samples_per_problem[task]
     read_task(eval_parquet, task)  # lm-eval, which reads the file itself, says less of what is wrong with it
-    model = EngineLM(engine, tokenizer, chat=experiment.data.chat, seed=settings.seed, safe_vocabulary=safe_vocabulary)
+    model = EngineLM(engine, tokenizer, data=experiment.data, seed=settings.seed, safe_vocabulary=safe_vocabulary)
     with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch, _quiet():
         _write_task(experiment, task, eval_parquet, Path(scratch))
         tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)
@@ -154,7 +154,7 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
             if not isinstance(response, Response):
                 raise DvpError(f"{task}: lm-eval returned plain text, which does not say which responses were cut off")
             completion = response.completion
-            answer = stated_answer(response, truncated=response.truncated)
+            how = {"truncated": response.truncated, "thinking": response.thinking}
             rows.append(
                 {
                     "task": task,
@@ -163,8 +163,8 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
                     "prompt": doc["prompt"],
                     "response": completion.transcript or str(response),
                     "reference": doc["answer"],
-                    "stated_answer": answer,
-                    "correct": grade(response, doc["answer"], truncated=response.truncated),
+                    "stated_answer": stated_answer(response, **how),
+                    "correct": grade(response, doc["answer"], **how),
                     "tokens": len(completion.log_probs),
                     "finish_reason": completion.finish_reason,
                     "seed": response.seed,

@@ -65,6 +65,7 @@ def measure_mismatch(
     model: PreTrainedModel,
     engine: Engine,
     folder: Path,
+    thinking: str | None = None,
 ) -> dict:
     """Measure a measurement; write the TABLES as NAME.parquet to `folder`.
 
@@ -73,6 +74,7 @@ def measure_mismatch(
         pad: a token id; it is never attended to.
         model: the trainer's policy, fp32.
         engine: the engine with the same policy.
+        thinking: see dvp.data.thinking.before_response.
 
     Returns:
         Counts, the means that one looks at first, and the files' checksums.
@@ -84,7 +86,7 @@ def measure_mismatch(
     progress = Progress(f"mismatch {measurement.path}", len(prompts))
     truncated = 0
     places = [f"data/train.parquet: id {name}" for name in problems["id"]]
-    asked = Problems(places, list(problems["answer"]), prompts, pad)
+    asked = Problems(places, list(problems["answer"]), prompts, pad, thinking)
     for index, (problem, prompt) in enumerate(zip(problems.itertuples(), prompts, strict=True)):
         completions = engine.generate([prompt], sampling, [derived_seed(measurement.seed, 0, index)])[0]
         scored = _scored(

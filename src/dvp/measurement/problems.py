@@ -11,6 +11,7 @@ from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompts, padding_token, short_enough
 from dvp.data.sources import load
+from dvp.data.thinking import before_response
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -61,7 +62,7 @@ class FixedProblems:
         self.prompts = [encoded[row] for row in self.rows]
         self._pad = padding_token(tokenizer)
         places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
-        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad)
+        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, before_response(tokenizer, experiment.data))
         for place, answer in zip(places, chosen["answer"], strict=True):
             try:
                 check_reference(answer)

@@ -32,6 +32,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
 
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.data.thinking import before_response
     from dvp.measurement.mismatch import drawn_problems, measure_mismatch
 
     torch.set_num_threads(threads)
@@ -67,6 +68,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
             model=trainer.to("cuda" if torch.cuda.is_available() else "cpu"),
             engine=engine,
             folder=stage.result.parent,
+            thinking=before_response(tokenizer, experiment.data),
         )
         stage.tracked.log_result(
             {name: value for name, value in result.items() if name not in ("measurement", "files")}

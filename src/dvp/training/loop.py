@@ -141,9 +141,11 @@ class Loop:
         trainer: Trainer,
         engine: Engine,
         recorder: ResponseRecorder,
+        thinking: str | None = None,
     ):
         """`problems` are the rows (id, answer) of data/train.parquet that are trained on, `prompts` their token ids.
 
+        `thinking`: see dvp.data.thinking.before_response.
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)
@@ -166,7 +168,7 @@ class Loop:
         places = [
             f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)
         ]
-        self.problems = Problems(places, list(problems["answer"]), prompts, pad)
+        self.problems = Problems(places, list(problems["answer"]), prompts, pad, thinking)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
         self.agreement = Agreement(
             trainer, engine, prompts, run.seed, experiment.engines[run.engine], experiment.trainer_dtype

@@ -24,6 +24,8 @@ class Problems:
     """Token ids."""
     pad: int
     """A token id; it is never attended to."""
+    thinking: str | None
+    """See dvp.data.thinking.before_response."""
 
     def check_context(self, context: int, max_response_tokens: int) -> None:
         """Raises DvpError, naming the problem, unless prompt and response fit into the model's context (tokens)."""
@@ -70,7 +72,8 @@ class Problems:
     def reward(self, row: int, completion: Completion) -> float:
         """1 for a response that states the problem's answer, else 0. Raises DvpError if the verifier fails."""
         try:
-            return float(grade(completion.text, self.answers[row], truncated=completion.finish_reason == "length"))
+            truncated = completion.finish_reason == "length"
+            return float(grade(completion.text, self.answers[row], truncated=truncated, thinking=self.thinking))
         except Exception as error:
             raise DvpError(f"{self.places[row]}: the verifier failed on a response ({in_a_line(error)})") from error
 

@@ -180,6 +180,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
     from dvp.data.prompts import encode_prompts, padding_token, short_enough
+    from dvp.data.thinking import before_response
     from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
     from dvp.tools import make_tool
@@ -213,4 +214,5 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
-    return Loop(experiment, run, problems, prompts, padding_token(tokenizer), trainer, engine, recorder), too_long
+    thinking, pad = before_response(tokenizer, experiment.data), padding_token(tokenizer)
+    return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, thinking), too_long

@@ -11,7 +11,12 @@ def process_results(doc: dict[str, Any], results: Sequence[Sequence[str]]) -> di
     (responses,) = results
     correct = [
         # Plain strings, from another of lm-eval's models, do not say whether they were cut off.
-        grade(response, doc["answer"], truncated=getattr(response, "truncated", False))
+        grade(
+            response,
+            doc["answer"],
+            truncated=getattr(response, "truncated", False),
+            thinking=getattr(response, "thinking", None),
+        )
         for response in responses
     ]
     return {"avg_at_k": sum(correct) / len(correct)}

@@ -169,7 +169,6 @@ def test_every_reference_equals_itself_as_it_is_usually_written(shared):
         (r"\boxed{\text{AB}}", "AB"),
         (r"\boxed{yx}", "xy"),
         (r"\boxed{3+4=7}", "7"),
-        (r"\boxed{x+y=7}", "7"),
         (r"\boxed{2^3 = 4 + 4 = 8}", "8"),
         (r"\boxed{\frac{10}{3} = 3.33}", "3.33"),
         (r"\boxed{3(4) = 12}", "12"),
@@ -250,7 +249,7 @@ def test_not_right(response):
         (r"50\%", "0.5"),
     ],
 )
-def test_what_math_verify_alone_would_misread(answer, reference):
+def test_bases_times_words_and_percentages(answer, reference):
     check_reference(reference)
     assert equal(reference, reference)
     assert not equal(reference, answer)

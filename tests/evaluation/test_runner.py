@@ -14,6 +14,7 @@ from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import EngineLM, sample_seed
 from dvp.evaluation.runner import TASKS, evaluate
+from dvp.experiment.data import DataConfig
 from dvp.experiment.evaluation import EvaluationConfig
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.tools import Calculator
@@ -184,6 +185,38 @@ def test_the_chat_template_is_applied_when_the_experiment_says_so(run, experimen
     assert tokenizer.encoded == ["<user>The largest?\n<assistant>"]
 
 
+class ThinkingTokenizer(Tokenizer):
+    chat_template = "[assistant] <think>"
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict=False):
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+        return self(text) if tokenize else text
+
+
+class ThinkingEngine(ScriptedEngine):
+    texts = (
+        r"<think>\boxed{1}</think> \boxed{204}",
+        r"<think>\boxed{204}</think> \boxed{1}",
+        r"<think>\boxed{204}",
+        r"\boxed{204}",
+    )
+
+    def generate(self, prompts, sampling, seeds):
+        return [[replace(one, text=text)] for (one,), text in zip(super().generate(prompts, sampling, seeds), self.texts)]
+
+
+@pytest.mark.parametrize(
+    ("chat", "asked", "correct"),
+    [(True, None, [1, 0, 0, 1]), (True, False, [1, 0, 1, 1]), (False, None, [1, 0, 1, 1]), (False, True, [1, 0, 0, 1])],
+)
+def test_evaluation_grades_what_follows_the_thinking(run, experiment, tmp_path, chat, asked, correct):
+    data = experiment.data.model_copy(update={"chat": chat, "answer_after_thinking": asked})
+    run("aime25", ThinkingEngine(), ThinkingTokenizer(), experiment.model_copy(update={"data": data}))
+    samples = pd.read_parquet(tmp_path / "aime25" / "samples.parquet")
+    assert samples["correct"].tolist() == [bool(right) for right in correct]
+    assert samples["stated_answer"].isna().tolist() == [False, False, correct[2] == 0, False]
+
+
 def test_chat_needs_a_template():
     tokenizer = Tokenizer()
     tokenizer.chat_template = None
@@ -251,7 +284,7 @@ def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
 
 
 def test_log_likelihoods_are_refused():
-    model = EngineLM(ScriptedEngine(), Tokenizer(), chat=False, seed=0)
+    model = EngineLM(ScriptedEngine(), Tokenizer(), data=DataConfig(train="x"), seed=0)
     for method in (model.loglikelihood, model.loglikelihood_rolling):
         with pytest.raises(DvpError, match="log-likelihoods"):
             method([])

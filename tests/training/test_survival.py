@@ -507,7 +507,7 @@ def test_weights_that_an_update_broke_are_in_no_checkpoint(make_loop, tmp_path):
 
 
 def test_a_verifier_that_raises_names_the_problem(make_loop, tmp_path, monkeypatch):
-    def grade(response, reference, *, truncated):
+    def grade(response, reference, *, truncated, thinking):
         raise RecursionError("maximum depth\nexceeded")
 
     monkeypatch.setattr(rollouts, "grade", grade)

@@ -42,7 +42,7 @@ _NO_FORMULA = re.compile(
 )
 _WORD = re.compile(r"\(?[A-Z]\)?|[A-Z][a-z]+|yes|no|true|false|even|odd")
 """One word that is an answer after `the answer is`, which a sentence may go on after: `the answer is surprising`."""
-_PROSE = re.compile(r"(?P<before>[A-Za-z][A-Za-z ,:='’-]*[ :=])(?P<number>[-+]?\\?\$?[-+]?\d.*)")
+_PROSE = re.compile(r"(?P<before>(?:[A-Za-z][a-z'’]+[ ,:-]+)(?:[A-Za-z'’]+[ ,:-]+)*(?:= *)?)(?P<number>[-+]?\\?\$?[-+]?\d.*)")
 _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
@@ -234,7 +234,7 @@ def _without_prose(value: str) -> str:
     r"""`70` for `The total is 70`, `70\text{ miles}` for `$70$ miles`; not for words that take it back."""
     spans = list(_SPAN.finditer(value))
     if not spans:
-        value = value.replace("\\$", "").replace("$", "")
+        value = re.sub(r"(?<!\\)\$", "", value)
         prose = _PROSE.fullmatch(value)
         if prose and not notation.negates(prose["before"]):
             number = prose["number"]

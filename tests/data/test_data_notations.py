@@ -1,0 +1,246 @@
+r"""Kinds of answers that were once graded wrong, in either direction; each row is one instance of its kind."""
+
+import pytest
+
+from dvp.data.verifier import check_reference, grade, stated_answer
+from dvp.errors import DvpError
+
+FORMS = (r"\boxed{%s}", "Answer: $%s$", "The answer is $%s$.", "Answer: %s")
+CHANGED = {
+    "a variable is no unit": [
+        ("3t", "3"),
+        ("2a+3c", "2a+3"),
+        ("n+3m", "n+3"),
+        ("4s", "4m"),
+        *(("3", f"3{letter}") for letter in "cdghlmost"),
+        (r"\frac{1}{2}t", r"\frac{1}{2}"),
+    ],
+    "nothing is dropped": [
+        (r"2\mathbf{i}+3\mathbf{j}", r"2\mathbf{i}-3\mathbf{j}"),
+        (r"2\mathbf{i}+3\mathbf{j}", "2"),
+        ("2", r"2\mathrm{e}"),
+        ("2", r"2\text{i}"),
+        ("3", r"1+2\mathrm{i}"),
+        (r"1+2\mathrm{i}", "3"),
+        ("f'(x)", "f(x)"),
+        ("0", r"0\text{ thousand}"),
+        ("0", r"\text{not }0"),
+    ],
+    "numbers are exact": [
+        (r"\frac{1}{2^{60}}", r"\frac{1}{2^{61}}"),
+        (r"1-\frac{1}{2^{60}}", r"1+\frac{1}{2^{60}}"),
+        (r"\frac{1}{20!}", r"\frac{1}{21!}"),
+        (r"\frac{100!}{51!}", r"\frac{100!}{50!}"),
+        ("(5/6)^{301}", "(5/6)^{300}"),
+        (r"\frac{2^{100}+1}{2^{100}}", "1"),
+        (r"6.6\times10^{-34}", r"1.05\times10^{-34}"),
+        ("0.0000123", "0.0000124"),
+        ("0.15", "0.1500001"),
+        ("0.15", r"0.15+\frac{1}{30!}"),
+        (r"\sqrt2", r"\sqrt2+\frac{1}{2^{300}}"),
+        ("e^{-300}", "e^{-301}"),
+    ],
+    "what is no expression has no last number": [
+        ("70", "2**3 + 70"),
+        ("70", "x**2 + y**2 = 70"),
+        ("Eq(x**2/4 + y**2/3, 1)", "Eq(x**2/16 + y**2/12, 1)"),
+        ("70", r"70\text{ is impossible}"),
+        ("70", r"\{x \mid x > 70\}"),
+        ("70", r"\{x : x > 70\}"),
+    ],
+    "a relation is no number": [("70", f"{sign} 70") for sign in (r"\neq", "<", ">", r"\ge", r"\le", r"x \ne")],
+    "only a name stands before a value": [("0", "x^2-5x+6=0"), ("70", "2x+3y=70"), ("7", "x+y=7"), ("70", "3+5=70")],
+    "equations have what they say": [
+        ("x^2=-1", "x^2=-4"),
+        ("|x|=-1", "|x|=-2"),
+        ("x=5", "y=5"),
+        ("x+y<3", "x+y>3"),
+        ("x+y<3", "-x-y<-3"),
+        (r"x \le 3", "x < 3"),
+    ],
+    "sets, tuples and intervals are not each other": [
+        ("(6,31,-1)", r"\{6,31,-1\}"),
+        (r"(2,\infty)", r"\{2,\infty\}"),
+        ("(1,2)", "2,1"),
+        ("[1,2]", "(1,2)"),
+        ("2,2,3", "2,3,3"),
+        ("(1,2)", "1"),
+    ],
+    "degrees are not radians": [(r"\sin 30^\circ", r"\sin 30"), (r"\frac12", r"\sin 30")],
+    "units are not exchanged": [
+        (r"15\mbox{ cm}^2", r"15\mbox{ cm}^3"),
+        (r"5.4\text{ cents}", r"5.4\text{ dollars}"),
+        (r"36^\circ", r"\$36"),
+        ("18", r"18\text{ thousand}"),
+        ("18", r"18\text{ dozen}"),
+        ("18", r"18\text{ or }20"),
+        ("18", r"18\text{ and }20"),
+        ("18", r"18\text{ squared}"),
+        ("50", "0.5"),
+        (r"50\%", "0.5"),
+    ],
+    "words are no products, letters have a case": [
+        ("no", "on"),
+        ("was", "saw"),
+        (r"\text{odd}", "ddo"),
+        ("AB", "BA"),
+        ("AB", "ab"),
+        ("3R^2", "3r^2"),
+    ],
+    "bases": [("40_9", "36"), ("40_9", r"\$36"), ("52_8", "42"), ("52_8", "52_9")],
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_wrong_answers_of_this_kind_are_wrong(kind):
+    wrong = [(form % answer, reference) for reference, answer in CHANGED[kind] for form in FORMS]
+    assert [pair for pair in wrong if grade(*pair)] == []
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Answer: 18 thousand",
+        "Answer: 18 million dollars",
+        "Answer: 18 is impossible",
+        "Answer: 18 and a half",
+        "Answer: not 18",
+        "Answer: at least 18",
+        "Answer: at least $18$",
+        "Answer: between 18 and 20",
+        "Answer: $18$ thousand",
+        "Answer: -$18$",
+        "Answer: $3$ or $18$",
+        "The answer is 18 thousand.",
+        "The answer is 18 times larger than it was.",
+        "#### 18 dozen",
+    ],
+)
+def test_words_that_change_a_value_are_not_ignored(response):
+    assert not grade(response, "18")
+
+
+WRITTEN = {
+    r"28\%": [r"\boxed{28 percent}", "Answer: 28 percent", r"\boxed{28\text{ percent}}", "The answer is 28 percent."],
+    "28": [r"\boxed{28 percent}", "Answer: 28 percent", "#### 28 percent", "Answer: 28 per cent"],
+    r"1-\frac1e": [r"\boxed{1-\frac{1}{\mathrm{e}}}", "Answer: $1-1/e$"],
+    "6-5i": [r"\boxed{6-5\mathrm{i}}", r"\boxed{6-5\text{i}}", r"\boxed{-5i+6}"],
+    "18": [
+        "Answer: 18 dollars",
+        "The answer is 18 people.",
+        "#### 18 books",
+        "So the answer is $18$ dollars.",
+        "Answer: $18$ students left",
+        "Answer: She has 18 dollars left.",
+        "Answer: about 18",
+        r"\boxed{18 dollars}",
+        r"\boxed{18\text{ dollars}}",
+        r"\boxed{\$18}",
+        "Answer: 18 square feet",
+        "Answer: 18 km/h",
+    ],
+    "5": ["Answer: 5 (five)", "Answer: 5 m", r"\boxed{5 cm}", r"\boxed{5\text{ m}}", "Answer: ５", "The answer is ５."],
+    "1000": ["Answer: 1e3", "Answer: 1 000", "Answer: 1\u00a0000", r"\boxed{1\,000}", r"\boxed{1{,}000}"],
+    r"3\sqrt{13}": [r"\boxed{3\sqrt{13}.}", r"\boxed{3√13}", "Answer: 3√13", "The answer is 3√13.", r"\boxed{3~\sqrt{13}}"],
+    "(3,4)": [r"\boxed{\bigl(3,4\bigr)}", r"\boxed{\big( 3, 4 \big)}", r"\boxed{\left(3,4\right)}", r"\boxed{3,4}"],
+    r"90^\circ": [r"\boxed{90°}", "Answer: 90°", "Answer: 90", r"\boxed{90\text{ degrees}}", r"\boxed{90^{\circ}}"],
+    r"\infty": [r"\boxed{∞}", "Answer: ∞", r"\boxed{+\infty}"],
+    "70": [
+        *(
+            rf"\boxed{{{answer}}}"
+            for answer in (
+                r"\boldsymbol{70}",
+                r"\mathbf{70}",
+                r"\bm{70}",
+                r"\color{red}70",
+                r"\color{red}{70}",
+                r"\textcolor{red}{70}",
+                r"{\color{blue} 70}",
+                r"\underline{70}",
+                r"\mathrm{70}",
+                r"\textbf{70}",
+                r"\displaystyle 70",
+                "70.",
+                "７０",
+                "$70$",
+                r"\(70\)",
+                "2(35)",
+                r"70 \pmod{1000}",
+                r"70\text{ m}",
+            )
+        ),
+        "**Answer:**\n\n\\[\n70\n\\]",
+        "Answer: $$\n70\n$$",
+        "The answer is\n\\[\n70\n\\]\n",
+        "**Answer**:\n\n$$\n70\n$$\nDone.",
+        "Answer：70",
+        "**Answer：** 70",
+        r"\boxed 70",
+        r"$\boxed 70$.",
+    ],
+    "-5": ["Answer: –5", "Answer: −5", "Answer: －5", "The answer is –5."],
+    "x^3+3x-6": [r"\boxed{x**3+3x-6}", r"\boxed{x^3 + 3x - 6.}", r"\boxed{3x - 6 + x^3}"],
+    r"\{1,2\}": [r"\boxed{\lbrace 1,2\rbrace}", r"\boxed{\left\{2, 1\right\}}"],
+    r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{∅}", r"\boxed{\{\}}"],
+    r"\frac13": [r"\boxed{0.\overline{3}}", r"\boxed{0.333333}", "Answer: 1/3"],
+    "0.3": ["Answer: 0.30000000000000004"],
+    "-1": [r"\boxed{i^2}"],
+    "x+y<3": [r"\boxed{2x+2y<6}", r"\boxed{3 > y + x}"],
+    "yes": [r"\boxed{Yes}", "The answer is yes.", "Answer: Yes", "The answer is **Yes**.", r"\boxed{\text{YES}}"],
+    "No": ["The answer is no.", "Answer: NO"],
+    "odd": [r"\boxed{\text{Odd}}", "The answer is odd."],
+    r"\text{(B)}": ["The correct answer is (B).", "The correct answer is **(B)**.", "The answer is B.", "Answer: b)"[:-1]],
+    "3": [r"\boxed{3\text{ m}}", r"\boxed{3\mathrm{ m}}", r"\boxed{\{3\}}"],
+    r"15\text{ cm}^2": [r"\boxed{15\mbox{ cm}^2}", r"\boxed{15}", r"\boxed{15\text{ square centimeters}}", "Answer: 15 sq cm"],
+    r"\frac{270}{7}": [r"\boxed{\frac{270}7\text{ degrees}}", r"\boxed{38\frac47}"],
+    "1024": [r"\boxed{2^10}", r"\boxed{2^{10} = 1024}"],
+    r"\sqrt2+\sqrt3": [r"\boxed{\sqrt{5+2\sqrt6}}"],
+    r"x \in [-2,7]": [r"\boxed{[-2,7]}", r"\boxed{-2 \le x \le 7}"],
+    r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}": [r"\boxed{\frac15\begin{bmatrix} 1 \\ -18 \end{bmatrix}}"],
+    r"1 \pm \sqrt{19}": [r"\boxed{1+\sqrt{19}, 1-\sqrt{19}}", r"\boxed{x = 1 \pm \sqrt{19}}"],
+    "x^2+x": [r"\boxed{x(x+1)}", r"\boxed{f(x) = x + x^2}"],
+    "5 dollars": ["Answer: 5", "Answer: $5", r"\boxed{5}"],
+    "5 km/h": ["Answer: 5 km/h", r"\boxed{5}"],
+    "2 1/2": [r"\boxed{\frac52}", "Answer: 2.5", r"\boxed{2\frac12}"],
+    "1e-3": ["Answer: 0.001", r"\boxed{10^{-3}}"],
+    "pi/2": [r"\boxed{\frac{\pi}{2}}", "Answer: pi/2"],
+    "2*pi": [r"\boxed{2\pi}"],
+    "oo": [r"\boxed{\infty}"],
+    r"4\operatorname{cis}60^\circ": [r"\boxed{2+2i\sqrt{3}}", r"\boxed{4\text{cis }60^\circ}"],
+    r"\langle1,2\rangle": [r"\boxed{\langle 1, 2\rangle}", r"\boxed{(1,2)}"],
+    "0.\\overline{3}": [r"\boxed{\frac{1}{3}}"],
+    r"1-\frac{1}{\mathrm{e}}": [r"\boxed{1-e^{-1}}"],
+    "f'(x)": [r"\boxed{f'(x)}", r"\boxed{f^{\prime}(x)}"],
+}
+
+
+@pytest.mark.parametrize("reference", WRITTEN)
+def test_answers_as_they_are_written_are_right(reference):
+    check_reference(reference)
+    assert [response for response in WRITTEN[reference] if not grade(response, reference)] == []
+
+
+@pytest.mark.parametrize("reference", ["Answer: 42", r"\int_0^1", "5 apples 3", r"\{x \mid x > 70\}", "Eq(x, 1)", "1/0", "x2"])
+def test_references_that_no_answer_could_match_are_refused(reference):
+    with pytest.raises(DvpError, match="the answer .* is neither a word nor a mathematical expression"):
+        check_reference(reference)
+
+
+@pytest.mark.parametrize(
+    ("response", "thinking", "answer"),
+    [
+        (r"<think>\boxed{1}</think>\boxed{2}", "", "2"),
+        (r"<think>\boxed{1}</think> I do not know.", "", None),
+        (r"<think>Perhaps \boxed{1}", "", None),
+        (r"\boxed{1}</think>\boxed{2}", "<think>", "2"),
+        (r"Perhaps \boxed{1}", "<think>", None),
+        (r"\boxed{1}", "", "1"),
+        (r"a</think>\boxed{1} <think> no, \boxed{2}</think> \boxed{3}", "<think>", "3"),
+        (r"<think>\boxed{1}</think> no", None, "1"),
+        (r"<think>Perhaps \boxed{1}", None, "1"),
+    ],
+)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_only_what_follows_the_thinking_states_an_answer(response, thinking, answer, truncated):
+    assert stated_answer(response, truncated=truncated, thinking=thinking) == answer
+    assert grade(response, "1", truncated=truncated, thinking=thinking) == (answer == "1")

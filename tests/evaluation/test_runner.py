@@ -202,7 +202,10 @@ class ThinkingEngine(ScriptedEngine):
     )
 
     def generate(self, prompts, sampling, seeds):
-        return [[replace(one, text=text)] for (one,), text in zip(super().generate(prompts, sampling, seeds), self.texts)]
+        return [
+            [replace(one, text=text)]
+            for (one,), text in zip(super().generate(prompts, sampling, seeds), self.texts, strict=True)
+        ]
 
 
 @pytest.mark.parametrize(

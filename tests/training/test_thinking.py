@@ -1,9 +1,8 @@
-"""What a model thinks before it answers is not graded: the setting, and the reward in training (evaluation: test_runner)."""
+"""What a model thinks before it answers is not graded: the setting and the reward. Of evaluation: test_runner."""
 
 from types import SimpleNamespace
 
 import pytest
-from made_up_problems import write_problems
 from transformers import AutoTokenizer
 
 from dvp.data.prepared import TRAIN_COLUMNS
@@ -14,6 +13,7 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
 from dvp.rollout.engine import Completion
 from dvp.training.stage import set_up
+from made_up_problems import write_problems
 
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 CLOSED = PLAIN + "{% if enable_thinking is defined %}<think>\n\n</think>{% endif %}"

@@ -1,7 +1,7 @@
 """Whether two mathematical expressions are equal, asked of SymPy in a process of its own (dvp.data.expressions).
 
-SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm reaches into a big-integer power, so a helper
-process does the work, and the kernel kills it when one question has cost expressions.CPU_SECONDS. That is CPU time: a busy
+SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm reaches into a big-integer power, so a
+helper process does the work; the kernel kills it when one question has cost its CPU_SECONDS. That is CPU time: a busy
 machine does not change a grade.
 """
 
@@ -52,7 +52,8 @@ class _Helper:
                     return reply
                 status = process.wait()
                 if status > 0:
-                    raise DvpError(f"the helper that compares answers does not start: run `{shlex.join(self.command)}` to see why")
+                    command = shlex.join(self.command)
+                    raise DvpError(f"the helper that compares answers does not start: run `{command}` to see why")
                 if status == -signal.SIGPROF:
                     break  # its own timer; anything else, such as a stack overflow, is tried once more
             return TOO_HARD

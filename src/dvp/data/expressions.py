@@ -1,8 +1,8 @@
 r"""Two answers as mathematics: parsed from LaTeX or plain notation into SymPy's objects, and compared.
 
-dvp.data.equality runs this file as a process of its own. A text that is not understood to its end is no expression: what a
-parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats; expressions
-with variables at random rational points; sets, tuples, intervals and relations by their kind and their parts.
+dvp.data.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
+what a parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats;
+expressions with variables at random rational points; sets, tuples, intervals and relations by kind and by their parts.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from random import Random
 from typing import Any
 
@@ -40,13 +40,30 @@ FUNCTIONS: dict[str, Callable] = {
     "log": sympy.log,
 }
 GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
+    re.findall(
+        r"\w+",
+        "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+        "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell",
+    )
 )
-ACCENTS = set("text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle".split())
+ACCENTS = set(
+    re.findall(
+        r"\w+", "text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle"
+    )
+)
+STARTS = {"frac", "binom", "sqrt", "pi", "infty", "begin", *GREEK, *ACCENTS}
+"""Commands before which a product needs no sign."""
 RELATIONS = {"\\in": "=", "\\approx": "≈", "\\equiv": "=", "\\le": "≤", "\\ge": "≥", "\\ne": "≠"}
 RELATIONS |= {sign: sign for sign in "=<>"}
 BRACKETS = {"(": ")]", "[": ")]", "\\{": ("\\}",), "\\langle": ("\\rangle",)}
+BARS = ("|", "\\vert")
+AROUND: dict[str, tuple[str, Callable]] = {
+    "{": ("}", lambda value: value),
+    "\\lfloor": ("\\rfloor", sympy.floor),
+    "\\lceil": ("\\rceil", sympy.ceiling),
+    "\\lvert": ("\\rvert", sympy.Abs),
+    **{bar: (bar, sympy.Abs) for bar in BARS},
+}
 SIGNS = ("+", "-", "\\pm", "\\mp")
 _TOKEN = re.compile(
     r"\s*(?:(?P<repeating>\d*\.\d*\\(?:overline|bar)\s*\{\d+\})"
@@ -54,6 +71,8 @@ _TOKEN = re.compile(
     rf"|(?P<word>(?<![A-Za-z\\])(?:{'|'.join(FUNCTIONS)}|sqrt|pi)(?![A-Za-z])|(?<![A-Za-z\\])oo(?![A-Za-z]))"
     r"|(?P<sign>\\[A-Za-z]+|\\?\S))"
 )
+
+_MIXED = re.compile(r"\d+\\frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)")
 
 
 class Unparsed(Exception):  # noqa: N818
@@ -78,14 +97,14 @@ class Chain:
 
 
 class Parser:
-    """Reads one text, by recursive descent; `decimals` are the numbers that it writes with a decimal point."""
+    """Reads one text, by recursive descent; `decimals`: numbers that it writes with a point, and their last places."""
 
     def __init__(self, text: str) -> None:
         self.tokens = []
         for match in _TOKEN.finditer(text.rstrip()):
             self.tokens.append("\\" + match["word"] if match["word"] else match[match.lastgroup])
         self.place = 0
-        self.decimals: set[sympy.Expr] = set()
+        self.decimals: dict[sympy.Expr, Rational] = {}
         self.plus_minus, self.sign = False, 1
         self.degrees, self.in_bars = False, False
         self.words = 0
@@ -175,33 +194,26 @@ class Parser:
 
     def _factors(self, *, of_argument: bool = False) -> Any:
         """What is multiplied by standing side by side; the argument in sin 2x cos x ends before cos."""
-        whole = self._next.isdecimal()
         start = self.place
         value = self._power()
-        if whole and self.place == start + 1:
-            rest = "".join(self.tokens[self.place : self.place + 8])
-            if re.match(r"\\frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)", rest):
-                fraction = self._power()  # 2\frac{1}{2} is a mixed number
-                value = value + fraction if 0 < fraction < 1 else _refuse()
-            elif self._next.isdecimal() and self.tokens[self.place + 1 : self.place + 2] == ["/"]:
-                numerator, denominator = Rational(self._pop()), Rational((self._pop(), self._pop())[1])
-                if not 0 < numerator < denominator:
-                    raise Unparsed
-                value += numerator / denominator
+        mixed = _MIXED.match("".join(self.tokens[start : start + 8]))
+        if mixed and self.place == start + 1:
+            fraction = self._power()
+            value = value + fraction if 0 < fraction < 1 else _refuse()
         while self._starts_factor(of_argument):
             value = value * self._power()
         return value
 
     def _starts_factor(self, of_argument: bool) -> bool:
         token = self._next
-        if not token or token in ("|", "\\vert", "\\rvert"):
-            return token != "" and token != "\\rvert" and not self.in_bars
-        if token[0].isdigit() or token[0] == ".":
+        name = token[1:] if token[:1] == "\\" else ""
+        if token in BARS:
+            return not self.in_bars
+        if token[:1].isdigit() or token[:1] == ".":
             raise Unparsed  # 7 0, x2
-        if token[0] == "\\" and token[1:] in FUNCTIONS:
+        if name in FUNCTIONS:
             return not of_argument
-        known = ("frac", "binom", "sqrt", "pi", "infty", "begin", "lfloor", "lceil", "lvert", "langle", "{", *GREEK)
-        return token.isalpha() or token in ("(", "[", "{") or (token[0] == "\\" and token[1:] in {*known, *ACCENTS})
+        return token.isalpha() or name in STARTS or (token in BRACKETS) or (token in AROUND)
 
     def _power(self) -> Any:
         base = self._atom()
@@ -232,33 +244,25 @@ class Parser:
             return self._number(token)
         if token.isalpha():
             return self._name(token)
-        if token == "{":
-            value = self._within(self._sum)
-            self._expect("}")
-            return value
         if token in BRACKETS:
             return self._group(token)
-        if token in ("|", "\\lvert", "\\vert"):
-            value = self._within(self._sum, bars=True)
-            self._expect("|", "\\rvert", "\\vert")
-            return sympy.Abs(value)
-        if token == "\\lfloor":
-            value = self._within(self._sum)
-            self._expect("\\rfloor")
-            return sympy.floor(value)
-        if token == "\\lceil":
-            value = self._within(self._sum)
-            self._expect("\\rceil")
-            return sympy.ceiling(value)
+        if token in AROUND:
+            closing, function = AROUND[token]
+            value = self._within(self._sum, bars=token in BARS)
+            self._expect(closing)
+            return function(value)
         if name == "frac":
             return self._argument() / self._argument()
         if name == "binom":
             return sympy.binomial(self._argument(), self._argument())
         if name == "sqrt":
-            degree = self._within(self._sum) if self._take("[") else 2
-            if degree != 2:
+            degree = sympy.Integer(2)
+            if self._take("["):
+                degree = self._within(self._sum)
                 self._expect("]")
-            return sympy.root(self._argument(digits=True), degree)
+            value = self._argument(digits=True)
+            negative = value.is_negative and degree.is_odd  # the real one
+            return -sympy.root(-value, degree) if negative else sympy.root(value, degree)
         if name in FUNCTIONS:
             return self._function(name)
         if name == "begin":
@@ -281,7 +285,8 @@ class Parser:
         if "." in token:
             digits = re.sub(r"[eE].*|\.", "", token).lstrip("0")
             value = Rational(f"{float(token):.{NOISE - 1}e}") if len(digits) > NOISE + 1 else value
-            self.decimals |= {value, -value}
+            step = Rational(1, 10 ** len(whole.partition(".")[2]))
+            self.decimals |= {value: step, -value: step}
         return value
 
     def _name(self, letter: str) -> sympy.Expr:
@@ -390,9 +395,9 @@ def _refuse() -> Any:
 
 
 class Comparison:
-    """Compares what was parsed; `decimals`: the numbers that were written with a decimal point."""
+    """Compares what was parsed; `decimals`: see Parser."""
 
-    def __init__(self, decimals: set[sympy.Expr]) -> None:
+    def __init__(self, decimals: dict[sympy.Expr, Rational]) -> None:
         self.decimals = decimals
 
     def same(self, expected: Any, stated: Any) -> bool:
@@ -426,9 +431,7 @@ class Comparison:
             return False
         if self._same_value(first, other):
             return True
-        if other not in self.decimals:
-            return False
-        return bool(abs(first - other) < Rational(1, 10 ** _places(other)))
+        return other in self.decimals and bool(abs(first - other) < self.decimals[other])
 
     def _same_relations(self, expected: Chain, stated: Chain) -> bool:
         """Whether the same holds: 2x + 2y < 6 is x + y < 3, by a constant factor."""
@@ -523,7 +526,10 @@ def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
         bound = small if large in names else large
         if len(names) != 1 or relation not in "<≤" or not isinstance(bound, sympy.Expr) or bound.free_symbols:
             return None
-        ends["lower" if large in names else "upper"] = (bound, relation)
+        end = "lower" if large in names else "upper"
+        if ends[end][0].is_finite:
+            return None
+        ends[end] = (bound, relation)
     (lower, below), (upper, above) = ends["lower"], ends["upper"]
     return names[0], Items("[" if below == "≤" else "(", (lower, upper), "]" if above == "≤" else ")")
 
@@ -562,11 +568,11 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def _points(symbols: set[Symbol]) -> Iterator[dict[Symbol, Rational]]:
-    """Values of variables, rational, the first ones positive; the same in every run."""
-    random = Random(0)  # noqa: S311
-    for sign in (1, 1, 1, -1, -1, -1):
+    """Values of variables, rational, small and large, of all signs; the same in every run."""
+    random = Random(0)
+    for scale, signs in product((1, 9, 60), ([1], [-1], [-1, 1])):
         yield {
-            symbol: Rational(random.randint(2, 400), 101) * (1 if sign > 0 else random.choice((-1, 1)))
+            symbol: scale * random.choice(signs) * Rational(random.randint(30, 400), 101)
             for symbol in sorted(symbols, key=str)
         }
 

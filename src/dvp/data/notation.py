@@ -6,8 +6,8 @@ r"""How answers are written: brought to one notation, and what their text alone 
 - A number with a base as subscript, 52_8, has that base: it answers neither 52_9 nor 52. Digits with no base do answer
   a reference that has one: such problems say the base, and some data sets leave it out.
 - 12:30 is a time and no quotient. 5:12 may be a ratio, so its quotient answers it.
-- Words are not products of their letters: CBA is not ABC, and on is not no. Two or three letters that make no word, as in xy, are
-  a product.
+- Words are not products of their letters: CBA is not ABC, and on is not no. A few letters that make no word, as in xy,
+  are a product.
 """
 
 import math
@@ -15,10 +15,11 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-FUNCTIONS = (
+FUNCTIONS = re.findall(
+    r"\w+",
     "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc cis exp ln log sqrt pi oo "
-    "infty infinity"
-).split()
+    "infty infinity",
+)
 _SUBSCRIPT = r"\\text\s*\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\}|[0-9]+|[a-z]"
 _DIGITS = r"[0-9A-Z]*[0-9](?:[0-9A-Z.]|,(?=[0-9A-Z]{3}(?![0-9A-Z])))*"
 _BASED = re.compile(
@@ -56,7 +57,11 @@ _REWRITTEN = [
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)(?:\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\h?space\*?\{[^{}]*\})", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:textrm|textnormal|textup|textbf|textit|textsf|texttt|mbox|hbox|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
+        (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
+        (
+            r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])",
+            r"\\text",
+        ),
         (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
@@ -86,22 +91,37 @@ _AND = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:a
 _POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
 _UNITS = [
     re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL),
-    re.compile(rf"(?P<value>.*[\d)}}\]!]|.*\\pi)\s*(?P<words>\\?%|\\degree|[A-Za-z][A-Za-z.\s/'-]*){_POWER}", re.DOTALL),
+    re.compile(
+        rf"(?P<value>.*[\d)}}\]!]|.*\\pi)(?P<space>\s*)(?P<words>\\?%|\\degree|[A-Za-z][A-Za-z.\s/'-]*){_POWER}",
+        re.DOTALL,
+    ),
 ]
 _MODULUS = re.compile(r"\\[pb]?mod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = set(
-    "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter quarters fourth "
-    "fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth hundredths thousandth "
-    "thousandths squared cubed factorial root plus minus negative over under above below less fewer least most "
-    "max min maximum minimum mod modulo base choose divided and or nor not no none never is isn are was were be been if "
-    "but than unless except between through to from by impossible wrong incorrect false undefined invalid infinite "
-    "infinitely maybe perhaps possibly probably because since so when where then which that about approximately around roughly "
-    "alpha beta gamma theta delta lambda sigma omega phi".split()
+    re.findall(
+        r"\w+",
+        "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter "
+        "quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth "
+        "hundredths thousandth thousandths squared cubed factorial root plus minus negative over under above "
+        "below less fewer least most max min maximum minimum mod modulo base choose divided and or nor not no "
+        "none never is isn are was were be been if but than unless except between through to from by impossible "
+        "wrong incorrect false undefined invalid infinite infinitely maybe perhaps possibly probably because "
+        "since so when where then which that about approximately around roughly alpha beta gamma theta delta "
+        "lambda sigma omega phi",
+    )
 )
-_NEGATIONS = _CHANGES - set("is are was were be been to from by about approximately around roughly".split())
+_NEGATIONS = _CHANGES - set(re.findall(r"\w+", "is are was were be been to from by about approximately around roughly"))
 _ABBREVIATED = {
     **{"in": "inch", "ft": "foot", "feet": "foot", "yd": "yard", "mi": "mile", "m": "meter", "cm": "centimeter"},
-    **{"mm": "millimeter", "km": "kilometer", "kg": "kilogram", "g": "gram", "lb": "pound", "oz": "ounce", "l": "liter"},
+    **{
+        "mm": "millimeter",
+        "km": "kilometer",
+        "kg": "kilogram",
+        "g": "gram",
+        "lb": "pound",
+        "oz": "ounce",
+        "l": "liter",
+    },
     **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "pct": "percent"},
     **{"percentage": "percent", "sq": "square", "cu": "cubic", "inche": "inch", "ml": "milliliter"},
     **{"mph": "mph", "am": "am", "pm": "pm", "ms": "ms", "kph": "kph", "mg": "mg", "metre": "meter", "litre": "liter"},
@@ -119,7 +139,7 @@ class Based(NamedTuple):
 
 
 def plain(text: str) -> str:
-    r"""One notation for what is written in several: \frac for \dfrac, (3,4) for \left( 3, 4 \right) or \boldsymbol{(3,4)}."""
+    r"""One notation for what is written in several: \frac for \dfrac, (3,4) for \left(3,4\right), \mathbf{(3,4)}."""
     text = text.translate(CHARACTERS)
     text = "".join(_greek(character) if "α" <= character <= "ω" else character for character in text)
     for pattern, replacement in _REWRITTEN:
@@ -146,7 +166,9 @@ def quantity(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match and match["words"] == "\\degree" and re.search("|".join(FUNCTIONS), match["value"]):
             continue  # \sin 30^\circ
-        if match and (unit := _unit(match["words"], match["power"], in_math=pattern is _UNITS[1])):
+        if match and (
+            unit := _unit(match["words"], match["power"], (3 if match["space"] else 4) if pattern is _UNITS[1] else 0)
+        ):
             return match["value"].strip(), unit
     return text, ""
 
@@ -187,7 +209,7 @@ def _greek(character: str) -> str:
 
 def _unwrapped(text: str) -> str:
     r"""Without a full stop, quotation marks, and braces or a style around the whole: 70 for \boldsymbol{70}."""
-    text = text.strip().strip("`\"“”‘").strip()
+    text = text.strip().strip('`"“”‘').strip()
     text = text.removesuffix("\\\\").removesuffix(".").rstrip() if not text.endswith("..") else text
     opening = _WRAPPED.match(text)
     if not opening or not text.endswith("}"):
@@ -207,8 +229,11 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
-def _unit(text: str, power: str | None, *, in_math: bool) -> str:
-    r"""The unit in one spelling; nothing if the words are none. `in_math`: they stand outside of \text, as variables do."""
+def _unit(text: str, power: str | None, in_math: int) -> str:
+    r"""The unit in one spelling; nothing if the words are none.
+
+    `in_math`: letters that a word has at least; outside of \text fewer may be variables.
+    """
     words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
@@ -217,9 +242,11 @@ def _unit(text: str, power: str | None, *, in_math: bool) -> str:
     first = words[0]
     if len(words) == 1 and len(first) == 1 and (in_math or first not in _LETTERS):
         return ""
-    if in_math and first.lower() not in _ABBREVIATED and not is_word(first):
+    if in_math and first.lower() not in _ABBREVIATED and (power or not is_word(first) or len(first) < in_math):
         return ""
-    singular = [word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)]
+    singular = [
+        word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)
+    ]
     unit = " ".join(_ABBREVIATED.get(word, word) for word in singular).replace("per cent", "percent")
     for word, exponent in (("square ", "2"), ("cubic ", "3")):
         unit, power = unit.replace(word, ""), power or (exponent if word in unit else None)

@@ -11,8 +11,8 @@ TAGS = ("<think>", "</think>")
 def before_response(tokenizer: Any, data: DataConfig) -> str | None:
     """What `verifier.grade` takes as `thinking`, in training, evaluation and measurements alike.
 
-    None: all of a response counts. Else only what follows its last </think>; "<think>" if prompts end inside of one, "" if
-    it is the response that opens one.
+    None: all of a response counts. Else only what follows its last </think>; "<think>" if prompts end inside of one,
+    "" if it is the response that opens one.
     Raises DvpError if it is asked for and the tags are special tokens, which the text of a response does not have.
     """
     asked = data.answer_after_thinking

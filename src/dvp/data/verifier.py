@@ -20,7 +20,7 @@ BLANK = " \t\r*_"
 """Characters of a line that states nothing."""
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s{1,3}([^\s{}$\\]{1,40})")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s{1,3}([-+]?\d[\d.,/]{0,40}|[A-Za-z](?![A-Za-z]))")
 _DISPLAY = re.compile(r"[ \t\r\n*_]{0,12}(\\\[|\$\$)")
 _MARKERS = re.compile(
     # With a capital, as a final answer, or at the start of a line; "we check our answer:" states none.
@@ -42,7 +42,9 @@ _NO_FORMULA = re.compile(
 )
 _WORD = re.compile(r"\(?[A-Z]\)?|[A-Z][a-z]+|yes|no|true|false|even|odd")
 """One word that is an answer after `the answer is`, which a sentence may go on after: `the answer is surprising`."""
-_PROSE = re.compile(r"(?P<before>(?:[A-Za-z][a-z'’]+[ ,:-]+)(?:[A-Za-z'’]+[ ,:-]+)*(?:= *)?)(?P<number>[-+]?\\?\$?[-+]?\d.*)")
+_PROSE = re.compile(
+    r"(?P<before>(?:[A-Za-z][a-z'’]+[ ,:-]+)(?:[A-Za-z'’]+[ ,:-]+)*(?:= *)?)(?P<number>[-+]?\\?\$?[-+]?\d.*)"
+)
 _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
@@ -56,8 +58,8 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
     `truncated`: the response ended because it reached its length limit. A last statement that touches its
     very end is then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…}
     counts.
-    `thinking`: what stands before the response in its turn if only what follows the last </think> counts, a <think> that
-    the prompt ends with or nothing (dvp.data.thinking); an unclosed <think> states nothing. None: all of it counts.
+    `thinking`: what stands before the response in its turn if only what follows the last </think> counts: a <think>
+    that the prompt ends with, or nothing (dvp.data.thinking). An unclosed <think> states nothing. None: all counts.
     """
     if thinking is not None:
         _, closed, rest = (thinking + response).rpartition("</think>")
@@ -125,7 +127,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def check_reference(answer: str) -> None:
-    r"""Raise DvpError unless `answer` can be a reference: a word, a mathematical expression that equals itself, or a puzzle.
+    r"""Raise DvpError unless `answer` can be a reference: a word, an expression that equals itself, or a puzzle.
 
     A percentage, 50\% or 10%, is one. See dvp.data.puzzles.
     """

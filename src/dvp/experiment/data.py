@@ -131,8 +131,8 @@ class DataConfig(Strict):
     chat: bool = False
     """Whether the tokenizer's chat template is applied to the prompt."""
     answer_after_thinking: bool | None = None
-    """Whether only what follows a response's last </think> states its answer, and an unclosed <think> nothing; null: it does
-    if a chat template is applied that mentions <think>."""
+    """Whether only what follows a response's last </think> states its answer, and an unclosed <think> nothing; null:
+    it does if a chat template is applied that mentions <think>."""
     decontamination: Decontamination = Decontamination()
 
     @field_validator("prompt_template")

@@ -62,7 +62,8 @@ class FixedProblems:
         self.prompts = [encoded[row] for row in self.rows]
         self._pad = padding_token(tokenizer)
         places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
-        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, before_response(tokenizer, experiment.data))
+        thinking = before_response(tokenizer, experiment.data)
+        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, thinking)
         for place, answer in zip(places, chosen["answer"], strict=True):
             try:
                 check_reference(answer)

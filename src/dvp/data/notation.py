@@ -166,9 +166,8 @@ def quantity(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match and match["words"] == "\\degree" and re.search("|".join(FUNCTIONS), match["value"]):
             continue  # \sin 30^\circ
-        if match and (
-            unit := _unit(match["words"], match["power"], (3 if match["space"] else 4) if pattern is _UNITS[1] else 0)
-        ):
+        fewest = 0 if pattern is _UNITS[0] else 3 if match and match["space"] else 4
+        if match and (unit := _unit(match["words"], match["power"], fewest)):
             return match["value"].strip(), unit
     return text, ""
 
@@ -229,10 +228,10 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
-def _unit(text: str, power: str | None, in_math: int) -> str:
+def _unit(text: str, power: str | None, fewest: int) -> str:
     r"""The unit in one spelling; nothing if the words are none.
 
-    `in_math`: letters that a word has at least; outside of \text fewer may be variables.
+    `fewest`: letters that a word must have, outside of \text, where fewer may be variables.
     """
     words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
     if text.endswith("%") or text == "\\degree":
@@ -240,9 +239,9 @@ def _unit(text: str, power: str | None, in_math: int) -> str:
     if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or word in FUNCTIONS for word in words):
         return ""
     first = words[0]
-    if len(words) == 1 and len(first) == 1 and (in_math or first not in _LETTERS):
+    if len(words) == 1 and len(first) == 1 and (fewest or first not in _LETTERS):
         return ""
-    if in_math and first.lower() not in _ABBREVIATED and (power or not is_word(first) or len(first) < in_math):
+    if fewest and first.lower() not in _ABBREVIATED and (power or not is_word(first) or len(first) < fewest):
         return ""
     singular = [
         word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)

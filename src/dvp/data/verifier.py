@@ -40,6 +40,7 @@ _NO_FORMULA = re.compile(
     # A word, a remark after a number, a list's item or heading, and what a sentence goes on after
     r"[^\W\d_]{2}|\d\s+\(|^[-+*]\s|^\(?\w{1,3}\)$|^\d+(?:\.\d+){2,}$|\?|^[=<>,;:/]|[-+*/=<>^_,;:!&|]$"
 )
+_NUMERIC = re.compile(r"[-+]?(?:\\?\$|\\\()?[-+.\\]?\d|\$|\\\(")
 _WORD = re.compile(r"\(?[A-Z]\)?|[A-Z][a-z]+|yes|no|true|false|even|odd")
 """One word that is an answer after `the answer is`, which a sentence may go on after: `the answer is surprising`."""
 _PROSE = re.compile(
@@ -144,7 +145,7 @@ def check_reference(answer: str) -> None:
     plain = notation.plain(answer)
     value = notation.quantity(plain)[0]
     if notation.decided(plain, plain) is None and _compare(value, value) != equality.EQUAL:
-        raise DvpError(f"the answer {short!r} is neither a word nor a mathematical expression that can be compared")
+        raise DvpError(f"the answer {short!r} is not a mathematical expression that can be compared, nor a word")
 
 
 def _compare(reference: str, answer: str) -> str:
@@ -228,6 +229,8 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
 
 def _is_quantity(text: str) -> bool:
     """A number, or one span of math, with a unit: 18 dollars."""
+    if len(text) > 80 or not _NUMERIC.match(text):
+        return False
     value, unit = notation.quantity(notation.plain(text))
     return bool(unit) and bool(re.fullmatch(_NUMBER, value) or _SPAN.match(text))
 

@@ -219,6 +219,7 @@ WRITTEN = {
     r"\sqrt2+\sqrt3": [r"\boxed{\sqrt{5+2\sqrt6}}"],
     r"x \in [-2,7]": [r"\boxed{[-2,7]}", r"\boxed{-2 \le x \le 7}"],
     r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}": [r"\boxed{\frac15\begin{bmatrix} 1 \\ -18 \end{bmatrix}}"],
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}": [r"\boxed{\left(\begin{array}{c}1\\2\end{array}\right)}"],
     r"1 \pm \sqrt{19}": [r"\boxed{1+\sqrt{19}, 1-\sqrt{19}}", r"\boxed{x = 1 \pm \sqrt{19}}"],
     "x^2+x": [r"\boxed{x(x+1)}", r"\boxed{f(x) = x + x^2}"],
     "5 dollars": ["Answer: 5", "Answer: $5", r"\boxed{5}"],
@@ -246,9 +247,7 @@ def test_answers_as_they_are_written_are_right(reference):
     "reference", ["Answer: 42", r"\int_0^1", "5 apples 3", r"\{x \mid x > 70\}", "Eq(x, 1)", "1/0", "x2"]
 )
 def test_references_that_no_answer_could_match_are_refused(reference):
-    with pytest.raises(
-        DvpError, match=r"the answer .* is not a mathematical expression that can be compared, nor a word"
-    ):
+    with pytest.raises(DvpError, match=r"the answer .* is not a mathematical expression, nor a word"):
         check_reference(reference)
 
 

@@ -374,8 +374,10 @@ class Parser:
 
     def _matrix(self) -> sympy.Expr:
         name = self._raw()
-        if name not in ("matrix", "pmatrix", "bmatrix", "smallmatrix", "vmatrix"):
+        if name not in ("matrix", "pmatrix", "bmatrix", "smallmatrix", "vmatrix", "array"):
             raise Unparsed
+        if name == "array":
+            self._raw()  # {cc}
         rows, row = [], []
         while True:
             row.append(self._within(self._sum))

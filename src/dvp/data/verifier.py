@@ -145,7 +145,7 @@ def check_reference(answer: str) -> None:
     plain = notation.plain(answer)
     value = notation.quantity(plain)[0]
     if notation.decided(plain, plain) is None and _compare(value, value) != equality.EQUAL:
-        raise DvpError(f"the answer {short!r} is not a mathematical expression that can be compared, nor a word")
+        raise DvpError(f"the answer {short!r} is not a mathematical expression, nor a word")
 
 
 def _compare(reference: str, answer: str) -> str:

@@ -38,9 +38,9 @@ def settings_of_stage(
     if measurement is not None:
         run = measurement.run
     data, base, training = experiment.data, experiment.base, experiment.training
-    # What only `dvp plan` uses changes no result.
+    # What only `dvp plan` uses changes no result, and what only an error depends on neither.
     sources = {name: _set(experiment.sources[name], exclude={"problems"}) for name in [data.train, *data.evaluation]}
-    parts: dict[str, Any] = {"data": _set(data), "sources": sources}
+    parts: dict[str, Any] = {"data": _set(data, exclude={"unreadable_answers"}), "sources": sources}
     if stage != "prepare":
         made = isinstance(base, TrainedBase)
         parts["base"] = _set(base, exclude=None if made else {"architecture"})

@@ -22,7 +22,7 @@ KL_LIMITS = {"exact": 1e-5, "rounded": 0.01, "coarse": 0.5}
 """Nats a token, by the engine's precision: fp32 beside an fp32 trainer; 16 bits on either side; less than that."""
 PROMPTS, TOKENS = 8, 4
 """Prompts that every run is asked at, and tokens of a response to each."""
-ERRORS, FLOOR = 4.0, 1e-5
+ERRORS, FLOOR = 3.0, 1e-5
 MOVED_SHARES = {"exact": 1e-3, "rounded": 0.05, "coarse": 0.25}
 """How far the engine's change may be from the trainer's: so many times what was between them before, so many nats, and
 this share of the trainer's change, by the engine's precision. What rounding does to a log-prob changes with the weights

@@ -50,7 +50,7 @@ def main() -> None:
         return positions, responses
 
     agreement.compare = measured
-    held = agreement.Agreement(trainer, engine, PROMPTS, 0, config, "float32")
+    held = agreement.Agreement(trainer, engine, PROMPTS, 0, config)
     said = None
     try:
         if not left_out:

@@ -98,12 +98,10 @@ def distance(positions: Positions) -> dict[str, float]:
 class Agreement:
     """Whether a run's engine has its trainer's model, at first and after the first new weights."""
 
-    def __init__(
-        self, trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, config: EngineConfig, dtype: str
-    ):
-        """dtype : what the trainer multiplies in. The engine is asked with its full distribution, without a tool."""
+    def __init__(self, trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, config: EngineConfig):
+        """The engine is asked with its full distribution, without a tool."""
         self._trainer, self._engine, self._prompts, self._seed = trainer, engine, shortest(prompts), seed
-        self._kind = precision_class(config, dtype)
+        self._kind = precision_class(config, "bfloat16" if trainer.bf16 else "float32")
         self._limit = KL_LIMITS[self._kind] + kl_of_noise(config)
         self._tokens = min(TOKENS, engine.max_model_len - max(map(len, self._prompts)))
         self._before: Positions | None = None

@@ -170,9 +170,7 @@ class Loop:
         ]
         self.problems = Problems(places, list(problems["answer"]), prompts, pad, thinking)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
-        self.agreement = Agreement(
-            trainer, engine, prompts, run.seed, experiment.engines[run.engine], experiment.trainer_dtype
-        )
+        self.agreement = Agreement(trainer, engine, prompts, run.seed, experiment.engines[run.engine])
 
     def step(self, step: int) -> dict:
         """One step (1-based); returns its row of metrics.jsonl."""

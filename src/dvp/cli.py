@@ -10,13 +10,14 @@ import signal
 import sys
 import traceback
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
 
-from dvp.errors import STOP_SIGNALS, DvpError, Stopped
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
 from dvp.signals import dropped
 
 app = typer.Typer(
@@ -383,7 +384,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a verb; the exit status."""
     before = sys.unraisablehook
     _stopped.clear()
-    stoppable()
     try:
         return _run(arguments)
     finally:
@@ -418,6 +418,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal or a pipe that has no ρ; standard error has its own way
+        sys.stdout.reconfigure(errors="replace")
     quiet()
     # The libraries make a million objects that live for ever. To look through them for garbage while they are imported,
     # as Python does by default, costs a quarter of a stage's start.
@@ -429,6 +431,7 @@ def _run(arguments: list[str] | None) -> int:
     command = typer.main.get_command(app)
     name = f"dvp {arguments[0]}" if arguments[:1] and arguments[0] in command.commands else "dvp"
     try:
+        stoppable()  # until here, and while Python starts, a stop is the system's own
         # What `app()` does, but for its own way with exceptions.
         with command.make_context("dvp", list(arguments)) as context:
             command.invoke(context)
@@ -445,18 +448,28 @@ def _run(arguments: list[str] | None) -> int:
     except KeyboardInterrupt:
         return _say(f"{name}: interrupted", 130)
     except BrokenPipeError:
-        # `dvp plan | head`: its reader has seen enough. What is still buffered must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `dvp plan | head`: its reader has seen enough
         return 141
     except Exception as error:
         # Some libraries make an error of their own of a stop that comes while they are imported.
         if _stopped:
             return _say(f"{name}: {_stopped[-1]}", _stopped[-1].code)
-        if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that is not ours
+        if (trouble := disk_trouble(error)) is not None:
+            try:
+                sys.stdout.flush()
+            except OSError:  # it goes to that disk
+                _drop_output()
+            return _say(f"{name}: {trouble}", 2)
+        if isinstance(error, OSError) and error.filename is not None:  # a folder that is not ours
             return _say(f"{name}: {error.filename}: {error.strerror}", 2)
         traceback.print_exc()
         return _say(f"{name}: a bug, please report it with the lines above: {type(error).__name__}: {error}", 1)
     return 0
+
+
+def _drop_output() -> None:
+    """Have what is still buffered not fail at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(line: str, status: int) -> int:

@@ -1,8 +1,19 @@
 """The exceptions that a user sees as a single line."""
 
+import errno
+import os
+import re
 import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+WRITING = "writing "  # begins the note, on an exception, of what was being written
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
+# How libraries that make an error of their own of the system's say it: in its words, by its number, in SQLite's words.
+_SAID = {
+    code: re.compile(rf"(?i){re.escape(os.strerror(code))}|\b(?:errno|os error)\W{{0,2}}{code}\b")
+    for code in _OF_A_DISK
+} | {-errno.ENOSPC: re.compile("database or disk is full"), -errno.EIO: re.compile("disk I/O error")}
 
 
 class DvpError(Exception):
@@ -25,3 +36,30 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def disk_trouble(error: BaseException) -> str | None:
+    """What a disk refused, `PATH: No space left on device`, if an exception comes of that; PATH where it is known.
+
+    The exception may be of any class, and may have come of another one.
+    """
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:
+        chain.append(earlier)
+    reason = next(filter(None, map(_refused, chain)), None)
+    if reason is None:
+        return None
+    notes = [
+        note.removeprefix(WRITING)
+        for each in chain
+        for note in getattr(each, "__notes__", ())
+        if note.startswith(WRITING)
+    ]
+    files = [each.filename for each in chain if isinstance(each, OSError) and each.filename is not None]
+    return ": ".join([*map(str, [*notes, *files][:1]), reason])
+
+
+def _refused(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+        return os.strerror(error.errno)
+    return next((os.strerror(abs(code)) for code, said in _SAID.items() if said.search(str(error))), None)

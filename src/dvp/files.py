@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dvp.errors import DvpError
+from dvp.errors import WRITING, DvpError
 
 # By the words for it, what a value is expected to be; true and false are no numbers.
 _FITS: dict[str, Callable[[Any], bool]] = {
@@ -51,9 +52,11 @@ def sha256_json(value: object) -> str:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; move it to `path` only when the block ends without an exception.
 
-    The block creates a file or a directory there. A directory replaces an older one.
+    The block creates a file or a directory there. A directory replaces an older one. An exception is told `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f".{escape(path.name)}.*.old"):  # of a process that was killed between two renames
+        _remove(old) if path.exists() else os.replace(old, path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(temporary)
     try:
@@ -70,6 +73,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         else:
             os.replace(temporary, path)
         sync(path.parent)  # the rename itself
+    except Exception as error:
+        error.add_note(f"{WRITING}{path}")
+        raise
     finally:
         _remove(temporary)
 
@@ -95,6 +101,9 @@ def atomic_files(folder: Path) -> Iterator[Path]:
             if old.is_file() and old.name not in {file.name for file in made}:
                 old.unlink()
         sync(folder)
+    except Exception as error:
+        error.add_note(f"{WRITING}{folder}")
+        raise
     finally:
         _remove(temporary)
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dvp.errors import DvpError, Stopped
+from dvp.errors import DvpError, Stopped, disk_trouble
 from dvp.experiment.training import TrainingConfig
 from dvp.gpus import held
 
@@ -168,13 +168,13 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (Stopped, Exception) as error:
-        known = isinstance(error, Stopped | DvpError)
+        known = str(error) if isinstance(error, Stopped | DvpError) else disk_trouble(error)
         report = {
             "time": time.time(),
-            "bug": not known,
+            "bug": known is None,
             "signal": error.code - 128 if isinstance(error, Stopped) else None,
-            "message": str(error) if known else f"{type(error).__name__}: {error}",
-            "traceback": "" if known else traceback.format_exc(),
+            "message": f"{type(error).__name__}: {error}" if known is None else known,
+            "traceback": traceback.format_exc() if known is None else "",
         }
         sys.stderr.write(f"{REPORT}{json.dumps(report)}\n")  # at once: torchrun would cut a line that comes in parts
         sys.stderr.flush()

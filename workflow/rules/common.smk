@@ -21,12 +21,14 @@ except DvpError as error:
     raise WorkflowError(str(error)) from None
 
 # `dvp` is found in the environment that Snakemake itself runs in, activated or not. Slurm signals every process of a
-# job: the shell and `tee` must outlive `dvp`, which saves what it has and then leaves. `tee` ignores the signals, which
-# `dvp` would inherit from a shell that does; a handler it does not, so that a stop ends it from its first instruction on.
+# job: the shell and `tee` must outlive `dvp`, which saves what it has and then leaves. Signals that the shell ignored
+# `dvp` would inherit, but not a trap; so a stop ends it from its first instruction on. The trap is run when a pipeline
+# has ended, whose status then counts, or before one has begun: that is a stop, too.
 shell.prefix(
     "set -euo pipefail; "
     f"export PATH={quote(str(Path(sys.executable).parent))}:$PATH; "
-    "tee() ( trap '' TERM USR1; exec tee \"$@\" ); trap : TERM USR1; "
+    "tee() {{ trap '' TERM USR1; exec tee \"$@\"; }}; "
+    "trap 'test ${{#PIPESTATUS[@]}} = 2 || exit 143' TERM USR1; "
 )
 
 # Every experiment has the same rules, in a folder of its own; rules see it as a wildcard.

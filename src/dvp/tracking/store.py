@@ -10,12 +10,14 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote, unquote_plus
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from dvp.errors import DvpError
+from dvp.errors import DvpError, disk_trouble
 from dvp.files import sha256_file
 from dvp.tracking.names import POLICY, SCORES
 from dvp.tracking.record import KEY, OUTCOMES, STAGE, UPSTREAM, Record, key_of, points, read_records
@@ -33,6 +35,7 @@ USER = re.compile("://(?!/)(.*)@")
 QUERY = re.compile("[?&]([^?&=]*)=(?=([^&]*))")
 # In the name of a query's value that is not to be shown. Of odbc_connect it is a whole address, with its password.
 SECRET = ("pass", "pwd", "token", "secret", "key", "sig", "credential", "odbc_connect")
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 SHORT = 3  # characters of a secret that other words may hold, too
 LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 
@@ -54,7 +57,11 @@ def store_name(results: Path) -> str:
 def reason_of(error: Exception, results: Path) -> str:
     """One line of what went wrong with the store, without its address's secrets, as they were given or decoded."""
     uri = store_uri(results)
-    lines = (line for line in str(error).split("[SQL:")[0].splitlines() if not line.startswith("(raised as a result"))
+    lines = (
+        line
+        for line in re.split(r"\[SQL:|\(Background", str(error))[0].splitlines()
+        if not line.startswith("(raised as a result")
+    )
     text = " ".join(" ".join(lines).split()).replace(uri, store_name(results)) or type(error).__name__
     secrets = [uri[start:end] for start, end in _secrets(uri)]
     # A client that reads the address in another way takes a part of a password for a host or a port, and names that.
@@ -81,15 +88,11 @@ def create_store(results: Path, experiment: str, tags: dict[str, str] | None = N
     Called once before the stages: a store that cannot be used at all is the user's mistake.
     Raises DvpError if it cannot.
     """
-    try:
-        with _lock(results):
-            client = _client(results)
-            there = _experiment(client, results, experiment)
-            for name, value in (tags or {}).items():
-                if there.tags.get(name) != value:
-                    client.set_experiment_tag(there.experiment_id, name, value)
-    except Exception as error:  # MLflow's own, SQLAlchemy's, requests', a missing driver's
-        raise _unusable(error, results) from None
+    with _usable(results), _opened(results) as client:
+        there = _experiment(client, results, experiment)
+        for name, value in (tags or {}).items():
+            if there.tags.get(name) != value:
+                client.set_experiment_tag(there.experiment_id, name, value)
 
 
 def track(folder: Path, record: Record, rows: list[dict]) -> Counter:
@@ -97,11 +100,9 @@ def track(folder: Path, record: Record, rows: list[dict]) -> Counter:
 
     Raises DvpError if the store cannot be used.
     """
-    try:
+    with _usable(folder.parent):
         feed = Feed(folder, record)
         feed.update(record, rows)
-    except Exception as error:
-        raise _unusable(error, folder.parent) from None
     return feed.sent
 
 
@@ -110,7 +111,8 @@ def lineage(results: Path, key: str) -> dict[str, list[str]]:
 
     Raises DvpError if a linked run is not in the store.
     """
-    client = _client(results)
+    with _opened(results) as client:
+        pass
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs: dict[str, list[str]] = {}
     seen: set[str] = set()
@@ -142,8 +144,7 @@ class Feed:
         """folder : the experiment's own, that the record's paths are relative to."""
         self.sent: Counter = Counter()
         self._folder = folder
-        with _lock(folder.parent):  # what two processes look for at once, the store too, is created once
-            self._client = _client(folder.parent)
+        with _opened(folder.parent) as self._client:
             self._experiment = _experiment(self._client, folder.parent, record.experiment).experiment_id
             self._parent = self._parent_run(record.parent) if record.parent else None
             run = self._find_or_create(record)
@@ -346,8 +347,13 @@ class Feed:
         return models[0] if models else None
 
 
-def _client(results: Path):
-    """MLflow's client, impatient: its own defaults wait for a dead server for minutes, and keep a deleted file open."""
+@contextmanager
+def _opened(results: Path) -> Iterator:
+    """MLflow's client, while no other process creates what it creates: the store, an experiment, a run.
+
+    It is impatient: MLflow's own defaults wait for a dead server for minutes, and keep a deleted file open. Nobody else
+    waits for what does not answer.
+    """
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -356,21 +362,45 @@ def _client(results: Path):
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(name, value)
+    import sqlalchemy
     from mlflow.tracking import MlflowClient
 
-    results.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri=store_uri(results))
+    with _lock(results):  # what cannot be written is no fault of the store
+        pass
+    uri = store_uri(results)
+    if uri.startswith("http"):
+        MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    elif uri.startswith(DATABASES):  # MLflow would try for minutes to open it
+        engine = sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool)
+        if uri.startswith("sqlite") and engine.url.database:
+            Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+        sqlalchemy.inspect(engine)
+    with _lock(results):
+        yield MlflowClient(tracking_uri=uri)
 
 
-def _lock(results: Path) -> FileLock:
+@contextmanager
+def _lock(results: Path) -> Iterator[None]:
     """Several processes that create an SQLite store, or a run in any store, at the same moment would collide."""
-    results.mkdir(parents=True, exist_ok=True)
-    return FileLock(results / ".mlflow.lock", timeout=LOCK_SECONDS)
+    lock = FileLock(results / ".mlflow.lock", timeout=LOCK_SECONDS)
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        raise DvpError(f"{results}: results cannot be written there ({error.strerror})") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _experiment(client, results: Path, name: str):
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
+        if experiment.lifecycle_stage == "deleted":  # by somebody, in MLflow's pages; its name cannot be used again
+            client.restore_experiment(experiment.experiment_id)
         return experiment
     # A server has its own place for artifacts; a bare SQLite file would put them in the current folder.
     location = None
@@ -390,8 +420,20 @@ def _batches(items: list, size: int) -> list[list]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _unusable(error: Exception, results: Path) -> DvpError:
-    return DvpError(
-        f"MLflow store {store_name(results)}: cannot be used ({reason_of(error, results)}); "
-        "is MLFLOW_TRACKING_URI right?"
-    )
+@contextmanager
+def _usable(results: Path) -> Iterator[None]:
+    """Make a DvpError of what a store that cannot be used raises: MLflow, SQLAlchemy, requests, a missing driver."""
+    try:
+        yield
+    except DvpError:
+        raise
+    except Exception as error:
+        if disk_trouble(error):
+            remedy = ""
+        elif "MLFLOW_TRACKING_URI" in os.environ:
+            remedy = "; is MLFLOW_TRACKING_URI right?"
+        else:
+            remedy = "; MLFLOW_TRACKING_URI can name another store"
+        raise DvpError(
+            f"MLflow store {store_name(results)}: cannot be used ({reason_of(error, results)}){remedy}"
+        ) from None

@@ -1,6 +1,7 @@
 """`dvp` from outside: what its help says, and the one line with which it refuses bad input."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -230,6 +231,43 @@ def test_resolve_takes_no_path_for_an_experiment(refused, place):
     assert not (place / "bad").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (["plan"], "config/config.yaml: no such file"),
+        (
+            ["resolve", "--experiment", "smoke", "--folder", "x/smoke"],
+            "config/experiments/smoke.yaml: no such experiment",
+        ),
+        (["evidence", "--experiments", "grid=x", "--output", "y"], "config/claims.yaml: no such file"),
+        (["bias", "--model", "x", "--engine", "fp32"], "config/experiments/estimator_bias.yaml: no such experiment"),
+    ],
+)
+def test_a_verb_that_reads_config_says_where_it_is_to_be_run(arguments, file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    line = f"dvp {arguments[0]}: {file}; run this in the repository's root, which has config/\n"
+    assert capsys.readouterr().err == line
+    assert not list(tmp_path.iterdir())
+
+
+# --- a terminal without ρ ---
+
+
+def test_a_terminal_without_greek_shows_something_else(place):
+    """As with LC_ALL=de_DE.ISO-8859-1, where that locale is installed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dvp.cli", "plan", "--config", "experiment=tiny"],
+        cwd=place,
+        check=False,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"PYTHONIOENCODING": "iso-8859-1"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "for each ?" in done.stdout.decode("iso-8859-1")
+
+
 # --- dvp plan ---
 
 
@@ -438,6 +476,16 @@ def test_a_signal_while_the_store_is_closed_is_no_traceback(monkeypatch, caplog)
     with suppress(Stopped), engine.connect():
         pass
     assert not caplog.records
+
+
+def test_an_overflow_is_seen_and_a_librarys_chatter_is_not():
+    """The one that vLLM causes whenever it is imported."""
+    program = (
+        "import numpy, torch.distributed; from dvp.cli import quiet; quiet(); "
+        "torch.distributed.reduce_op.SUM; numpy.float32(1e38) * numpy.float32(10)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.splitlines() == ["<string>:1: RuntimeWarning: overflow encountered in scalar multiply"]
 
 
 DROPPED = """

@@ -486,7 +486,6 @@ def quiet() -> None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "CRITICAL",
-        "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
@@ -497,7 +496,8 @@ def quiet() -> None:
     for key, value in defaults.items():
         if value:
             os.environ.setdefault(key, value)
-    warnings.filterwarnings("ignore")
+    # By name: what numpy says of an overflow, for one, is to be seen.
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # It would log, with a traceback, that a signal came while the tracking store was closed.

@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> dict:
     try:
         value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
-        raise DvpError(f"{path}: no such file") from None
+        raise DvpError(f"{path}: no such file{_elsewhere(path)}") from None
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
@@ -85,6 +85,14 @@ def read_yaml(path: Path) -> dict:
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a mapping of keys to values")
     return value
+
+
+def _elsewhere(path: Path) -> str:
+    """What to add to the error of a file that is missing, if another folder than the repository's root is current."""
+    root = path.parts[0]
+    return (
+        "" if path.is_absolute() or Path(root).is_dir() else f"; run this in the repository's root, which has {root}/"
+    )
 
 
 def parse_experiment(value: dict, where: Path, elsewhere: dict[tuple[str, str], Path] | None = None) -> Experiment:
@@ -175,9 +183,7 @@ def _path(name: Any, config: Path) -> Path:
     path = config / "experiments" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in (config / "experiments").glob("*.yaml")))
-        raise DvpError(
-            f"{path}: no such experiment; " + (f"known are {known}" if known else "is this the repository's root?")
-        )
+        raise DvpError(f"{path}: no such experiment{f'; known are {known}' if known else _elsewhere(path)}")
     return path
 
 

@@ -291,6 +291,24 @@ def test_plan_prints_and_writes_nothing(place):
     assert files() == before
 
 
+def test_results_that_cannot_be_written_can_be_planned(place):
+    """Those of somebody else, or archived ones."""
+    results = place / "protected"
+    results.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", results], check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        model = results / "smoke/models/method~rloo/engine~fp32/rho~none/seed~0/config.json"
+        model.parent.mkdir(parents=True)
+        model.write_text("{}")
+        subprocess.run(["mount", "-o", "remount,ro", results], check=True)
+        plan = [sys.executable, "-m", "dvp.cli", "plan", "--config", "experiment=smoke", f"results={results}"]
+        done = subprocess.run(plan, cwd=place, check=False, capture_output=True, text=True, timeout=120)
+    finally:
+        subprocess.run(["umount", results], check=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_plan_that_nobody_reads_to_its_end_is_no_bug(place):
     plan = [sys.executable, "-m", "dvp.cli", "plan", "--config", "experiment=smoke"]
     with subprocess.Popen(plan, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -12,6 +12,7 @@ import yte
 from snakemake.cli import parse_set_resources
 
 from dvp.experiment.loading import load_experiment, read_yaml
+from dvp.files import sha256_file, write_json
 from dvp.planning.costs import Model
 
 pytestmark = pytest.mark.slow
@@ -189,6 +190,20 @@ def test_the_slurm_profile_is_found_by_its_name(snakemake):
     assert re.search(r"^total +15$", out, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("variables", "arguments", "limited"),
+    [({}, [], True), ({}, ["--profile", "slurm"], False), ({"SNAKEMAKE_PROFILE": "slurm"}, [], False)],
+)
+def test_a_clusters_jobs_have_more_cores_than_this_machine(variables, arguments, limited, monkeypatch):
+    """However its profile is asked for."""
+    monkeypatch.delenv("SNAKEMAKE_PROFILE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["snakemake", *arguments])
+    with open(ROOT / "profiles/default/config.yaml", encoding="utf-8") as file:
+        assert ("cores" in yte.process_yaml(file, require_use_yte=True)) is limited
+
+
 def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
     """It goes on from the last checkpoint. A preflight asks for what training does; other stages for more each time."""
     with open(ROOT / "slurm/config.yaml", encoding="utf-8") as file:
@@ -281,6 +296,31 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
         "method~rloo/engine~fp32/rho~none/group_size~2/seed~0",
     }
     assert "--measurement method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0" in out
+
+
+def test_a_file_of_problems_is_read_again_for_its_content_alone(snakemake, place, request):
+    """Not for its age, which a copy or a wrong clock changes; one from the future is refused at the start."""
+    rows = place / "rows.jsonl"
+    rows.write_text('{"q": "1 + 1?", "a": "2"}\n')
+    columns = "{problem: q, answer: a}"
+    source = f"sources: {{rows: {{kind: file, path: rows.jsonl, columns: {columns}}}}}"
+    extended = place / "config/experiments/of_rows.yaml"
+    extended.write_text(f"name: of_rows\nextends: smoke\n{source}\ndata: {{train: rows, held_out: 1}}\n")
+    request.addfinalizer(extended.unlink)
+    data = place / "there/of_rows/data"
+    arguments = (f"there/of_rows/{data.name}/manifest.json", "--config", "experiment=of_rows", "results=there")
+    os.utime(rows, (3e9, 3e9))
+    status, out, errors = snakemake("--cores", "1", *arguments)
+    assert status == 1
+    assert [line for line in (out + errors).splitlines() if line.startswith("rows.jsonl: dated 2065-01-24 ")]
+    assert not data.exists()
+    data.mkdir(parents=True)
+    for name in ("train.parquet", "eval.parquet", "manifest.json"):
+        write_json(data / name, {"sources": {"rows": {"description": {"sha256": sha256_file(rows)}}}})
+    request.addfinalizer(lambda: shutil.rmtree(place / "there"))
+    assert "Nothing to be done" in "".join(snakemake("-n", *arguments)[1:])
+    rows.write_text('{"q": "1 + 2?", "a": "3"}\n')
+    assert "preparing problems" in "".join(snakemake("-n", *arguments)[1:])
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 import sys
+import time
 from contextlib import ExitStack
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -13,6 +15,7 @@ from dvp.experiment.loading import check_settings, load_experiment, write_resolv
 from dvp.errors import DvpError
 from dvp.files import only_writer
 from dvp.tools import make_tool
+from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
 
 try:
@@ -53,9 +56,12 @@ HUGGING_FACE = (
 @cache
 def experiment(name):
     try:
-        return load_experiment(name)
+        found = load_experiment(name)
     except DvpError as error:
         raise WorkflowError(str(error)) from None
+    if workflow.is_main_process:
+        restore_order(Path(RESULTS.format(experiment=name)))
+    return found
 
 
 # The one that is asked for, now: a mistake in it is told before anything else.
@@ -75,6 +81,12 @@ def begin():
     todo = {}
     for job in workflow.dag.needrun_jobs():
         todo.setdefault(job.wildcards_dict.get("experiment"), set()).add(job.rule.name)
+        for file in map(Path, job.input):
+            if file.exists() and file.stat().st_mtime > time.time() + SKEW:
+                raise WorkflowError(
+                    f"{file}: dated {datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M}, in the future; "
+                    "what is made from it would seem to be older: `touch` it, or is this machine's clock wrong?"
+                )
     try:
         if "evidence" in todo.pop(None, ()):
             load_file().check_keys(config["evidence"])
@@ -91,6 +103,7 @@ def begin():
 
 
 HELD = ExitStack()
+SKEW = 5  # seconds that the clocks of machines may differ by
 
 
 def rehearse_first(dag):
@@ -251,13 +264,18 @@ def preflight_files(wildcards):
 
 
 def local_files(wildcards):
-    """Problems that come from files of this machine: when one changes, everything runs again."""
+    """Problems that come from files of this machine: when the content of one changes, everything runs again."""
     asked = experiment(wildcards.experiment)
+    manifest = Path(RESULTS.format(experiment=asked.name), "data", "manifest.json")
     names = dict.fromkeys([asked.data.train, *asked.data.evaluation])
-    return [
-        str(asked.sources[name].path)
+    files = {
+        name: asked.sources[name].path
         for name in names
         if asked.sources[name].kind == "file"
+    }
+    return [
+        ancient(str(file)) if was_read(file, name, manifest) else str(file)
+        for name, file in files.items()
     ]
 
 

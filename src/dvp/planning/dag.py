@@ -40,6 +40,9 @@ def read_jobs(settings: dict[str, str], snakefile: Path = Path("Snakefile")) -> 
     from snakemake.logging import logger
     from snakemake.settings.types import ConfigSettings, DAGSettings, OutputSettings, ResourceSettings
 
+    # What is there already makes no difference, but Snakemake would refuse to write to what is write-protected.
+    folder = Path(settings["results"]) / "no such folder" / settings["experiment"]
+    settings = settings | {"results": str(folder.parent)}
     events = _Events()
     output = StringIO()
     with redirect_stdout(output), redirect_stderr(output), SnakemakeApi(OutputSettings(dryrun=True)) as api:
@@ -54,7 +57,6 @@ def read_jobs(settings: dict[str, str], snakefile: Path = Path("Snakefile")) -> 
             dag.execute_workflow(pseudo_executor="dryrun")
         except Exception as error:
             raise DvpError(f"{snakefile}: {' '.join(str(error).split()) or type(error).__name__}") from None
-    folder = Path(settings["results"]) / settings["experiment"]
     return _ordered([event for event in events.jobs if event.rule_name not in WITHOUT_COST], folder)
 
 

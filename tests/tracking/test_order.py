@@ -8,12 +8,17 @@ import pytest
 
 from dvp.files import sha256_file, write_json
 from dvp.tracking.order import restore_order, was_read
-from dvp.tracking.record import KEY, UPSTREAM, Record, write_record
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
-FILES = {"prepare": "data/manifest.json", "base": "base/manifest.json", "train": f"runs/{RUN}/train.json"}
-READ = {"prepare": [], "base": ["prepare"], "train": ["prepare", "base"]}
-BENCHMARKS = {"prepare": "prepare", "base": "base", "train": f"train/{RUN}"}
+FILES = {
+    "prepare": "data/manifest.json",
+    "preflight": "preflight/engine~x/preflight.json",
+    "base": "base/manifest.json",
+    "train": f"runs/{RUN}/train.json",
+}
+READ = {"prepare": [], "preflight": [], "base": ["prepare"], "train": ["prepare", "base"]}
+BENCHMARKS = {"prepare": "prepare", "preflight": "preflight/x", "base": "base", "train": f"train/{RUN}"}
 
 
 def make(folder: Path, stage: str, started: int, ended: int) -> None:
@@ -21,7 +26,7 @@ def make(folder: Path, stage: str, started: int, ended: int) -> None:
     result = folder / FILES[stage]
     write_json(result.with_name("weights.json"), {"of": stage})
     write_json(result, {KEY: stage, "files": {"weights.json": sha256_file(result.with_name("weights.json"))}})
-    tags = {KEY: stage} | {f"{UPSTREAM}{other}": other for other in READ[stage]}
+    tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in READ[stage]}
     record = Record(experiment="e", name=stage, tags=tags, status="FINISHED", started=started, ended=ended)
     write_record(folder / f"tracking/{stage}.json", record)
     benchmark = folder / f"benchmarks/{BENCHMARKS[stage]}.tsv"
@@ -46,35 +51,35 @@ def set_ages(folder: Path, **seconds: float) -> None:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """Results of three stages, the last of which is the oldest by its files."""
-    for stage, started, ended in (("prepare", 0, 1), ("base", 1, 2), ("train", 2, 3)):
+    """Results of four stages, the last of which is the oldest by its files."""
+    for stage, started, ended in (("prepare", 0, 1), ("base", 1, 2), ("preflight", 2, 3), ("train", 3, 4)):
         make(tmp_path, stage, started, ended)
-    set_ages(tmp_path, prepare=3000, base=2000, train=1000)
+    set_ages(tmp_path, prepare=3000, base=2000, preflight=4000, train=1000)
     return tmp_path
 
 
 def test_a_copy_is_in_the_order_in_which_it_was_made(copy):
     restore_order(copy)
-    assert ages(copy) == {stage: [3000] * 3 for stage in FILES}
+    assert ages(copy) == {stage: [age] * 3 for stage, age in zip(FILES, (3000, 4000, 3000, 4000), strict=True)}
 
 
 def test_what_is_in_order_is_left_alone(copy):
-    set_ages(copy, prepare=1000, base=1000, train=2000)
+    set_ages(copy, prepare=1000, base=1000, preflight=1000, train=2000)
     before = ages(copy)
     restore_order(copy)
     assert ages(copy) == before
 
 
 def test_no_file_is_from_the_future(copy):
-    set_ages(copy, prepare=2e10, base=2e10, train=3e10)
+    set_ages(copy, prepare=2e10, base=2e10, preflight=1e10, train=3e10)
     restore_order(copy)
     assert all(1e9 < age <= time.time() for of_stage in ages(copy).values() for age in of_stage)
 
 
 def test_what_was_made_again_is_newer_than_what_read_the_old_one(copy):
     """The base model, with the same settings; then Snakemake was killed."""
-    make(copy, "base", 4, 5)
-    set_ages(copy, prepare=500, base=2000, train=1000)
+    make(copy, "base", 5, 6)
+    set_ages(copy, prepare=500, base=2000, preflight=500, train=1000)
     before = ages(copy)
     restore_order(copy)
     assert ages(copy) == before

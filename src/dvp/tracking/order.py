@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dvp.errors import DvpError
 from dvp.experiment.folder import RESULTS
 from dvp.files import read_json, sha256_file, verify_checksums
-from dvp.tracking.record import KEY, UPSTREAM, read_records
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, read_records
 
 
 def restore_order(folder: Path) -> None:
@@ -22,16 +22,18 @@ def restore_order(folder: Path) -> None:
     so, was altered, or cannot be changed, is left as it is, for Snakemake to judge. Reports, which take seconds, too.
     """
     with contextlib.suppress(DvpError, OSError):
-        records = {record.key: record for record in read_records(folder) if record.status == "FINISHED"}
         made = _made(folder)
+        finished = (record for record in read_records(folder) if record.status == "FINISHED")
+        records = {record.key: record for record in finished if record.key in made}
         now = time.time_ns()
         for record in records.values():  # what is read comes before what reads it
             of_tags = [value.split() for name, value in record.tags.items() if name.startswith(UPSTREAM)]
             read = [key for keys in of_tags for key in keys]
-            if not made.keys() & records.keys() >= {record.key, *read} or any(
-                records[key].ended > record.started for key in read
-            ):
+            if not records.keys() >= {*read} or any(records[key].ended > record.started for key in read):
                 continue
+            if record.tags.get(STAGE) == "train":  # which waits for a preflight, and reads nothing of it
+                preflights = [key for key, other in records.items() if other.tags.get(STAGE) == "preflight"]
+                read += [key for key in preflights if records[key].ended <= record.started]
             newest = max((_age(file) for key in read for file in made[key].all), default=0)
             late = [file for file in made[record.key].all if not newest <= _age(file) <= now]
             if late:
@@ -67,11 +69,12 @@ def _made(folder: Path) -> dict[str, _Made]:
         parts = Path(pattern).parts
         for result in folder.glob(f"{parts[0]}/**/{parts[-1]}") if stage != "report" else ():
             with contextlib.suppress(DvpError):  # a file of no use is of no stage
-                content, name = read_json(result, KEY, "files"), result.relative_to(folder).as_posix()
+                content, name = read_json(result, KEY), result.relative_to(folder).as_posix()
                 of = name[len(before) : len(name) - len(after)]
                 benchmark = folder / "benchmarks" / f"{stage}/{of}.tsv".replace("/.tsv", ".tsv")
-                every = [result, *(result.parent / file for file in content["files"])]
-                made[content[KEY]] = _Made(result.parent, content["files"], every + [benchmark] * benchmark.is_file())
+                files = content.get("files", {})
+                every = [result, *(result.parent / file for file in files)]
+                made[content[KEY]] = _Made(result.parent, files, every + [benchmark] * benchmark.is_file())
     return made
 
 

@@ -119,6 +119,24 @@ def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
     assert names(tmp_path) == ["model", "model/a"]
 
 
+def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_path):
+    """The old one had stepped aside; it is there again, also if the new attempt fails."""
+    _fill(tmp_path, "old", ".model.123.old/a", ".other.123.old/a")
+
+    def interrupted() -> None:
+        with atomic_path(tmp_path / "model"):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError) as raised:
+        interrupted()
+    assert raised.value.__notes__ == [f"writing {tmp_path}/model"]
+    assert names(tmp_path) == [".other.123.old", ".other.123.old/a", "model", "model/a"]
+    _fill(tmp_path, "older", ".model.124.old/a")
+    with atomic_path(tmp_path / "model") as temporary:
+        _fill(temporary, "x", "b")
+    assert names(tmp_path) == [".other.123.old", ".other.123.old/a", "model", "model/b"]
+
+
 # --- JSON ---
 
 

@@ -215,6 +215,7 @@ def test_the_error_that_came_first_is_raised_and_no_other():
     stopped = known | {"time": 0.5, "signal": 15, "message": "stopped after step 3"}
     killed = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -9 (pid: 7)\n"]
     aborted = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -6 (pid: 7)\n"]
+    told = ["  rank      : 1 (local_rank: 1)\n", "  exitcode  : -15 (pid: 7)\n"]
     for reports, others, kind, message in (
         ([stopped, bug, known], killed, DvpError, "^no room$"),
         ([stopped, bug], killed, DvpError, r"^rank 1 was ended by SIGKILL \(Killed\)"),
@@ -222,7 +223,10 @@ def test_the_error_that_came_first_is_raised_and_no_other():
         ([stopped | {"time": 3.0}, bug], [], RuntimeError, "^rank 0: RuntimeError: lost rank 1$"),
         ([bug], killed, DvpError, r"^rank 1 was ended by SIGKILL \(Killed\)"),
         ([bug], aborted, RuntimeError, "^rank 0: RuntimeError: lost rank 1$"),
-        ([], aborted, DvpError, "^rank 1 was ended by SIGABRT"),
+        ([], aborted, DvpError, r"^rank 1 was ended by SIGABRT \(Aborted\)$"),
+        ([], killed, DvpError, "was there too little memory"),
+        ([], told, Stopped, "^stopped by SIGTERM; run again to go on$"),
+        ([], [*told, *aborted], DvpError, "^rank 1 was ended by"),
         ([], ["srun: error: Unable to create step\n"], DvpError, "^srun: error: Unable to create step$"),
         ([], [], RuntimeError, "without a word"),
     ):

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dvp.errors import DvpError, Stopped, disk_trouble
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
 from dvp.experiment.training import TrainingConfig
 from dvp.gpus import held
 
@@ -207,12 +207,14 @@ def _raise(reports: list[dict], others: list[str]) -> None:
     if errors:
         raise DvpError(min(errors, key=lambda report: report["time"])["message"])
     text = "".join(others)
-    ended = [(rank, signal.Signals(-int(code))) for rank, code in ENDED.findall(text) if code.startswith("-")]
+    codes = ENDED.findall(text)
+    ended = [(rank, signal.Signals(-int(code))) for rank, code in codes if code.startswith("-")]
+    if codes and not reports and all(-int(code) in STOP_SIGNALS for _, code in codes):  # before they could say so
+        raise Stopped(f"stopped by {ended[0][1].name}; run again to go on", ended[0][1])
     for rank, number in ended:
         if not consequences or number in NOT_FROM_OTHERS:
-            raise DvpError(
-                f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}); was there too little memory?"
-            )
+            remedy = "; was there too little memory?" if number == signal.SIGKILL else ""
+            raise DvpError(f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}){remedy}")
     if consequences:
         first = min(consequences, key=lambda report: report["time"])
         if first["signal"] is not None:

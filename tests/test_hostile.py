@@ -98,7 +98,9 @@ def test_shell_metacharacters_in_an_experiment_are_text(tmp_path, root):
         shutil.copytree(root / name, tmp_path / name)
     shutil.copy(root / "Snakefile", tmp_path)
     rows = tmp_path / "$(touch HACKED); `touch HACKED` & 'x' \"y\".jsonl"
-    problems = [f"{word} `touch HACKED` $(touch HACKED) ; touch HACKED" for word in ("one", "two", "three", "four", "five")]
+    problems = [
+        f"{word} `touch HACKED` $(touch HACKED) ; touch HACKED" for word in ("one", "two", "three", "four", "five")
+    ]
     rows.write_text("".join(json.dumps({"q": problem, "a": "7"}) + "\n" for problem in problems))
     file = tmp_path / "config/experiments/smoke.yaml"
     value = yaml.safe_load(file.read_text())

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import yte
 from snakemake.cli import parse_set_resources
 
 from dvp.experiment.loading import load_experiment, read_yaml
-from dvp.files import sha256_file, write_json
 from dvp.planning.costs import Model
 
 pytestmark = pytest.mark.slow
@@ -301,26 +301,30 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
 def test_a_file_of_problems_is_read_again_for_its_content_alone(snakemake, place, request):
     """Not for its age, which a copy or a wrong clock changes; one from the future is refused at the start."""
     rows = place / "rows.jsonl"
-    rows.write_text('{"q": "1 + 1?", "a": "2"}\n')
+
+    def write(first: int, age: float) -> None:
+        lines = [f'{{"q": "What is {number} + 1?", "a": "{number + 1}"}}\n' for number in range(first, first + 20)]
+        rows.write_text("".join(lines))
+        os.utime(rows, (age, age))
+
     columns = "{problem: q, answer: a}"
     source = f"sources: {{rows: {{kind: file, path: rows.jsonl, columns: {columns}}}}}"
     extended = place / "config/experiments/of_rows.yaml"
     extended.write_text(f"name: of_rows\nextends: smoke\n{source}\ndata: {{train: rows, held_out: 1}}\n")
     request.addfinalizer(extended.unlink)
-    data = place / "there/of_rows/data"
-    arguments = (f"there/of_rows/{data.name}/manifest.json", "--config", "experiment=of_rows", "results=there")
-    os.utime(rows, (3e9, 3e9))
+    request.addfinalizer(lambda: shutil.rmtree(place / "there", ignore_errors=True))
+    arguments = ("there/of_rows/data/manifest.json", "--config", "experiment=of_rows", "results=there")
+    write(1, age=3e9)
     status, out, errors = snakemake("--cores", "1", *arguments)
     assert status == 1
     assert [line for line in (out + errors).splitlines() if line.startswith("rows.jsonl: dated 2065-01-24 ")]
-    assert not data.exists()
-    data.mkdir(parents=True)
-    for name in ("train.parquet", "eval.parquet", "manifest.json"):
-        write_json(data / name, {"sources": {"rows": {"description": {"sha256": sha256_file(rows)}}}})
-    request.addfinalizer(lambda: shutil.rmtree(place / "there"))
-    assert "Nothing to be done" in "".join(snakemake("-n", *arguments)[1:])
-    rows.write_text('{"q": "1 + 2?", "a": "3"}\n')
-    assert "preparing problems" in "".join(snakemake("-n", *arguments)[1:])
+    assert not (place / "there/of_rows/data").exists()
+    write(1, age=time.time())
+    status, out, errors = snakemake("--cores", "1", *arguments)
+    assert status == 0, out + errors
+    for first, age, made_again in ((1, time.time() + 1, False), (2, time.time() + 1, True), (2, 1e9, True)):
+        write(first, age)
+        assert ("preparing problems" in "".join(snakemake("-n", *arguments)[1:])) == made_again
 
 
 @pytest.fixture

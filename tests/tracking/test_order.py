@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dvp.files import sha256_file, write_json
-from dvp.tracking.order import restore_order, was_read
+from dvp.tracking.order import restore_order
 from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
@@ -92,15 +92,3 @@ def test_what_was_altered_is_left_to_snakemake(copy, altered):
     before = ages(copy)
     restore_order(copy)
     assert ages(copy) == before
-
-
-def test_a_file_of_problems_is_new_by_its_content(tmp_path):
-    file, manifest = tmp_path / "rows.jsonl", tmp_path / "manifest.json"
-    file.write_text("one")
-    write_json(manifest, {"sources": {"rows": {"description": {"sha256": sha256_file(file)}}}})
-    os.utime(file, (3e9, 3e9))
-    assert was_read(file, "rows", manifest)
-    assert not was_read(file, "other", manifest)
-    file.write_text("two")
-    os.utime(file, (3e9, 3e9))
-    assert not was_read(file, "rows", manifest)

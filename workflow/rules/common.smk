@@ -13,7 +13,7 @@ from dvp.analysis.parts import parts
 from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
-from dvp.files import only_writer
+from dvp.files import only_writer, sha256_file
 from dvp.tools import make_tool
 from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
@@ -263,20 +263,38 @@ def preflight_files(wildcards):
     )
 
 
-def local_files(wildcards):
-    """Problems that come from files of this machine: when the content of one changes, everything runs again."""
-    asked = experiment(wildcards.experiment)
-    manifest = Path(RESULTS.format(experiment=asked.name), "data", "manifest.json")
-    names = dict.fromkeys([asked.data.train, *asked.data.evaluation])
-    files = {
-        name: asked.sources[name].path
-        for name in names
-        if asked.sources[name].kind == "file"
+@cache
+def local_sources(name):
+    """By source, the files of this machine that problems come from, and their checksums."""
+    asked = experiment(name)
+    used = {
+        source: asked.sources[source]
+        for source in (asked.data.train, *asked.data.evaluation)
     }
+    return {
+        source: (of.path, sha256_file(of.path))
+        for source, of in used.items()
+        if of.kind == "file"
+    }
+
+
+def local_files(wildcards):
+    """The files of this machine that problems come from; one that is newer runs nothing again if it says the same."""
+    manifest = Path(
+        RESULTS.format(experiment=wildcards.experiment), "data", "manifest.json"
+    )
     return [
-        ancient(str(file)) if was_read(file, name, manifest) else str(file)
-        for name, file in files.items()
+        ancient(str(file)) if was_read(source, digest, manifest) else str(file)
+        for source, (file, digest) in local_sources(wildcards.experiment).items()
     ]
+
+
+def local_contents(wildcards):
+    """Their checksums: one that says something else, though it is older, is read again."""
+    return {
+        source: digest
+        for source, (_, digest) in local_sources(wildcards.experiment).items()
+    }
 
 
 def outputs(stage, name, evaluated="as all"):

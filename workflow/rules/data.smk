@@ -11,6 +11,7 @@ rule prepare:
         config=RESOLVED,
         config_hash=config_hash("prepare"),
         version=STAGE_VERSIONS["prepare"],
+        contents=local_contents,
     message:
         "preparing problems"
     shell:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import RESULTS
-from dvp.files import read_json, sha256_file, verify_checksums
+from dvp.files import read_json, verify_checksums
 from dvp.tracking.record import KEY, STAGE, UPSTREAM, read_records
 
 
@@ -43,11 +43,10 @@ def restore_order(folder: Path) -> None:
                 os.utime(file, ns=(now, max(newest, min(_age(file), now))), follow_symlinks=False)
 
 
-def was_read(file: Path, source: str, manifest: Path) -> bool:
-    """Whether `dvp prepare`, which wrote the manifest, has read a source's file as it is, though that is newer now."""
-    with contextlib.suppress(DvpError, OSError, LookupError, TypeError):
-        recorded = read_json(manifest)["sources"][source]["description"]["sha256"]
-        return _age(file) > _age(manifest) and sha256_file(file) == recorded
+def was_read(source: str, digest: str, manifest: Path) -> bool:
+    """Whether `dvp prepare`, which wrote the manifest, has read a source's file with this SHA-256."""
+    with contextlib.suppress(DvpError, LookupError, TypeError):
+        return read_json(manifest)["sources"][source]["description"]["sha256"] == digest
     return False
 
 

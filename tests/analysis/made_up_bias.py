@@ -6,7 +6,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dvp.core.estimator_bias import (
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement
+from dvp.experiment.loading import load_experiment, parse_experiment
+from dvp.files import sha256_file, write_json
+from dvp.measurement.estimator_bias import (
     STATISTICS,
     VARIANCE_STATISTICS,
     Jackknifed,
@@ -14,11 +18,7 @@ from dvp.core.estimator_bias import (
     gradient_variance,
     inner_products,
 )
-from dvp.core.paired_bias import paired_squared_bias
-from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Measurement
-from dvp.experiment.loading import load_experiment, parse_experiment
-from dvp.files import sha256_file, write_json
+from dvp.measurement.paired_bias import paired_squared_bias
 
 CONFIG = Path(__file__).parents[2] / "config"
 LENGTH = 30

@@ -16,12 +16,12 @@ from dvp.analysis.load import load_mismatch
 from dvp.analysis.mismatch import Density, Group, magnitude
 from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.report import make
-from dvp.core.vocabulary_mismatch import D_EDGES, histogram
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 from dvp.files import read_json, sha256_file, write_json
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.mismatch_files import TABLES
+from dvp.measurement.vocabulary_mismatch import D_EDGES, histogram
 from noisy_engine import NoisyEngine
 
 pytestmark = pytest.mark.slow

@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dvp.core.diagnostics import (
-    literal_bound,
     mismatch_metrics,
-    overlap,
     pruned_mass_metrics,
     self_noise,
-    sharp_bounds,
     tail_mismatch,
 )
-from dvp.errors import DvpError
 
 
 @settings(max_examples=60)
@@ -176,92 +172,3 @@ def test_pruned_mass_against_loops(mass, mask):
 def test_no_tokens_have_no_pruned_mass(shape):
     metrics = pruned_mass_metrics(torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool))
     assert list(metrics.values()) == [0.0] * 4
-
-
-masks = hnp.arrays(np.bool_, (3, 6)).map(lambda mask: mask | (np.arange(6) == 2))
-
-
-@settings(max_examples=50)
-@given(masks, masks)
-def test_overlap_against_sets(train, infer):
-    jaccard, infer_in_train, train_in_infer = [], [], []
-    for row in range(3):
-        a, b = set(np.flatnonzero(train[row])), set(np.flatnonzero(infer[row]))
-        jaccard.append(len(a & b) / len(a | b))
-        infer_in_train.append(len(a & b) / len(b))
-        train_in_infer.append(len(a & b) / len(a))
-    assert overlap(torch.tensor(train), torch.tensor(infer)) == pytest.approx(
-        {
-            "jaccard": np.mean(jaccard),
-            "infer_in_train": np.mean(infer_in_train),
-            "train_in_infer": np.mean(train_in_infer),
-            "safe_size_train": train.sum() / 3,
-            "safe_size_infer": infer.sum() / 3,
-        }
-    )
-
-
-def test_overlap_tells_which_side_lacks_what():
-    train, infer = torch.tensor([[True, True, True, True]]), torch.tensor([[True, False, False, False]])
-    metrics = overlap(train, infer)
-    assert (metrics["infer_in_train"], metrics["train_in_infer"], metrics["jaccard"]) == (1.0, 0.25, 0.25)
-
-
-@pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((0, 3), (0, 3))])
-def test_overlap_needs_the_same_states(shapes):
-    with pytest.raises(DvpError, match="overlap"):
-        overlap(*(torch.ones(shape, dtype=torch.bool) for shape in shapes))
-
-
-# Bounds
-
-
-def perturbed(logits, epsilon):
-    """log p, log q in float64 numpy."""
-    log_p = logits - np.log(np.exp(logits).sum())
-    noisy = logits + epsilon
-    return log_p, noisy - np.log(np.exp(noisy).sum())
-
-
-@settings(max_examples=200)
-@given(
-    hnp.arrays(np.float64, 6, elements=st.floats(-8, 8)),
-    hnp.arrays(np.float64, 6, elements=st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0]))),
-    st.floats(1e-4, 4.0),
-)
-def test_bounds_on_the_log_ratio(logits, direction, scale):
-    """docs/method.md, Theory 2: the sharp pair always, the literal bound on the side q > p."""
-    epsilon_max = scale * np.abs(direction).max()
-    log_p, log_q = perturbed(logits, scale * direction)
-    log_ratio, p = log_p - log_q, torch.tensor(np.exp(log_p))
-    lower, upper = (bound.numpy() for bound in sharp_bounds(p, epsilon_max))
-    assert (lower - 1e-12 <= log_ratio).all()
-    assert (log_ratio <= upper + 1e-12).all()
-    overrated = log_ratio < 0
-    assert (np.abs(log_ratio) <= literal_bound(p, epsilon_max).numpy() + 1e-12)[overrated].all()
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_sharp_bounds_are_attained(sign):
-    logits = np.array([1.0, 0.0, -2.0])
-    log_p, log_q = perturbed(logits, 0.3 * sign * np.array([1, -1, -1]))
-    lower, upper = sharp_bounds(torch.tensor(np.exp(log_p)), 0.3)
-    assert log_p[0] - log_q[0] == pytest.approx((lower if sign == 1 else upper)[0].item(), rel=1e-12)
-
-
-def test_the_literal_bound_fails_where_the_engine_underrates():
-    log_p, log_q = perturbed(np.zeros(2), np.array([-0.1, 0.1]))
-    log_ratio = log_p[0] - log_q[0]
-    assert log_ratio == pytest.approx(0.10499, abs=1e-5)
-    assert log_ratio > literal_bound(torch.tensor(0.5), 0.1).item() == pytest.approx(0.1)
-
-
-def test_a_certain_token_cannot_be_mismatched():
-    lower, upper = sharp_bounds(torch.ones(1), 5.0)
-    assert lower.item() == upper.item() == literal_bound(torch.ones(1), 5.0).item() == 0.0
-
-
-@pytest.mark.parametrize("epsilon", [-1e-9, 351.0, math.nan])
-def test_epsilon_max_outside_its_range(epsilon):
-    with pytest.raises(DvpError, match="epsilon_max"):
-        sharp_bounds(torch.ones(1), epsilon)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
-from dvp.core.estimator_bias import gradient_variance
+from dvp.measurement.estimator_bias import gradient_variance
 
 SEEDS = range(4)
 END = 0

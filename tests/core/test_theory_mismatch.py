@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dvp.core.diagnostics import literal_bound, sharp_bounds
+from dvp.measurement.vocabulary_mismatch import literal_bound, sharp_bounds
 
 LOGITS = hnp.arrays(np.float64, 5, elements=st.floats(-12, 12))
 EPSILON_MAX = st.floats(1e-3, 3)

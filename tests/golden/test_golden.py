@@ -32,8 +32,6 @@ from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
 from dvp.analysis.report import make
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch, Rollout
-from dvp.core.estimator_bias import estimator_bias
-from dvp.core.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.generators import GENERATORS
 from dvp.data.prepare import prepare
@@ -44,8 +42,10 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
 from dvp.files import sha256_json
 from dvp.measurement.bias import _fill
+from dvp.measurement.estimator_bias import estimator_bias
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
+from dvp.measurement.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop

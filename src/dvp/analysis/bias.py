@@ -15,9 +15,9 @@ from dvp.analysis.points import policy_label, unpruned
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
-from dvp.core.paired_bias import PAIRED, SMALLEST_ESS
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.measurement.paired_bias import PAIRED, SMALLEST_ESS
 
 NORMAL_95 = 1.959964
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
@@ -29,9 +29,10 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     NAME_change is against the same correction without safe vocabulary, where there is one. Value and interval as of
     `pooled`. What is not defined, as a cosine may be, is left out.
 
-    And PAIRED (dvp.core.paired_bias), left out where the sequence weights of any seed have an ESS below SMALLEST_ESS:
-    the mean over seeds, with a t interval over seeds from three on, else over batches. Where those are, weight_mean
-    and weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the trainer samples.
+    And PAIRED (dvp.measurement.paired_bias), left out where the sequence weights of any seed have an ESS below
+    SMALLEST_ESS: the mean over seeds, with a t interval over seeds from three on, else over batches. Where those are,
+    weight_mean and weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the
+    trainer samples.
     """
     return [*_statistics(experiment, loaded), *_paired_statistics(experiment, loaded)]
 

@@ -1,8 +1,9 @@
 """The bias of the gradient estimators against the length of responses: what of the stage `bias` with several tasks.
 
 Everything is a function of sums over seeds: of squared biases and of |g|². Where the weights of an engine allow it at
-every task, squared biases are paired with the exact gradient by the same samples (dvp.core.paired_bias); elsewhere
-they are against other samples of it (dvp.core.estimator_bias), which is noisier. Intervals leave out a seed at a time.
+every task, squared biases are paired with the exact gradient by the same samples (dvp.measurement.paired_bias);
+elsewhere they are against other samples of it (dvp.measurement.estimator_bias), which is noisier. Intervals leave out
+a seed at a time.
 
 Shape suffixes: R replicates, the value first; S seeds; L tasks, in the order of their responses' length.
 """
@@ -22,9 +23,9 @@ from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
-from dvp.core.paired_bias import SMALLEST_ESS
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.measurement.paired_bias import SMALLEST_ESS
 
 RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
 REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"

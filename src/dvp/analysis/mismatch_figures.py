@@ -16,10 +16,10 @@ from dvp.analysis.formats import rho_text
 from dvp.analysis.mismatch import Density, Group
 from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
-from dvp.core.vocabulary_mismatch import D_EDGES
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.measurement.mismatch_files import ENGINE
+from dvp.measurement.vocabulary_mismatch import D_EDGES
 
 INFER, TRAIN = COLORS[0], COLORS[6]
 # From the tail to the head: p of the rows of `mismatch_distribution`.

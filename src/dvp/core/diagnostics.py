@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dvp.core.kept_sets import KeptSets
-from dvp.errors import DvpError
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout
@@ -198,59 +197,3 @@ def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> 
             mass_B.max().item(),
         ]
     return {f"pruned_mass_{name}": value for name, value in zip(names, values, strict=True)}
-
-
-@torch.no_grad()
-def overlap(safe_train_NV: torch.Tensor, safe_infer_NV: torch.Tensor) -> dict[str, float]:
-    """Compare the trainer's V_S with the engine's V'_S in the same N states, each a bool mask without an empty row.
-
-    Returns:
-        Means over the states:
-            jaccard: |V_S ∩ V'_S| / |V_S ∪ V'_S|.
-            infer_in_train: |V_S ∩ V'_S| / |V'_S|, the containment that the trainer's margin is for.
-            train_in_infer: |V_S ∩ V'_S| / |V_S|, on which the support of q^mp depends.
-            safe_size_train, safe_size_infer: |V_S|, |V'_S|.
-
-    Raises:
-        DvpError: shapes that differ, or no state at all.
-    """
-    if safe_train_NV.shape != safe_infer_NV.shape or len(safe_train_NV) == 0:
-        raise DvpError(
-            f"overlap: expected two masks of the same states, got {tuple(safe_train_NV.shape)} and "
-            f"{tuple(safe_infer_NV.shape)}"
-        )
-    train_N, infer_N = safe_train_NV.sum(dim=1).double(), safe_infer_NV.sum(dim=1).double()
-    both_N = (safe_train_NV & safe_infer_NV).sum(dim=1).double()
-    return {
-        "jaccard": (both_N / (train_N + infer_N - both_N)).mean().item(),
-        "infer_in_train": (both_N / infer_N).mean().item(),
-        "train_in_infer": (both_N / train_N).mean().item(),
-        "safe_size_train": train_N.mean().item(),
-        "safe_size_infer": infer_N.mean().item(),
-    }
-
-
-def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of log_ratio that logits no further apart than ε_max allow (docs/method.md, Theory 2, the sharp pair).
-
-    log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained.
-
-    Args:
-        probability: p = π_train of a token, any shape.
-        epsilon_max: largest |z_infer − z_train| in the state (nats), in [0, 350].
-
-    Returns:
-        (lower, upper), float64, of the same shape.
-
-    Raises:
-        DvpError: ε_max out of range.
-    """
-    if not 0.0 <= epsilon_max <= MAX_EXPONENT / 2:
-        raise DvpError(f"epsilon_max: expected a number of nats between 0 and {MAX_EXPONENT / 2:g}, got {epsilon_max}")
-    rest = 1.0 - probability.double()
-    return torch.log1p(rest * math.expm1(-2.0 * epsilon_max)), torch.log1p(rest * math.expm1(2.0 * epsilon_max))
-
-
-def literal_bound(probability: torch.Tensor, epsilon_max: float) -> torch.Tensor:
-    """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see docs/method.md, Theory 2."""
-    return 2.0 * epsilon_max * (1.0 - probability.double())

@@ -1,38 +1,14 @@
-"""Sufficient statistics of the mismatch over the whole vocabulary (docs/method.md, Theory 2 and 3, "Diagnostics").
-
-Only a few tail tokens are ever sampled, so nothing here is sampled but the positions: every (position, token) pair
-counts, as it is or weighted by π_infer ("infer", as if the engine sampled it) or by π_train ("train", the control for
-the selection effect). All sums are over bins and add up over responses; entries named `max…` combine by the larger one.
+"""How far two distributions over the whole vocabulary are apart: trainer and engine in the same states.
 
 log p and log q are float64 and normalised (trainer, engine), d = log q − log p. Of two distributions the logits are
-known up to a constant, and the bounds hold whatever it is: ε_max is that of the constant which makes it smallest, half
-the range of d over the vocabulary.
+known up to a constant: ε_max is that of the constant which makes it smallest, half the range of d over the vocabulary.
 
-Shape suffixes: N positions, V vocabulary, K bins, L lengths.
+Shape suffixes: N positions, V vocabulary.
 """
-
-import math
-from collections.abc import Sequence
 
 import torch
 
-from dvp.core.diagnostics import literal_bound, overlap, sharp_bounds
-from dvp.core.importance import ImportanceRule, importance_weights
 from dvp.errors import DvpError
-
-TOLERANCE = 1e-12
-"""Nats by which a bound has to be exceeded to count as violated: log p in float64 is good to about 1e-14."""
-
-# All bins are (lower, upper], so that d = 0 counts as not positive, and p = 1 and a gap of 0 lie in the last one.
-PROBABILITY_EDGES = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Of p = π_train."""
-# Steps of 1e-4 nats near 0, of a tenth of |d| far from it, to 30 nats on either side; what is beyond has bins as well.
-D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)), math.inf)
-"""Of d, nats."""
-GAP_EDGES = (-math.inf, *map(float, range(-30, 0)), -1e-9, 0.0)
-"""Of log(p/p_max), nats. The last bin holds the most likely token of each position alone."""
-REST_EDGES = (0.0, *(10 ** (step / 10) for step in range(-100, 0)), 0.9, 0.99, 1.0)
-"""Of 1 − p."""
 
 
 @torch.no_grad()
@@ -50,48 +26,6 @@ def normalised(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums in bins of (p, d), each (bins of p, bins of d).
-
-    Returns:
-        `pairs` and `abs_d` = Σ|d| count every pair once; for each weighting w, named as in `infer`: `infer` = Σw,
-        `infer_squared` = Σw² (what a kernel's bandwidth needs), `infer_d` = Σw·d, `infer_abs_d` = Σw·|d|.
-    """
-    d_NV = log_q_NV - log_p_NV
-    shape = (len(PROBABILITY_EDGES) - 1, len(D_EDGES) - 1)
-    index_NV = _bin(log_p_NV.exp(), PROBABILITY_EDGES) * shape[1] + _bin(d_NV, D_EDGES)
-    sums = {"pairs": torch.ones_like(d_NV), "abs_d": d_NV.abs()}
-    for name, log_weight_NV in (("infer", log_q_NV), ("train", log_p_NV)):
-        weight_NV = log_weight_NV.exp()
-        sums |= {
-            name: weight_NV,
-            f"{name}_squared": weight_NV.square(),
-            f"{name}_d": weight_NV * d_NV,
-            f"{name}_abs_d": weight_NV * d_NV.abs(),
-        }
-    return {name: _sum(index_NV, value_NV, shape[0] * shape[1]).view(shape) for name, value_NV in sums.items()}
-
-
-@torch.no_grad()
-def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
-    """|d| in bins of log(p/p_max), each (bins,).
-
-    Returns:
-        `pairs`, `abs_d`; with weights `infer`, `infer_abs_d`, `train`, `train_abs_d`; `max_abs_d`.
-    """
-    abs_NV = (log_q_NV - log_p_NV).abs()
-    index_NV = _bin(log_p_NV - log_p_NV.amax(dim=-1, keepdim=True), GAP_EDGES)
-    count = len(GAP_EDGES) - 1
-    sums = {"pairs": torch.ones_like(abs_NV), "abs_d": abs_NV}
-    for name, log_weight_NV in (("infer", log_q_NV), ("train", log_p_NV)):
-        weight_NV = log_weight_NV.exp()
-        sums |= {name: weight_NV, f"{name}_abs_d": weight_NV * abs_NV}
-    return {name: _sum(index_NV, value_NV, count) for name, value_NV in sums.items()} | {
-        "max_abs_d": _largest(index_NV, abs_NV, count)
-    }
-
-
-@torch.no_grad()
 def epsilon(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The engine's perturbation of the logits at each position, its constant part removed: (ε_max, σ(ε)), each (N,)."""
     d_NV = log_q_NV - log_p_NV
@@ -99,177 +33,12 @@ def epsilon(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The literal and the sharp bound of Prop. 4.2 (docs/method.md, Theory 2) against every pair, in bins of 1 − p.
-
-    Returns:
-        Each (bins,): `pairs`; `scaled` = Σ |d| / (2 ε_max); `literal_violations` and `sharp_violations`, pairs that
-        exceed the bound of their position by more than TOLERANCE; `max_abs_d`; `max_scaled_above` and
-        `max_scaled_below`, the largest |d| / (2 ε_max) where d > 0 and where d < 0; `max_over_literal`, the largest
-        |d| / (2 ε_max (1 − p)) of the pairs that violate the literal bound, 0 without one.
-    """
-    d_NV = log_q_NV - log_p_NV
-    epsilon_N, _ = epsilon(log_p_NV, log_q_NV)
-    p_NV = log_p_NV.exp()
-    literal, sharp = torch.empty_like(d_NV), torch.empty_like(d_NV)
-    for row, largest in enumerate(epsilon_N.tolist()):
-        lower_V, upper_V = sharp_bounds(p_NV[row], largest)
-        # log_ratio = −d.
-        sharp[row] = torch.maximum(lower_V + d_NV[row], -d_NV[row] - upper_V)
-        literal[row] = literal_bound(p_NV[row], largest)
-    abs_NV = d_NV.abs()
-    violates_NV = abs_NV > literal + TOLERANCE
-    scaled_NV = abs_NV / (2 * epsilon_N[:, None].clamp(min=torch.finfo(torch.float64).tiny))
-    index_NV = _bin(1 - p_NV, REST_EDGES)
-    count = len(REST_EDGES) - 1
-    over_NV = torch.where(violates_NV, abs_NV / literal.clamp(min=TOLERANCE), 0.0)
-    return {
-        "pairs": _sum(index_NV, torch.ones_like(d_NV), count),
-        "scaled": _sum(index_NV, scaled_NV, count),
-        "literal_violations": _sum(index_NV, violates_NV.double(), count),
-        "sharp_violations": _sum(index_NV, (sharp > TOLERANCE).double(), count),
-        "max_abs_d": _largest(index_NV, abs_NV, count),
-        "max_scaled_above": _largest(index_NV, torch.where(d_NV > 0, scaled_NV, 0.0), count),
-        "max_scaled_below": _largest(index_NV, torch.where(d_NV < 0, scaled_NV, 0.0), count),
-        "max_over_literal": _largest(index_NV, over_NV, count),
-    }
-
-
-@torch.no_grad()
 def kl(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
     """KL(q‖p) at each position, (N,), nats, summed over the vocabulary."""
-    return _kl_terms(log_q_NV, log_p_NV).sum(dim=-1)
+    return kl_terms(log_q_NV, log_p_NV).sum(dim=-1)
 
 
-@torch.no_grad()
-def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tensor) -> dict[str, float]:
-    """How much of the mismatch, and of the gradient, is outside a safe vocabulary S (docs/method.md, "Diagnostics").
-
-    Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary.
-        safe_NV: bool, S; no row is empty.
-
-    Returns:
-        Sums over the positions:
-            kl: KL(q‖p), nats.
-            kl_outside: KL(q‖p) − q(S) KL(q_S‖p_S), with q_S and p_S restricted to S and renormalised. By the chain rule
-                it is the KL divergence of whether a token is in S, and of which one where it is not; never negative.
-            squared_score: Σ_a q(a) ‖∇_z log p(a)‖² = Σ_a q(a) (1 − 2 p(a) + Σ p²), the power of a sampled token's
-                gradient with respect to the logits, before any advantage.
-            squared_score_outside: its terms outside S.
-    """
-    q_NV, p_NV = log_q_NV.exp(), log_p_NV.exp()
-    log_q_S, log_p_S = (log_NV.masked_fill(~safe_NV, -math.inf).log_softmax(dim=-1) for log_NV in (log_q_NV, log_p_NV))
-    inside_N = q_NV.where(safe_NV, 0.0).sum(dim=-1) * _kl_terms(log_q_S, log_p_S).where(safe_NV, 0.0).sum(dim=-1)
-    kl_N = kl(log_q_NV, log_p_NV)
-    score_NV = q_NV * (1 - 2 * p_NV + p_NV.square().sum(dim=-1, keepdim=True))
-    return {
-        "kl": kl_N.sum().item(),
-        "kl_outside": (kl_N - inside_N).clamp(min=0.0).sum().item(),  # rounding may take it below
-        "squared_score": score_NV.sum().item(),
-        "squared_score_outside": score_NV[~safe_NV].sum().item(),
-    }
-
-
-@torch.no_grad()
-def prefixes(
-    log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, tokens_N: torch.Tensor, lengths: Sequence[int], rule: ImportanceRule
-) -> list[dict[str, float]]:
-    """How the mismatch of a response adds up over its tokens.
-
-    Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary at the response's positions.
-        tokens_N: its tokens, sampled from the full q.
-        lengths: how many of its first tokens; one that is longer than the response is all of them.
-        rule: whether it keeps a response that ends there.
-
-    Returns:
-        Of each length: `length`; `kl` = Σ_t KL_t, nats, whose mean over responses is the KL divergence of the prefixes'
-        distributions, given the noise of an engine that has some; `log_ratio` = Σ_t (log p − log q) of the tokens;
-        `kept`, 1 or 0.
-    """
-    log_ratio_N = (log_p_NV - log_q_NV).gather(1, tokens_N[:, None]).squeeze(1)
-    kl_N = kl(log_q_NV, log_p_NV)
-    ends_L = torch.tensor(lengths, device=tokens_N.device)
-    mask_LN = torch.arange(len(tokens_N), device=tokens_N.device) < ends_L[:, None]
-    weights = importance_weights(log_ratio_N.expand_as(mask_LN), mask_LN, rule)
-    return [
-        {"length": length, "kl": kl_N[:length].sum().item(), "log_ratio": log_ratio_N[:length].sum().item()}
-        | {"kept": float(kept)}
-        for length, kept in zip(lengths, weights.kept_B, strict=True)
-    ]
-
-
-@torch.no_grad()
-def safe_sets(
-    log_p_NV: torch.Tensor,
-    log_q_NV: torch.Tensor,
-    safe_train_NV: torch.Tensor,
-    safe_infer_NV: torch.Tensor,
-    tokens_N: torch.Tensor,
-) -> dict[str, float]:
-    """The two safe sets of one response's positions, and what pruning does to the response.
-
-    Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary.
-        safe_train_NV, safe_infer_NV: bool, V_S and V'_S.
-        tokens_N: the response's tokens, sampled from the full q.
-
-    Returns:
-        What `diagnostics.overlap` has (means over the positions), and:
-            pruned_mass, pruned_mass_infer: mean of 1 − Z over the positions, of p outside V_S and of q outside V'_S.
-            pruned_mass_sum: Σ_t (1 − Z_t), the trainer's side.
-            outside_train: mean over the positions of Σ_a q^mp(a)[a ∉ V_S]: the tokens that a pruned engine would
-                sample and the trainer prunes.
-            tokens_inside_infer, tokens_outside_train: tokens of the response that are in V'_S; of these, not in V_S.
-            pruned_log_prob: log p^mp of the response, −inf if a token is outside V_S.
-    """
-    p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
-    pruned_N = torch.where(safe_train_NV, 0.0, p_NV).sum(dim=-1)
-    kept_NV = torch.where(safe_infer_NV, q_NV, 0.0)
-    outside_N = torch.where(safe_train_NV, 0.0, kept_NV).sum(dim=-1) / kept_NV.sum(dim=-1)
-    inside_train_N, inside_infer_N = (
-        mask_NV.gather(1, tokens_N[:, None]).squeeze(1) for mask_NV in (safe_train_NV, safe_infer_NV)
-    )
-    log_p_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
-    pruned_log_prob_N = torch.where(inside_train_N, log_p_N - torch.log1p(-pruned_N), -math.inf)
-    return overlap(safe_train_NV, safe_infer_NV) | {
-        "pruned_mass": pruned_N.mean().item(),
-        "pruned_mass_infer": torch.where(safe_infer_NV, 0.0, q_NV).sum(dim=-1).mean().item(),
-        "pruned_mass_sum": pruned_N.sum().item(),
-        "outside_train": outside_N.mean().item(),
-        "tokens_inside_infer": inside_infer_N.sum().item(),
-        "tokens_outside_train": (inside_infer_N & ~inside_train_N).sum().item(),
-        "pruned_log_prob": pruned_log_prob_N.sum().item(),
-    }
-
-
-def combined(sums: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Several of `histogram`, `by_gap` or `bounds` as one: added, or the larger one of what is named `max…`."""
-    return {
-        name: torch.stack([part[name] for part in sums]).amax(dim=0)
-        if name.startswith("max")
-        else torch.stack([part[name] for part in sums]).sum(dim=0)
-        for name in sums[0]
-    }
-
-
-def _kl_terms(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
+def kl_terms(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
     """Σ over the vocabulary is KL(q‖p), as Σ (p − q) = 0; each term keeps the digits of a ratio near 1 and is ≥ 0."""
     log_ratio_NV = log_p_NV - log_q_NV
     return log_q_NV.exp() * (log_ratio_NV.expm1() - log_ratio_NV)
-
-
-def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """The index of the bin (lower, upper]; what is at or below the lowest edge is in the first one."""
-    inner = torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device)
-    return torch.bucketize(values, inner)
-
-
-def _sum(index_NV: torch.Tensor, values_NV: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.bincount(index_NV.flatten(), values_NV.flatten(), minlength=count)
-
-
-def _largest(index_NV: torch.Tensor, values_NV: torch.Tensor, count: int) -> torch.Tensor:
-    zeros = torch.zeros(count, dtype=torch.float64, device=values_NV.device)
-    return zeros.scatter_reduce_(0, index_NV.flatten(), values_NV.flatten(), "amax")

@@ -6,8 +6,8 @@ weights, advantages and safe vocabularies as training has them; their i-th batch
 vocabulary, so that differences between estimators are paired.
 
 The squared bias is also measured from the engine's samples alone, paired with the same samples' own estimate of the
-exact gradient (dvp.core.paired_bias). For an estimator with a safe vocabulary those are the samples without one that
-have the same seeds.
+exact gradient (dvp.measurement.paired_bias). For an estimator with a safe vocabulary those are the samples without one
+that have the same seeds.
 
 Where the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy
 is held against what it stands for, the true squared norms of single tokens' gradients.
@@ -27,7 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp.core.advantages import Responses, optimal_token_proxy, rloo
 from dvp.core.batch import Rollout
-from dvp.core.estimator_bias import (
+from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import WHOLE, rho_in_path
+from dvp.files import atomic_path, sha256_file
+from dvp.measurement.estimator_bias import (
     STATISTICS,
     VARIANCE_STATISTICS,
     Jackknifed,
@@ -36,7 +40,8 @@ from dvp.core.estimator_bias import (
     inner_products,
     squared_norm,
 )
-from dvp.core.paired_bias import (
+from dvp.measurement.gradients import Estimator, Gradients, position_parts
+from dvp.measurement.paired_bias import (
     PAIRED,
     SMALLEST_ESS,
     exact_coefficients,
@@ -44,13 +49,8 @@ from dvp.core.paired_bias import (
     sequence_log_ratio,
     weight_diagnostics,
 )
-from dvp.core.rank_correlation import clustered_rank_correlation
-from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
-from dvp.experiment.config import Experiment
-from dvp.experiment.grid import WHOLE, rho_in_path
-from dvp.files import atomic_path, sha256_file
-from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
+from dvp.measurement.rank_correlation import clustered_rank_correlation
 from dvp.progress import Progress
 from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
@@ -183,7 +183,7 @@ class _Reference:
 
 @dataclass(frozen=True, eq=False)
 class _OwnExact:
-    """The exact gradient by the engine's samples (dvp.core.paired_bias), and how heavy its weights are."""
+    """The exact gradient by the engine's samples (dvp.measurement.paired_bias), and how heavy its weights are."""
 
     gradient_nD: torch.Tensor
     weights: dict[str, float]
@@ -398,7 +398,7 @@ def _fill(
 ) -> tuple[list[dict], torch.Tensor]:
     """Write a batch's gradient of each estimator that shares its samples and safe vocabularies.
 
-    After them comes what the same samples say of the exact gradient (dvp.core.paired_bias).
+    After them comes what the same samples say of the exact gradient (dvp.measurement.paired_bias).
 
     Returns:
         What each estimator kept, and the responses' log-ratios (B,).

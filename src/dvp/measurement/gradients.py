@@ -1,7 +1,7 @@
 """Estimators of the policy gradient as training makes them, and exact gradients at a fixed policy.
 
 Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
-made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.core.count_sketch).
+made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.measurement.count_sketch).
 
 A gradient comes in parts that sum to it: what the tokens of each bin of positions contribute.
 
@@ -15,12 +15,12 @@ import torch
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.batch import Batch, Rollout, unflatten_parts
-from dvp.core.count_sketch import CountSketch
 from dvp.core.head import TokenStatistics
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
+from dvp.measurement.count_sketch import CountSketch
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 

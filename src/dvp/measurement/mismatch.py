@@ -17,7 +17,13 @@ from dvp.core.batch import Batch
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.importance import PRESETS
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
-from dvp.core.vocabulary_mismatch import (
+from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
+from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
+from dvp.experiment.grid import Measurement, parse_rho
+from dvp.files import atomic_path, sha256_file
+from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
+from dvp.measurement.vocabulary_mismatch import (
     D_EDGES,
     GAP_EDGES,
     PROBABILITY_EDGES,
@@ -26,19 +32,11 @@ from dvp.core.vocabulary_mismatch import (
     bounds,
     by_gap,
     combined,
-    epsilon,
     histogram,
-    kl,
-    normalised,
     outside,
     prefixes,
     safe_sets,
 )
-from dvp.errors import DvpError
-from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Measurement, parse_rho
-from dvp.files import atomic_path, sha256_file
-from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dvp.core import estimator_bias as module
-from dvp.core.estimator_bias import (
+from dvp.errors import DvpError
+from dvp.measurement import estimator_bias as module
+from dvp.measurement.estimator_bias import (
     STATISTICS,
     VARIANCE_STATISTICS,
     estimator_bias,
@@ -17,7 +18,6 @@ from dvp.core.estimator_bias import (
     inner_products,
     squared_norm,
 )
-from dvp.errors import DvpError
 
 
 def measured(x_nD, y_mD):

@@ -18,8 +18,8 @@ import torch
 
 from dvp.core.advantages import Responses, rloo
 from dvp.core.batch import Rollout
-from dvp.core.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
 from dvp.core.importance import LOG_RATIO_CLAMP
+from dvp.measurement.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
 
 PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
 """The squared biases against ∇J and against ∇J_mp, and what the ESS of the weights behind each is called."""

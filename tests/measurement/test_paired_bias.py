@@ -11,17 +11,17 @@ from scipy import stats
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout
-from dvp.core.estimator_bias import inner_products
 from dvp.core.importance import PRESETS, ImportanceRule
-from dvp.core.paired_bias import (
+from dvp.core.update import make_update
+from dvp.errors import DvpError
+from dvp.measurement.estimator_bias import inner_products
+from dvp.measurement.paired_bias import (
     SMALLEST_ESS,
     exact_coefficients,
     paired_squared_bias,
     sequence_log_ratio,
     weight_diagnostics,
 )
-from dvp.core.update import make_update
-from dvp.errors import DvpError
 
 GROUP = 2
 RULES = {"none": ImportanceRule(), "seq_is": ImportanceRule(level="sequence")} | PRESETS

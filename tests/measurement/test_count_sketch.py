@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dvp.core.count_sketch import CountSketch
 from dvp.errors import DvpError
+from dvp.measurement.count_sketch import CountSketch
 
 
 def test_inner_products_are_unbiased_with_the_variance_that_is_stated():

@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 
 from dvp.data import stories, wide_tales
-from dvp.data.tales import WORDS, careless, generate
+from dvp.data.tales import careless, generate, words
 from dvp.data.verifier import grade
 
 STEPS = (3, 6)
+WORDS = words(1)
 TALES = list(generate(400, seed=7, steps=STEPS))
 STORIES = list(stories.generate(400, seed=7, steps=STEPS))
 SENTENCE = re.compile(r"(\w+) the (\w+) (\w+) (\w+) the (\w+) (\w+) of the (\w+)")

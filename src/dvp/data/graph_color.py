@@ -17,7 +17,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
-from dvp.data.puzzles import Puzzle, read
+from dvp.data.puzzles import Puzzle, entries, read
 from dvp.data.stories import Story
 
 EDGE = 0.4
@@ -31,19 +31,10 @@ def generate(count: int, seed: int, steps: Sequence[int] = (5, 6)) -> Iterator[S
     The worked solution colours one vertex after the other, with any of the colours that its neighbours leave. The same
     arguments give the same puzzles in every process; a larger count extends a smaller one.
     """
-    from reasoning_gym.algorithmic.graph_color import GraphColorConfig, GraphColorDataset
-
-    # reasoning-gym adds the puzzle's number to its seed: neighbouring ones would share all but a few.
     rng = random.Random(f"graph_color {seed}")
-    config = GraphColorConfig(
-        num_colors=COLORS,
-        min_num_vertices=steps[0],
-        max_num_vertices=steps[1],
-        edge_probability=EDGE,
-        size=count,
-        seed=rng.getrandbits(48),
-    )
-    for entry in GraphColorDataset(config):
+    fewest, most = steps
+    sizes = {"min_num_vertices": fewest, "max_num_vertices": most}
+    for entry in entries("graph_color", count, rng, num_colors=COLORS, edge_probability=EDGE, **sizes):
         graph = entry["metadata"]["puzzle"]
         puzzle = Puzzle("graph_color", json.dumps(entry["metadata"]["possible_answer"]), {"puzzle": graph})
         problem = f"Vertices: {graph['vertices']}\nEdges: {graph['edges']}\nPossible colors: {graph['color_options']}"

@@ -12,30 +12,11 @@ mark «<<37 * 48=1776>>», as GSM8K has them, which becomes a call of the tool w
 
 import random
 import re
-from collections.abc import Iterator, Sequence
 
-from dvp.data.stories import NAMES, PLACES, THINGS, Story
+from dvp.data.stories import Plot, Story, apply, cast, drawn
 
-_STARTS = ("{person} has {a} boxes of {b} {things}.", "{person} finds {a} bags of {b} {things} in {place}.")
-_CHANGES = {
-    "+": ("{other} gives {person} {n} more.", "{person} buys {n} more in {place}."),
-    "-": ("{person} gives {n} to {other}.", "{person} sells {n} in {place}."),
-    "*": ("{person} gets {n} times as many.", "{other} makes them {n} times as many."),
-}
-_QUESTIONS = ("How many {things} does {person} have?", "How many {things} are left?")
 MARK = re.compile(r"<<(.+?)=(.+?)>>")
-_STEP = re.compile(r"(\d+) ([-+*]) (\d+)")
-
-
-def generate(count: int, seed: int, steps: Sequence[int] = (1, 3)) -> Iterator[Story]:
-    """Yield `count` problems of steps[0] to steps[1] steps, the product included.
-
-    The same arguments give the same problems in every process; a larger count extends a smaller one.
-    """
-    rng = random.Random(seed)
-    fewest, most = steps
-    for _ in range(count):
-        yield _problem(rng, rng.randint(fewest, most))
+_STEP = "<<{} {} {}={}>>"
 
 
 def careless(story: Story, error_rate: float, rng: random.Random) -> str:
@@ -46,41 +27,37 @@ def careless(story: Story, error_rate: float, rng: random.Random) -> str:
     """
     value, lines = None, []
     for expression, _ in MARK.findall(story.solution):
-        left, sign, right = _STEP.fullmatch(expression).groups()
-        value = int(left) if value is None else value
-        result = _apply(value, sign, int(right))
+        left, sign, right = expression.split()
+        before = int(left) if value is None else value
+        value = apply(before, sign, int(right))
         if rng.random() < error_rate:
-            guess = max(1, round(result * rng.uniform(0.8, 1.2)))
-            guess += guess == result
-            lines.append(f"{value} {sign} {right} is {guess}.")
-            value = guess
+            guess = max(1, round(value * rng.uniform(0.8, 1.2)))
+            value = guess + (guess == value)
+            lines.append(f"{before} {sign} {right} is {value}.")
         else:
-            lines.append(_mark(value, sign, int(right)))
-            value = result
+            lines.append(_STEP.format(before, sign, right, value))
     return "\n".join([*lines, f"Answer: {value}"])
 
 
 def _problem(rng: random.Random, steps: int) -> Story:
-    person, other = NAMES.draw(rng), NAMES.draw(rng)
-    while other == person:
-        other = NAMES.draw(rng)
-    words = {"person": person, "other": other, "things": THINGS.draw(rng), "place": PLACES.draw(rng)}
-    a, b = rng.randint(12, 99), rng.randint(12, 99)
-    sentences = [rng.choice(_STARTS).format(a=a, b=b, **words)]
-    lines, value = [_mark(a, "*", b)], a * b
-    for _ in range(steps - 1):
-        sign = rng.choices("+-*", weights=(2, 2, 1))[0]
-        number = rng.randint(12, 99) if sign != "-" or value > 1000 else rng.randint(2, value // 2)
-        sentences.append(rng.choice(_CHANGES[sign]).format(n=number, **words))
-        lines.append(_mark(value, sign, number))
-        value = _apply(value, sign, number)
-    sentences.append(rng.choice(_QUESTIONS).format(**words))
-    return Story(" ".join(sentences), "\n".join([*lines, f"Answer: {value}"]), str(value))
+    words, a, b = cast(rng), rng.randint(12, 99), rng.randint(12, 99)
+    return _PLOT.told(rng, words | {"a": a, "b": b}, steps - 1, a * b, [_STEP.format(a, "*", b, a * b)])
 
 
-def _mark(value: int, sign: str, number: int) -> str:
-    return f"<<{value} {sign} {number}={_apply(value, sign, number)}>>"
+def _change(rng: random.Random, value: int) -> tuple[str, int]:
+    sign = rng.choices("+-*", weights=(2, 2, 1))[0]
+    return sign, rng.randint(12, 99) if sign != "-" or value > 1000 else rng.randint(2, value // 2)
 
 
-def _apply(value: int, sign: str, number: int) -> int:
-    return {"+": value + number, "-": value - number, "*": value * number}[sign]
+_PLOT = Plot(
+    starts=("{person} has {a} boxes of {b} {things}.", "{person} finds {a} bags of {b} {things} in {place}."),
+    changes={
+        "+": ("{other} gives {person} {n} more.", "{person} buys {n} more in {place}."),
+        "-": ("{person} gives {n} to {other}.", "{person} sells {n} in {place}."),
+        "*": ("{person} gets {n} times as many.", "{other} makes them {n} times as many."),
+    },
+    questions=("How many {things} does {person} have?", "How many {things} are left?"),
+    change=_change,
+    step=_STEP,
+)
+generate = drawn(_problem, steps=(1, 3))  # the product included

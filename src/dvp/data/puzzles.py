@@ -6,7 +6,9 @@ The reference of such a problem is not an answer but what the verifier needs, as
 """
 
 import json
+import random
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -47,6 +49,14 @@ class Puzzle(NamedTuple):
     def solved_by(self, answer: str) -> bool:
         """Whether the verifier gives full marks."""
         return _dataset(self.dataset).score_answer(answer, self._asdict()) == 1
+
+
+def entries(dataset: str, count: int, rng: random.Random, **settings: float) -> Iterable[dict[str, Any]]:
+    """So many puzzles of a data set, as reasoning-gym makes them."""
+    import reasoning_gym  # two seconds, for those who have puzzles
+
+    # It adds a puzzle's number to its seed: neighbouring seeds would share all but a few.
+    return reasoning_gym.create_dataset(dataset, size=count, seed=rng.getrandbits(48), **settings)
 
 
 def is_puzzle(reference: str) -> bool:
@@ -105,6 +115,6 @@ def _searched(puzzle: Puzzle) -> Puzzle:
 
 @cache
 def _dataset(name: str) -> Any:
-    import reasoning_gym  # two seconds, for those who have puzzles
+    import reasoning_gym
 
     return reasoning_gym.create_dataset(name)

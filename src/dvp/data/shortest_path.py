@@ -18,9 +18,9 @@ to #, the answer is `infeasible`.
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
-from dvp.data.puzzles import Puzzle
+from dvp.data.puzzles import Puzzle, entries
 from dvp.data.stories import Story
 
 BLOCKED = 0.2
@@ -37,14 +37,10 @@ def generate(count: int, seed: int, steps: Sequence[int] = (4, 5)) -> Iterator[S
     The worked solution is one of the shortest paths, each as likely as another. The same arguments give the same
     puzzles in every process; a larger count extends a smaller one.
     """
-    from reasoning_gym.graphs.shortest_path import ShortestPathConfig, ShortestPathDataset
-
-    # reasoning-gym adds the puzzle's number to its seed: neighbouring ones would share all but a few.
     rng = random.Random(f"shortest_path {seed}")
     fewest, most = steps
     sizes = {"min_rows": fewest, "max_rows": most, "min_cols": fewest, "max_cols": most}
-    config = ShortestPathConfig(**sizes, p_blocked=BLOCKED, size=count, seed=rng.getrandbits(48))
-    for entry in ShortestPathDataset(config):
+    for entry in entries("shortest_path", count, rng, p_blocked=BLOCKED, **sizes):
         grid = entry["metadata"]["matrix"]
         puzzle = Puzzle("shortest_path", entry["answer"], {"matrix": grid})
         yield Story("\n".join(" ".join(row) for row in grid), _solution(grid, rng), puzzle.reference())
@@ -69,11 +65,12 @@ def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
 
 
 def _solution(grid: list[list[str]], rng: random.Random) -> str:
-    (start,), (goal,) = ([cell for cell in _cells(grid) if _at(grid, cell) == mark] for mark in "*#")
-    paths = _paths_to(grid, goal)
-    lines, names, cell = [f"{_text(start)} to {_text(goal)}."], [], start
+    cells = {(row, column): mark for row, line in enumerate(grid) for column, mark in enumerate(line) if mark != "X"}
+    cell, goal = (next(place for place, mark in cells.items() if mark == wanted) for wanted in "*#")
+    paths = _paths_to(cells, goal)
+    lines, names = [f"{_text(cell)} to {_text(goal)}."], []
     while cell != goal and cell in paths:
-        nearer = {name: after for name, after in _neighbours(grid, cell) if paths[after][0] == paths[cell][0] - 1}
+        nearer = {name: after for name, after in _neighbours(cells, cell) if paths[after][0] == paths[cell][0] - 1}
         (name,) = rng.choices(list(nearer), weights=[paths[after][1] for after in nearer.values()])
         lines.append(f"{_text(cell)} {name} = {_text(nearer[name])}.")
         names.append(name)
@@ -81,35 +78,24 @@ def _solution(grid: list[list[str]], rng: random.Random) -> str:
     return "\n".join([*lines, f"Answer: {' '.join(names) or 'infeasible'}"])
 
 
-def _paths_to(grid: list[list[str]], goal: Cell) -> dict[Cell, tuple[int, int]]:
+def _paths_to(cells: Container[Cell], goal: Cell) -> dict[Cell, tuple[int, int]]:
     """Of each cell from which the goal can be reached how many moves it takes at least, and in how many ways."""
-    paths, border = {goal: (0, 1)}, [goal]
-    while border:
-        ways: dict[Cell, int] = {}
-        for cell in border:
-            for _, before in _neighbours(grid, cell):
-                if before not in paths:
-                    ways[before] = ways.get(before, 0) + paths[cell][1]
-        moves = paths[border[0]][0] + 1
+    paths, ways, moves = {}, {goal: 1}, 0
+    while ways:
         paths |= {cell: (moves, number) for cell, number in ways.items()}
-        border = list(ways)
+        border, ways, moves = ways, {}, moves + 1
+        for cell, number in border.items():
+            for _, before in _neighbours(cells, cell):
+                if before not in paths:
+                    ways[before] = ways.get(before, 0) + number
     return paths
 
 
-def _neighbours(grid: list[list[str]], cell: Cell) -> Iterator[tuple[str, Cell]]:
+def _neighbours(cells: Container[Cell], cell: Cell) -> Iterator[tuple[str, Cell]]:
     """The cells beside a cell that are not blocked, and what the move to each is called."""
     for name, (down, right) in MOVES.items():
-        row, column = cell[0] + down, cell[1] + right
-        if 0 <= row < len(grid) and 0 <= column < len(grid[0]) and grid[row][column] != "X":
-            yield name, (row, column)
-
-
-def _cells(grid: list[list[str]]) -> Iterator[Cell]:
-    yield from ((row, column) for row in range(len(grid)) for column in range(len(grid[0])))
-
-
-def _at(grid: list[list[str]], cell: Cell) -> str:
-    return grid[cell[0]][cell[1]]
+        if (after := (cell[0] + down, cell[1] + right)) in cells:
+            yield name, after
 
 
 def _text(cell: Cell) -> str:

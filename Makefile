@@ -62,9 +62,9 @@ check: install
 	$(PYTEST) -q -m "not slow" --hypothesis-profile quick
 
 bench: install
-	$(BIN)/python -m dvp.benchmark.head
+	$(BIN)/python benchmarks/head.py
 	@$(SNAKEMAKE) $(RESULTS)/$(EXPERIMENT)/base/manifest.json --quiet host reason --config experiment=$(EXPERIMENT)
-	$(BIN)/python -m dvp.benchmark.step --config $(RESULTS)/$(EXPERIMENT)/config.yaml
+	$(BIN)/python benchmarks/step.py --config $(RESULTS)/$(EXPERIMENT)/config.yaml
 
 format: install
 	$(BIN)/ruff format .

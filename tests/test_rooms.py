@@ -28,7 +28,6 @@ ROOMS = [
     ("planning",),
     ("preflight",),
     ("cli",),
-    ("benchmark",),
 ]
 # `core.rows` hands over to its kernels where there is a GPU; they take its types.
 KNOWN = {("core.rows", "core.rows_triton")}

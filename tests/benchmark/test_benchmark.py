@@ -1,4 +1,4 @@
-"""`python -m dvp.benchmark.head` on tiny sizes: that it runs, with nothing but torch, and what its table has."""
+"""benchmarks/head.py on tiny sizes: that it runs, with nothing but torch, and what its table has."""
 
 import json
 import re
@@ -19,17 +19,18 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 TINY = """
-from dvp.benchmark import head
+from benchmarks import head
 head.SIZES["cpu"] = (head.Size(24, 8, 300), head.Size(16, 8, 200))
 head.main()
 """
 
 
 @pytest.mark.slow
-def test_it_runs_with_nothing_but_torch(tmp_path):
+def test_it_runs_with_nothing_but_torch(tmp_path, root):
     output = tmp_path / "bench" / "cpu.json"
     arguments = ["--device", "cpu", "--output", str(output), "--rounds", "1"]
-    done = subprocess.run([sys.executable, "-c", BARE + TINY, *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", BARE + TINY, *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     cases = json.loads(output.read_text())["cases"]
     assert {case["dtype"] for case in cases} == {"float32", "bfloat16"}
@@ -43,24 +44,20 @@ def test_it_runs_with_nothing_but_torch(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_profile_names_the_heads_products():
-    # Large enough that they are most of it.
-    code = TINY.replace("Size(24, 8, 300)", "Size(1024, 256, 4000)")
+def test_the_profile_names_the_heads_products(root):
     arguments = ["--device", "cpu", "--profile"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TINY, *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    both = done.stdout.split("forward + backward: ")[1].splitlines()
-    of_kernels, in_all = (float(part) for part in re.findall(r"([\d.]+) ms", both[0]))
-    listed = {line.split("×")[1].strip(): float(line.split()[0]) for line in both[1:]}
-    assert sum(listed.values()) == pytest.approx(of_kernels, rel=0.2)
-    assert of_kernels <= in_all + 0.01  # both are rounded
-    assert "aten::addmm" in listed
+    forward, both = done.stdout.split("forward + backward: ")
+    assert all(re.search(r"aten::addmm .* \d+\.\d+[mu]s", part) for part in (forward, both))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
-def test_a_gpu_that_is_not_there_is_one_line():
+def test_a_gpu_that_is_not_there_is_one_line(root):
     done = subprocess.run(
-        [sys.executable, "-m", "dvp.benchmark.head", "--device", "cuda"], capture_output=True, text=True, check=False
+        [sys.executable, root / "benchmarks/head.py", "--device", "cuda"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (1, "error: --device cuda: torch finds no GPU here\n")

@@ -172,12 +172,12 @@ def test_the_conversion_is_proved(copy):
     assert proof["identical_weights"] > 20
 
 
-def test_the_benchmark_of_a_step_measures_this_experiment(copy, tmp_path):
+def test_the_benchmark_of_a_step_measures_this_experiment(copy, root, tmp_path):
     """Not how large its ratios are: a small run on a busy machine cannot say that."""
     output = tmp_path / "step.json"
     arguments = ["--config", copy.smoke / "config.yaml", "--output", output, "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "dvp.benchmark.step", *map(str, arguments)],
+        [sys.executable, root / "benchmarks/step.py", *map(str, arguments)],
         check=False,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """What a training step costs over the same work without this project, as ratios within one run: `make bench`.
 
-    python -m dvp.benchmark.step --config results/tiny/config.yaml
+    python benchmarks/step.py --config results/tiny/config.yaml
 
 It takes an experiment whose base model is made, and its own engine, trainer and problems. Beside them stand vLLM as
 anybody would call it, and transformers with PyTorch's AdamW and whole logits. A step with plain log-probs and one with
@@ -15,19 +15,21 @@ scoring pass and an update.
 """
 
 import argparse
-import dataclasses
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from operator import ge, le
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pandas as pd
 import torch
+from torch.utils.benchmark import timer  # waits for the GPU
 
 from dvp.cli import quiet
-from dvp.core.batch import unflatten
+from dvp.core.batch import Rollout, unflatten
 from dvp.core.objective import policy_loss
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -36,11 +38,12 @@ from dvp.experiment.grid import Run
 from dvp.experiment.methods import Method
 from dvp.files import write_json
 from dvp.provenance import git_commit
+from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import configure_environment
+from dvp.training.rollouts import prompt_rows
+from dvp.training.stage import set_up
 
 if TYPE_CHECKING:
-    from dvp.core.batch import Rollout
-    from dvp.core.head import TokenStatistics
     from dvp.training.loop import Loop
 
 METHODS = {
@@ -48,32 +51,28 @@ METHODS = {
     "mis": Method(label="RLOO + MIS", advantage="rloo", importance="mis"),
     "full": Method(label="DVP + OTB", advantage="otb", safe_vocabulary="fixed"),
 }
-RHO = "exp(-13)"
 WARM_UP = 2  # rounds that are not counted: libraries take their memory, and choose their kernels
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What a ratio is of, and what it should be."""
 
     title: str
+    sign: str
     bound: float
-    at_least: bool
 
-    def met(self, value: float) -> bool:
-        """Whether it is what it should be."""
-        return value >= self.bound if self.at_least else value <= self.bound
-
-    def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+    def of(self, ratio: dict) -> dict:
+        """With what a ratio should be, and whether its median is."""
+        met = {"≥": ge, "≤": le}[self.sign](ratio["median"], self.bound)
+        return {"target": f"{self.sign} {self.bound:g}", "met": met} | ratio
 
 
 # In the order of the table.
 TARGETS = {
-    "update": Target("update, tokens/s: this trainer over plain transformers", 1.0, True),
-    "rollout": Target("rollout, tokens/s: in the loop over vLLM alone", 0.9, True),
-    "step": Target("whole step, seconds a token: DVP + OTB + diagnostics over plain log-probs", 1.05, False),
-    "padding": Target("padding: share of the positions that the trainer computes", 0.05, False),
+    "update": Target("update, tokens/s: this trainer over plain transformers", "≥", 1.0),
+    "rollout": Target("rollout, tokens/s: in the loop over vLLM alone", "≥", 0.9),
+    "step": Target("whole step, seconds a token: DVP + OTB + diagnostics over plain log-probs", "≤", 1.05),
+    "padding": Target("padding: share of the positions that the trainer computes", "≤", 0.05),
 }
 ONE_PASS = {
     "all": "one pass over all responses",
@@ -101,7 +100,6 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     def medians(name: str) -> dict[str, float]:
         return {key: median(turn[name][key] for turn in measured) for key in measured[0][name]}
 
-    ratios = {name: summary([turn[name] for turn in measured]) for name in TARGETS}
     result = {
         "experiment": directory.experiment.name,
         "threads": threads,
@@ -109,10 +107,7 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "git_commit": git_commit(),
         "rounds": rounds,
-        "ratios": {
-            name: {"target": str(target), "met": target.met(ratios[name]["median"]), **ratios[name]}
-            for name, target in TARGETS.items()
-        },
+        "ratios": {name: target.of(summary([turn[name] for turn in measured])) for name, target in TARGETS.items()},
         "one_pass": {name: summary([turn["one_pass"][name] for turn in measured]) for name in ONE_PASS},
         "forward": summary([turn["forward"] for turn in measured]),
         "useful": medians("useful"),
@@ -121,39 +116,30 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
         "last_round": {"padding": measured[-1]["padding"], "lengths": measured[-1]["lengths"]},
     }
     write_json(output, result)
-    print(format_table(result))
-    print(f"\nwritten to {output}")
+    print(f"{format_table(result)}\n\nwritten to {output}")
 
 
 def format_table(result: dict) -> str:
     """The ratios as text, a line each: median (lowest to highest), what it should be, and whether the median is."""
 
-    def line(title: str, ratio: dict, rest: str = "") -> str:
-        low, high = min(ratio["values"]), max(ratio["values"])
-        return f"{title:<78}{ratio['median']:>7.3f}{f'({low:.3f}–{high:.3f})':>16}{rest}"
+    def line(title: str, ratio: dict) -> str:
+        spread = f"({min(ratio['values']):.3f}–{max(ratio['values']):.3f})"
+        met = f"{ratio['target']:>9}{'yes' if ratio['met'] else 'no':>5}" if "target" in ratio else ""
+        return f"{title:<78}{ratio['median']:>7.3f}{spread:>16}{met}"
 
-    def met(ratio: dict) -> str:
-        return f"{ratio['target']:>9}{'yes' if ratio['met'] else 'no':>5}"
-
-    useful = result["useful"]
-    return "\n".join(
-        [
-            f"{result['experiment']}: {result['responses']} responses a step, {result['threads']} threads; "
-            f"{result['rounds']} rounds",
-            "",
-            f"{'':<78}{'ratio':>7}{'(range)':>16}{'target':>9}{'met':>5}",
-            *(
-                line(target.title, ratio, met(ratio))
-                for name, target in TARGETS.items()
-                for ratio in [result["ratios"][name]]
-            ),
-            "",
-            "a scoring pass and an update, as training does it, over (above 1: one pass would be faster)",
-            *(line(f"  {title}", result["one_pass"][name]) for name, title in ONE_PASS.items()),
-            line("a scoring pass over a forward and backward pass, all responses", result["forward"]),
-            f"{useful['advantage']:.0%} of the responses have an advantage, MIS keeps {useful['mis']:.0%}",
-        ]
-    )
+    lines = [
+        f"{result['experiment']}: {result['responses']} responses a step, {result['threads']} threads; "
+        f"{result['rounds']} rounds",
+        "",
+        f"{'':<78}{'ratio':>7}{'(range)':>16}{'target':>9}{'met':>5}",
+        *(line(target.title, result["ratios"][name]) for name, target in TARGETS.items()),
+        "",
+        "a scoring pass and an update, as training does it, over (above 1: one pass would be faster)",
+        *(line(f"  {title}", result["one_pass"][name]) for name, title in ONE_PASS.items()),
+        line("a scoring pass over a forward and backward pass, all responses", result["forward"]),
+    ]
+    shares = "{advantage:.0%} of the responses have an advantage, MIS keeps {mis:.0%}"
+    return "\n".join([*lines, shares.format(**result["useful"])])
 
 
 class PlainTransformers:
@@ -169,14 +155,14 @@ class PlainTransformers:
             self._model.parameters(), lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay
         )
 
-    def _log_prob(self, rollout: "Rollout", rows_b: torch.Tensor) -> torch.Tensor:
+    def _log_prob(self, rollout: Rollout, rows_b: torch.Tensor) -> torch.Tensor:
         """log p of the response tokens, flattened."""
         batch = rollout.batch.rows(rows_b).to(self._model.device)
         logits_bTV = self._model(batch.tokens_BT[:, :-1], use_cache=False).logits.float() / self._settings.temperature
         log_prob_bT = logits_bTV.log_softmax(dim=2).gather(2, batch.tokens_BT[:, 1:, None])[..., 0]
         return log_prob_bT[batch.response_BT[:, 1:]]
 
-    def update(self, rollout: "Rollout", coefficient_BT: torch.Tensor) -> None:
+    def update(self, rollout: Rollout, coefficient_BT: torch.Tensor) -> None:
         """The old log-probs of all responses, the gradient of those with a coefficient, a step."""
         tokens, batch = self._settings.tokens_per_micro_batch, rollout.batch
         with torch.no_grad():
@@ -192,120 +178,83 @@ class PlainTransformers:
 
 def _loops(directory: ExperimentDir) -> dict[str, "Loop"]:
     """A loop for each of METHODS, on one trainer and one engine; those but the full one have no diagnostics."""
-    import pandas as pd
-
-    from dvp.training.loop import Loop
-    from dvp.training.stage import set_up
-
-    class Bare(Loop):
-        """A loop that learns and does nothing else."""
-
-        def learn(self, step: int, rows: list[int], rollout: "Rollout") -> dict:
-            """Score the responses and update the weights."""
-            return self._update(rollout, self.score(rollout))
-
     experiment = directory.experiment
-    directory.experiment = experiment.model_copy(
-        update={
-            "methods": experiment.methods | {f"bench_{name}": method for name, method in METHODS.items()},
-            "training": experiment.training.model_copy(update={"learning_rate": 0.0}),
-        }
-    )
-    engine = experiment.runs[0].engine
-    full, _ = set_up(directory, Run(method="bench_full", engine=engine, rho=RHO, seed=0))
+    methods = experiment.methods | {f"bench_{name}": method for name, method in METHODS.items()}
+    training = experiment.training.model_copy(update={"learning_rate": 0.0})
+    directory.experiment = experiment.model_copy(update={"methods": methods, "training": training})
+    run = Run(method="bench_full", engine=experiment.runs[0].engine, rho="exp(-13)", seed=0)
+    full, _ = set_up(directory, run)
     problems = pd.DataFrame({"id": full.ids, "answer": full.problems.answers})
+    shared = problems, full.problems.prompts, full.problems.pad, full.trainer, full.engine, full.recorder
     bare = {
-        name: Bare(
-            directory.experiment,
-            Run(method=f"bench_{name}", engine=engine, rho=None, seed=0),
-            problems,
-            full.problems.prompts,
-            full.problems.pad,
-            full.trainer,
-            full.engine,
-            full.recorder,
-        )
-        for name in METHODS
-        if name != "full"
+        name: type(full)(directory.experiment, run.model_copy(update={"method": f"bench_{name}", "rho": None}), *shared)
+        for name in ("plain", "mis")
     }
-    return {**bare, "full": full}
+    return bare | {"full": full}
+
+
+def _learn(loop: "Loop", rollout: Rollout) -> None:
+    """Score the responses and update the weights, and nothing else."""
+    loop._update(rollout, loop.score(rollout))
 
 
 def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dict[str, Any]:
     """The ratios of one step's work, each way."""
-    from dvp.training.rollouts import prompt_rows
-
-    plain, mis, full = (loops[name] for name in METHODS)
+    plain, mis, full = loops.values()
     settings = plain.config
     rows = prompt_rows(len(plain.problems.prompts), settings.prompts_per_step, step, seed=0)
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
+        started = timer()
         result = function()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - started
+        seconds[name] = timer() - started
         return result
 
     groups, rollouts = {}, {}
-    for name, sample in _rotated(
-        {
-            "vLLM alone": lambda: _vllm_alone(plain, rows, step),
-            "plain": lambda: plain.sample(step, rows),
-            "full": lambda: full.sample(step, rows),
-        },
-        step,
-    ):
+    samplers = {"vLLM alone": partial(_vllm_alone, plain, rows, step)}
+    samplers |= {name: partial(loops[name].sample, step, rows) for name in ("plain", "full")}
+    for name, sample in _rotated(samplers, step):
         # On a GPU the engine sleeps without its weights; and prompts that it has seen would be in its cache.
         timed(f"weights, {name}", lambda: full.engine.load_weights(full.trainer.weights()))
         groups[name] = timed(f"rollout, {name}", sample)
         if name in loops:
             rollouts[name] = timed(f"reward, {name}", partial(full.problems.graded, rows, groups[name]))
-    tokens = {
-        name: sum(len(completion.token_ids) for group in value for completion in group)
-        for name, value in groups.items()
-    }
+    tokens = {name: sum(len(one.token_ids) for group in value for one in group) for name, value in groups.items()}
 
     # All learn from the same responses: those that DVP's engine sampled. Groups that are all right count as all wrong:
     # OTB has an advantage for the longest right response even there, RLOO has none, and both must update from as many.
     rollout = rollouts["full"]
     wrong_PG = rollout.rewards_B.reshape(-1, settings.group_size) == 0
     mixed_B = wrong_PG.any(dim=1).repeat_interleave(settings.group_size)
-    rollout = dataclasses.replace(rollout, rewards_B=rollout.rewards_B * mixed_B)
+    rollout = replace(rollout, rewards_B=rollout.rewards_B * mixed_B)
     updates = {name: loop.prepare(rollout, loop.score(rollout)) for name, loop in loops.items()}
     useful_B = {name: update.coefficients().any(dim=1) for name, update in updates.items()}
     advantage_BT = updates["mis"].advantage_BT
-    has_advantage_B = advantage_BT.any(dim=1)
-    every_B = torch.ones_like(has_advantage_B)
+    useful_B = {"advantage": advantage_BT.any(dim=1)} | useful_B
+    every_B = torch.ones_like(useful_B["advantage"])
     # Every other response right, so that each has an advantage; every other one with a log-prob that MIS rejects.
     other_B = torch.arange(len(every_B)) % 2 == 0
-    all_useful = dataclasses.replace(rollout, rewards_B=other_B.to(rollout.rewards_B.dtype))
-    half_rejected = dataclasses.replace(
-        rollout, infer_log_prob_BT=rollout.infer_log_prob_BT - 10.0 * (other_B[:, None] & rollout.batch.response_BT)
-    )
+    all_useful = replace(rollout, rewards_B=other_B.to(rollout.rewards_B.dtype))
+    rejected_BT = 10.0 * (other_B[:, None] & rollout.batch.response_BT)
+    half_rejected = replace(rollout, infer_log_prob_BT=rollout.infer_log_prob_BT - rejected_BT)
     norms = {}
-
-    def normed(name: str, function: Callable[[], Any]) -> None:
-        function()
-        if useful_B["mis"].any():
-            norms[name] = mis.trainer.gradient_norm
-
     for name, update in _rotated(
         {
             "plain transformers": partial(rival.update, rollout, updates["plain"].coefficients()),
-            "plain": partial(plain.learn, step, rows, rollout),
+            "plain": partial(_learn, plain, rollout),
             "full": partial(full.learn, step, rows, rollout),
             "scoring": partial(mis.score, rollout),
-            "two passes": partial(normed, "two", partial(mis.learn, step, rows, rollout)),
-            "two passes, all useful": partial(mis.learn, step, rows, all_useful),
-            "two passes, half rejected": partial(mis.learn, step, rows, half_rejected),
-            "one pass, all": partial(normed, "one", partial(_one_pass, mis, rollout, advantage_BT, every_B)),
-            "one pass, advantage": partial(_one_pass, mis, rollout, advantage_BT, has_advantage_B),
+            "two passes": partial(_learn, mis, rollout),
+            "two passes, all useful": partial(_learn, mis, all_useful),
+            "two passes, half rejected": partial(_learn, mis, half_rejected),
+            "one pass, all": partial(_one_pass, mis, rollout, advantage_BT, every_B),
+            "one pass, advantage": partial(_one_pass, mis, rollout, advantage_BT, useful_B["advantage"]),
         },
         step,
     ):
         timed(f"update, {name}", update)
+        norms[name] = mis.trainer.gradient_norm
 
     def a_token(name: str) -> float:
         """Of a whole step; the update is of the shared responses."""
@@ -316,37 +265,35 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     lengths_B = rollout.batch.lengths()
     passes = rollout.batch.micro_batches(settings.tokens_per_micro_batch)
     computed = sum(len(rows_b) * int(lengths_B[rows_b].max()) for rows_b in passes)
-    two_passes, one_pass = "update, two passes", "update, one pass"
+    two, one = "update, two passes", "update, one pass"
     return {
         "update": seconds["update, plain transformers"] / seconds["update, plain"],
         "rollout": seconds["rollout, vLLM alone"] / tokens["vLLM alone"] * tokens["plain"] / seconds["rollout, plain"],
         "step": a_token("full") / a_token("plain"),
         "padding": 1 - lengths_B.sum().item() / computed,
         "one_pass": {
-            "all": seconds[two_passes] / seconds[f"{one_pass}, all"],
-            "all, all useful": seconds[f"{two_passes}, all useful"] / seconds[f"{one_pass}, all"],
-            "advantage": seconds[two_passes] / seconds[f"{one_pass}, advantage"],
-            "advantage, half rejected": seconds[f"{two_passes}, half rejected"] / seconds[f"{one_pass}, advantage"],
+            "all": seconds[two] / seconds[f"{one}, all"],
+            "all, all useful": seconds[f"{two}, all useful"] / seconds[f"{one}, all"],
+            "advantage": seconds[two] / seconds[f"{one}, advantage"],
+            "advantage, half rejected": seconds[f"{two}, half rejected"] / seconds[f"{one}, advantage"],
         },
-        "forward": seconds["update, scoring"] / seconds[f"{one_pass}, all"],
-        "useful": {
-            "advantage": has_advantage_B.float().mean().item(),
-            **{name: value_B.float().mean().item() for name, value_B in useful_B.items()},
-        },
-        "gradient_difference": abs(norms["one"] / norms["two"] - 1) if norms else 0.0,
+        "forward": seconds["update, scoring"] / seconds[f"{one}, all"],
+        "useful": {name: value_B.float().mean().item() for name, value_B in useful_B.items()},
+        # One gradient whether in one pass or two; there is none if MIS keeps nothing.
+        "gradient_difference": abs(norms["one pass, all"] / norms["two passes"] - 1) if useful_B["mis"].any() else 0.0,
         "lengths": lengths_B.tolist(),
         "seconds": seconds,
     }
 
 
-def _rotated(variants: dict[str, Callable[[], Any]], step: int) -> list[tuple[str, Callable[[], Any]]]:
+def _rotated(variants: dict[str, Callable[[], Any]], step: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The variants in the order of this round: each comes first in its turn."""
     items = list(variants.items())
     start = step % len(items)
-    return items[start:] + items[:start]
+    yield from items[start:] + items[:start]
 
 
-def _one_pass(loop: "Loop", rollout: "Rollout", advantage_BT: torch.Tensor, rows_B: torch.Tensor) -> None:
+def _one_pass(loop: "Loop", rollout: Rollout, advantage_BT: torch.Tensor, rows_B: torch.Tensor) -> None:
     """An update whose weights come from the forward pass that it differentiates.
 
     rows_B : the responses that are differentiated, with a weight of 0 where they have no advantage. The others are
@@ -357,13 +304,12 @@ def _one_pass(loop: "Loop", rollout: "Rollout", advantage_BT: torch.Tensor, rows
         loop.trainer.score(rollout.batch.rows((~rows_B).nonzero()[:, 0]), loop.safe.trainer)
     parts = rollout.batch.micro_batches(loop.config.tokens_per_micro_batch, rows_B.nonzero()[:, 0])
     for index, rows_b in enumerate(parts):
-        part = rollout.rows(rows_b)
-        batch = rollout.batch.rows(rows_b)
+        part, batch = rollout.rows(rows_b), rollout.batch.rows(rows_b)
         width = batch.tokens_BT.shape[1]
         mask_bT = batch.response_BT.to(device)
         advantage_bT = advantage_BT[rows_b, :width].to(device)
 
-        def loss(now: "TokenStatistics", part=part, width=width, mask_bT=mask_bT, advantage_bT=advantage_bT):
+        def loss(now, part=part, width=width, mask_bT=mask_bT, advantage_bT=advantage_bT):
             log_prob_bT = unflatten(now.pruned_log_prob, mask_bT)
             old_bT, safe_bT = torch.zeros(part.infer_log_prob_BT.shape), torch.ones_like(part.batch.response_BT)
             old_bT[:, :width] = log_prob_bT.detach().cpu()
@@ -380,21 +326,12 @@ def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
     """The same requests to vLLM as anybody would make them: its own defaults, and the log-probs of what it sampled."""
     from vllm import SamplingParams
 
-    from dvp.rollout.seeds import derived_seed
-
     settings = loop.config
+    asked = {"n": settings.group_size, "temperature": settings.temperature, "logprobs": 0}
+    asked["max_tokens"] = settings.max_response_tokens
     outputs = loop.engine.llm.generate(
         [{"prompt_token_ids": loop.problems.prompts[row]} for row in rows],
-        [
-            SamplingParams(
-                n=settings.group_size,
-                temperature=settings.temperature,
-                max_tokens=settings.max_response_tokens,
-                seed=derived_seed(loop.run.seed, step, row) % 2**62,
-                logprobs=0,
-            )
-            for row in rows
-        ],
+        [SamplingParams(**asked, seed=derived_seed(loop.run.seed, step, row) % 2**62) for row in rows],
         use_tqdm=False,
     )
     return [output.outputs for output in outputs]

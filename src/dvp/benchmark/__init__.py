@@ -1,1 +1,0 @@
-"""What things cost, as ratios within one run."""

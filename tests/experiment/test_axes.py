@@ -223,7 +223,7 @@ def test_a_rho_in_quotes_and_without_is_given_twice():
         ({"groupsize": 4}, "grid.0.training.groupsize: unknown key; did you mean group_size?"),
         ({"gpus": 2}, "grid.0.training: gpus is the same for the whole grid; set it in `training`"),
         ({"deepspeed": ["zero1", "zero2"]}, "grid.0.training: deepspeed is the same for the whole grid; set it in"),
-        ({"collapse": {"window": 9}}, "grid.0.training: collapse is the same for the whole grid; set it in"),
+        ({"collapse": {"patience": 9}}, "grid.0.training: collapse is the same for the whole grid; set it in"),
         ({"group_size": 0}, "grid.0.training.group_size.0: Input should be greater than or equal to 1, found 0"),
         ({"group_size": [4, "8"]}, "grid.0.training.group_size.1: Input should be a valid integer, found '8'"),
         ({"group_size": 4.0}, "grid.0.training.group_size.0: Input should be a valid integer, found 4.0"),

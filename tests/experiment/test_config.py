@@ -488,7 +488,6 @@ def test_impossible_rho(refused, rho, listed):
             {"training.synchronise_every": 3},
             "training: checkpoint_every (2) must be a multiple of synchronise_every (3)",
         ),
-        ({"training.collapse": {"window": 8}}, "training.collapse: warmup (32) must not exceed window (8)"),
         # Numbers that cannot be.
         ({"training.steps": 0}, "training.steps: "),
         ({"training.steps": 2.0}, "training.steps: "),

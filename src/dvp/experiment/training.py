@@ -53,28 +53,12 @@ class EngineConfig(Strict):
 class Collapse(Strict):
     """When a run counts as collapsed. It goes on: a collapse is a result."""
 
-    window: Positive = 128
-    """Steps that a spike is measured against."""
-    sigmas: PositiveFloat | None = None
-    """A spike: k3 or the gradient's norm above mean + this many σ of the last `window` values; none: not at all."""
-    warmup: Annotated[int, Field(ge=2)] = 32
-    """Values that a metric needs before it can spike."""
     reward_fall: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
     """The run collapsed when the mean reward of `patience` steps is below this share of the highest one before."""
-    kl_above: PositiveFloat | None = None
-    """k3 in nats a token above which the run counts as collapsed."""
-    entropy_below: PositiveFloat | None = None
-    """Nats."""
     reward_below: PositiveFloat | None = None
     """Mean reward of a step."""
     patience: Positive = 8
-    """Steps in a row that entropy or reward must be low, and that mean rewards are over."""
-
-    @model_validator(mode="after")
-    def _warms_up(self) -> "Collapse":
-        if self.warmup > self.window:
-            raise ValueError(f"warmup ({self.warmup}) must not exceed window ({self.window})")
-        return self
+    """Steps in a row that the reward must be low, and that mean rewards are over."""
 
 
 class KeepResponses(Strict):

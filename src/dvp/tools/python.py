@@ -10,24 +10,24 @@ for root. Memory is limited by process, and what no process's limit counts is re
 call's processes may take `processes` times as much; what a whole job may take is for its cgroup to say.
 """
 
+import asyncio
 import os
 import resource
-import selectors
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Sequence
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import PurePath
+from typing import Any, TypeVar
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
 from dvp.tools.seccomp import program as call_filter
 from dvp.tools.tool import Answer
 
+T = TypeVar("T")
 BWRAP = "bwrap"
 SHARED = "/tmp"
 HOME = f"{SHARED}/home"  # a folder below: this environment may lie in /tmp, and is then to be seen there
@@ -38,6 +38,7 @@ HOME_BYTES = 2**24
 OPEN_FILES = 64
 LONGEST = 2**16  # bytes of a program
 PROOF_SECONDS = 30.0
+GRACE_SECONDS = 10.0  # for what was killed to end
 FIRST_USER, USERS = 10_000, 50_000
 
 # Starts one process more than it may, and must not succeed: some machines do not limit processes.
@@ -55,22 +56,8 @@ except OSError:
     print("proved")
 """
 
-# Runs in the sandbox before the program; what it sets holds for the program and all that it starts, for ever.
-LIMITED = """
-import os, resource, sys
-if not os.read(0, 1):
-    sys.exit("the start of this call was interrupted")
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-user, program, *limits = sys.argv[1:]
-if os.getuid() == 0 and int(user):
-    os.setgroups([])
-    os.setgid(int(user))
-    os.setuid(int(user))
-for limit in limits:
-    name, value = limit.split("=")
-    resource.setrlimit(getattr(resource, name), (int(value), int(value)))
-os.execv(sys.executable, [sys.executable, "-u", program])
-"""
+# Runs in the sandbox before the program, which is told to begin by a line.
+BEGIN = 'read -r begin || { echo "the start of this call was interrupted"; exit 1; }; exec "$@" < /dev/null'
 
 
 class PythonTool:
@@ -81,40 +68,92 @@ class PythonTool:
     def __init__(self, settings: Python):
         """Raises DvpError unless the sandbox works on this machine."""
         self._settings = settings
-        self._together = len(os.sched_getaffinity(0))
         self._bwrap = shutil.which(BWRAP)
         if self._bwrap is None:
             raise DvpError("tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine")
         program = PROOF.format(processes=settings.processes)
-        answer = _run([_Call(self._command(0), program, settings.output_bytes, PROOF_SECONDS)], 1)[0]
+        answer = _run(self._answer(0, program, PROOF_SECONDS))
         if answer.text != "proved":
             said = " ".join(answer.text.split())[:200]
             raise DvpError(f"tools.kind: python: its sandbox does not work on this machine: {said}")
 
     def answers(self, calls: Sequence[str]) -> list[Answer]:
-        """See Tool.answers. As many calls run at a time as this process may use CPUs."""
-        settings = self._settings
-        return _run(
-            [
-                _Call(self._command(slot), call, settings.output_bytes, settings.seconds)
-                for slot, call in enumerate(calls)
-            ],
-            self._together,
-        )
+        """See Tool.answers. As many calls run at a time as this process may use CPUs; whatever ends this ends them."""
+
+        async def every() -> list[Answer]:
+            free = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+            async def one(slot: int, call: str) -> Answer:
+                async with free:
+                    return await self._answer(slot, call, self._settings.seconds)
+
+            return await asyncio.gather(*(one(slot, call) for slot, call in enumerate(calls)))
+
+        return _run(every())
+
+    async def _answer(self, slot: int, program: str, seconds: float) -> Answer:
+        """What a program printed, and how it ended if not by itself."""
+        encoded = program.encode("utf-8", errors="replace")
+        if len(encoded) > LONGEST:
+            return Answer(f"error: the program has more than {LONGEST} bytes", failed=True)
+        try:
+            process = await self._started(slot, encoded)
+        except OSError as error:
+            return Answer(f"error: the sandbox does not start: {error.strerror}", failed=True)
+        output, why, most = bytearray(), "", self._settings.output_bytes
+        try:
+            async with asyncio.timeout(seconds):
+                with suppress(ConnectionError):  # a sandbox that could not be made has ended
+                    process.stdin.write(b"begin\n")
+                    await process.stdin.drain()
+                while len(output) <= most and (part := await process.stdout.read(2**16)):
+                    output += part
+                if len(output) > most:
+                    why = f"stopped: it printed more than {most} bytes"
+                else:  # a program may close its output before it ends
+                    await process.wait()
+        except TimeoutError:
+            why = f"stopped after {seconds:g} seconds"
+        finally:
+            # A sandbox's first process dies with bwrap, and all others with that one.
+            with suppress(ProcessLookupError):
+                process.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.communicate(), GRACE_SECONDS)
+        status = process.returncode
+        # bwrap says 128 + signal, as a shell does; of its own end Python says −signal.
+        if not why and (status > 128 or status < 0):
+            why = f"ended by {_signal_name(status - 128 if status > 128 else -status)}"
+        text = bytes(output[:most]).decode("utf-8", errors="replace").strip()
+        parts = [part for part in (text, f"({why})" if why else "") if part]
+        return Answer("\n".join(parts) or "(it printed nothing)", failed=status != 0)
+
+    async def _started(self, slot: int, program: bytes) -> Process:
+        with ExitStack() as files:
+            places = {}
+            for name, content in ((FILE, program), (FILTER, call_filter())):
+                file = files.enter_context(os.fdopen(os.memfd_create("call"), "wb"))
+                file.write(content)
+                file.seek(0)
+                places[name] = file.fileno()
+            command = [str(places.get(part, part)) for part in self._command(slot)]
+            pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT}
+            return await asyncio.create_subprocess_exec(*command, **pipes, pass_fds=list(places.values()), env={})
 
     def _command(self, slot: int) -> list[str]:
         """What runs a program in a sandbox. FILE and FILTER stand for descriptors that are read."""
         settings, root = self._settings, os.geteuid() == 0
         limits = {
-            "RLIMIT_CPU": settings.cpu_seconds,
-            "RLIMIT_AS": settings.memory_mib * 2**20,
-            "RLIMIT_FSIZE": HOME_BYTES,
-            "RLIMIT_NOFILE": OPEN_FILES,
-            "RLIMIT_CORE": 0,
+            "cpu": settings.cpu_seconds,
+            "as": settings.memory_mib * 2**20,
+            "fsize": HOME_BYTES,
+            "nofile": OPEN_FILES,
+            "core": 0,
             # Of a user: that of the sandbox's own namespace, or for root one that no other sandbox has.
-            "RLIMIT_NPROC": settings.processes,
+            "nproc": settings.processes,
         }
-        user = FIRST_USER + (997 * os.getpid() + slot) % USERS if root else 0
+        user = FIRST_USER + (997 * os.getpid() + slot) % USERS
+        given_up = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if root else []
         environment = {
             "PATH": "/usr/bin:/bin",
             "HOME": HOME,
@@ -134,129 +173,16 @@ class PythonTool:
             *("--dev", "/dev", "--remount-ro", "/dev"),
             *(part for name, value in environment.items() for part in ("--setenv", name, value)),
             *("--perms", "0444", "--file", FILE, PROGRAM, "--remount-ro", "/", "--seccomp", FILTER),
-            *("--", _interpreter(), "-I", "-S", "-c", LIMITED, str(user), PROGRAM),
-            *(f"{name}={_allowed(name, value)}" for name, value in limits.items()),
+            *("--", "/bin/sh", "-c", BEGIN, "sh", *given_up),
+            *("prlimit", *(f"--{name}={_allowed(name, value)}" for name, value in limits.items())),
+            *(_interpreter(), "-u", PROGRAM),
         ]
 
 
-class _Call:
-    """A program, while it runs and afterwards."""
-
-    answer: Answer | None = None
-    process: subprocess.Popen | None = None
-    ended: int | None = None
-    """A descriptor that can be read when the process has ended."""
-
-    def __init__(self, command: list[str], program: str, output_bytes: int, seconds: float):
-        self._command, self._program = command, program
-        self._output_bytes, self._seconds = output_bytes, seconds
-        self._output = bytearray()
-        self._stopped = ""
-
-    def start(self) -> None:
-        """Start it; there is an answer at once if that cannot be."""
-        program = self._program.encode("utf-8", errors="replace")
-        if len(program) > LONGEST:
-            self.answer = Answer(f"error: the program has more than {LONGEST} bytes", failed=True)
-            return
-        with ExitStack() as files:
-            descriptors = {}
-            for name, content in ((FILE, program), (FILTER, call_filter())):
-                file = files.enter_context(os.fdopen(os.memfd_create("call"), "wb"))
-                file.write(content)
-                file.seek(0)
-                descriptors[name] = file.fileno()
-            try:
-                self.process = subprocess.Popen(
-                    [str(descriptors.get(part, part)) for part in self._command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=list(descriptors.values()),
-                    env={},
-                )
-            except OSError as error:
-                self.answer = Answer(f"error: the sandbox does not start: {error.strerror}", failed=True)
-                return
-        with suppress(BrokenPipeError), self.process.stdin as begin:  # a sandbox that could not be made has ended
-            begin.write(b"1")
-        self.deadline = time.monotonic() + self._seconds
-        self.ended = os.pidfd_open(self.process.pid)
-        os.set_blocking(self.process.stdout.fileno(), False)
-
-    def read(self) -> bool:
-        """Take what it has printed by now, and end it if that is too much; whether more may come."""
-        try:
-            while part := os.read(self.process.stdout.fileno(), 2**16):
-                self._output += part
-                if len(self._output) > self._output_bytes:
-                    self.stop(f"stopped: it printed more than {self._output_bytes} bytes")
-                    return False
-        except BlockingIOError:
-            return True
-        return False
-
-    def check_time(self) -> None:
-        """End it if its time is over."""
-        if time.monotonic() >= self.deadline:
-            self.stop(f"stopped after {self._seconds:g} seconds")
-
-    def stop(self, why: str) -> None:
-        """End it and all that it started: a sandbox's first process dies with bwrap, and all others with that one."""
-        self._stopped = self._stopped or why
-        if self.process is not None:
-            self.process.kill()
-
-    def finish(self) -> None:
-        """Make the answer of what has ended."""
-        status = self.process.wait()
-        if not self._stopped:
-            self.read()
-        self.process.stdout.close()
-        if self.ended is not None:
-            os.close(self.ended)
-        text = bytes(self._output[: self._output_bytes]).decode("utf-8", errors="replace").strip()
-        # bwrap says 128 + signal, as a shell does; of its own end Popen says −signal.
-        number = status - 128 if status > 128 else -status
-        why = self._stopped or (f"ended by {_signal_name(number)}" if status > 128 or status < 0 else "")
-        parts = [part for part in (text, f"({why})" if why else "") if part]
-        self.answer = Answer("\n".join(parts) or "(it printed nothing)", failed=status != 0)
-
-
-def _run(calls: list[_Call], together: int) -> list[Answer]:
-    """Run the calls, so many at a time, in this thread; whatever ends this ends them."""
-    waiting = deque(calls)
-    running: list[_Call] = []
-    with selectors.DefaultSelector() as selector:
-        try:
-            while waiting or running:
-                while waiting and len(running) < together:
-                    running.append(waiting.popleft())
-                    running[-1].start()
-                    if running[-1].answer is not None:
-                        running.pop()
-                        continue
-                    selector.register(running[-1].process.stdout, selectors.EVENT_READ, running[-1])
-                    selector.register(running[-1].ended, selectors.EVENT_READ, running[-1])
-                first = min((call.deadline for call in running), default=0.0)
-                for key, _ in selector.select(max(0.0, first - time.monotonic())) if running else []:
-                    # A program may close its output before it ends.
-                    if key.fd != key.data.ended and not key.data.read():
-                        selector.unregister(key.fileobj)
-                for call in [call for call in running if call.process.poll() is not None]:
-                    running.remove(call)
-                    for file in (call.process.stdout, call.ended):
-                        with suppress(KeyError):
-                            selector.unregister(file)
-                    call.finish()
-                for call in running:
-                    call.check_time()
-        finally:
-            for call in running:
-                call.stop("stopped")
-                if call.process is not None:
-                    call.finish()
-    return [call.answer for call in calls]
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """In an event loop of its own, which is nobody else's afterwards either."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
 
 
 def _visible() -> list[tuple[str, ...]]:
@@ -280,7 +206,7 @@ def _interpreter() -> str:
 
 def _allowed(name: str, value: int) -> int:
     """A limit that may be set: none above this process's own."""
-    highest = resource.getrlimit(getattr(resource, name))[1]
+    highest = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     return value if highest == resource.RLIM_INFINITY else min(value, highest)
 
 

@@ -11,7 +11,6 @@ keeps in .snakemake/log is whole. Snakemake finds this package by its name.
 import logging
 import re
 import sys
-from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -40,6 +39,10 @@ SILENT = (LogEvent.JOB_STARTED, LogEvent.PROGRESS, LogEvent.SHELLCMD, LogEvent.R
 
 class LogHandler(LogHandlerBase):
     """Writes to standard error. Receives records one by one, from a thread of its own."""
+
+    writes_to_stream = has_formatter = True
+    writes_to_file = needs_rulegraph = False
+    has_filter = False  # Snakemake's own obeys --quiet
 
     def __post_init__(self) -> None:
         self._own = ColorizingTextHandler(
@@ -79,21 +82,21 @@ class LogHandler(LogHandlerBase):
             self._own.emit(record)
 
     def _planned(self, stats: dict[str, int]) -> None:
-        counts = Counter({rule: count for rule, count in stats.items() if rule not in ("total", *TARGETS)})
-        self._total, self._done = counts.total(), 0
+        counts = {rule: count for rule, count in stats.items() if rule not in ("total", *TARGETS)}
+        self._total, self._done = sum(counts.values()), 0
         self._estimate.planned(counts)
-        self._say(
-            f"{self._total} job{'s' * (self._total != 1)}: "
-            + ", ".join(f"{count} {rule}" for rule, count in counts.items())
-        )
+        listed = ", ".join(f"{count} {rule}" for rule, count in counts.items())
+        self._say(f"{self._total} job{'s' * (self._total != 1)}: {listed}")
 
     def _begun(self, record: logging.LogRecord) -> None:
         if record.rule_name in TARGETS:
             return
         experiment = _experiment(record.wildcards.get("experiment"))
-        if record.benchmark and BENCHMARKS in Path(record.benchmark).parts:
-            self._expect(experiment, _benchmarks(Path(record.benchmark)))
-        name = readable(record.rule_msg or record.rule_name, _labels(experiment))
+        for folder in Path(record.benchmark or "").parents:
+            if folder.name == BENCHMARKS:
+                self._expect(experiment, folder)
+        labels = {} if experiment is None else {name: method.label for name, method in experiment.methods.items()}
+        name = readable(record.rule_msg or record.rule_name, labels)
         self._started[record.jobid] = name, record.created
         gpus = record.resources.get("accelerators", 0)
         self._estimate.begun(record.jobid, record.rule_name, record.created, threads=record.threads, gpus=gpus)
@@ -119,11 +122,8 @@ class LogHandler(LogHandlerBase):
             return
         self._done += 1
         self._estimate.ended(record.job_id, record.created)
-        after = f"done in {duration(record.created - started)}: {name}"
-        if self._done == self._total:
-            self._say(after)
-        else:
-            self._say(f"{after}    {self._outlook(record.created)}")
+        outlook = "" if self._done == self._total else f"    {self._outlook(record.created)}"
+        self._say(f"done in {duration(record.created - started)}: {name}{outlook}")
 
     def _failed(self, record: logging.LogRecord) -> None:
         name, _ = self._started.pop(record.jobid, (None, 0.0))
@@ -141,32 +141,6 @@ class LogHandler(LogHandlerBase):
         self._own.stream.write(f"[{self._done}/{self._total}] {line}\n")
         self._own.flush()
 
-    @property
-    def writes_to_stream(self) -> bool:
-        return True
-
-    @property
-    def writes_to_file(self) -> bool:
-        return False
-
-    @property
-    def has_filter(self) -> bool:
-        """No: Snakemake's own obeys --quiet."""
-        return False
-
-    @property
-    def has_formatter(self) -> bool:
-        return True
-
-    @property
-    def needs_rulegraph(self) -> bool:
-        return False
-
-
-def _benchmarks(file: Path) -> Path:
-    """The folder of all benchmarks that a benchmark file lies in."""
-    return next(parent for parent in file.parents if parent.name == BENCHMARKS)
-
 
 @cache
 def _experiment(name: str | None) -> "Experiment | None":
@@ -178,8 +152,3 @@ def _experiment(name: str | None) -> "Experiment | None":
         return load_experiment(name)
     except (DvpError, TypeError):
         return None
-
-
-def _labels(experiment: "Experiment | None") -> dict[str, str]:
-    """What an experiment's methods are called."""
-    return {} if experiment is None else {name: method.label for name, method in experiment.methods.items()}

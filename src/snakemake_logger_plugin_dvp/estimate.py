@@ -2,19 +2,12 @@
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
 PLAN_COUNTS = 300.0
 """Seconds that count as if they had gone by plan: short jobs alone tell little of a machine's pace."""
-
-
-@dataclass
-class _Job:
-    rule: str
-    started: float
 
 
 class Estimate:
@@ -26,7 +19,7 @@ class Estimate:
         self.gpus: int | None = None
         """Of this machine, if jobs that run on it are limited by them."""
         self._waiting: Counter[str] = Counter()
-        self._running: dict[int, _Job] = {}
+        self._running: dict[int, tuple[str, float]] = {}
         self._taken: dict[str, list[float]] = defaultdict(list)
         self._earlier: dict[str, list[float]] = defaultdict(list)
         self._by_plan: dict[str, list[float]] = defaultdict(list)
@@ -47,33 +40,31 @@ class Estimate:
     def begun(self, job: int, rule: str, now: float, *, threads: int = 1, gpus: int = 0) -> None:
         """A job has started, with so many cores and GPUs."""
         self._waiting[rule] -= 1
-        self._running[job] = _Job(rule, now)
+        self._running[job] = rule, now
         self._takes[rule] = threads, gpus
         self._most_running = max(self._most_running, len(self._running))
 
     def ended(self, job: int, now: float) -> None:
         """A job is done."""
-        done = self._running.pop(job)
-        self._taken[done.rule].append(now - done.started)
+        rule, started = self._running.pop(job)
+        self._taken[rule].append(now - started)
 
     def failed(self, job: int) -> None:
         """A job came to nothing; it may be tried again."""
-        self._waiting[self._running.pop(job).rule] += 1
+        self._waiting[self._running.pop(job)[0]] += 1
 
     def left(self, now: float) -> float | None:
         """Seconds until all is done; None while there is a rule of whose jobs nothing is known."""
-        pace = self._pace()
-        each = {
-            rule: self._seconds(rule, pace) for rule in {*+self._waiting, *(job.rule for job in self._running.values())}
-        }
+        pace, waiting = self._pace(), +self._waiting
+        each = {rule: self._seconds(rule, pace) for rule in {*waiting, *(rule for rule, _ in self._running.values())}}
         if None in each.values():
             return None
         # A job that has taken longer than expected is taken to be near its end.
         running = [
-            (job, max(each[job.rule] - (now - job.started), 0.1 * each[job.rule])) for job in self._running.values()
+            (rule, max(each[rule] - (now - started), 0.1 * each[rule])) for rule, started in self._running.values()
         ]
-        work = sum(seconds * self._share(job.rule) for job, seconds in running)
-        work += sum(count * each[rule] * self._share(rule) for rule, count in (+self._waiting).items())
+        work = sum(seconds * self._share(rule) for rule, seconds in running)
+        work += sum(count * each[rule] * self._share(rule) for rule, count in waiting.items())
         return max([work, *(seconds for _, seconds in running)])
 
     def _share(self, rule: str) -> float:
@@ -110,13 +101,7 @@ def recorded_seconds(benchmarks: Path) -> dict[str, list[float]]:
     seconds = defaultdict(list)
     for file in sorted(benchmarks.rglob("*.tsv")):
         rule = file.relative_to(benchmarks).parts[0].removesuffix(".tsv")
-        seconds[rule] += _seconds_in(file)
+        # A file of a job that was killed may hold anything; it is an estimate.
+        with suppress(OSError, KeyError, TypeError, ValueError), open(file, encoding="utf-8", newline="") as table:
+            seconds[rule] += [float(row["s"]) for row in csv.DictReader(table, delimiter="\t")]
     return dict(seconds)
-
-
-def _seconds_in(file: Path) -> Iterable[float]:
-    try:
-        with open(file, encoding="utf-8", newline="") as table:
-            return [float(row["s"]) for row in csv.DictReader(table, delimiter="\t")]
-    except (OSError, KeyError, TypeError, ValueError):
-        return []  # of a job that was killed; it is an estimate

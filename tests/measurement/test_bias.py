@@ -426,12 +426,13 @@ def prepared(experiment, solver, folder, file, columns, **values):
     results = folder / "results" / "small_bias"
     write_text(results / "config.yaml", dump_experiment(experiment))
     shutil.copytree(solver, results / "base")
-    write_json(results / "base" / "manifest.json", {"tracking_key": "base", "files": checksums(results / "base")})
     (results / "data").mkdir()
     table = problem_table(6)
     table["id"] = [str(number) for number in range(1, 7)]
     write_problems(results / "data" / file, columns, **table.to_dict("list"), **values)
-    write_json(results / "data" / "manifest.json", {"tracking_key": "prepare", "files": checksums(results / "data")})
+    for stage, part in (("base", "base"), ("prepare", "data")):
+        record = {"tracking_key": stage, "config_hash": experiment.config_hash(stage)}
+        write_json(results / part / "manifest.json", record | {"files": checksums(results / part)})
     return results
 
 

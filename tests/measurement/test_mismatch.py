@@ -179,16 +179,18 @@ def test_problems_are_drawn_by_the_seed_without_repetition():
 def place(root, tiny_model, tmp_path_factory):
     """Results of the stages before, with the tiny model as base and, as if it were trained, as the run's."""
     results = tmp_path_factory.mktemp("results")
-    folder = results / "mismatch"
-    write_text(folder / "config.yaml", dump_experiment(experiment_of(root)))
+    folder, experiment = results / "mismatch", experiment_of(root)
+    write_text(folder / "config.yaml", dump_experiment(experiment))
     shutil.copytree(tiny_model, folder / "base")
     shutil.copytree(tiny_model, folder / "models" / RUN)
-    write_json(folder / "models" / RUN / "conversion.json", {"files": checksums(tiny_model), "tracking_key": "RUN"})
+    converted = {"tracking_key": "RUN", "config_hash": experiment.config_hash("convert", experiment.run(RUN))}
+    write_json(folder / "models" / RUN / "conversion.json", converted | {"files": checksums(tiny_model)})
     (folder / "data").mkdir()
     problems = {"id": [f"p{n}" for n in range(1, 7)], "prompt": ["badu kefi " * n for n in range(1, 7)]}
     write_problems(folder / "data" / "train.parquet", TRAIN_COLUMNS, answer=list("123456"), **problems)
-    for part in ("base", "data"):
-        write_json(folder / part / "manifest.json", {"files": checksums(folder / part), "tracking_key": part})
+    for stage, part in (("base", "base"), ("prepare", "data")):
+        record = {"tracking_key": part, "config_hash": experiment.config_hash(stage)}
+        write_json(folder / part / "manifest.json", record | {"files": checksums(folder / part)})
     return folder
 
 

@@ -18,7 +18,7 @@ from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.report import make
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
-from dvp.files import read_json, sha256_file, write_json
+from dvp.files import read_json, write_json
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.mismatch_files import TABLES
 from dvp.measurement.vocabulary_mismatch import D_EDGES, histogram
@@ -376,24 +376,12 @@ def copied(results, experiment, tmp_path):
         ("missing", r"mismatch.json: no such file; the stage that writes it has not finished"),
         ("stale", r"mismatch.json: stale, written by another version of the experiment"),
         ("altered", r"gaps.parquet: altered since it was written"),
-        ("other", r"mismatch.json: measurement: expected 'base/by~fp32/seed~0', found 'base/by~x/seed~0'"),
-        ("fewer", r"noise.parquet: problem: expected 3 different ones, found 2"),
-        ("no parquet", r"bounds.parquet: not a parquet file"),
-        ("text", r"gaps.parquet: pairs: expected a number, found '\d+(\.0)?' in row 1$"),
-        ("half", r"safe_sets.parquet: response: expected a whole number, found 0.5 in row 2$"),
-        ("huge", r"safe_sets.parquet: response: expected a whole number, found 1e\+300 in row 2$"),
-        ("number", r"noise.parquet: problem: expected a text, found 7 in row 1$"),
-        ("no rows", r"safe_sets.parquet: no rows$"),
     ],
 )
 def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment, tmp_path):
     folder = copied(results, experiment, tmp_path)
     path = folder / "mismatch.json"
     record = read_json(path)
-
-    def rewrite(name, table):
-        table.to_parquet(folder / f"{name}.parquet")
-        record["files"][f"{name}.parquet"] = sha256_file(folder / f"{name}.parquet")
 
     match what:
         case "missing":
@@ -402,25 +390,6 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
             record["config_hash"] = "0" * 12
         case "altered":
             pd.read_parquet(folder / "gaps.parquet").assign(pairs=1.0).to_parquet(folder / "gaps.parquet")
-        case "other":
-            record["measurement"] = "base/by~x/seed~0"
-        case "fewer":
-            rewrite("noise", pd.read_parquet(folder / "noise.parquet").query("problem != 'b0'"))
-        case "no parquet":
-            (folder / "bounds.parquet").write_text("no")
-            record["files"]["bounds.parquet"] = sha256_file(folder / "bounds.parquet")
-        case "text":
-            rewrite("gaps", pd.read_parquet(folder / "gaps.parquet").astype({"pairs": str}))
-        case "half":
-            table = pd.read_parquet(folder / "safe_sets.parquet").astype({"response": float})
-            rewrite("safe_sets", table.assign(response=table["response"].where(table.index != 1, 0.5)))
-        case "huge":
-            table = pd.read_parquet(folder / "safe_sets.parquet").astype({"response": float})
-            rewrite("safe_sets", table.assign(response=table["response"].where(table.index != 1, 1e300)))
-        case "number":
-            rewrite("noise", pd.read_parquet(folder / "noise.parquet").assign(problem=7))
-        case "no rows":
-            rewrite("safe_sets", pd.read_parquet(folder / "safe_sets.parquet").head(0))
     if what != "missing":
         write_json(path, record)
     with pytest.raises(DvpError, match=message):

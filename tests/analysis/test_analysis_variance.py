@@ -11,13 +11,11 @@ from made_up_results import CLAIMS
 from test_analysis_bias import found, rewrite
 
 from dvp.analysis.figures import method_colors
-from dvp.analysis.load import load_variance
 from dvp.analysis.parts import parts
 from dvp.analysis.points import unpruned
 from dvp.analysis.report import make, record, write
 from dvp.analysis.variance import rloo_of
 from dvp.analysis.variance_figures import variance_by_position
-from dvp.errors import DvpError
 from dvp.files import dump_json
 
 pytestmark = pytest.mark.slow
@@ -148,22 +146,6 @@ def test_tables_figures_and_files(experiment, measured, tmp_path):
     write(measured, tmp_path)
     assert json.loads(dump_json(record(measured)))["tables"].keys() == {"variance_table", "proxy_table"}
     assert {file.stem for file in tmp_path.rglob("*.png")} == {"variance_by_baseline", "variance_by_position"}
-
-
-def test_what_is_not_the_experiments_is_refused_with_one_line(tmp_path):
-    experiment = bias_experiment(**ASKED | {"engines": ["coarse"]}).model_copy(update={"seeds": [0]})
-    (measurement,) = experiment.measurements("bias")
-    folder = tmp_path / "bias" / measurement.path
-
-    def refused(name, change, message):
-        write_cell(experiment, tmp_path, measurement)
-        rewrite(folder, name, change)
-        with pytest.raises(DvpError, match=message):
-            load_variance(experiment, tmp_path)
-
-    refused("variance.parquet", lambda table: table.iloc[1:], "variance.parquet: method, rho, position: not those of")
-    refused("proxy.parquet", lambda table: table.iloc[1:], "proxy.parquet: position: not those of the experiment")
-    refused("variance.parquet", lambda table: table.assign(signal=math.nan), "variance.parquet: signal: ")
 
 
 def test_a_figure_without_a_value_says_why(experiment, measured):

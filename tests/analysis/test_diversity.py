@@ -7,12 +7,10 @@ from made_up_results import CLAIMS, Results, make_experiment
 
 from dvp.analysis import figures
 from dvp.analysis.diversity import solutions
-from dvp.analysis.load import load_tokenizer
 from dvp.analysis.parts import parts
 from dvp.analysis.report import make
 from dvp.analysis.statistics import lookup
 from dvp.data.puzzles import Puzzle
-from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint, Sampler
 
 RHO = "0.01"
@@ -165,10 +163,3 @@ def test_table_and_figure(asked, written, tmp_path):
     assert "base/manifest.json" in part.files
     for path in figures.save(part.figures["solutions"], tmp_path, "solutions"):
         assert path.stat().st_size > 10_000
-
-
-def test_a_tokenizer_that_is_none_is_refused(asked, written):
-    path = written.folder / "base/tokenizer.json"
-    path.write_text("{}")
-    with pytest.raises(DvpError, match=rf"^{path}: "):
-        load_tokenizer(asked, written.folder)

@@ -1,6 +1,5 @@
 """Tables, statistics and figures of a grid whose points differ in training settings."""
 
-import json
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
 from dvp.analysis.points import policy_label, unpruned_point
 from dvp.analysis.report import make
-from dvp.errors import DvpError
 
 pytestmark = pytest.mark.slow
 
@@ -115,11 +113,6 @@ def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
     assert math.isfinite(of["4", "48", "k3_growth"].value)
     own = loaded.metrics[loaded.metrics["point"] == LONGER]
     assert of["4", "48", "final_reward"].value == pytest.approx(own[own["step"] > 38]["reward"].mean())
-    run = next(run for run in experiment.runs if run.path.startswith(LONGER))
-    path = results.folder / "runs" / run.path / "train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"steps": 12}))
-    with pytest.raises(DvpError, match=r"train.json: steps: expected 48, found 12"):
-        load_training(experiment, results.folder)
 
 
 def test_points_are_compared_with_their_like(experiment):

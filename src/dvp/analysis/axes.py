@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from dvp.analysis.load import Training
+from dvp.analysis.load import Scored
 from dvp.experiment.config import Experiment
 from dvp.progress import setting_as_read
 
 CLOSE = 0.05  # runs whose sampled tokens differ by no more count as runs of equal cost
 
 
-def settings_note(experiment: Experiment, loaded: Training) -> str:
+def settings_note(experiment: Experiment, loaded: Scored) -> str:
     """Which settings the rows differ in, and which sizes of a step and of a run are equal; empty if they do not differ.
 
     Sizes follow from the settings, the tokens of a run from its metrics (mean over seeds).

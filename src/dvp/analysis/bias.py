@@ -9,7 +9,7 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
-from dvp.analysis.load import CHANGES, ESTIMATED, KEPT, WEIGHTS, Bias
+from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes
 from dvp.analysis.points import policy_label, unpruned
 from dvp.analysis.statistics import Statistic, lookup
@@ -20,6 +20,12 @@ from dvp.experiment.config import Experiment
 from dvp.measurement.paired_bias import PAIRED, SMALLEST_ESS
 
 NORMAL_95 = 1.959964
+# Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
+ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
+KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
+CHANGES = ("squared_bias", "variance")
+# Of the sequence weights behind a paired bias.
+WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
 
 

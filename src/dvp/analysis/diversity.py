@@ -12,7 +12,7 @@ import pandas as pd
 from tokenizers import Tokenizer
 
 from dvp.analysis import matrix
-from dvp.analysis.load import Matrix, cell_name
+from dvp.analysis.load import Scored, cell_name
 from dvp.analysis.matrix import SCORE, differences, samplers, where
 from dvp.analysis.pages import notes
 from dvp.analysis.points import BASE, seeds_text, unpruned_point
@@ -27,7 +27,7 @@ from dvp.experiment.grid import GridPoint, Sampler
 SOLUTIONS, DIFFERING, TOKENS = "different_solutions_by_policy", "differing_pairs_by_policy", "tokens_used_by_policy"
 
 
-def statistics(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> list[Statistic]:
+def statistics(experiment: Experiment, loaded: Scored, tokenizer: Tokenizer) -> list[Statistic]:
     """Of every model and sampler, in places as those of the scores by policy (dvp.analysis.matrix.statistics).
 
     different_solutions_by_policy: different solutions among the right samples of a problem, mean over problems.
@@ -118,7 +118,7 @@ def _estimate(draws: bootstrap.Draws, value_R: np.ndarray, *, share: bool) -> tu
     return draws.estimate(value_R, "share" if share else "plain")
 
 
-def _tokens(experiment: Experiment, loaded: Matrix, tokenizer: Tokenizer) -> Iterator[Statistic]:
+def _tokens(experiment: Experiment, loaded: Scored, tokenizer: Tokenizer) -> Iterator[Statistic]:
     for point in (None, *experiment.points):
         for sampler in samplers(experiment, point):
             cell = cell_name(point, sampler)
@@ -140,7 +140,7 @@ def _served(experiment: Experiment, point: GridPoint | None) -> Sampler:
     return experiment.sampler if point is None else Sampler(engine=point.engine, rho=point.rho)
 
 
-def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> Table:
+def table(experiment: Experiment, loaded: Scored, measured: list[Statistic]) -> Table:
     """A row a model; `measured` as of `statistics`.
 
     Columns of evaluation.engine with the full vocabulary, and `served_` where that is another one: on the engine of

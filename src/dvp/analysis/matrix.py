@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Matrix, cell_name
+from dvp.analysis.load import Scored, cell_name
 from dvp.analysis.pages import notes
 from dvp.analysis.points import seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
@@ -58,7 +58,7 @@ def samplers(experiment: Experiment, point: GridPoint | None) -> list[Sampler]:
     return [experiment.sampler, *experiment.samplers(point)]
 
 
-def statistics(experiment: Experiment, loaded: Matrix) -> list[Statistic]:
+def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     """Of every model and sampler its score, and the differences between models under the same kind of policy.
 
     All have `evaluated_on`, an engine, and `evaluated_rho`, a ρ or `none`, beside the point's place.
@@ -93,7 +93,7 @@ def statistics(experiment: Experiment, loaded: Matrix) -> list[Statistic]:
 
 def differences(
     experiment: Experiment,
-    loaded: Matrix,
+    loaded: Scored,
     draws: bootstrap.Draws,
     difference: Callable[[str, str], np.ndarray],
     name: str,

@@ -6,7 +6,7 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Matrix
+from dvp.analysis.load import Scored
 from dvp.analysis.matrix import ONLY_HEADING, OVER_REFERENCE, OVER_UNPRUNED, OWN, SCORE, where
 from dvp.analysis.pages import notes
 from dvp.analysis.points import seeds_text
@@ -28,7 +28,7 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, settings_as_read
 
 
-def table(experiment: Experiment, loaded: Matrix, measured: list[Statistic]) -> Table:
+def table(experiment: Experiment, loaded: Scored, measured: list[Statistic]) -> Table:
     """A row a grid point, `measured` as of `matrix.statistics`.
 
     `exact` is the score on the evaluation's engine from the full vocabulary, `served` that on the engine of training
@@ -103,7 +103,7 @@ def _of(collapsed_at: pd.Series) -> str:
     return f"{sum(step is not None for step in collapsed_at)} / {len(collapsed_at)}"
 
 
-def _over_runs(experiment: Experiment, loaded: Matrix, point: GridPoint) -> dict[str, Statistic]:
+def _over_runs(experiment: Experiment, loaded: Scored, point: GridPoint) -> dict[str, Statistic]:
     own = loaded.metrics[loaded.metrics["point"] == point.path]
     last = own[own["step"] > experiment.training_of(point).steps - LAST_STEPS].groupby("seed")
     measured = {
@@ -136,7 +136,7 @@ def _name(experiment: Experiment, point: GridPoint, beside: GridPoint | None = N
     return ", ".join(parts if point.rho is None else [*parts, f"ρ = {rho_text(point.rho)}"])
 
 
-def _sentences(experiment: Experiment, loaded: Matrix, rows: dict[str, dict]) -> list[str]:
+def _sentences(experiment: Experiment, loaded: Scored, rows: dict[str, dict]) -> list[str]:
     """What the table says in three: who is told from the reference by either score, and who collapsed.
 
     The second says as well what is left of it next to ρ at evaluation alone.

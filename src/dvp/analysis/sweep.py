@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dvp.analysis.figures import GREY, STYLE, method_colors, new_figure, plain_log
-from dvp.analysis.load import Training
+from dvp.analysis.load import Scored
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.points import seeds_text
 from dvp.analysis.statistics import Statistic, lookup
@@ -23,7 +23,7 @@ NEGLIGIBLE = 1e-7  # nats per token: rounding of fp32
 _LINES = ("-", "--", "-.", ":")  # of engines
 
 
-def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
+def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     """score_over_small_rho and score_over_large_rho of every sweep.
 
     Both are the mean score over the middle three values of ρ (of an even number the smaller ones) minus the score at
@@ -47,7 +47,7 @@ def middle(rhos: list[str]) -> list[str]:
 
 def _contrasts(
     experiment: Experiment,
-    loaded: Training,
+    loaded: Scored,
     draws: bootstrap.Draws,
     score_R: dict[str, np.ndarray],
     curve: GridPoint,

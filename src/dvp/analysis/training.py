@@ -10,7 +10,7 @@ from scipy import stats
 from dvp.analysis.axes import settings_note, span
 from dvp.analysis.claims import Claim, Source
 from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Matrix, Training
+from dvp.analysis.load import Scored
 from dvp.analysis.pages import notes
 from dvp.analysis.points import BASE, rloo_point, seeds_text, unpruned_point
 from dvp.analysis.statistics import Statistic, lookup
@@ -42,7 +42,7 @@ _OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 
 
 def part(
-    experiment: Experiment, loaded: Training, published: Claim, source: Source
+    experiment: Experiment, loaded: Scored, published: Claim, source: Source
 ) -> tuple[list[Statistic], dict[str, Table]]:
     """The statistics that the report lists, and the tables `main_table` and `mismatch_table`.
 
@@ -63,7 +63,7 @@ def part(
     return listed, tables
 
 
-def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
+def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     """Of the base model its score; of every grid point its score, how it ends and how it grew.
 
     score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
@@ -82,7 +82,7 @@ def statistics(experiment: Experiment, loaded: Training) -> list[Statistic]:
     ]
 
 
-def replicates(experiment: Experiment, loaded: Training | Matrix) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
+def replicates(experiment: Experiment, loaded: Scored) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
     """Of each point, and `base`, the mean score and its replicates, (R,); entry r is of the same problems and seeds."""
     return replicated_means(experiment, loaded.samples, "correct")
 
@@ -104,7 +104,7 @@ def replicated_means(
 
 def _scores(
     experiment: Experiment,
-    loaded: Training,
+    loaded: Scored,
     draws: bootstrap.Draws,
     score_R: dict[str, np.ndarray],
     point: GridPoint | None,
@@ -142,7 +142,7 @@ def _scores(
         yield statistic("score_over_rloo", draws.estimate(over_R), "fraction", minus, *places)
 
 
-def _training(experiment: Experiment, loaded: Training, point: GridPoint) -> Iterator[Statistic]:
+def _training(experiment: Experiment, loaded: Scored, point: GridPoint) -> Iterator[Statistic]:
     own, steps = loaded.metrics[loaded.metrics["point"] == point.path], experiment.training_of(point).steps
     first = own[own["step"] <= LAST_STEPS].groupby("seed")
     last = own[own["step"] > steps - LAST_STEPS].groupby("seed")
@@ -202,12 +202,12 @@ def where_of(experiment: Experiment, point: GridPoint | None) -> dict[str, str]:
     return {"method": point.method, "engine": point.engine, "rho": point.rho or "none"} | settings
 
 
-def train_files(loaded: Training, point: str) -> tuple[str, ...]:
+def train_files(loaded: Scored, point: str) -> tuple[str, ...]:
     """The train.json of a point's runs."""
     return tuple(loaded.runs.loc[loaded.runs["point"] == point, "source"])
 
 
-def score_files(loaded: Training | Matrix, point: str) -> tuple[str, ...]:
+def score_files(loaded: Scored, point: str) -> tuple[str, ...]:
     """The scores.json of a point's models."""
     return tuple(loaded.scores.loc[loaded.scores["point"] == point, "source"])
 
@@ -224,7 +224,7 @@ def role(experiment: Experiment, point: GridPoint | None) -> str:
 
 
 def main_table(
-    experiment: Experiment, loaded: Training, measured: list[Statistic], published: Claim, source: Source
+    experiment: Experiment, loaded: Scored, measured: list[Statistic], published: Claim, source: Source
 ) -> Table:
     """Scores on report.task: the base model, then a row a grid point, `measured` as of `statistics`.
 
@@ -276,7 +276,7 @@ def main_table(
     return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured, published, source))
 
 
-def mismatch_table(experiment: Experiment, loaded: Training) -> Table:
+def mismatch_table(experiment: Experiment, loaded: Scored) -> Table:
     """The mismatch between engine and trainer at the end of training, a row a grid point.
 
     Of each number the mean over a run's last 10 steps (the largest of the log-ratio), as the mean over seeds with the
@@ -382,7 +382,7 @@ def _percents(measured: list[Statistic], name: str, scale: float) -> str | None:
 
 def _main_notes(
     experiment: Experiment,
-    loaded: Training,
+    loaded: Scored,
     rows: dict[str, dict],
     measured: list[Statistic],
     published: Claim,

@@ -77,7 +77,7 @@ def styles(experiment: Experiment) -> dict[GridPoint, Style]:
 
 
 def learning_curves(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
-    """Reward of the sampled responses by step; `metrics` as of `load.Training`."""
+    """Reward of the sampled responses by step; `metrics` as of `load.Scored`."""
 
     def draw(axes: Axes) -> None:
         axes.set_ylabel("mean reward (0 to 1)")

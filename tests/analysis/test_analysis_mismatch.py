@@ -312,6 +312,7 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
 def test_the_histograms_bins_are_those_of_the_density():
     log_p = torch.randn(3, 30, dtype=torch.float64).log_softmax(-1)
     assert histogram(log_p, log_p)["pairs"].shape[1] == len(D_EDGES) - 1
+    assert min(edge for edge in D_EDGES if edge > 0) == RESOLUTION
 
 
 def test_tables_have_a_row_for_each_engine_and_rho(measured):

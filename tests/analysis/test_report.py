@@ -1,6 +1,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +15,13 @@ from dvp.analysis.load import evaluation_path
 from dvp.analysis.report import make, print_table, provenance, record, write
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
-from dvp.files import sha256_file, write_json
+from dvp.experiment.loading import dump_experiment
+from dvp.files import sha256_file, write_json, write_text
 
 pytestmark = pytest.mark.slow
 
-CAPTIONS = Path(__file__).parents[2] / "workflow" / "report"
+ROOT = Path(__file__).parents[2]
+CAPTIONS = ROOT / "workflow" / "report"
 FIGURES = ("learning_curves", "mismatch_curves", "scores", "gradient_norm")
 TABLES = ("main_table", "mismatch_table")
 NAIVE = GridPoint(method="rloo", engine="coarse", rho=None).run(0)
@@ -78,6 +82,25 @@ def test_provenance_covers_every_cell(experiment, written):
             assert origin["config_hash"]
             for file, digest in origin["files"].items():
                 assert sha256_file((results.folder / name).with_name(file)) == digest
+
+
+def test_a_report_loads_no_torch(experiment, results, tmp_path):
+    """What `dvp report --part training` does, in a process of its own: torch is seconds and most of the memory."""
+    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
+    code = f"""
+import sys
+from pathlib import Path
+import dvp.analysis.stage, dvp.analysis.responses
+from dvp.analysis.report import make, write
+from dvp.experiment.folder import ExperimentDir
+experiment = ExperimentDir(Path({str(tmp_path / "config.yaml")!r})).experiment
+write(make(experiment, Path({str(results.folder)!r}), "training"), Path({str(tmp_path / "report")!r}))
+print(sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "[]\n"
+    assert len(list((tmp_path / "report" / "figures").iterdir())) == 2 * len(FIGURES)
 
 
 def test_terminal_table(written):

@@ -26,6 +26,9 @@ KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
 CHANGES = ("squared_bias", "variance")
 # Of the sequence weights behind a paired bias.
 WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
+# As in dvp.core.paired_bias, which says what they mean and loads torch: a test holds them equal.
+PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
+SMALLEST_ESS = 0.5
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import digits, estimator_places, partner_of, place_columns
+from dvp.analysis.bias import SMALLEST_ESS, digits, estimator_places, partner_of, place_columns
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes

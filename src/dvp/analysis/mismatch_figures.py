@@ -1,5 +1,6 @@
 """The figures of the stage `mismatch`. An engine has the same colour in all of them."""
 
+import math
 from collections.abc import Iterable
 from itertools import cycle
 
@@ -24,7 +25,8 @@ from dvp.measurement.vocabulary_mismatch import D_EDGES
 INFER, TRAIN = COLORS[0], COLORS[6]
 # From the tail to the head: p of the rows of `mismatch_distribution`.
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
-RESOLUTION = D_EDGES[len(D_EDGES) // 2 + 1]  # the bins next to d = 0 are this wide
+# The bins next to d = 0 are this wide (D_EDGES in dvp.core.vocabulary_mismatch, which loads torch: a test holds it).
+RESOLUTION = 1e-3 * math.sinh(0.1)
 FEW = 5
 MARGIN_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (8, 2)))
 Policies = dict[str, list[Group]]  # each policy's, one of each engine

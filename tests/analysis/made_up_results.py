@@ -8,7 +8,6 @@ import pandas as pd
 from tokenizers import Tokenizer, models
 
 from dvp.analysis import training
-from dvp.analysis.claims import load_file
 from dvp.analysis.load import evaluation_path, load_training
 from dvp.analysis.points import BASE
 from dvp.analysis.statistics import Statistic
@@ -39,10 +38,7 @@ def make_experiment(**changes) -> Experiment:
 
 def training_part(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Table]]:
     """Statistics and tables of training and scores, of what is in the folder."""
-    known = load_file(CLAIMS)
-    return training.part(
-        experiment, load_training(experiment, folder), known.by_id["dvp_mis_gain"], known.sources["dvp"]
-    )
+    return training.part(experiment, load_training(experiment, folder))
 
 
 def main_table(experiment: Experiment, folder: Path) -> Table:

@@ -5,7 +5,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, truth, write_cell
-from made_up_results import CLAIMS
 
 from dvp.analysis.bias import PAIRED, SMALLEST_ESS, format_estimators, pooled
 from dvp.analysis.formats import to_markdown, to_tex
@@ -35,7 +34,7 @@ def folder(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, folder):
-    return make(experiment, folder, "bias", CLAIMS)
+    return make(experiment, folder, "bias")
 
 
 def found(measured, name, **where):
@@ -131,7 +130,7 @@ def test_a_method_without_counterpart_has_no_change(tmp_path):
     )
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    measured = make(experiment, tmp_path, "bias", CLAIMS)
+    measured = make(experiment, tmp_path, "bias")
     assert not [one for one in measured.statistics if one.name.endswith("_change")]
     table = measured.tables["bias_table"]
     formatted = table.formatted()
@@ -198,7 +197,7 @@ def test_every_rule_for_the_safe_vocabulary_has_a_row_and_a_name(tmp_path):
     experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)
     for one in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, one)
-    axes = make(experiment, tmp_path, "bias", CLAIMS).figures["bias_variance"].axes[0]
+    axes = make(experiment, tmp_path, "bias").figures["bias_variance"].axes[0]
     names = ["RLOO (naive)", "with DVP, ρ = 0.01", "with DVP, ρ = e⁻¹³", "with DVP, mass budget"]
     assert [text.get_text() for text in axes.get_yticklabels()] == names
 
@@ -225,7 +224,7 @@ def measurement(tmp_path):
 
 def test_one_seed_gives_the_cell_itself(measurement):
     experiment, _, results, folder = measurement
-    table = make(experiment, results, "bias", CLAIMS).tables["bias_table"]
+    table = make(experiment, results, "bias").tables["bias_table"]
     own = pd.read_parquet(folder / "estimators.parquet")
     assert list(table.frame()["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
     cell = next(iter(table.rows.values()))["kept_fraction"]
@@ -262,7 +261,7 @@ def test_what_cannot_be_used_is_refused_with_one_line(measurement):
 def test_an_undefined_cosine_is_a_dash_and_no_statistic(measurement):
     experiment, _, results, folder = measurement
     rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan, cosine_se=math.nan))
-    measured = make(experiment, results, "bias", CLAIMS)
+    measured = make(experiment, results, "bias")
     assert not [one for one in measured.statistics if one.name == "cosine"]
     assert {row[4] for row in measured.tables["bias_table"].formatted().rows} == {"–"}
 
@@ -320,7 +319,7 @@ def test_one_seed_has_a_t_interval_over_batches(tmp_path):
     (measurement,) = experiment.measurements("bias")
     write_cell(experiment, tmp_path, measurement)
     own = pd.read_parquet(tmp_path / "bias" / measurement.path / "estimators.parquet").iloc[0]
-    paired = found(make(experiment, tmp_path, "bias", CLAIMS), "paired_squared_bias", method="rloo")
+    paired = found(make(experiment, tmp_path, "bias"), "paired_squared_bias", method="rloo")
     assert paired.sources == (f"bias/{measurement.path}/bias.json",)
     assert paired.high - paired.value == pytest.approx(2.068658 * own["paired_squared_bias_se"])  # 24 batches
     assert "batches" in paired.how

@@ -90,7 +90,7 @@ def results(experiment, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, results):
-    return make(experiment, results, "mismatch", CLAIMS)
+    return make(experiment, results, "mismatch")
 
 
 def find(measured, name, **where):

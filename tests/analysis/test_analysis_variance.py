@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, write_cell
-from made_up_results import CLAIMS
 from test_analysis_bias import found, rewrite
 
 from dvp.analysis.figures import method_colors
@@ -42,7 +41,7 @@ def folder(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, folder):
-    return make(experiment, folder, "variance", CLAIMS)
+    return make(experiment, folder, "variance")
 
 
 def cell(folder, seed, name):
@@ -89,8 +88,8 @@ def test_what_a_seed_leaves_undefined_is_not_pooled_over_the_others(tmp_path):
     folder = tmp_path / "bias" / "base" / "by~coarse" / "seed~1"
     rewrite(folder, "variance.parquet", lambda table: table.assign(variance_over_signal=math.nan))
     rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan))
-    assert "cosine" not in {one.name for one in make(experiment, tmp_path, "bias", CLAIMS).statistics}
-    named = {one.name for one in make(experiment, tmp_path, "variance", CLAIMS).statistics}
+    assert "cosine" not in {one.name for one in make(experiment, tmp_path, "bias").statistics}
+    named = {one.name for one in make(experiment, tmp_path, "variance").statistics}
     assert named == {"gradient_variance", "gradient_signal", "variance_ratio", "proxy_rank_correlation"}
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, write_cell
-from made_up_results import CLAIMS
 from test_analysis_bias import found, rewrite
 
 from dvp.analysis import bias_length
@@ -196,7 +195,7 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
         written = read_json(tmp_path / "bias" / one.path / "bias.json", "reference")
         written["reference"]["response_tokens_mean"] = LENGTHS[one.task]
         write_json(tmp_path / "bias" / one.path / "bias.json", written)
-    measured = make(experiment, tmp_path, "bias_length", CLAIMS)
+    measured = make(experiment, tmp_path, "bias_length")
     assert found(measured, "bias_exponent", engine="coarse", method="rloo").value == pytest.approx(1)
     table = measured.tables["bias_length_table"].formatted()
     assert len(table.rows) == 2 * 4
@@ -214,7 +213,7 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
     write(measured, tmp_path)
     assert json.loads(dump_json(record(measured)))["tables"].keys() == {"bias_length_table"}
     # The table of all estimators has a row for each task, and the figure a row of panels.
-    whole = make(experiment, tmp_path, "bias", CLAIMS)
+    whole = make(experiment, tmp_path, "bias")
     frame = whole.tables["bias_table"].frame()
     assert len(frame) == 2 * 3 * 4
     assert set(frame["task"]) == set(LENGTHS)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_results import CLAIMS, Results, make_experiment
+from made_up_results import Results, make_experiment
 from scipy import stats
 
 from dvp.analysis import curve
@@ -141,7 +141,7 @@ def test_the_curve_is_what_the_files_say(written, asked):
     # The end of the curve is the score of the main table, interval and all.
     score = next(
         s
-        for s in make(asked, written.folder, "training", CLAIMS).statistics
+        for s in make(asked, written.folder, "training").statistics
         if s.name == "score" and s.where == {"method": "rloo", "engine": "coarse", "rho": "none", "group_size": "4"}
     )
     assert group.draws.estimate(group.score_R["final"], "share") == pytest.approx((score.value, score.low, score.high))
@@ -250,7 +250,7 @@ def test_all_panels_of_the_figure_hold_all_curves_and_the_reference_is_drawn_in_
 
 
 def test_tables_figure_and_a_claim(written, asked, tmp_path):
-    made = make(asked, written.folder, "curve", CLAIMS)
+    made = make(asked, written.folder, "curve")
     write(made, tmp_path)
     assert {file.name for file in (tmp_path / "figures").iterdir()} == {"score_curve.png", "score_curve.svg"}
     rows = pd.read_csv(tmp_path / "tables" / "score_curve.csv")
@@ -275,7 +275,7 @@ def test_tables_figure_and_a_claim(written, asked, tmp_path):
 def test_one_sample_a_problem_gives_no_peak(tmp_path):
     asked = make_experiment(training__steps=12, evaluation__at=[4], evaluation__samples_per_problem={"held_out": 1})
     written = Results(asked, tmp_path / "results", problems=8)
-    made = make(asked, written.folder, "curve", CLAIMS)
+    made = make(asked, written.folder, "curve")
     assert not [statistic for statistic in made.statistics if statistic.name.startswith("peak")]
     assert "Peak: not given" in " ".join(made.tables["curve_table"].notes)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_results import CLAIMS, Results, make_experiment
+from made_up_results import Results, make_experiment
 
 from dvp.analysis import figures
 from dvp.analysis.diversity import solutions
@@ -86,7 +86,7 @@ def test_statistics_by_hand(asked, written):
         for seed in asked.seeds:
             further = None if sampler == asked.sampler else sampler
             written.write_evaluation(point.run(seed), correct, further, stated)
-    part = make(asked, written.folder, "diversity", CLAIMS)
+    part = make(asked, written.folder, "diversity")
     known = lookup(part.statistics)
     for (point, engine, rho), (different, share, tokens) in {
         (NAIVE, "fp32", None): (7 / 3, (1 + 0 + 4 / 6) / 3, 5),
@@ -127,7 +127,7 @@ def test_a_better_model_that_is_as_diverse_has_as_many_pairs_that_differ(asked, 
             correct = rng.random((12, 4)) < np.where(several, 1.0, easy)[:, None]
             correct[:, :2] = True  # a pair of each problem
             written.write_evaluation(point.run(seed), correct, None, np.where(correct, stated, 9).astype(str))
-    known = lookup(make(asked, written.folder, "diversity", CLAIMS).statistics)
+    known = lookup(make(asked, written.folder, "diversity").statistics)
     difference = known("differing_pairs_over_unpruned_by_policy", place_of(DVP))
     assert difference.low < 0 < difference.high
     assert abs(difference.value) < 0.1
@@ -137,7 +137,7 @@ def test_a_model_without_a_pair_of_right_answers_has_no_share(asked, written):
     correct, stated = answers("1999")
     for seed in asked.seeds:
         written.write_evaluation(DVP.run(seed), correct, None, stated)
-    part = make(asked, written.folder, "diversity", CLAIMS)
+    part = make(asked, written.folder, "diversity")
     known = lookup(part.statistics)
     for name in ("differing_pairs_by_policy", "differing_pairs_over_unpruned_by_policy"):
         assert np.isnan(known(name, place_of(DVP)).value)
@@ -151,13 +151,13 @@ def test_a_model_that_is_never_right_has_no_solution_and_no_interval(asked, writ
     correct, stated = answers("9999")
     for run in [None, *asked.runs]:
         written.write_evaluation(run, correct, None, stated)
-    known = lookup(make(asked, written.folder, "diversity", CLAIMS).statistics)
+    known = lookup(make(asked, written.folder, "diversity").statistics)
     found = known("different_solutions_by_policy", place_of(NAIVE))
     assert (found.value, np.isnan(found.low), np.isnan(found.high)) == (0, True, True)
 
 
 def test_table_and_figure(asked, written, tmp_path):
-    part = make(asked, written.folder, "diversity", CLAIMS)
+    part = make(asked, written.folder, "diversity")
     shown = part.tables["diversity_table"].formatted()
     assert len(shown.rows) == 1 + len(asked.points)
     assert "base/manifest.json" in part.files

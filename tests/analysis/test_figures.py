@@ -56,11 +56,12 @@ def test_panels():
 def test_mismatch_has_a_floor(experiment, results):
     metrics = load_training(experiment, results.folder).metrics
     assert (metrics["k3"] < 0).any()
-    figure = figures.mismatch_curves(experiment, metrics, load_claims(CLAIMS)["dvp_kl"])
+    figure = figures.mismatch_curves(experiment, metrics)
     drawn = np.concatenate([line.get_ydata() for axes in figure.axes for line in axes.get_lines()])
     assert drawn.min() == pytest.approx(figures.FLOOR)
     assert "drawn at 1e-12" in " ".join(figure.get_suptitle().split())
     # The bound is in the upper panels, on the scale of the mismatched arms.
+    assert load_claims(CLAIMS)["dvp_kl"].value == figures.PUBLISHED_BOUND == 0.001
     assert sum(list(line.get_ydata()) == [0.001, 0.001] for axes in figure.axes for line in axes.get_lines()) == 2
 
 

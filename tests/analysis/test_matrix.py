@@ -111,7 +111,7 @@ def test_rho_at_evaluation_only_stands_below_each_row_with_dvp(asked):
 
 
 def test_table_and_figure(asked, written, tmp_path):
-    part = make(asked, written.folder, "matrix", CLAIMS)
+    part = make(asked, written.folder, "matrix")
     table = part.tables["matrix_table"]
     shown = table.formatted()
     row = table.rows[f"{DVP.path} {RHO}"]
@@ -146,7 +146,7 @@ def test_of_a_model_that_the_exact_engine_trained_the_figure_does_not_speak_of_a
         evaluation__also=[{"engine": "training", "rho": "own"}],
     )
     Results(asked, tmp_path)
-    figure = make(asked, tmp_path, "matrix", CLAIMS).figures["evaluation_matrix"]
+    figure = make(asked, tmp_path, "matrix").figures["evaluation_matrix"]
     named = {handle.get_label(): handle.get_color() for handle in figure.legends[0].legend_handles}
     assert list(named)[:3] == ["fp32, full", "engine of training, at ρ", "fp32, at ρ"]
     assert named["fp32, at ρ"] == named["fp32, full"] != named["engine of training, at ρ"]

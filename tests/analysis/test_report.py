@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 from docutils.core import publish_parts
-from made_up_results import CLAIMS, Results, make_experiment
+from made_up_results import Results, make_experiment
 
 from dvp.analysis.load import evaluation_path
 from dvp.analysis.report import make, print_table, provenance, record, write
@@ -32,7 +32,7 @@ def written(experiment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     results = Results(experiment, folder / "results")
     for name in ("a", "b"):
-        part = make(experiment, results.folder, "training", CLAIMS)
+        part = make(experiment, results.folder, "training")
         write(part, folder / name)
         write_json(folder / name / "report" / "training.json", record(part))
         write_json(folder / name / "provenance.json", provenance(experiment, part))
@@ -53,7 +53,7 @@ def test_every_file_is_there_and_the_same_twice(written):
 def test_provenance_covers_every_cell(experiment, written):
     results, folder, _ = written
     provenance = json.loads((folder / "provenance.json").read_text())
-    part = make(experiment, results.folder, "training", CLAIMS)
+    part = make(experiment, results.folder, "training")
     defined = {"point", "label", "method", "engine", "rho", "role", "policies", "seeds", "k"}
     for name, table in part.tables.items():
         assert list(provenance["tables"][name]) == list(table.rows)
@@ -76,12 +76,11 @@ def test_provenance_covers_every_cell(experiment, written):
         f"{point}/seed~{seed}" for point in (ours, "method~rloo_mis/engine~coarse/rho~none") for seed in (0, 1)
     }
     for name, origin in provenance["files"].items():
-        if origin["stage"]:
-            assert (results.folder / name).is_file()
-            assert origin["git_commit"] == "c" * 40
-            assert origin["config_hash"]
-            for file, digest in origin["files"].items():
-                assert sha256_file((results.folder / name).with_name(file)) == digest
+        assert (results.folder / name).is_file()
+        assert origin["git_commit"] == "c" * 40
+        assert origin["config_hash"]
+        for file, digest in origin["files"].items():
+            assert sha256_file((results.folder / name).with_name(file)) == digest
 
 
 def test_a_report_loads_no_torch(experiment, results, tmp_path):
@@ -147,7 +146,7 @@ def change(path: Path, **keys) -> None:
 def test_stale_training_is_refused(results):
     other = make_experiment(training__steps=12, training__learning_rate=1e-3)
     with pytest.raises(DvpError, match=r"method~rloo/engine~fp32/rho~none/seed~0/train.json: stale") as error:
-        make(other, results.folder, "training", CLAIMS)
+        make(other, results.folder, "training")
     assert "\n" not in str(error.value)
 
 
@@ -155,7 +154,7 @@ def test_stale_base_evaluation_is_refused(experiment, results):
     path = results.folder / evaluation_path(None, "held_out") / "scores.json"
     change(path, config_hash="0" * 12)
     with pytest.raises(DvpError, match=r"evals/base/held_out/scores.json: stale, .* expected "):
-        make(experiment, results.folder, "training", CLAIMS)
+        make(experiment, results.folder, "training")
 
 
 def test_what_is_missing_or_altered_is_refused(experiment, results):
@@ -165,7 +164,7 @@ def test_what_is_missing_or_altered_is_refused(experiment, results):
 
     def refused(message: str) -> None:
         with pytest.raises(DvpError) as error:
-            make(experiment, results.folder, "training", CLAIMS)
+            make(experiment, results.folder, "training")
         assert re.fullmatch(message, str(error.value))
 
     with open(scores / "samples.parquet", "ab") as file:

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from made_up_results import CLAIMS, Results, main_table, make_experiment, training_part
+from made_up_results import Results, main_table, make_experiment, training_part
 
 from dvp.analysis import training_figures as figures
 from dvp.analysis.axes import span
-from dvp.analysis.claims import Condition, load_claims
+from dvp.analysis.claims import Condition
 from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
 from dvp.analysis.points import policy_label, unpruned_point
@@ -181,11 +181,12 @@ def test_the_gradient_norm_has_a_line_for_each_clipping(tmp_path):
     assert {text.get_text() for text in figure.axes[0].texts} == {"clipped at 0.5", "clipped at 1"}
 
 
-def test_the_whole_part_is_made(experiment, results):
-    part = make(experiment, results.folder, "training", CLAIMS)
+def test_the_whole_part_is_made_without_claims(experiment, results, tmp_path, monkeypatch):
+    """Where there is no config/claims.yaml."""
+    monkeypatch.chdir(tmp_path)
+    part = make(experiment, results.folder, "training")
     assert set(part.tables) == {"main_table", "mismatch_table"}
     assert set(part.figures) == {"learning_curves", "mismatch_curves", "scores", "gradient_norm"}
-    assert load_claims(CLAIMS)
 
 
 def test_a_claim_asks_for_a_point_by_its_settings():

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import write_cell
-from made_up_results import CLAIMS, CONFIG, Results
+from made_up_results import CONFIG, Results
 
 from dvp.analysis import figures
 from dvp.analysis.parts import swept
@@ -54,7 +54,7 @@ def results(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, results):
-    return make(experiment, results.folder, "sweep", CLAIMS)
+    return make(experiment, results.folder, "sweep")
 
 
 def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):
@@ -82,7 +82,7 @@ def test_training_settings_make_sweeps_of_their_own(experiment, tmp_path):
     results = Results(both, tmp_path)
     for measurement in both.measurements("bias"):
         write_cell(both, results.folder, measurement)
-    made = make(both, results.folder, "sweep", CLAIMS)
+    made = make(both, results.folder, "sweep")
     assert [statistic.where for statistic in made.statistics[::2]] == [
         {"method": "dvp_mis", "engine": "coarse", "group_size": size} for size in ("4", "8")
     ]
@@ -101,7 +101,7 @@ def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(exp
     results = Results(more, tmp_path)
     for measurement in more.measurements("bias"):
         write_cell(more, results.folder, measurement)
-    panel = make(more, results.folder, "sweep", CLAIMS).figures["rho_sweep"].axes[0]
+    panel = make(more, results.folder, "sweep").figures["rho_sweep"].axes[0]
     points = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"}
     assert points["DVP, engine coarse"] == [0.3]
     assert len(points["DVP + MIS, engine coarse"]) == len(RHOS)

@@ -40,7 +40,6 @@ def test_rows_in_grid_order(frame):
     assert list(frame["role"][:4]) == ["base", "control", "reference", ""]
     assert pd.isna(frame["rho"][0])
     assert list(frame["seeds"][:2]) == ["", "0 1"]
-    assert list(frame["published_percent"].dropna()) == [26.55, 26.55]
 
 
 def test_values_by_hand(experiment, results):
@@ -111,7 +110,7 @@ def test_csv_keeps_full_precision(table):
     rows = list(csv.DictReader(io.StringIO(table.frame().to_csv(index=False))))
     assert len(rows) == len(table.rows)
     assert [float(row["score"]) for row in rows] == [row["score"].value for row in table.rows.values()]
-    assert rows[0]["published_percent"] == rows[0]["rho"] == ""
+    assert rows[0]["rho"] == ""
     assert [float(text) for text in rows[1]["seed_scores"].split()] == list(table.rows.values())[1]["seed_scores"].value
 
 
@@ -121,8 +120,6 @@ def test_notes(experiment, table):
         experiment.scale,
         experiment.report.declarations[0],
         "not over the 2 training seeds",
-        "+26.55 % (Dynamic Vocabulary Pruning, arXiv 2512.23087; known to us",
-        "peak",
         "at the measured standard errors, which are over problems alone): a true change of ",
         " points that DVP adds. What is smaller",
     ):

@@ -21,7 +21,7 @@ import test_evidence_page
 import test_sweep
 import torch
 from made_up_bias import bias_experiment, write_cell
-from made_up_results import CLAIMS, Results, make_experiment, training_part
+from made_up_results import Results, make_experiment, training_part
 from test_loop import SETTINGS, ScriptedEngine
 from test_mismatch import experiment_of
 from test_runner import ScriptedEngine as RunnerEngine
@@ -364,7 +364,7 @@ def test_report_matrix(tmp_path):
     changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "evaluation__also": also}
     experiment = make_experiment(**changes)
     Results(experiment, tmp_path)
-    check("report_matrix", sums(make(experiment, tmp_path, "matrix", CLAIMS).statistics))
+    check("report_matrix", sums(make(experiment, tmp_path, "matrix").statistics))
 
 
 def test_report_diversity(tmp_path):
@@ -372,19 +372,19 @@ def test_report_diversity(tmp_path):
     changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "sources__stories": puzzles}
     experiment = make_experiment(**changes, evaluation__also=[{"engine": "training"}, {"rho": "own"}])
     Results(experiment, tmp_path)
-    check("report_diversity", sums(make(experiment, tmp_path, "diversity", CLAIMS).statistics))
+    check("report_diversity", sums(make(experiment, tmp_path, "diversity").statistics))
 
 
 def test_report_curve(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400, evaluation__at=[3, 6, 9])
     Results(experiment, tmp_path)
-    check("report_curve", sums(make(experiment, tmp_path, "curve", CLAIMS).statistics))
+    check("report_curve", sums(make(experiment, tmp_path, "curve").statistics))
 
 
 def test_report_mismatch(tiny_model, tmp_path):
     experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
     test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
-    measured = make(experiment, tmp_path, "mismatch", CLAIMS).statistics
+    measured = make(experiment, tmp_path, "mismatch").statistics
     # Of the exact engine and of the trainer against itself there is rounding alone, which processors do differently.
     kept = [one for one in measured if one.where["engine"] != "fp32" and "self_noise" not in one.name]
     check("report_mismatch", sums(kept))
@@ -394,27 +394,27 @@ def test_report_bias(tmp_path):
     experiment = bias_experiment()
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_bias", sums(make(experiment, tmp_path, "bias", CLAIMS).statistics))
+    check("report_bias", sums(make(experiment, tmp_path, "bias").statistics))
 
 
 def test_report_variance(tmp_path):
     experiment = bias_experiment(**test_analysis_variance.ASKED)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_variance", sums(make(experiment, tmp_path, "variance", CLAIMS).statistics))
+    check("report_variance", sums(make(experiment, tmp_path, "variance").statistics))
 
 
 def test_report_bias_length(tmp_path):
     experiment = test_bias_length.experiment_of()
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_bias_length", sums(make(experiment, tmp_path, "bias_length", CLAIMS).statistics))
+    check("report_bias_length", sums(make(experiment, tmp_path, "bias_length").statistics))
 
 
 def test_report_sweep(tmp_path):
     experiment = test_sweep.experiment_of()
     test_sweep.make_all(experiment, tmp_path)
-    check("report_sweep", sums(make(experiment, tmp_path, "sweep", CLAIMS).statistics))
+    check("report_sweep", sums(make(experiment, tmp_path, "sweep").statistics))
 
 
 def test_evidence(tmp_path):

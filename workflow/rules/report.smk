@@ -1,7 +1,6 @@
 rule report_training:
     input:
         config=rules.resolve.output,
-        claims="config/claims.yaml",
         runs=all_of(rules.train),
         scores=all_of(rules.evaluate),
     output:
@@ -420,7 +419,6 @@ rule report_bias_length:
 rule report_sweep:
     input:
         config=rules.resolve.output,
-        claims="config/claims.yaml",
         runs=all_of(rules.train),
         scores=all_of(rules.evaluate),
         measurements=all_of(rules.bias),

@@ -13,7 +13,7 @@ from dvp.experiment.grid import rho_as_read
 WIDTH = 110
 EMPTY = "–"
 # Columns that the terminal can do without, the first to go first.
-DISPENSABLE = ("maj@", "pass@", "per seed", "published", "DVP adds")
+DISPENSABLE = ("maj@", "pass@", "per seed", "DVP adds")
 STYLE = """
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; border-bottom: 1px solid #ddd }

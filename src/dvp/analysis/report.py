@@ -23,7 +23,6 @@ from dvp.analysis import (
 )
 from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.bias_length_figure import bias_by_length
-from dvp.analysis.claims import CLAIMS, claim, load_file
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.diversity_figure import solutions
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
@@ -40,17 +39,14 @@ from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.statistics import Part
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.files import expect, expect_keys, read_json, sha256_file, write_text
-
-GAIN, KL_BOUND = "dvp_mis_gain", "dvp_kl"  # the published values that the tables and figures quote
+from dvp.files import expect, expect_keys, read_json, write_text
 
 
-def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS) -> Part:
+def make(experiment: Experiment, results: Path, part: str) -> Part:
     """A part of the report (see `parts`), everything read, checked and drawn.
 
     Args:
         results: the experiment's own folder (results/E).
-        claims: the published values.
 
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
@@ -66,25 +62,22 @@ def make(experiment: Experiment, results: Path, part: str, claims: Path = CLAIMS
         "bias_length": _bias_length,
         "sweep": _sweep,
     }
-    return makers[part](experiment, results, claims)
+    return makers[part](experiment, results)
 
 
-def _training(experiment: Experiment, results: Path, claims: Path) -> Part:
-    known = load_file(claims)
-    published, bound = (claim(known.by_id, name, claims) for name in (GAIN, KL_BOUND))
+def _training(experiment: Experiment, results: Path) -> Part:
     loaded = load_training(experiment, results)
-    statistics, tables = training.part(experiment, loaded, published, known.sources[published.source])
+    statistics, tables = training.part(experiment, loaded)
     drawn = {
         "learning_curves": training_figures.learning_curves(experiment, loaded.metrics),
-        "mismatch_curves": training_figures.mismatch_curves(experiment, loaded.metrics, bound),
+        "mismatch_curves": training_figures.mismatch_curves(experiment, loaded.metrics),
         "scores": training_figures.scores(experiment, tables["main_table"]),
         "gradient_norm": training_figures.gradient_norm(experiment, loaded.metrics),
     }
-    origin = {"stage": None, "sha256": sha256_file(claims)}
-    return Part(statistics, tables, drawn, loaded.files, {training.PUBLISHED: origin})
+    return Part(statistics, tables, drawn, loaded.files)
 
 
-def _matrix(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _matrix(experiment: Experiment, results: Path) -> Part:
     loaded = load_matrix(experiment, results)
     statistics = matrix.statistics(experiment, loaded)
     table = matrix.table(experiment, statistics)
@@ -93,7 +86,7 @@ def _matrix(experiment: Experiment, results: Path, claims: Path) -> Part:
     return Part(statistics, tables, drawn, loaded.files)
 
 
-def _diversity(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _diversity(experiment: Experiment, results: Path) -> Part:
     loaded = load_matrix(experiment, results, answers=True)
     tokenizer, files = load_tokenizer(experiment, results)
     statistics = diversity.statistics(experiment, loaded, tokenizer)
@@ -102,7 +95,7 @@ def _diversity(experiment: Experiment, results: Path, claims: Path) -> Part:
     return Part(statistics, {"diversity_table": table}, drawn, loaded.files | files)
 
 
-def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _curve(experiment: Experiment, results: Path) -> Part:
     loaded = load_curve(experiment, results)
     groups = curve.groups(experiment, loaded)
     statistics = curve.statistics(experiment, groups)
@@ -110,7 +103,7 @@ def _curve(experiment: Experiment, results: Path, claims: Path) -> Part:
     return Part(statistics, tables, {"score_curve": score_curve(experiment, groups)}, loaded.files)
 
 
-def _mismatch(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _mismatch(experiment: Experiment, results: Path) -> Part:
     loaded = load_mismatch(experiment, results)
     groups = mismatch.groups(experiment, loaded)
     statistics = [statistic for group in groups for statistic in mismatch.statistics(experiment, group)]
@@ -118,14 +111,14 @@ def _mismatch(experiment: Experiment, results: Path, claims: Path) -> Part:
     return Part(statistics, tables, mismatch_figures.figures(experiment, groups, statistics), loaded.files)
 
 
-def _bias(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _bias(experiment: Experiment, results: Path) -> Part:
     loaded = load_bias(experiment, results)
     statistics = bias.statistics(experiment, loaded)
     tables = {"bias_table": bias.bias_table(experiment, loaded, statistics)}
     return Part(statistics, tables, {"bias_variance": bias_variance(experiment, statistics)}, loaded.files)
 
 
-def _variance(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _variance(experiment: Experiment, results: Path) -> Part:
     loaded = load_variance(experiment, results)
     statistics = variance.statistics(experiment, loaded)
     drawn = {
@@ -135,14 +128,14 @@ def _variance(experiment: Experiment, results: Path, claims: Path) -> Part:
     return Part(statistics, variance.tables(experiment, loaded, statistics), drawn, loaded.files)
 
 
-def _bias_length(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _bias_length(experiment: Experiment, results: Path) -> Part:
     loaded = load_bias(experiment, results)
     statistics = bias_length.statistics(experiment, loaded)
     drawn = {"bias_by_length": bias_by_length(experiment, statistics)}
     return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, drawn, loaded.files)
 
 
-def _sweep(experiment: Experiment, results: Path, claims: Path) -> Part:
+def _sweep(experiment: Experiment, results: Path) -> Part:
     trained, measured = load_training(experiment, results), load_bias(experiment, results)
     shown = [*training.statistics(experiment, trained), *bias.statistics(experiment, measured)]
     figure = sweep.rho_sweep(experiment, shown)
@@ -181,7 +174,7 @@ def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
         "config_hash": experiment.config_hash("report"),
         "reference": experiment.reference_point.path,
         "tables": {name: table.provenance() for name, table in part.tables.items()},
-        "files": part.files | part.quoted,
+        "files": part.files,
     }
 
 

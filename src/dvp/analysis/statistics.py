@@ -47,5 +47,3 @@ class Part:
     figures: dict[str, Figure] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Origin of the stages' JSON files behind all of it."""
-    quoted: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The same of what was not measured: published values."""

@@ -8,7 +8,6 @@ import pandas as pd
 from scipy import stats
 
 from dvp.analysis.axes import settings_note, span
-from dvp.analysis.claims import Claim, Source
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Scored
 from dvp.analysis.pages import notes
@@ -22,7 +21,6 @@ from dvp.progress import setting_as_read
 
 LEVEL = 0.95
 LAST_STEPS = 10
-PUBLISHED = "config/claims.yaml"
 MARKS = {"control": " (control)", "reference": " (ref.)"}
 # Of the table of the mismatch: heading, format, and how a run's last steps become one number.
 _AT_THE_END = {
@@ -41,16 +39,11 @@ _AT_THE_END = {
 _OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 
 
-def part(
-    experiment: Experiment, loaded: Scored, published: Claim, source: Source
-) -> tuple[list[Statistic], dict[str, Table]]:
-    """The statistics that the report lists, and the tables `main_table` and `mismatch_table`.
-
-    published, source : the value that the main table quotes, and whose it is.
-    """
+def part(experiment: Experiment, loaded: Scored) -> tuple[list[Statistic], dict[str, Table]]:
+    """The statistics that the report lists, and the tables `main_table` and `mismatch_table`."""
     measured = statistics(experiment, loaded)
     tables = {
-        "main_table": main_table(experiment, loaded, measured, published, source),
+        "main_table": main_table(experiment, loaded, measured),
         "mismatch_table": mismatch_table(experiment, loaded),
     }
     # That the reference does not differ from itself is no result, and the base model no setting that was tried.
@@ -223,9 +216,7 @@ def role(experiment: Experiment, point: GridPoint | None) -> str:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def main_table(
-    experiment: Experiment, loaded: Scored, measured: list[Statistic], published: Claim, source: Source
-) -> Table:
+def main_table(experiment: Experiment, loaded: Scored, measured: list[Statistic]) -> Table:
     """Scores on report.task: the base model, then a row a grid point, `measured` as of `statistics`.
 
     In the CSV scores are fractions and changes percent; a row's role is `base`, `control`, `reference` or empty, and
@@ -243,9 +234,6 @@ def main_table(
             "k": k,
             "pass_at_k": Cell(math.fsum(scores["pass"]) / len(scores), files),
             "maj_at_k": Cell(math.fsum(scores["maj"]) / len(scores), files),
-            "published_percent": Cell(published.value, (PUBLISHED,))
-            if point and point.method == published.method
-            else None,
             "seed_scores": Cell(list(scores["avg"]), files),
             "collapsed_at": Cell(list(runs["collapsed_at"]), train_files(loaded, name)),
             "per_seed": Cell(list(zip(scores["avg"], runs["collapsed_at"], strict=True)), files) if point else None,
@@ -267,13 +255,12 @@ def main_table(
             INTERVAL,
         ),
         Column("over_unpruned", "DVP adds (points) [95 %]", interval("+.1f", 100), INTERVAL),
-        Column("published_percent", "published (%)", number("+.2f")),
         Column("seed_scores", None),
         Column("collapsed_at", None),
         Column("per_seed", "per seed (%)", _per_seed, shown_only=True),
     ]
     title = f"{experiment.name}: scores on {experiment.report.task}"
-    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured, published, source))
+    return Table(title, columns, rows, _main_notes(experiment, loaded, rows, measured))
 
 
 def mismatch_table(experiment: Experiment, loaded: Scored) -> Table:
@@ -385,8 +372,6 @@ def _main_notes(
     loaded: Scored,
     rows: dict[str, dict],
     measured: list[Statistic],
-    published: Claim,
-    source: Source,
 ) -> list[str]:
     return notes(
         "main_table",
@@ -404,7 +389,4 @@ def _main_notes(
         pruned=any(row["over_unpruned"] for row in rows.values()),
         collapsed=any(step is not None for row in rows.values() for step in row["collapsed_at"].value),
         control=any(row["role"] == "control" for row in rows.values()),
-        quoted=any(row["published_percent"] for row in rows.values()),
-        published=published,
-        source=source,
     )

@@ -11,9 +11,8 @@ from test_analysis_bias import found, rewrite
 
 from dvp.analysis.figures import method_colors
 from dvp.analysis.parts import parts
-from dvp.analysis.points import unpruned
+from dvp.analysis.points import counterpart, estimator_counterpart
 from dvp.analysis.report import make, record, write
-from dvp.analysis.variance import rloo_of
 from dvp.analysis.variance_figures import variance_by_position
 from dvp.files import dump_json
 
@@ -56,13 +55,13 @@ def test_it_is_a_part_where_positions_are_asked_for(experiment):
 def test_the_counterpart_has_rloos_baseline_and_differs_in_nothing_else(experiment):
     expected = {"rloo": None, "dvp": None, "rloo_mis": None, "otb": "rloo", "otb_oracle": "rloo", "otb_mis": "rloo_mis"}
     expected |= {"dvp_otb": "dvp", "dvp_otb_mis": "dvp_mis"}
-    assert {method: rloo_of(experiment, method) for method in expected} == expected
+    assert {method: estimator_counterpart(experiment, method, "rloo") for method in expected} == expected
 
 
 def test_the_oracle_is_neither_otbs_counterpart_nor_of_its_colour(experiment):
     colors = method_colors(experiment)
     assert colors["otb_oracle"] != colors["otb"]
-    assert unpruned(experiment, "dvp_otb", ["otb_oracle", "otb"]) == "otb"
+    assert counterpart(experiment, "dvp_otb", ["otb_oracle", "otb"], "unpruned") == "otb"
 
 
 def test_every_estimator_has_its_variance_at_every_position(experiment, measured):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from made_up_results import Results, make_experiment
 
-from dvp.analysis import figures
+from dvp.analysis import estimates, figures
 from dvp.analysis.diversity import solutions
 from dvp.analysis.parts import parts
 from dvp.analysis.report import make
@@ -157,7 +157,9 @@ def test_a_model_that_is_never_right_has_no_solution_and_no_interval(asked, writ
 
 
 def test_table_and_figure(asked, written, tmp_path):
+    estimates._draws.cache_clear()
     part = make(asked, written.folder, "diversity")
+    assert estimates._draws.cache_info().misses == 1  # scores and solutions are resampled together
     shown = part.tables["diversity_table"].formatted()
     assert len(shown.rows) == 1 + len(asked.points)
     assert "base/manifest.json" in part.files

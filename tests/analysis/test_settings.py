@@ -10,7 +10,7 @@ from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition
 from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
-from dvp.analysis.points import policy_label, unpruned_point
+from dvp.analysis.points import partner, policy_label
 from dvp.analysis.report import make
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
 def test_points_are_compared_with_their_like(experiment):
     assert experiment.reference_point.path == G16
     pruned = [point for point in experiment.points if point.method == "dvp"]
-    assert [unpruned_point(experiment, point).path for point in pruned] == [G4, G16]
+    assert [partner(experiment, point, "unpruned").path for point in pruned] == [G4, G16]
 
 
 def test_a_decay_of_the_learning_rate_makes_another_method():
@@ -128,7 +128,7 @@ def test_a_decay_of_the_learning_rate_makes_another_method():
     ]
     experiment = make_experiment(grid=grid)
     [pruned] = [point for point in experiment.points if point.method == "dvp"]
-    assert unpruned_point(experiment, pruned).method == "rloo"
+    assert partner(experiment, pruned, "unpruned").method == "rloo"
     colors = method_colors(experiment)
     assert colors["rloo_length_decay"] != colors["rloo"]
 

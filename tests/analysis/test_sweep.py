@@ -8,7 +8,7 @@ import pytest
 from made_up_bias import write_cell
 from made_up_results import CONFIG, Results
 
-from dvp.analysis import figures
+from dvp.analysis import estimates, figures
 from dvp.analysis.parts import swept
 from dvp.analysis.report import make
 from dvp.analysis.sweep import middle
@@ -54,7 +54,10 @@ def results(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, results):
-    return make(experiment, results.folder, "sweep")
+    estimates._draws.cache_clear()
+    part = make(experiment, results.folder, "sweep")
+    assert estimates._draws.cache_info().misses == 1
+    return part
 
 
 def test_what_is_trained_and_measured_at_three_rhos_is_a_sweep(experiment):

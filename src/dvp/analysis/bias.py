@@ -11,7 +11,7 @@ from scipy import stats
 from dvp.analysis.formats import EMPTY, Formatted, rho_text
 from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes
-from dvp.analysis.points import policy_label, unpruned
+from dvp.analysis.points import estimator_counterpart, policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
@@ -53,7 +53,7 @@ def _statistics(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
     index = [*place_columns(experiment), "seed"]
     estimators, jackknife = (table.set_index(index).sort_index() for table in (loaded.estimators, loaded.jackknife))
     for where in estimator_places(experiment):
-        key, partner = tuple(where.values()), partner_of(experiment, where["method"])
+        key, partner = tuple(where.values()), estimator_counterpart(experiment, where["method"], "unpruned")
         rows = estimators.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name in ESTIMATED:
@@ -117,11 +117,6 @@ def place_columns(experiment: Experiment) -> list[str]:
     return ["policy", "engine", *(["task"] if experiment.bias.tasks else []), "method", "rho"]
 
 
-def partner_of(experiment: Experiment, method: str) -> str | None:
-    """Of the compared estimators the same without safe vocabulary."""
-    return unpruned(experiment, method, (name for name, _ in experiment.estimators))
-
-
 def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
     """Standard error of a difference, by the jackknife over what both share."""
     batches = ["sample", "batch"]
@@ -183,7 +178,7 @@ def bias_table(experiment: Experiment, loaded: Bias, measured: list[Statistic]) 
             | {
                 "label": experiment.methods[where["method"]].label,
                 "policy_label": policy_label(experiment, where["policy"]),
-                "partner": partner_of(experiment, where["method"]),
+                "partner": estimator_counterpart(experiment, where["method"], "unpruned"),
                 "seeds": list(experiment.seeds),
             }
             | {name: known(name, where) for name in shown}

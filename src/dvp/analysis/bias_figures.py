@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from dvp.analysis.bias import estimator_places, partner_of
+from dvp.analysis.bias import estimator_places
 from dvp.analysis.figures import DARK, STYLE, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
-from dvp.analysis.points import policy_label
+from dvp.analysis.points import estimator_counterpart, policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
@@ -116,7 +116,8 @@ def _families(experiment: Experiment) -> list[list[tuple[str, str]]]:
     """
     families: dict[str, list[tuple[str, str]]] = {}
     for method, rho in experiment.estimators:
-        families.setdefault(partner_of(experiment, method) or method, []).append((method, rho or "none"))
+        family = estimator_counterpart(experiment, method, "unpruned") or method
+        families.setdefault(family, []).append((method, rho or "none"))
 
     def order(estimator: tuple[str, str]) -> tuple[bool, bool, float]:
         method, rho = estimator

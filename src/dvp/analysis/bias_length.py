@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import SMALLEST_ESS, digits, estimator_places, partner_of, place_columns
+from dvp.analysis.bias import SMALLEST_ESS, digits, estimator_places, place_columns
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes
-from dvp.analysis.points import policy_label
+from dvp.analysis.points import estimator_counterpart, policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
@@ -123,7 +123,7 @@ def _lines(experiment: Experiment, loaded: Bias) -> Iterator[tuple[dict[str, str
     table = loaded.estimators.set_index([*place_columns(experiment), "seed"]).sort_index()
     places = [{key: value for key, value in where.items() if key != "task"} for where in estimator_places(experiment)]
     for where in [dict(items) for items in dict.fromkeys(tuple(place.items()) for place in places)]:
-        name = partner_of(experiment, where["method"])
+        name = estimator_counterpart(experiment, where["method"], "unpruned")
         partner = None if name is None else _line(experiment, table, where | {"method": name, "rho": "none"})
         yield where, _line(experiment, table, where), partner
 
@@ -174,7 +174,7 @@ def table(experiment: Experiment, measured: list[Statistic]) -> Table:
             | {
                 "label": experiment.methods[where["method"]].label,
                 "policy_label": policy_label(experiment, where["policy"]),
-                "partner": partner_of(experiment, where["method"]),
+                "partner": estimator_counterpart(experiment, where["method"], "unpruned"),
                 "seeds": list(experiment.seeds),
             }
             | {name: known(name, where) for name in (SMALLEST, RELATIVE, ABSOLUTE, REMOVED_SLOPE)}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from dvp.analysis.estimates import Estimate, contrast, draws_of, over
 from dvp.analysis.formats import EMPTY
 from dvp.analysis.load import Curve
 from dvp.analysis.pages import notes
-from dvp.analysis.points import seeds_text
+from dvp.analysis.points import partner, seeds_text
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
@@ -51,6 +52,11 @@ class Group:
         """What its statistics add to the point's place."""
         return {"task": self.task}
 
+    def estimate(self, of: str | int) -> Estimate:
+        """Of a score in `score_R`, or of an evaluation."""
+        value_R = self.score_R[of] if isinstance(of, str) else self.curve_RN[:, of]
+        return Estimate(self.draws, value_R, self.sources)
+
 
 def groups(experiment: Experiment, loaded: Curve) -> list[Group]:
     """Every grid point on every task, task by task, in the order of the experiment."""
@@ -61,14 +67,13 @@ def groups(experiment: Experiment, loaded: Curve) -> list[Group]:
 
 
 def _group(experiment: Experiment, loaded: Curve, task: str, point: GridPoint, until: float) -> Group:
-    settings = experiment.evaluation
     scores = loaded.scores[(loaded.scores["task"] == task) & (loaded.scores["point"] == point.path)]
     tokens = loaded.tokens[loaded.tokens["point"] == point.path].pivot(index="seed", columns="step", values="tokens")
     by_evaluation = scores.set_index(["seed", "step", "problem"])[["all", "odd", "even"]].sort_index()
     shape = *tokens.shape, -1
     all_SNP, odd_SNP, even_SNP = (by_evaluation[part].to_numpy().reshape(shape) for part in ("all", "odd", "even"))
     S, N, P = all_SNP.shape
-    draws = bootstrap.draws(S, P, settings.bootstrap_resamples, settings.seed, shared=True)
+    draws = draws_of(experiment, P)
     count_RU, count_RSP = draws.count_RU, draws.count_RU.reshape(-1, S, P)
     curve_RN = count_RU @ all_SNP.transpose(0, 2, 1).reshape(S * P, N) / (S * P)
     weight_SN = np.array([mean_weights(tokens_N, until) for tokens_N in tokens.to_numpy()])
@@ -115,25 +120,16 @@ def statistics(experiment: Experiment, groups: list[Group]) -> list[Statistic]:
     result = []
     for group in groups:
         same_task = {other.point: other for other in groups if other.task == group.task}
-        reference = same_task[experiment.reference_point]
-        rivals = {"over_reference": reference, "over_equal_settings": _equal_settings(experiment, same_task, group)}
+        rivals = {
+            f"over_{pairing}": same_task.get(partner(experiment, group.point, pairing))
+            for pairing in ("reference", "equal_settings")
+        }
         result += _scores(experiment, group, rivals)
         result += _tokens(experiment, group, rivals, target(experiment, groups, group.task))
     return result
 
 
-def _equal_settings(experiment: Experiment, groups: dict[GridPoint, Group], group: Group) -> Group | None:
-    """The reference's method with the same engine and training settings; None of itself, or if there is none."""
-    method = experiment.reference_point.method
-    for point, other in groups.items():
-        alike = experiment.training_of(point) == experiment.training_of(group.point)
-        if (point.method, point.engine) == (method, group.point.engine) and alike and group.point.method != method:
-            return other
-    return None
-
-
 def _scores(experiment: Experiment, group: Group, rivals: dict[str, Group | None]) -> Iterator[Statistic]:
-    how = f"over {bootstrap.over(experiment.seeds)}"
     says = {
         "final": "",
         "peak": "the best evaluation of each run, chosen by its odd samples and read from the even ones; ",
@@ -144,14 +140,12 @@ def _scores(experiment: Experiment, group: Group, rivals: dict[str, Group | None
         if key not in group.score_R:
             continue
         if key != "final":  # part `training` has it
-            value = group.draws.estimate(group.score_R[key], "share")
-            yield Statistic(name, where, *value, "fraction", says[key] + how, group.sources)
+            yield group.estimate(key).statistic(name, where, "fraction", says[key] + over(experiment), "share")
         for suffix, other in rivals.items():
-            if other is not None and other is not group:
-                compared = f"{says[key]}minus that of {other.point.path}; {how}, paired"
-                value = group.draws.estimate(group.score_R[key] - other.score_R[key])
-                sources = tuple(dict.fromkeys([*group.sources, *other.sources]))
-                yield Statistic(f"{name}_{suffix}", where, *value, "fraction", compared, sources)
+            if other is not None:
+                difference = group.estimate(key) - other.estimate(key)
+                compared = f"{says[key]}minus that of {other.point.path}"
+                yield contrast(experiment, f"{name}_{suffix}", where, difference, compared)
 
 
 def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None], score: float) -> Iterator[Statistic]:
@@ -183,7 +177,7 @@ def _tokens(experiment: Experiment, group: Group, rivals: dict[str, Group | None
     for name, other in zip(
         ("tokens_saved_percent", "tokens_saved_equal_settings_percent"), rivals.values(), strict=True
     ):
-        if other is None or other is group:
+        if other is None:
             continue
         theirs = tokens_taken(other, score)
         early = [
@@ -230,7 +224,7 @@ def _curve_table(experiment: Experiment, groups: list[Group], measured: list[Sta
         reached = sum(map(math.isfinite, taken))
         row = point_cells(experiment, group.point) | {
             "task": group.task,
-            "final": _statistic("score", where, group, "final"),
+            "final": group.estimate("final").statistic("score", where, "fraction", "", "share"),
             "peak_steps": Cell(group.peak_steps, group.sources) if group.peak_steps else None,
             "target": Cell(target(experiment, groups, group.task), group.sources),
             "reached": Cell(reached, group.sources),
@@ -283,7 +277,7 @@ def _score_curve(experiment: Experiment, groups: list[Group]) -> Table:
                 "task": group.task,
                 "step": step,
                 "tokens": Cell(float(group.tokens_SN[:, n].mean()), group.sources),
-                "score": _statistic("score", {}, group, n),
+                "score": group.estimate(n).statistic("score", {}, "fraction", "", "share"),
                 "seed_scores": Cell([float(score) for score in group.score_SN[:, n]], group.sources),
             }
     columns = [
@@ -296,12 +290,6 @@ def _score_curve(experiment: Experiment, groups: list[Group]) -> Table:
     ]
     below = notes("score_curve", experiment, over=bootstrap.over(experiment.seeds), seeds=seeds_text(experiment))
     return Table(f"{experiment.name}: scores at the evaluated steps", columns, rows, below)
-
-
-def _statistic(name: str, where: dict[str, str], group: Group, of: str | int) -> Statistic:
-    """Of a final score, or of an evaluation."""
-    value_R = group.score_R[of] if isinstance(of, str) else group.curve_RN[:, of]
-    return Statistic(name, where, *group.draws.estimate(value_R, "share"), "fraction", "", group.sources)
 
 
 def tokens_text(tokens: float) -> str:

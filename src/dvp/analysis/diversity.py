@@ -4,27 +4,28 @@ How many are found grows with the score, as fewer samples are wrong. Whether two
 not, of one problem; over problems with equal weights it hardly does.
 """
 
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from dvp.analysis import matrix
+from dvp.analysis.estimates import Estimate, estimates, over_model, score_files, scores
 from dvp.analysis.load import Scored, cell_name
-from dvp.analysis.matrix import SCORE, differences, samplers, where
+from dvp.analysis.matrix import PAIRINGS, SCORE, contrasts, samplers, score_statistics, where
 from dvp.analysis.pages import notes
-from dvp.analysis.points import BASE, seeds_text, unpruned_point
+from dvp.analysis.points import BASE, seeds_text
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
-from dvp.analysis.training import MARKS, over_seeds, point_cells, point_columns, replicated_means, score_files
+from dvp.analysis.training import MARKS, over_seeds, point_cells, point_columns
 from dvp.data.puzzles import read
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, Sampler
 
 SOLUTIONS, DIFFERING, TOKENS = "different_solutions_by_policy", "differing_pairs_by_policy", "tokens_used_by_policy"
+_SCALES: dict[str, bootstrap.Scale] = {SOLUTIONS: "plain", DIFFERING: "share"}
 
 
 def statistics(experiment: Experiment, loaded: Scored, tokenizer: Tokenizer) -> list[Statistic]:
@@ -38,39 +39,30 @@ def statistics(experiment: Experiment, loaded: Scored, tokenizer: Tokenizer) -> 
     """
     found = solutions(loaded.samples)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
-    draws, solutions_R = replicated_means(experiment, found, "different")
+    different = estimates(experiment, found, "different", lambda cell: score_files(loaded, cell))
     shares = {name: _shares(experiment, own) for name, own in found.groupby("point", sort=False)}
 
-    def fewer(mine: str, its: str) -> np.ndarray:
-        return solutions_R[mine] - solutions_R[its]
+    def share(share_SP: np.ndarray, *cells: str) -> Estimate:
+        draws = different[cells[0]].draws
+        sources = tuple(file for cell in cells for file in score_files(loaded, cell))
+        return Estimate(draws, _mean_where_defined(draws, share_SP), sources)
 
-    def alike(mine: str, its: str) -> np.ndarray:
-        return _mean_where_defined(draws, shares[mine] - shares[its])
-
-    share_R = {name: _mean_where_defined(draws, share_SP) for name, share_SP in shares.items()}
+    differing = {name: share(share_SP, name) for name, share_SP in shares.items()}
     kinds = (
-        (SOLUTIONS, solutions_R, fewer, f"solutions of {k} samples"),
-        (DIFFERING, share_R, alike, "fraction"),
+        (SOLUTIONS, different, lambda mine, its: different[mine] - different[its], f"solutions of {k} samples"),
+        (DIFFERING, differing, lambda mine, its: share(shares[mine] - shares[its], mine, its), "fraction"),
     )
-    reference, result = experiment.reference_point, []
-    for name, value_R, difference, unit in kinds:
+    result = []
+    for name, estimate, difference, unit in kinds:
         for point in (None, *experiment.points):
-            how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
             for sampler in samplers(experiment, point):
-                cell = cell_name(point, sampler)
-                numbers = _estimate(draws, value_R[cell], share=name == DIFFERING)
-                place = where(experiment, point, sampler.engine, sampler.rho)
-                result.append(Statistic(name, place, *numbers, unit, how, score_files(loaded, cell)))
+                place, scale = where(experiment, point, sampler.engine, sampler.rho), _SCALES[name]
+                measured = _unless_all_agree(estimate[cell_name(point, sampler)], scale)
+                result.append(measured.statistic(name, place, unit, over_model(experiment, point), scale))
         for point in experiment.points:
-            others = {"over_unpruned": unpruned_point(experiment, point)}
-            others["over_reference"] = None if point == reference else reference
-            for kind, other in others.items():
-                if other is not None:
-                    paired = name.replace("by_policy", f"{kind}_by_policy")
-                    shared = kind == "over_unpruned"
-                    result += differences(
-                        experiment, loaded, draws, difference, paired, point, other, shared_rho=shared, unit=unit
-                    )
+            for pairing in PAIRINGS:
+                paired = name.replace("by_policy", f"over_{pairing}_by_policy")
+                result += contrasts(experiment, paired, point, pairing, difference, unit)
     return [*result, *_tokens(experiment, loaded, tokenizer)]
 
 
@@ -107,15 +99,14 @@ def _mean_where_defined(draws: bootstrap.Draws, value_SP: np.ndarray) -> np.ndar
     return np.divide(sum_R, count_R, out=np.full_like(sum_R, np.nan), where=count_R > 0)
 
 
-def _estimate(draws: bootstrap.Draws, value_R: np.ndarray, *, share: bool) -> tuple[float, float, float]:
-    """The value and its interval, which is not defined where no sample differs from another: all replicates agree.
+def _unless_all_agree(estimate: Estimate, scale: bootstrap.Scale) -> Estimate:
+    """Without an interval where no sample differs from another: all replicates agree.
 
-    (That of a share of 0 or 1 in `estimate` is of as many trials as there are problems, with a pair or without.)
+    (That of a share of 0 or 1 in `bootstrap` is of as many trials as there are problems, with a pair or without.)
     """
-    value = float(value_R[0])
-    if value == 0 or (share and value == 1):
-        return value, math.nan, math.nan
-    return draws.estimate(value_R, "share" if share else "plain")
+    value = estimate.value_R[0]
+    agree = value == 0 or (scale == "share" and value == 1)
+    return replace(estimate, value_R=np.array([value, np.nan])) if agree else estimate
 
 
 def _tokens(experiment: Experiment, loaded: Scored, tokenizer: Tokenizer) -> Iterator[Statistic]:
@@ -146,7 +137,8 @@ def table(experiment: Experiment, loaded: Scored, measured: list[Statistic]) -> 
     Columns of evaluation.engine with the full vocabulary, and `served_` where that is another one: on the engine of
     training, from the vocabulary of training. In the CSV shares are fractions.
     """
-    known, exact, rows = lookup([*measured, *matrix.statistics(experiment, loaded)]), experiment.sampler, {}
+    known = lookup([*measured, *score_statistics(experiment, scores(experiment, loaded))])
+    exact, rows = experiment.sampler, {}
     shown = {"score": SCORE, "solutions": SOLUTIONS, "differing": DIFFERING}
     for point in (None, *experiment.points):
         full, served = where(experiment, point, exact.engine, exact.rho), _served(experiment, point)

@@ -6,15 +6,14 @@ not train the same one, so that a single column also compares the columns.
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
+from dvp.analysis.estimates import Estimate, contrast, over_model, scores
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Scored, cell_name
 from dvp.analysis.pages import notes
-from dvp.analysis.points import seeds_text, unpruned_point
+from dvp.analysis.points import partner, seeds_text
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Column, Table, interval
-from dvp.analysis.training import MARKS, point_cells, point_columns, replicates, score_files, where_of
+from dvp.analysis.training import MARKS, point_cells, point_columns, where_of
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.evaluation import TRAINING, Further
@@ -25,6 +24,7 @@ SCORE, OVER_UNPRUNED, OVER_REFERENCE = (
     "score_over_unpruned_by_policy",
     "score_over_reference_by_policy",
 )
+PAIRINGS = {"unpruned": OVER_UNPRUNED, "reference": OVER_REFERENCE}
 OWN, OWN_MARK = "own", " *"
 ONLY = "evaluation_only"
 """The role of a row of a model that was trained without DVP, sampled at a ρ."""
@@ -69,51 +69,47 @@ def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     all points but the reference, minus that: on an engine both from the full vocabulary, or each from its own, and
     each under the policy that it trained.
     """
-    draws, score_R = replicates(experiment, loaded)
-    result = []
+    score = scores(experiment, loaded)
+    return [
+        *score_statistics(experiment, score),
+        *(
+            statistic
+            for point in experiment.points
+            for pairing, name in PAIRINGS.items()
+            for statistic in contrasts(experiment, name, point, pairing, lambda mine, its: score[mine] - score[its])
+        ),
+    ]
+
+
+def score_statistics(experiment: Experiment, score: dict[str, Estimate]) -> Iterator[Statistic]:
+    """Of every model and sampler its score."""
     for point in (None, *experiment.points):
-        how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
         for sampler in samplers(experiment, point):
-            name = cell_name(point, sampler)
-            place = where(experiment, point, sampler.engine, sampler.rho)
-            numbers = draws.estimate(score_R[name], "share")
-            result.append(Statistic(SCORE, place, *numbers, "fraction", how, score_files(loaded, name)))
-
-    def minus(mine: str, its: str) -> np.ndarray:
-        return score_R[mine] - score_R[its]
-
-    for point in experiment.points:
-        without, reference = unpruned_point(experiment, point), experiment.reference_point
-        if without is not None:
-            result += differences(experiment, loaded, draws, minus, OVER_UNPRUNED, point, without, shared_rho=True)
-        if point != reference:
-            result += differences(experiment, loaded, draws, minus, OVER_REFERENCE, point, reference, shared_rho=False)
-    return result
+            place, how = where(experiment, point, sampler.engine, sampler.rho), over_model(experiment, point)
+            yield score[cell_name(point, sampler)].statistic(SCORE, place, "fraction", how, "share")
 
 
-def differences(
+def contrasts(
     experiment: Experiment,
-    loaded: Scored,
-    draws: bootstrap.Draws,
-    difference: Callable[[str, str], np.ndarray],
     name: str,
     point: GridPoint,
-    other: GridPoint,
-    *,
-    shared_rho: bool,
+    pairing: str,
+    difference: Callable[[str, str], Estimate],
     unit: str = "fraction",
 ) -> Iterator[Statistic]:
-    """Statistics `name` of a point minus another, both with samplers that both have.
+    """Statistics `name` of a point minus its partner, both with samplers that both have.
 
-    shared_rho : also both at the point's ρ.
-    difference : of two models by their cell_name the replicates, (R,), of a fraction, or of what `unit` says.
+    Unpruned also both at the point's ρ.
+    difference : of two models by their cell_name.
     """
-    how = f"over {bootstrap.over(experiment.seeds)}, paired"
+    other = partner(experiment, point, pairing)
+    if other is None:
+        return
     pairs: dict[tuple[str, str | None], tuple[Sampler, Sampler]] = {}
     for engine in dict.fromkeys(sampler.engine for sampler in samplers(experiment, point)):
         full, mine, its = (Sampler(engine=engine, rho=rho) for rho in (None, point.rho, other.rho))
         pairs[engine, None] = full, full
-        if point.rho is not None and shared_rho:
+        if point.rho is not None and pairing == "unpruned":
             pairs[engine, point.rho] = mine, mine
         if point.rho is not None or other.rho is not None:
             pairs[engine, OWN] = mine, its
@@ -122,12 +118,9 @@ def differences(
         pairs[OWN, OWN] = own, others
     for (engine, rho), (mine, its) in pairs.items():
         if mine in samplers(experiment, point) and its in samplers(experiment, other):
-            names = cell_name(point, mine), cell_name(other, its)
-            compared = f"{_says(mine)}, minus {other.path}, {_says(its)}; {how}"
-            numbers = draws.estimate(difference(*names))
-            sources = tuple(file for each in names for file in score_files(loaded, each))
-            place = where(experiment, point, engine, rho)
-            yield Statistic(name, place, *numbers, unit, compared, sources)
+            says = f"{_says(mine)}, minus {other.path}, {_says(its)}"
+            measured = difference(cell_name(point, mine), cell_name(other, its))
+            yield contrast(experiment, name, where(experiment, point, engine, rho), measured, says, unit)
 
 
 def where(experiment: Experiment, point: GridPoint | None, engine: str, rho: str | None) -> dict[str, str]:
@@ -165,13 +158,13 @@ def models(experiment: Experiment) -> list[tuple[GridPoint | None, str | None, b
     counterparts = {
         (without.path, point.rho)
         for point in experiment.points
-        if point.rho is not None and (without := unpruned_point(experiment, point)) is not None
+        if point.rho is not None and (without := partner(experiment, point, "unpruned")) is not None
     }
     rows: list[tuple[GridPoint | None, str | None, bool]] = []
     for point in (None, *experiment.points):
         rows.append((point, point and point.rho, False))
         if point is not None and point.rho is not None:
-            without = unpruned_point(experiment, point)
+            without = partner(experiment, point, "unpruned")
             if without is not None and point.rho in _rhos(experiment, without):
                 rows.append((without, point.rho, True))
         else:

@@ -1,4 +1,4 @@
-"""Grid points, their counterparts without a safe vocabulary or with RLOO, and how they are called."""
+"""Grid points, with which others they are compared, and how they are called."""
 
 from collections.abc import Iterable
 
@@ -9,42 +9,56 @@ from dvp.experiment.grid import GridPoint, settings_as_read
 BASE = "base"
 
 
-def unpruned(experiment: Experiment, method: str, among: Iterable[str]) -> str | None:
-    """Of `among` the method without safe vocabulary that is like `method` in all else, if that has one."""
+# What a method is compared with in each pairing: the setting that is left out, its value then, what may differ besides.
+_LEFT_OUT = {
+    "unpruned": ("safe_vocabulary", None, ["safe_vocabulary"]),
+    # With the true norms of gradients or with their proxy, OTB alone has use for either.
+    "rloo": ("advantage", "rloo", ["advantage", "true_norms"]),
+}
+
+
+def counterpart(experiment: Experiment, method: str, among: Iterable[str], pairing: str) -> str | None:
+    """Of `among` the method without safe vocabulary (`unpruned`) or with RLOO's advantage (`rloo`) that is like
+    `method` in all else; None if there is none, and of such methods themselves.
+    """
     own = experiment.methods[method]
-    if own.safe_vocabulary is None:
+    setting, value, free = _LEFT_OUT[pairing]
+    if getattr(own, setting) == value:
         return None
     for name in among:
         other = experiment.methods[name]
-        if other.safe_vocabulary is None and other.like(own, but=["safe_vocabulary"]):
+        if getattr(other, setting) == value and other.like(own, but=free):
             return name
     return None
 
 
-def unpruned_point(experiment: Experiment, point: GridPoint) -> GridPoint | None:
-    """The point on the same engine that differs in having no safe vocabulary; None if there is none."""
+def estimator_counterpart(experiment: Experiment, method: str, pairing: str) -> str | None:
+    """The same among the compared estimators."""
+    return counterpart(experiment, method, (name for name, _ in experiment.estimators), pairing)
+
+
+def partner(experiment: Experiment, point: GridPoint, pairing: str) -> GridPoint | None:
+    """With which point one is compared; None if there is none, and of that point itself.
+
+    unpruned, rloo : its counterpart on the same engine with the same training settings (of rloo with the same ρ).
+    reference : the reference. equal_settings : the reference's method on the same engine with the same settings.
+    """
+    reference = experiment.reference_point
+    if pairing == "reference":
+        return None if point == reference else reference
     training = experiment.training_of(point)
-    here = [
+    alike = [
         other
         for other in experiment.points
-        if other.engine == point.engine and other.rho is None and experiment.training_of(other) == training
+        if other.engine == point.engine and experiment.training_of(other) == training
     ]
-    name = unpruned(experiment, point.method, (other.method for other in here))
-    return next((other for other in here if other.method == name), None)
-
-
-def rloo_point(experiment: Experiment, point: GridPoint) -> GridPoint | None:
-    """The point that differs in having RLOO's advantage; None if there is none, and of such points themselves."""
-    own = experiment.methods[point.method]
-    if own.advantage == "rloo":
-        return None
-    for other in experiment.points:
-        method = experiment.methods[other.method]
-        same_place = (other.engine, other.rho) == (point.engine, point.rho)
-        alike = method.advantage == "rloo" and method.like(own, but=["advantage"])
-        if same_place and alike and experiment.training_of(other) == experiment.training_of(point):
-            return other
-    return None
+    if pairing == "equal_settings":
+        name = None if point.method == reference.method else reference.method
+    else:
+        rho = None if pairing == "unpruned" else point.rho
+        alike = [other for other in alike if other.rho == rho]
+        name = counterpart(experiment, point.method, (other.method for other in alike), pairing)
+    return next((other for other in alike if other.method == name), None)
 
 
 def policy_label(experiment: Experiment, policy: str) -> str:

@@ -25,6 +25,7 @@ from dvp.analysis.bias_figures import bias_variance
 from dvp.analysis.bias_length_figure import bias_by_length
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.diversity_figure import solutions
+from dvp.analysis.estimates import scores
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
 from dvp.analysis.load import (
     load_bias,
@@ -137,9 +138,10 @@ def _bias_length(experiment: Experiment, results: Path) -> Part:
 
 def _sweep(experiment: Experiment, results: Path) -> Part:
     trained, measured = load_training(experiment, results), load_bias(experiment, results)
-    shown = [*training.statistics(experiment, trained), *bias.statistics(experiment, measured)]
+    score = scores(experiment, trained)
+    shown = [*training.statistics(experiment, trained, score), *bias.statistics(experiment, measured)]
     figure = sweep.rho_sweep(experiment, shown)
-    return Part(sweep.statistics(experiment, trained), {}, {"rho_sweep": figure}, trained.files | measured.files)
+    return Part(sweep.statistics(experiment, score), {}, {"rho_sweep": figure}, trained.files | measured.files)
 
 
 def write(part: Part, folder: Path) -> None:

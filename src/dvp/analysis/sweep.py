@@ -8,13 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dvp.analysis.estimates import Estimate, contrast
 from dvp.analysis.figures import GREY, STYLE, method_colors, new_figure, plain_log
-from dvp.analysis.load import Scored
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.points import seeds_text
 from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.training import LAST_STEPS, replicates, score_files, where_of
-from dvp.evaluation import bootstrap
+from dvp.analysis.training import LAST_STEPS, where_of
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read, settings_path
 
@@ -23,19 +22,14 @@ NEGLIGIBLE = 1e-7  # nats per token: rounding of fp32
 _LINES = ("-", "--", "-.", ":")  # of engines
 
 
-def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
+def statistics(experiment: Experiment, score: dict[str, Estimate]) -> list[Statistic]:
     """score_over_small_rho and score_over_large_rho of every sweep.
 
     Both are the mean score over the middle three values of ρ (of an even number the smaller ones) minus the score at
     the smallest, or the largest: above 0, both, where the score is best in between. Which values are in the middle
     does not depend on the scores.
     """
-    draws, score_R = replicates(experiment, loaded)
-    return [
-        contrast
-        for sweep in swept(experiment).items()
-        for contrast in _contrasts(experiment, loaded, draws, score_R, *sweep)
-    ]
+    return [one for sweep in swept(experiment).items() for one in _contrasts(experiment, score, *sweep)]
 
 
 def middle(rhos: list[str]) -> list[str]:
@@ -46,23 +40,16 @@ def middle(rhos: list[str]) -> list[str]:
 
 
 def _contrasts(
-    experiment: Experiment,
-    loaded: Scored,
-    draws: bootstrap.Draws,
-    score_R: dict[str, np.ndarray],
-    curve: GridPoint,
-    rhos: list[str],
+    experiment: Experiment, score: dict[str, Estimate], curve: GridPoint, rhos: list[str]
 ) -> Iterator[Statistic]:
-    paths = {rho: curve.model_copy(update={"rho": rho}).path for rho in rhos}
+    of = {rho: score[curve.model_copy(update={"rho": rho}).path] for rho in rhos}
     ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
+    mean_R = np.mean([of[rho].value_R for rho in inside], axis=0)
+    mean = Estimate(of[inside[0]].draws, mean_R, tuple(file for rho in inside for file in of[rho].sources))
+    where = {key: value for key, value in where_of(experiment, curve).items() if key != "rho"}
     for name, end in (("score_over_small_rho", ordered[0]), ("score_over_large_rho", ordered[-1])):
-        contrast_R = np.mean([score_R[paths[rho]] for rho in inside], axis=0) - score_R[paths[end]]
-        how = (
-            f"mean at ρ = {', '.join(inside)} minus the score at {end}; over {bootstrap.over(experiment.seeds)}, paired"
-        )
-        sources = tuple(file for rho in dict.fromkeys([*inside, end]) for file in score_files(loaded, paths[rho]))
-        where = {key: value for key, value in where_of(experiment, curve).items() if key != "rho"}
-        yield Statistic(name, where, *draws.estimate(contrast_R), "fraction", how, sources)
+        says = f"mean at ρ = {', '.join(inside)} minus the score at {end}"
+        yield contrast(experiment, name, where, mean - of[end], says)
 
 
 def rho_sweep(experiment: Experiment, statistics: list[Statistic]) -> Figure:

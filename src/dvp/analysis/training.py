@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from dvp.analysis.axes import settings_note, span
+from dvp.analysis.estimates import Estimate, contrast, over_model, score_files, scores
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Scored
 from dvp.analysis.pages import notes
-from dvp.analysis.points import BASE, rloo_point, seeds_text, unpruned_point
+from dvp.analysis.points import BASE, partner, seeds_text
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.evaluation import bootstrap
@@ -41,7 +42,7 @@ _OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 
 def part(experiment: Experiment, loaded: Scored) -> tuple[list[Statistic], dict[str, Table]]:
     """The statistics that the report lists, and the tables `main_table` and `mismatch_table`."""
-    measured = statistics(experiment, loaded)
+    measured = statistics(experiment, loaded, scores(experiment, loaded))
     tables = {
         "main_table": main_table(experiment, loaded, measured),
         "mismatch_table": mismatch_table(experiment, loaded),
@@ -56,7 +57,7 @@ def part(experiment: Experiment, loaded: Scored) -> tuple[list[Statistic], dict[
     return listed, tables
 
 
-def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
+def statistics(experiment: Experiment, loaded: Scored, score: dict[str, Estimate]) -> list[Statistic]:
     """Of the base model its score; of every grid point its score, how it ends and how it grew.
 
     score (fraction), score_change_percent against the reference, score_over_unpruned (fraction) of points with a safe
@@ -67,72 +68,38 @@ def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     the last ten steps over that of the first ten); collapsed (fraction of runs). Growth is left out where a run has not
     twice ten steps.
     """
-    draws, score_R = replicates(experiment, loaded)
-    points = experiment.points
     return [
-        *(statistic for point in (None, *points) for statistic in _scores(experiment, loaded, draws, score_R, point)),
-        *(statistic for point in points for statistic in _training(experiment, loaded, point)),
+        *(statistic for point in (None, *experiment.points) for statistic in _scores(experiment, score, point)),
+        *(statistic for point in experiment.points for statistic in _training(experiment, loaded, point)),
     ]
 
 
-def replicates(experiment: Experiment, loaded: Scored) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
-    """Of each point, and `base`, the mean score and its replicates, (R,); entry r is of the same problems and seeds."""
-    return replicated_means(experiment, loaded.samples, "correct")
-
-
-def replicated_means(
-    experiment: Experiment, frame: pd.DataFrame, column: str
-) -> tuple[bootstrap.Draws, dict[str, np.ndarray]]:
-    """The same of any column of a frame with point, seed and problem."""
-    settings, result = experiment.evaluation, {}
-    problems = frame["problem"].nunique()
-    draws = bootstrap.draws(len(experiment.seeds), problems, settings.bootstrap_resamples, settings.seed, shared=True)
-    for point, own in frame.groupby("point", sort=False):
-        mean_SP = own.pivot_table(index="seed", columns="problem", values=column, aggfunc="mean").to_numpy()
-        # The base model is the same for all seeds.
-        mean_SP = np.broadcast_to(mean_SP, (draws.seeds, draws.problems))
-        result[point] = draws.count_RU @ mean_SP.ravel() / mean_SP.size
-    return draws, result
-
-
-def _scores(
-    experiment: Experiment,
-    loaded: Scored,
-    draws: bootstrap.Draws,
-    score_R: dict[str, np.ndarray],
-    point: GridPoint | None,
-) -> Iterator[Statistic]:
-    name = point.path if point else BASE
+def _scores(experiment: Experiment, score: dict[str, Estimate], point: GridPoint | None) -> Iterator[Statistic]:
+    own, where = score[point.path if point else BASE], where_of(experiment, point)
+    reference, how = experiment.reference_point, over_model(experiment, point)
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
-    reference = experiment.reference_point
-    without = unpruned_point(experiment, point) if point else None
-    how = f"over {bootstrap.over(experiment.seeds)}" + ("" if point else "; one base model for all seeds")
-    seen = f"power {bootstrap.POWER:.0%}, at the measured standard error"
 
-    def statistic(name_: str, numbers: tuple[float, float, float], unit: str, how_: str, *points: str) -> Statistic:
-        files = tuple(file for other in dict.fromkeys(points) for file in score_files(loaded, other))
-        return Statistic(name_, where_of(experiment, point), *numbers, unit, how_, files)
+    def smallest(name: str, estimate: Estimate, scale: float, like: Statistic) -> Statistic:
+        value = scale * estimate.draws.smallest_effect(estimate.value_R)
+        seen = f"power {bootstrap.POWER:.0%}, at the measured standard error; {like.how}"
+        return replace(like, name=name, value=value, low=math.nan, high=math.nan, how=seen)
 
-    yield statistic("score", draws.estimate(score_R[name], "share"), f"avg@{k}, fraction", how, name)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio_R = score_R[name] / score_R[reference.path]
+    yield own.statistic("score", where, f"avg@{k}, fraction", how, "share")
     # Of a reference without a correct answer no change is defined.
-    ratio_R[~np.isfinite(ratio_R)] = math.nan
-    change, places = tuple(100 * (end - 1) for end in draws.estimate(ratio_R, "ratio")), (name, reference.path)
-    yield statistic("score_change_percent", change, "%", f"{how}, paired with the reference", *places)
+    ratio = own / score[reference.path]
+    change = ratio.statistic("score_change_percent", where, "%", f"{how}, paired with the reference", "ratio")
+    ends = {key: 100 * (getattr(change, key) - 1) for key in ("value", "low", "high")}
+    yield replace(change, **ends)
     if point not in (None, reference):
-        effect = (100 * draws.smallest_effect(ratio_R), math.nan, math.nan)
-        yield statistic("smallest_change_percent", effect, "%", f"{seen}; {how}, paired with the reference", *places)
-    if without is not None:
-        over_R, places = score_R[name] - score_R[without.path], (name, without.path)
-        minus = f"score minus that of {without.method} on the same engine; {how}, paired"
-        yield statistic("score_over_unpruned", draws.estimate(over_R), "fraction", minus, *places)
-        effect = (draws.smallest_effect(over_R), math.nan, math.nan)
-        yield statistic("smallest_effect", effect, "fraction", f"{seen}; {minus}", *places)
-    if point and (rloo := rloo_point(experiment, point)) is not None:
-        over_R, places = score_R[name] - score_R[rloo.path], (name, rloo.path)
-        minus = f"score minus that of {rloo.method} on the same engine; {how}, paired"
-        yield statistic("score_over_rloo", draws.estimate(over_R), "fraction", minus, *places)
+        yield smallest("smallest_change_percent", ratio, 100, change)
+    for pairing in ("unpruned", "rloo"):
+        if point is not None and (other := partner(experiment, point, pairing)) is not None:
+            difference = own - score[other.path]
+            says = f"score minus that of {other.method} on the same engine"
+            compared = contrast(experiment, f"score_over_{pairing}", where, difference, says)
+            yield compared
+            if pairing == "unpruned":
+                yield smallest("smallest_effect", difference, 1, compared)
 
 
 def _training(experiment: Experiment, loaded: Scored, point: GridPoint) -> Iterator[Statistic]:
@@ -200,11 +167,6 @@ def train_files(loaded: Scored, point: str) -> tuple[str, ...]:
     return tuple(loaded.runs.loc[loaded.runs["point"] == point, "source"])
 
 
-def score_files(loaded: Scored, point: str) -> tuple[str, ...]:
-    """The scores.json of a point's models."""
-    return tuple(loaded.scores.loc[loaded.scores["point"] == point, "source"])
-
-
 def role(experiment: Experiment, point: GridPoint | None) -> str:
     if point is None:
         return BASE
@@ -227,16 +189,16 @@ def main_table(experiment: Experiment, loaded: Scored, measured: list[Statistic]
     rows = {}
     for point in (None, *experiment.points):
         name = point.path if point else BASE
-        scores = loaded.scores[loaded.scores["point"] == name]
+        evaluated = loaded.scores[loaded.scores["point"] == name]
         runs = loaded.runs[loaded.runs["point"] == name]
         files = score_files(loaded, name)
         rows[name] = point_cells(experiment, point) | {
             "k": k,
-            "pass_at_k": Cell(math.fsum(scores["pass"]) / len(scores), files),
-            "maj_at_k": Cell(math.fsum(scores["maj"]) / len(scores), files),
-            "seed_scores": Cell(list(scores["avg"]), files),
+            "pass_at_k": Cell(math.fsum(evaluated["pass"]) / len(evaluated), files),
+            "maj_at_k": Cell(math.fsum(evaluated["maj"]) / len(evaluated), files),
+            "seed_scores": Cell(list(evaluated["avg"]), files),
             "collapsed_at": Cell(list(runs["collapsed_at"]), train_files(loaded, name)),
-            "per_seed": Cell(list(zip(scores["avg"], runs["collapsed_at"], strict=True)), files) if point else None,
+            "per_seed": Cell(list(zip(evaluated["avg"], runs["collapsed_at"], strict=True)), files) if point else None,
         }
         for key in ("score", "score_change_percent", "score_over_unpruned"):
             rows[name][key.replace("score_", "")] = known(key, where_of(experiment, point))

@@ -9,7 +9,7 @@ from dvp.analysis.bias import digits, estimator_places, jackknife_error, pooled,
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Variance
 from dvp.analysis.pages import notes
-from dvp.analysis.points import policy_label
+from dvp.analysis.points import estimator_counterpart, policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval
 from dvp.experiment.config import Experiment
@@ -44,17 +44,6 @@ def variance_places(experiment: Experiment) -> list[dict[str, str]]:
     ]
 
 
-def rloo_of(experiment: Experiment, method: str) -> str | None:
-    """Of the compared estimators the one that differs in having RLOO's baseline; None for that itself."""
-    own = experiment.methods[method]
-    for name, _ in experiment.estimators:
-        other = experiment.methods[name]
-        # With the true norms of gradients or with their proxy, OTB alone has use for either.
-        if name != method and other.advantage == "rloo" and other.like(own, but=["advantage", "true_norms"]):
-            return name
-    return None
-
-
 def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
     count, index = len(experiment.seeds), ["policy", "engine", "method", "rho", "position", "seed"]
     mean = "one seed" if count == 1 else f"the {{}} over {count} seeds (each with problems of its own)"
@@ -62,7 +51,7 @@ def _variances(experiment: Experiment, loaded: Variance) -> Iterator[Statistic]:
     measured = loaded.variance.set_index(index).sort_index()
     jackknife = loaded.jackknife.set_index(index).sort_index()
     for where in variance_places(experiment):
-        key, partner = tuple(where.values()), rloo_of(experiment, where["method"])
+        key, partner = tuple(where.values()), estimator_counterpart(experiment, where["method"], "rloo")
         rows = measured.loc[key].loc[experiment.seeds]
         sources = tuple(rows["source"])
         for name, column in MEASURED.items():
@@ -120,7 +109,7 @@ def _variance_table(experiment: Experiment, measured: list[Statistic]) -> Table:
         | {
             "label": experiment.methods[where["method"]].label,
             "policy_label": policy_label(experiment, where["policy"]),
-            "over": rloo_of(experiment, where["method"]),
+            "over": estimator_counterpart(experiment, where["method"], "rloo"),
             "seeds": list(experiment.seeds),
         }
         | {name: known(name, where) for name in (*MEASURED, *RATIOS)}

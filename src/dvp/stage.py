@@ -171,7 +171,7 @@ def read_inputs(
         records[stage] = []
         for path in [paths] if isinstance(paths, Path) else paths:
             record = read_json(path, "files", KEY, "config_hash")
-            if isinstance(where, ExperimentDir) and stage in ("prepare", "base", "train", "convert"):
+            if verify and isinstance(where, ExperimentDir) and stage in ("prepare", "base", "train", "convert"):
                 _check_current(where.experiment, stage, run, record, path)
             if verify:
                 verify_checksums(path.parent, record["files"])

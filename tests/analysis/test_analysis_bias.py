@@ -6,11 +6,10 @@ import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, truth, write_cell
 
-from dvp.analysis.bias import PAIRED, SMALLEST_ESS, format_estimators, pooled
+from dvp.analysis.bias import format_estimators, pooled
 from dvp.analysis.formats import to_markdown, to_tex
 from dvp.analysis.load import load_bias
 from dvp.analysis.report import make, record, write
-from dvp.core import paired_bias
 from dvp.errors import DvpError
 from dvp.files import dump_json, sha256_file, write_json
 
@@ -41,10 +40,6 @@ def found(measured, name, **where):
     """The one statistic of this name and place."""
     (one,) = [s for s in measured.statistics if s.name == name and all(s.where[k] == v for k, v in where.items())]
     return one
-
-
-def test_what_the_stage_names_is_what_the_report_reads():
-    assert (PAIRED, SMALLEST_ESS) == (paired_bias.PAIRED, paired_bias.SMALLEST_ESS)
 
 
 def test_every_estimator_has_its_statistics_at_every_policy_and_engine(experiment, measured):

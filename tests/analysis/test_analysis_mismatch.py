@@ -14,14 +14,13 @@ from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, to_text
 from dvp.analysis.load import load_mismatch
 from dvp.analysis.mismatch import Density, Group, magnitude
-from dvp.analysis.mismatch_figures import RESOLUTION
 from dvp.analysis.report import make
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 from dvp.files import read_json, write_json
+from dvp.measurement.files import D_EDGES, NARROWEST, TABLES
 from dvp.measurement.mismatch import measure_mismatch
-from dvp.measurement.mismatch_files import TABLES
-from dvp.measurement.vocabulary_mismatch import D_EDGES, histogram
+from dvp.measurement.vocabulary_mismatch import histogram
 from noisy_engine import NoisyEngine
 
 pytestmark = pytest.mark.slow
@@ -282,7 +281,7 @@ def test_any_noise_is_larger_in_the_tail_and_the_control_says_how_much(measured)
 def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
     for weighting in ("infer", "train"):
         one = find(measured, "head_mode", engine="fp32", weighting=weighting)
-        assert one.high - one.low >= 0.99 * RESOLUTION
+        assert one.high - one.low >= 0.99 * NARROWEST
 
 
 def test_a_single_problem_has_no_interval(experiment, results):
@@ -312,7 +311,6 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
 def test_the_histograms_bins_are_those_of_the_density():
     log_p = torch.randn(3, 30, dtype=torch.float64).log_softmax(-1)
     assert histogram(log_p, log_p)["pairs"].shape[1] == len(D_EDGES) - 1
-    assert min(edge for edge in D_EDGES if edge > 0) == RESOLUTION
 
 
 def test_tables_have_a_row_for_each_engine_and_rho(measured):

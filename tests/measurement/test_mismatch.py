@@ -15,7 +15,7 @@ from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
 from dvp.measurement import mismatch
-from dvp.measurement.mismatch_files import SOURCES, TABLES
+from dvp.measurement.files import SOURCES, TABLES
 from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
 

@@ -15,8 +15,8 @@ from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.update import make_update
 from dvp.errors import DvpError
 from dvp.measurement.estimator_bias import inner_products
+from dvp.measurement.files import SMALLEST_ESS
 from dvp.measurement.paired_bias import (
-    SMALLEST_ESS,
     exact_coefficients,
     paired_squared_bias,
     sequence_log_ratio,

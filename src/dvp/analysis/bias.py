@@ -17,7 +17,7 @@ from dvp.analysis.tables import INTERVAL, Cell, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.measurement.paired_bias import PAIRED, SMALLEST_ESS
+from dvp.measurement.files import PAIRED, SMALLEST_ESS
 
 NORMAL_95 = 1.959964
 # Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
@@ -26,9 +26,6 @@ KEPT = ("kept_fraction", "mean_weight", "outside_safe_fraction", "reward")
 CHANGES = ("squared_bias", "variance")
 # Of the sequence weights behind a paired bias.
 WEIGHTS = ("weight_ess", "weight_largest_share", "weight_mean")
-# As in dvp.core.paired_bias, which says what they mean and loads torch: a test holds them equal.
-PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
-SMALLEST_ESS = 0.5
 _UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
 
 
@@ -38,7 +35,7 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
     NAME_change is against the same correction without safe vocabulary, where there is one. Value and interval as of
     `pooled`. What is not defined, as a cosine may be, is left out.
 
-    And PAIRED (dvp.measurement.paired_bias), left out where the sequence weights of any seed have an ESS below
+    And PAIRED (dvp.measurement.files), left out where the sequence weights of any seed have an ESS below
     SMALLEST_ESS: the mean over seeds, with a t interval over seeds from three on, else over batches. Where those are,
     weight_mean and weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the
     trainer samples.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import SMALLEST_ESS, digits, estimator_places, place_columns
+from dvp.analysis.bias import digits, estimator_places, place_columns
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Bias
 from dvp.analysis.pages import notes
@@ -25,7 +25,7 @@ from dvp.analysis.tables import INTERVAL, Column, Table, interval, number
 from dvp.analysis.training import over_seeds
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.measurement.paired_bias import SMALLEST_ESS
+from dvp.measurement.files import SMALLEST_ESS
 
 RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
 REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"

@@ -20,7 +20,7 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, Measurement, Run, Sampler
 from dvp.files import read_json, sha256_file, verify_checksums
-from dvp.measurement.mismatch_files import TABLES
+from dvp.measurement.files import TABLES
 from dvp.tracking.record import read_rows
 
 ORIGIN = ("config_hash", "git_commit", "tracking_key")

@@ -21,7 +21,7 @@ from dvp.analysis.tables import INTERVAL, Column, Table, interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
-from dvp.measurement.mismatch_files import ENGINE, SOURCES
+from dvp.measurement.files import ENGINE, SOURCES
 
 MakeStatistics = Callable[..., Iterator[Statistic]]
 """Makes one, or none: name, values (R,), unit, how, and what it is of beside policy and engine."""

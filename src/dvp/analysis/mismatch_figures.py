@@ -1,6 +1,5 @@
 """The figures of the stage `mismatch`. An engine has the same colour in all of them."""
 
-import math
 from collections.abc import Iterable
 from itertools import cycle
 
@@ -19,14 +18,11 @@ from dvp.analysis.points import policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
-from dvp.measurement.mismatch_files import ENGINE
-from dvp.measurement.vocabulary_mismatch import D_EDGES
+from dvp.measurement.files import ENGINE, NARROWEST
 
 INFER, TRAIN = COLORS[0], COLORS[6]
 # From the tail to the head: p of the rows of `mismatch_distribution`.
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
-# The bins next to d = 0 are this wide (D_EDGES in dvp.core.vocabulary_mismatch, which loads torch: a test holds it).
-RESOLUTION = 1e-3 * math.sinh(0.1)
 FEW = 5
 MARGIN_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (8, 2)))
 Policies = dict[str, list[Group]]  # each policy's, one of each engine
@@ -131,7 +127,7 @@ def _distribution_column(column: np.ndarray, group: Group, *, first: bool) -> No
         densities = {"infer": Density(group, own, "infer"), "train": Density(group, own, "train")}
         left = min(density.central[0] for density in densities.values())
         right = max(density.central[1] for density in densities.values())
-        margin = max(0.25 * (right - left), 2 * RESOLUTION)
+        margin = max(0.25 * (right - left), 2 * NARROWEST)
         even = np.linspace(left - margin, right + margin, 200)
         candidates = np.concatenate([even, *(density.points_G[::4] for density in densities.values())])
         points = np.unique(candidates[(candidates >= even[0]) & (candidates <= even[-1])])

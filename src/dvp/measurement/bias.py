@@ -40,10 +40,9 @@ from dvp.measurement.estimator_bias import (
     inner_products,
     squared_norm,
 )
+from dvp.measurement.files import PAIRED, SMALLEST_ESS
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.paired_bias import (
-    PAIRED,
-    SMALLEST_ESS,
     exact_coefficients,
     paired_squared_bias,
     sequence_log_ratio,

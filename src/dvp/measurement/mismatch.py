@@ -22,9 +22,8 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
 from dvp.files import atomic_path, sha256_file
-from dvp.measurement.mismatch_files import ENGINE, SOURCES, TABLES
+from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES
 from dvp.measurement.vocabulary_mismatch import (
-    D_EDGES,
     GAP_EDGES,
     PROBABILITY_EDGES,
     REST_EDGES,

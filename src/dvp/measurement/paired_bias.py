@@ -21,12 +21,6 @@ from dvp.core.batch import Rollout
 from dvp.core.importance import LOG_RATIO_CLAMP
 from dvp.measurement.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
 
-PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
-"""The squared biases against ∇J and against ∇J_mp, and what the ESS of the weights behind each is called."""
-SMALLEST_ESS = 0.5
-"""Of the sequence weights, over the number of responses. Below it the variance of r is above 1 and a few responses
-carry h: the exact reference is to be used instead. From it on no weight has more than √(2/N) of the sum of N."""
-
 
 def sequence_log_ratio(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> torch.Tensor:
     """log r = Σ_t log p^mp(y_t) − log q(y_t) over the model's own tokens (nats), (B,) float64, unclamped.

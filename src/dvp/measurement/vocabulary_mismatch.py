@@ -20,6 +20,7 @@ from dvp.core.diagnostics import MAX_EXPONENT
 from dvp.core.importance import ImportanceRule, importance_weights
 from dvp.core.vocabulary_mismatch import epsilon, kl, kl_terms
 from dvp.errors import DvpError
+from dvp.measurement.files import D_EDGES
 
 TOLERANCE = 1e-12
 """Nats by which a bound has to be exceeded to count as violated: log p in float64 is good to about 1e-14."""
@@ -27,9 +28,6 @@ TOLERANCE = 1e-12
 # All bins are (lower, upper], so that d = 0 counts as not positive, and p = 1 and a gap of 0 lie in the last one.
 PROBABILITY_EDGES = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 1.0)
 """Of p = π_train."""
-# Steps of 1e-4 nats near 0, of a tenth of |d| far from it, to 30 nats on either side; what is beyond has bins as well.
-D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)), math.inf)
-"""Of d, nats."""
 GAP_EDGES = (-math.inf, *map(float, range(-30, 0)), -1e-9, 0.0)
 """Of log(p/p_max), nats. The last bin holds the most likely token of each position alone."""
 REST_EDGES = (0.0, *(10 ** (step / 10) for step in range(-100, 0)), 0.9, 0.99, 1.0)

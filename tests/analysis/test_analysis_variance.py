@@ -9,11 +9,11 @@ import pytest
 from made_up_bias import bias_experiment, write_cell
 from test_analysis_bias import found, rewrite
 
+from dvp.analysis.declared_figures import variance_by_position
 from dvp.analysis.figures import method_colors
 from dvp.analysis.parts import parts
 from dvp.analysis.points import counterpart, estimator_counterpart
 from dvp.analysis.report import make, record, write
-from dvp.analysis.variance_figures import variance_by_position
 from dvp.files import dump_json
 
 pytestmark = pytest.mark.slow

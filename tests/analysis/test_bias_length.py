@@ -205,7 +205,7 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
         "bias² (long, 400 tokens) [95 %]",
     ]
     figure = measured.figures["bias_by_length"]
-    assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == [
+    assert [axes.get_title() for axes in figure.axes[:2]] == [
         "engine fp32, base model",
         "engine coarse, base model",
     ]

@@ -9,6 +9,7 @@ from dvp.analysis import (
     bias,
     bias_length,
     curve,
+    declared_figures,
     diversity,
     figures,
     matrix,
@@ -19,12 +20,9 @@ from dvp.analysis import (
     training,
     training_figures,
     variance,
-    variance_figures,
 )
 from dvp.analysis.bias_figures import bias_variance
-from dvp.analysis.bias_length_figure import bias_by_length
 from dvp.analysis.curve_figure import score_curve
-from dvp.analysis.diversity_figure import solutions
 from dvp.analysis.estimates import scores
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
 from dvp.analysis.load import (
@@ -36,7 +34,6 @@ from dvp.analysis.load import (
     load_training,
     load_variance,
 )
-from dvp.analysis.matrix_figure import evaluation_matrix
 from dvp.analysis.statistics import Part
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -82,7 +79,7 @@ def _matrix(experiment: Experiment, results: Path) -> Part:
     loaded = load_matrix(experiment, results)
     statistics = matrix.statistics(experiment, loaded)
     table = matrix.table(experiment, statistics)
-    drawn = {"evaluation_matrix": evaluation_matrix(experiment, table)}
+    drawn = {"evaluation_matrix": declared_figures.evaluation_matrix(experiment, table)}
     tables = {"matrix_table": table, "overview_table": overview.table(experiment, loaded, statistics)}
     return Part(statistics, tables, drawn, loaded.files)
 
@@ -92,7 +89,7 @@ def _diversity(experiment: Experiment, results: Path) -> Part:
     tokenizer, files = load_tokenizer(experiment, results)
     statistics = diversity.statistics(experiment, loaded, tokenizer)
     table = diversity.table(experiment, loaded, statistics)
-    drawn = {"solutions": solutions(experiment, table)}
+    drawn = {"solutions": declared_figures.solutions(experiment, table)}
     return Part(statistics, {"diversity_table": table}, drawn, loaded.files | files)
 
 
@@ -123,8 +120,8 @@ def _variance(experiment: Experiment, results: Path) -> Part:
     loaded = load_variance(experiment, results)
     statistics = variance.statistics(experiment, loaded)
     drawn = {
-        "variance_by_baseline": variance_figures.variance_by_baseline(experiment, statistics),
-        "variance_by_position": variance_figures.variance_by_position(experiment, statistics),
+        "variance_by_baseline": declared_figures.variance_by_baseline(experiment, statistics),
+        "variance_by_position": declared_figures.variance_by_position(experiment, statistics),
     }
     return Part(statistics, variance.tables(experiment, loaded, statistics), drawn, loaded.files)
 
@@ -132,7 +129,7 @@ def _variance(experiment: Experiment, results: Path) -> Part:
 def _bias_length(experiment: Experiment, results: Path) -> Part:
     loaded = load_bias(experiment, results)
     statistics = bias_length.statistics(experiment, loaded)
-    drawn = {"bias_by_length": bias_by_length(experiment, statistics)}
+    drawn = {"bias_by_length": declared_figures.bias_by_length(experiment, statistics)}
     return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, drawn, loaded.files)
 
 

@@ -115,18 +115,21 @@ def _rows(axes: Axes, panel: Rows) -> None:
         plain_log(axes.xaxis)
 
 
-def lines_in_facets(title: str, facets: Sequence[Sequence[Facet]], handles: Sequence[Artist], facet: float) -> Figure:
-    """A grid of facets with one x axis, each row with one y axis.
+def lines_in_facets(
+    title: str, facets: Sequence[Sequence[Facet]], handles: Sequence[Artist], facet: float, *, share_y: bool = True
+) -> Figure:
+    """A grid of facets with one x axis, each row with one y axis or each facet with its own.
 
     facet : the width of one in inches; its height is three quarters of that.
     """
-    width = max(facet * len(facets[0]), 6.0)
+    shape = len(facets), len(facets[0])
+    width = max(facet * shape[1], 6.0)
     with mpl.rc_context(STYLE):
         figure = new_figure(width, 0.75 * facet * len(facets) + 1.1 + 0.2 * math.ceil(len(handles) / 3))
-        grid = figure.subplots(len(facets), len(facets[0]), squeeze=False, sharex=True, sharey="row")
+        grid = figure.subplots(*shape, squeeze=False, sharex=True, sharey="row" if share_y else False)
         for place in np.ndindex(grid.shape):
             _facet(grid[place], facets[place[0]][place[1]])
-        for axes in grid[:, 1:].ravel():
+        for axes in grid[:, 1:].ravel() if share_y else ():
             axes.set_ylabel("")
         for axes in grid[:-1].ravel():
             axes.set_xlabel("")
@@ -152,9 +155,8 @@ def _facet(axes: Axes, facet: Facet) -> None:
         axes.set_ylim(*facet.y_limits)
     if facet.empty and not any(np.isfinite(line.get_ydata()).any() for line in axes.lines):
         axes.text(0.5, 0.5, facet.empty, transform=axes.transAxes, ha="center", va="center")
-    if "y" in facet.log:
-        low, high = axes.get_ylim()
-        plain_log(axes.yaxis, (1, 2, 5) if high < 100 * low else (1,))
+    if "y" in facet.log and axes.get_ylim()[1] < 100 * axes.get_ylim()[0]:
+        plain_log(axes.yaxis)
 
 
 def _line(axes: Axes, line: Line, *, positive: bool) -> None:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dvp.analysis.charts import Facet, Line, lines_in_facets
 from dvp.analysis.figures import COLORS, DARK, GREY, STYLE, handle, new_figure, set_title
 from dvp.analysis.formats import rho_text
 from dvp.analysis.mismatch import Density, Group
@@ -172,7 +173,7 @@ def _by_probability(experiment: Experiment, policies: Policies, labels: dict[str
             axes.set(yscale="log", xlabel="log(p / p_max), nats", title=title)
             _inner(axes, place, "mean |d|, nats")
         grid[0, 0].set_ylim(bottom=LOWEST)
-    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+    handles = _engine_handles(colors)
     handles += [
         handle("self-noise: trainer in bf16", color=DARK, linestyle="--"),
         handle(f"self-noise: other batch shape (cut at {LOWEST:g})", color=DARK, linestyle=":"),
@@ -205,7 +206,7 @@ def _safe_sets(
     rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
     for every, grid in zip(policies.values(), grids, strict=True):
         _safe_sets_panels(experiment, every, grid.ravel(), statistics, colors, rhos)
-    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+    handles = _engine_handles(colors)
     few = f"fewer than {FEW} responses with a\ntoken outside V_S: what pruning\nloses is hardly sampled"
     handles.append(handle(few, color=DARK, marker="o", mfc="white", markersize=4))
     handles.append(handle("last panel: no margin", color=DARK))
@@ -287,53 +288,48 @@ def _pruned_shares(
 ) -> Figure:
     """Against ρ: how much of the mismatch, and of the gradient, is outside V_S."""
     panels = {"kl_outside": "of KL(q‖p)", "squared_score_outside": "of the gradient's power"}
-    rhos = sorted(experiment.mismatch.rhos, key=parse_rho)
-    figure, grids = _stacked(labels.values(), 1, len(panels), 4.3, 3.0)
+    known, rhos = lookup(statistics), sorted(experiment.mismatch.rhos, key=parse_rho)
     colors = _engine_colors(policies)
-    for every, grid in zip(policies.values(), grids, strict=True):
-        for place, (axes, (name, title)) in enumerate(zip(grid[0], panels.items(), strict=True)):
-            for group in every:
-                points = {rho: known for rho in rhos if (known := lookup(statistics)(name, group.where | {"rho": rho}))}
-                _line(axes, [parse_rho(rho) for rho in points], list(points.values()), colors[group.engine])
-            axes.set(xscale="log", yscale="log", xlabel="ρ", title=title)
-            _inner(axes, place, "share outside V_S")
-    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+
+    def facet(policy: str, name: str, title: str) -> Facet:
+        lines = []
+        for group in policies[policy]:
+            found = {parse_rho(rho): one for rho in rhos if (one := known(name, group.where | {"rho": rho}))}
+            lines.append(Line(found, colors[group.engine]))
+        return Facet(lines, f"{labels[policy]}: {title}", "ρ", "share outside V_S")
+
     title = "How much of the mismatch, and of the gradient, is outside the safe vocabulary; bands: 95 % interval"
-    return _finish(figure, title, handles, 5)
+    facets = [[facet(policy, *panel) for panel in panels.items()] for policy in policies]
+    return lines_in_facets(title, facets, _engine_handles(colors), 4.3)
 
 
 def _by_length(policies: Policies, labels: dict[str, str], statistics: list[Statistic]) -> Figure:
     """Against the number of tokens: KL, variance of the log-ratio, what MIS keeps, ESS."""
+    fraction = {"y": "fraction of responses", "log": "x", "y_limits": (0, 1.03)}
     panels = {
-        "kl_by_length": ("KL(q‖p) of the responses", "nats"),
-        "variance_by_length": ("variance of the sequence's Σ d", "nats²"),
-        "kept_by_length": ("kept by MIS", "fraction of responses"),
-        "ess_by_length": ("effective sample size", "fraction of responses"),
+        "kl_by_length": {"title": "KL(q‖p) of the responses", "y": "nats"},
+        "variance_by_length": {"title": "variance of the sequence's Σ d", "y": "nats²"},
+        "kept_by_length": {"title": "kept by MIS", **fraction},
+        "ess_by_length": {"title": "effective sample size", **fraction},
     }
-    figure, grids = _stacked(labels.values(), 1, len(panels), 3.0, 2.7, share="x")
-    colors = _engine_colors(policies)
-    known = lookup(statistics)
-    for every, grid in zip(policies.values(), grids, strict=True):
-        for axes, (name, (title, unit)) in zip(grid[0], panels.items(), strict=True):
-            for group in every:
-                lengths = sorted(set(group.tables["prefixes"]["length"]))
-                points = [known(name, group.where | {"length": str(length)}) for length in lengths]
-                _line(axes, lengths, points, colors[group.engine])
-            axes.set(xscale="log", xlabel="first tokens of a response", ylabel=unit, title=title)
-            if name in ("kl_by_length", "variance_by_length"):
-                axes.set(yscale="log")
-            else:
-                axes.set_ylim(0, 1.03)
-    handles = [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
+    known, colors = lookup(statistics), _engine_colors(policies)
+
+    def facet(policy: str, name: str, title: str, **settings) -> Facet:
+        lines, ticks = [], {}
+        for group in policies[policy]:
+            lengths = sorted(set(group.tables["prefixes"]["length"]))
+            ticks |= {length: str(length) for length in lengths}
+            found = {length: known(name, group.where | {"length": str(length)}) for length in lengths}
+            lines.append(Line(found, colors[group.engine]))
+        return Facet(lines, f"{labels[policy]}:\n{title}", "first tokens of a response", ticks=ticks, **settings)
+
     title = "How the mismatch adds up over a response (a shorter one counts with all its tokens); bands: 95 % interval"
-    return _finish(figure, title, handles, 5)
+    facets = [[facet(policy, name, **panel) for name, panel in panels.items()] for policy in policies]
+    return lines_in_facets(title, facets, _engine_handles(colors), 3.0, share_y=False)
 
 
-def _line(axes: Axes, x: list[float], points: list[Statistic], color: str) -> None:
-    """Values and intervals; a single one makes no line."""
-    value, low, high = np.array([[point.value, point.low, point.high] for point in points]).reshape(-1, 3).T
-    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-    axes.plot(x, value, color=color, linewidth=1.6, marker="o" if len(points) < FEW else None, markersize=4)
+def _engine_handles(colors: dict[str, str]) -> list[Artist]:
+    return [handle(f"engine {name}", color=color, linewidth=2) for name, color in colors.items()]
 
 
 def _engine_colors(policies: Policies) -> dict[str, str]:

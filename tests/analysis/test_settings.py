@@ -8,6 +8,7 @@ from made_up_results import Results, main_table, make_experiment, training_part
 from dvp.analysis import training_figures as figures
 from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition
+from dvp.analysis.declared_figures import scores
 from dvp.analysis.figures import method_colors
 from dvp.analysis.load import load_training
 from dvp.analysis.points import partner, policy_label
@@ -165,7 +166,7 @@ def test_a_control_is_drawn_beside_its_own_settings(tmp_path):
 
 def test_scores_are_labelled_with_what_differs(experiment, results):
     table = main_table(experiment, results.folder)
-    labels = [text.get_text() for text in figures.scores(experiment, table).axes[0].get_yticklabels()]
+    labels = [text.get_text() for text in scores(experiment, table).axes[0].get_yticklabels()]
     assert labels == [
         *("RLOO (naive)\nG 4, steps 12", "RLOO (naive)\nG 16, steps 12 (ref.)"),
         *("DVP, ρ = 0.01\nG 4, steps 12", "DVP, ρ = 0.01\nG 16, steps 12", "RLOO (naive)\nG 4, steps 48"),

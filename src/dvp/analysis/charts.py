@@ -28,6 +28,9 @@ class Mark:
     color: str
     hollow: bool = False
     ringed: bool = False
+    marker: str = "o"
+    seeds: Sequence[float] = ()
+    """Small marks below it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Rows:
     title: str = ""
     scale: float = 1
     log: bool = False
+    levels: Sequence[tuple[float, dict]] = ()
+    """Lines across all rows, and how they look."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,15 @@ def _rows(axes: Axes, panel: Rows) -> None:
             axes.hlines(y, low, high, linewidth=1.6, alpha=0.7, zorder=2, **looks)
             if mark.ringed:
                 axes.plot(value, y, zorder=2, **RING)
-            axes.plot(value, y, "o", markersize=5, mfc="white" if mark.hollow else mark.color, zorder=3, **looks)
+            axes.plot(
+                value, y, mark.marker, markersize=5, mfc="white" if mark.hollow else mark.color, zorder=3, **looks
+            )
+            for seed in mark.seeds:
+                axes.plot(panel.scale * seed, y + 1.2 * STEP, "o", markersize=3.5, mfc="white", zorder=3, **looks)
         if height:
             axes.axhline(height - 0.5, color="#E4E4E4", linewidth=0.6, zorder=0)
+    for level, looks in panel.levels:
+        axes.axvline(panel.scale * level, linewidth=1.2, zorder=1, **looks)
     axes.set(xlabel=panel.label, title=panel.title)
     axes.grid(visible=False, axis="y")
     if panel.log:

@@ -10,9 +10,10 @@ from dvp.analysis.charts import RING, Facet, Line, Mark, Rows, intervals_in_rows
 from dvp.analysis.figures import COLORS, DARK, MARKERS, handle, method_colors, row_label
 from dvp.analysis.formats import rho_text
 from dvp.analysis.matrix import ONLY, entries, heading, own_policies
-from dvp.analysis.points import policy_label
+from dvp.analysis.points import BASE, policy_label
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import Table
+from dvp.analysis.training_figures import styles
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.evaluation import Further
@@ -20,6 +21,29 @@ from dvp.experiment.grid import WHOLE
 
 REACH = 1.0  # of what pruning removes: beside an estimator that has hardly any bias it may add it many times over
 SPREAD = 0.03  # of the logarithm of the length, by which the lines of a facet stand side by side
+
+
+def scores(experiment: Experiment, table: Table) -> Figure:
+    """avg@k of every grid point with its interval and its seeds, `table` as of `training.main_table`."""
+    rows, base = table.rows, table.rows[BASE]
+    levels = [("base model", base, {"color": "black", "linestyle": (0, (1, 1.5))})]
+    marks, labels = [], []
+    for point, look in styles(experiment).items():
+        row, reference = rows[point.path], " (ref.)" if point == experiment.reference_point else ""
+        if experiment.is_control(point):
+            levels.append((look.label + look.settings, row, {"color": look.color, "linestyle": look.line}))
+        marks.append([Mark(row["score"], look.color, marker=look.marker, seeds=row["seed_scores"].value)])
+        # Settings in a line of their own, so that there is room for the scores.
+        labels.append(look.label + look.settings.replace(", ", "\n", 1) + reference)
+    handles = [
+        *(handle(label, linewidth=1.2, **looks) for label, _, looks in levels),
+        handle("mean over seeds, interval", color=DARK, marker="o", linewidth=2.2),
+        handle("one seed", color=DARK, marker="o", markersize=3.5, mfc="white"),
+    ]
+    label = f"avg@{base['k']} on {experiment.report.task}, % (engine {experiment.evaluation.engine})"
+    panel = Rows(marks, label, scale=100, levels=[(row["score"].value, looks) for _, row, looks in levels])
+    title = f"{experiment.name}: held-out scores; bars are 95 % intervals over {bootstrap.over(experiment.seeds)}"
+    return intervals_in_rows(title, labels, [[panel]], handles, 6.0)
 
 
 def evaluation_matrix(experiment: Experiment, table: Table) -> Figure:

@@ -69,7 +69,7 @@ def _training(experiment: Experiment, results: Path) -> Part:
     drawn = {
         "learning_curves": training_figures.learning_curves(experiment, loaded.metrics),
         "mismatch_curves": training_figures.mismatch_curves(experiment, loaded.metrics),
-        "scores": training_figures.scores(experiment, tables["main_table"]),
+        "scores": declared_figures.scores(experiment, tables["main_table"]),
         "gradient_norm": training_figures.gradient_norm(experiment, loaded.metrics),
     }
     return Part(statistics, tables, drawn, loaded.files)

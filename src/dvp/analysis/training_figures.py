@@ -15,8 +15,6 @@ from matplotlib.ticker import NullFormatter
 
 from dvp.analysis.figures import DARK, MARKERS, STYLE, fill, handle, method_colors, new_figure, plain_log, set_title
 from dvp.analysis.formats import rho_text
-from dvp.analysis.points import BASE
-from dvp.analysis.tables import Table
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho, settings_as_read
 
@@ -117,51 +115,6 @@ def mismatch_curves(experiment: Experiment, metrics: pd.DataFrame) -> Figure:
         title += f"; below {FLOOR:g} drawn at {FLOOR:g}"
     metrics = metrics.assign(k3=metrics["k3"].clip(lower=FLOOR))
     return _curves(experiment, metrics, "k3", draw=draw, title=title, draw_controls=_log_axis)
-
-
-def scores(experiment: Experiment, table: Table) -> Figure:
-    """avg@k of every grid point with its interval and its seeds, `table` as of `training.main_table`."""
-    every, style, rows = experiment.points, styles(experiment), table.rows
-    with mpl.rc_context(STYLE):
-        figure = new_figure(8.6, 1.6 + 0.42 * len(every))
-        axes = figure.subplots()
-        lines = [(rows[BASE], {"color": "black", "linestyle": (0, (1, 1.5))}, "base model")]
-        for point, look in style.items():
-            if experiment.is_control(point):
-                lines.append(
-                    (rows[point.path], {"color": look.color, "linestyle": look.line}, look.label + look.settings)
-                )
-        handles = [handle(label, linewidth=1.2, **looks) for _, looks, label in lines]
-        for row, looks, _ in lines:
-            axes.axvline(100 * row["score"].value, linewidth=1.2, zorder=1, **looks)
-        for height, point in enumerate(every):
-            row, look = rows[point.path], style[point]
-            score = row["score"]
-            axes.hlines(height, 100 * score.low, 100 * score.high, color=look.color, linewidth=2.2, zorder=2)
-            axes.plot(100 * score.value, height, look.marker, color=look.color, markersize=7, zorder=3)
-            for seed in row["seed_scores"].value:
-                axes.plot(100 * seed, height + 0.27, "o", color=look.color, markersize=3.5, mfc="white", zorder=3)
-        reference = experiment.reference_point
-        # Settings in a line of their own, so that there is room for the scores.
-        labels = [
-            style[point].label
-            + style[point].settings.replace(", ", "\n", 1)
-            + (" (ref.)" if point == reference else "")
-            for point in every
-        ]
-        axes.set_yticks(range(len(every)), labels)
-        axes.set_ylim(len(every) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel(
-            f"avg@{rows[BASE]['k']} on {experiment.report.task}, % "
-            f"(engine {experiment.evaluation.engine}); bars: 95 % interval"
-        )
-        handles += [
-            handle("mean over seeds, interval", color=DARK, marker="o", linewidth=2.2),
-            handle("one seed", color=DARK, marker="o", markersize=3.5, mfc="white"),
-        ]
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
-    return figure
 
 
 def panels(experiment: Experiment) -> list[tuple[str, list[GridPoint]]]:

@@ -497,7 +497,7 @@ def quiet() -> None:
         if value:
             os.environ.setdefault(key, value)
     # By name: what numpy says of an overflow, for one, is to be seen.
-    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # It would log, with a traceback, that a signal came while the tracking store was closed.

@@ -368,7 +368,7 @@ def test_report_matrix(tmp_path):
 
 
 def test_report_diversity(tmp_path):
-    puzzles = {"kind": "generated", "generator": "graph_color", "count": 50, "seed": 0, "steps": [5, 5]}
+    puzzles = {"kind": "generated", "generator": "graph_color", "count": 5000, "seed": 0, "steps": [5, 5]}
     changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "sources__stories": puzzles}
     experiment = make_experiment(**changes, evaluation__also=[{"engine": "training"}, {"rho": "own"}])
     Results(experiment, tmp_path)

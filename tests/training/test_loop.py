@@ -665,7 +665,7 @@ def test_a_weight_that_does_not_reach_the_engine_stops_the_run(forgetful, tmp_pa
     loop = forgetful(left_out, noise)
     with pytest.raises(DvpError, match=r"^step 1: engine and trainer changed differently with the first new") as raised:
         run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
-    assert "some weights of Qwen3ForCausalLM do not reach the engine" in str(raised.value)
+    assert "not all weights of Qwen3ForCausalLM reach the engine" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not checkpoint.checkpoints(tmp_path / "checkpoints")

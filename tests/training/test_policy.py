@@ -92,9 +92,9 @@ def test_what_is_not_a_scale_of_the_logits_is_refused_by_name(model_type, option
 class Squashed(LlamaForCausalLM):
     """A model whose own forward pass does something to the hidden states before its head."""
 
-    def forward(self, tokens, **options):
-        output = super().forward(tokens, **options)
-        output.logits = self.lm_head(torch.tanh(self.model(tokens).last_hidden_state)) + 0 * output.logits
+    def forward(self, *inputs, **options):
+        output = super().forward(*inputs, **options)
+        output.logits = self.lm_head(torch.tanh(self.model(*inputs, **options).last_hidden_state)) + 0 * output.logits
         return output
 
 

@@ -65,6 +65,11 @@ def on_call(monkeypatch, owner, name: str, number: int, act) -> None:
     monkeypatch.setattr(owner, name, method)
 
 
+def rollout_of(step: int, synchronise_every: int = 1) -> int:
+    """The call of the engine that samples for a step: others come at the start and after the first new weights."""
+    return step + 1 + (step > synchronise_every)
+
+
 @pytest.fixture
 def whole(make_loop, tmp_path):
     """The run that nothing happened to: its folder and its weights."""
@@ -78,8 +83,9 @@ def whole(make_loop, tmp_path):
 
 MOMENTS = {
     # What is called, the call in which the signal arrives, the step that is finished by then.
-    "rollout": ("engine", "generate", 2, 1),
-    "first rollout": ("engine", "generate", 1, 0),
+    "rollout": ("engine", "generate", rollout_of(2), 1),
+    "first rollout": ("engine", "generate", rollout_of(1), 0),
+    "comparison with the trainer": ("engine", "generate", rollout_of(1) + 1, 1),
     "update": ("trainer", "forward_backward", 5, 3),
     "checkpoint": ("trainer", "save", 1, 2),
 }
@@ -114,7 +120,7 @@ def test_sigterm_saves_the_last_whole_step_and_leaves(
 
 def test_slurms_warning_signal_is_sigterms_equal(make_loop, tmp_path, monkeypatch):
     loop = make_loop()
-    on_call(monkeypatch, loop.engine, "generate", 3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(3), lambda: os.kill(os.getpid(), signal.SIGUSR1))
     with pytest.raises(Stopped, match="stopped by SIGUSR1 after step 2") as raised:
         train(loop, tmp_path)
     assert raised.value.code == 138
@@ -158,13 +164,20 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_not_taken_for_a_full_disk(
 def test_between_two_updates_of_a_stale_engine_nothing_is_saved(make_loop, tmp_path, monkeypatch):
     """The engine has the weights of step 2, the trainer those of step 3: no checkpoint holds both."""
     loop = make_loop(synchronise_every=2)
-    on_call(monkeypatch, loop.engine, "generate", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_call(
+        monkeypatch,
+        loop.engine,
+        "generate",
+        rollout_of(4, synchronise_every=2),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 3; run again to continue from step 2"):
         train(loop, tmp_path)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-000002"]
 
 
-def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make_loop, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", [rollout_of(2), rollout_of(1) + 1], ids=["rollout", "comparison with the trainer"])
+def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make_loop, tmp_path, monkeypatch, call):
     loop = make_loop()
 
     def die(*_):
@@ -172,7 +185,7 @@ def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make
             os.kill(os.getpid(), signal.SIGTERM)
         raise RuntimeError("worker died")
 
-    on_call(monkeypatch, loop.engine, "generate", 2, die)
+    on_call(monkeypatch, loop.engine, "generate", call, die)
     with pytest.raises(Stopped, match="after step 1"):
         train(loop, tmp_path)
 
@@ -327,7 +340,7 @@ def test_a_run_whose_outputs_snakemake_has_deleted_goes_on(make_loop, tmp_path, 
         return stepped, weights(resumed)
 
     loop = make_loop()
-    on_call(monkeypatch, loop.engine, "generate", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(4), lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match="after step 3"):
         run_loop(loop, folder, checkpoints(), lambda row: None)
     monkeypatch.setattr(provenance, "code_hash", lambda: "0" * 12)
@@ -433,7 +446,7 @@ def test_metrics_that_cannot_be_written_end_training_in_a_line(make_loop, tmp_pa
         (tmp_path / "metrics.jsonl").unlink()
         (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
 
-    on_call(monkeypatch, loop.engine, "generate", 3, fill)
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(3), fill)
     with pytest.raises(DvpError, match=r"metrics.jsonl: cannot be written \(No space left on device\); run again"):
         train(loop, tmp_path)
     train(make_loop(), tmp_path)

@@ -58,7 +58,7 @@ def test_training_rewards_what_follows_the_thinking(root, tiny_model, tmp_path, 
     directory.base.symlink_to(tiny_model)
     directory.data.mkdir()
     write_problems(directory.data / "train.parquet", TRAIN_COLUMNS, id=["1"], answer="7", prompt=["bafi\n<think>"])
-    monkeypatch.setattr("dvp.training.backend.Trainer", lambda *_: SimpleNamespace(context=512))
+    monkeypatch.setattr("dvp.training.backend.Trainer", lambda *_: SimpleNamespace(context=512, bf16=False))
     monkeypatch.setattr("dvp.rollout.vllm.VllmEngine", lambda *_, **__: SimpleNamespace(max_model_len=512))
     loop, _ = set_up(directory, directory.experiment.runs[0])
     texts = (r"Is it \boxed{8}?</think> \boxed{7}", r"Is it \boxed{7}?", r"\boxed{8}? <think> \boxed{7}")

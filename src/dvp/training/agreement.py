@@ -105,7 +105,6 @@ class Agreement:
         self._limit = KL_LIMITS[self._kind] + kl_of_noise(config)
         self._tokens = min(TOKENS, engine.max_model_len - max(map(len, self._prompts)))
         self._before: Positions | None = None
-        self._name = type(trainer.policy.model).__name__
 
     def check(self) -> None:
         """At the start of a run, with the trainer's weights in the engine. By all ranks. Raises DvpError."""
@@ -135,6 +134,10 @@ class Agreement:
                 f"{self._name} reach the engine as they are; use a model of another architecture (docs/models.md)"
             )
         self._agree(now, " after new weights")
+
+    @property
+    def _name(self) -> str:
+        return type(self._trainer.policy.model).__name__
 
     def _ask(self) -> Positions:
         return compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)[0]

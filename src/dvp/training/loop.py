@@ -208,7 +208,12 @@ class Loop:
         # Times differ between ranks; what is decided from a row must not.
         row = ranks.gather(row)[0]
         if metrics["updates"] and step % self.config.synchronise_every == 0:
-            self.agreement.check_again()
+            try:
+                self.agreement.check_again()
+            except Exception:
+                # An engine's own processes die of a stop signal, too; the run is checked again when it goes on.
+                if self.stop.signal is None:
+                    raise
         self.observe(row)
         self.recorder.settle(step, self.collapse.collapsed_at)
         return row | {"collapsed": self.collapse.collapsed_at is not None}

@@ -20,6 +20,7 @@ FUNCTIONS = re.findall(
     "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc cis exp ln log sqrt pi oo "
     "infty infinity",
 )
+_FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTIONS)})[a-z]?")
 _SUBSCRIPT = r"\\text\s*\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\}|[0-9]+|[a-z]"
 _DIGITS = r"[0-9A-Z]*[0-9](?:[0-9A-Z.]|,(?=[0-9A-Z]{3}(?![0-9A-Z])))*"
 _BASED = re.compile(
@@ -81,6 +82,7 @@ _REWRITTEN = [
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt(?=[A-Za-z])", r"\\sqrt "),
+        (r"(?<![A-Za-z])per cent(?![A-Za-z])", "percent"),
     )
 ]
 _WRAPPED = re.compile(rf"(?:\\(?:{_STYLE})\s*|\\(?:bf|it)\s*)?\{{")
@@ -89,13 +91,17 @@ _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?![\d ])")
 _AND = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])),?\s*")
 
 _POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
+_ABBREVIATION = r"(?:(?:sq|cu)\.? )?(?:cm|km|kg|mm|ft)(?:/(?:h|hr|s|sec|min))?|mph|min|sec"
 _UNITS = [
     re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL),
+    re.compile(rf"(?P<value>[-+]?[\d.,/]*\d)\s*(?P<words>{_ABBREVIATION}){_POWER}"),
     re.compile(
-        rf"(?P<value>.*[\d)}}\]!]|.*\\pi)(?P<space>\s*)(?P<words>\\?%|\\degree|[A-Za-z][A-Za-z.\s/'-]*){_POWER}",
+        r"(?P<value>.*[\d)}\]!]|.*\\pi)(?:\s*(?=\\)|\s*(?=%)|\s+)(?P<power>)"
+        r"(?P<words>\\?%|\\degree|[A-Za-z]{4,}[A-Za-z.\s/'-]*)",
         re.DOTALL,
     ),
 ]
+"""A unit in words; an abbreviation after a plain number; a full word. Other letters outside of \\text are variables."""
 _MODULUS = re.compile(r"\\[pb]?mod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = set(
     re.findall(
@@ -166,8 +172,9 @@ def quantity(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match and match["words"] == "\\degree" and re.search("|".join(FUNCTIONS), match["value"]):
             continue  # \sin 30^\circ
-        fewest = 0 if pattern is _UNITS[0] else 3 if match and match["space"] else 4
-        if match and (unit := _unit(match["words"], match["power"], fewest)):
+        if match and pattern is _UNITS[2] and not is_word(match["words"].split()[0]):
+            continue
+        if match and (unit := _unit(match["words"], match["power"])):
             return match["value"].strip(), unit
     return text, ""
 
@@ -228,25 +235,19 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
-def _unit(text: str, power: str | None, fewest: int) -> str:
-    r"""The unit in one spelling; nothing if the words are none.
-
-    `fewest`: letters that a word must have, outside of \text, where fewer may be variables.
-    """
+def _unit(text: str, power: str | None) -> str:
+    """The unit in one spelling; nothing if the words are none."""
     words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
-    if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or word in FUNCTIONS for word in words):
+    if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or _FUNCTION.fullmatch(word) for word in words):
         return ""
-    first = words[0]
-    if len(words) == 1 and len(first) == 1 and (fewest or first not in _LETTERS):
-        return ""
-    if fewest and first.lower() not in _ABBREVIATED and (power or not is_word(first) or len(first) < fewest):
+    if len(words) == 1 and len(words[0]) == 1 and words[0] not in _LETTERS:
         return ""
     singular = [
         word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)
     ]
-    unit = " ".join(_ABBREVIATED.get(word, word) for word in singular).replace("per cent", "percent")
+    unit = " ".join(_ABBREVIATED.get(word, word) for word in singular)
     for word, exponent in (("square ", "2"), ("cubic ", "3")):
         unit, power = unit.replace(word, ""), power or (exponent if word in unit else None)
     return unit + (f"^{power}" if power else "")

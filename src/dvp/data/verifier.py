@@ -244,7 +244,7 @@ def _without_prose(value: str) -> str:
         if prose and not notation.negates(prose["before"]):
             number = prose["number"]
             value = number if re.fullmatch(_NUMBER, number) or _is_quantity(number) else value
-        return re.sub(r"(?<=\d) ([A-Za-z])$", r"\\text{ \1}", value).strip()  # 5 m
+        return re.sub(r"^([-+]?[\d.,]*\d) ([A-Za-z])$", r"\1\\text{ \2}", value.strip())  # 5 m
     before, after = value[: spans[0].start()], value[spans[0].end() :].strip()
     words = re.split(r"[,;:(]", after)[0].strip()
     if len(spans) > 1 or re.search(r"\d", before + after) or notation.negates(f"{before} {after}"):

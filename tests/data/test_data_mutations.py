@@ -102,7 +102,7 @@ def mutations(text: str) -> set[str]:
         ("inches", "feet"),
         ("cm", "mm"),
     ):
-        if re.search(re.escape(old) + r"(?![A-Za-z])", text) and not (old == r"\cup" and new == ","):
+        if re.search(re.escape(old) + r"(?![A-Za-z])", text):
             changed.add(re.sub(re.escape(old) + r"(?![A-Za-z])", lambda _, new=new: new + " ", text, count=1))
     rows = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", text)
     if rows:

@@ -371,12 +371,21 @@ def test_long_responses_state_nothing(response):
 
 
 def test_what_cannot_be_evaluated_is_wrong_and_the_next_answer_is_graded():
-    assert equality.compare("70", "9^{9^{9^9}}") == equality.TOO_HARD
-    assert not grade(r"\boxed{9^{9^{9^9}}}", "70")
+    hard = r"\binom{10^8}{5000000}"
+    assert equality.compare("70", hard) == equality.TOO_HARD
+    assert not grade(rf"\boxed{{{hard}}}", "70")
     assert grade(r"\boxed{\frac{140}{2}}", "70")
     # A helper that was killed by somebody else is started again.
     equality._helper.process.kill()
     assert equality.compare("70", r"\frac{210}{3}") == equality.EQUAL
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "9^{9^9}", "10^7!", "(10^7)!", r"\sqrt{2}^{10^9}", "x^{10^8}", "(8!)!!"]
+)
+def test_powers_and_factorials_too_large_are_no_expression(answer):
+    assert equality.compare("70", answer) == equality.UNEQUAL
+    assert equality.compare(answer, "70") == equality.UNPARSED
 
 
 def test_a_forked_process_asks_its_own_helper():

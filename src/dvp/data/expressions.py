@@ -22,6 +22,8 @@ from sympy.core.evalf import evalf
 
 CPU_SECONDS = 3.0
 MEMORY_BYTES = 8 << 30
+LARGEST_BITS = 1 << 18
+"""A power or a factorial of more bits, some 80,000 digits, is refused before it is computed."""
 EQUAL, UNEQUAL, UNPARSED = "equal", "unequal", "unparsed"
 
 DIGITS = 6
@@ -81,11 +83,16 @@ class Unparsed(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Items:
-    """A list ("", ""), a set ("{", "}"), a tuple, point or interval (its brackets), or a union of them ("∪", "∪")."""
+    """A list ("", ""), a list of alternatives ("∨"), a set ("{", "}"), a tuple, point or interval (its brackets), a
+    union of them ("∪"), or a ratio of three or more (":")."""
 
     opening: str
     items: tuple
     closing: str
+
+
+class Interval(Items):
+    """That of an inequality, which is no point."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +115,25 @@ class Parser:
         self.plus_minus, self.sign = False, 1
         self.degrees, self.in_bars = False, False
         self.words = 0
+        self.joined: set[str] = set()
 
     def answer(self) -> Any:
         """What the whole text says. Raises Unparsed."""
         try:
             items = self._items(splits=True)
+            if self.place < len(self.tokens):
+                raise Unparsed
+            return self._together(items)
         except (TypeError, ValueError, AttributeError, sympy.SympifyError) as error:
             raise Unparsed from error
-        if self.place < len(self.tokens):
+
+    def _together(self, items: tuple) -> Any:
+        if len(items) == 1:
+            return items[0]
+        if {"\\land", "\\lor"} <= self.joined:
             raise Unparsed
-        return items[0] if len(items) == 1 else Items("", items, "")
+        kind = "∨" if "\\lor" in self.joined else ""
+        return ("\\land" in self.joined and _intersection(items)) or Items(kind, items, kind)
 
     @property
     def _next(self) -> str:
@@ -135,18 +151,22 @@ class Parser:
 
     def _items(self, *, splits: bool) -> tuple:
         """`splits`: 1 ± √2 is two items."""
-        items = []
+        items: list = []
+        outside, signs = self.plus_minus, 0
         while True:
             start = self.place
-            if splits:
-                self.plus_minus, self.sign = False, 1
+            self.plus_minus = False
             items.append(self._chain())
+            signs += self.plus_minus
             if splits and self.plus_minus:
                 self.place, self.sign = start, -1
                 items.append(self._chain())
-                self.plus_minus, self.sign = False, 1
-            if not self._take(",", ";"):
-                return tuple(items)
+                self.sign = 1
+            separator = self._take(",", ";", *(("\\land", "\\lor") if splits else ()))
+            if not separator:
+                self.plus_minus = not splits and (outside or signs > 0)
+                return tuple(items) if splits or signs < 2 else _refuse()  # each sign of (±1, ±2) is its own
+            self.joined.add(separator)
 
     def _chain(self) -> Any:
         sides, relations = [self._side()], []
@@ -178,15 +198,21 @@ class Parser:
                 token = self._pop()
                 self.plus_minus |= token in ("\\pm", "\\mp")
                 sign *= {"+": 1, "-": -1, "\\pm": self.sign, "\\mp": -self.sign}[token]
-            term = self._product() if sign == 1 else -self._product()
+            term = self._ratio() if sign == 1 else -self._ratio()
             value = term if value is None else value + term
         if isinstance(value, sympy.Expr) and value.has(sympy.nan, sympy.zoo):
             raise Unparsed
         return value
 
+    def _ratio(self) -> Any:
+        terms = [self._product()]
+        while self._take(":"):
+            terms.append(self._product())
+        return Items(":", tuple(terms), ":") if len(terms) > 2 else terms[0] / terms[1] if terms[1:] else terms[0]
+
     def _product(self) -> Any:
         value = self._factors()
-        while operator := self._take("*", "\\cdot", "\\times", "/", "\\div", ":"):
+        while operator := self._take("*", "\\cdot", "\\times", "/", "\\div"):
             sign = -1 if self._take("-") else 1
             factor = sign * self._factors()
             value = value * factor if operator in ("*", "\\cdot", "\\times") else value / factor
@@ -220,12 +246,12 @@ class Parser:
         while self._next in ("!", "^", "\\degree"):
             token = self._pop()
             if token == "!":
-                base = sympy.factorial(base)
+                base = sympy.factorial(_bounded(base, base)) if self._next != "!" else _refuse()
             elif token == "\\degree":
                 base = base * sympy.pi / 180 if self.degrees else base * 1
             else:
                 sign = -1 if self._take("-") else 1
-                base = base ** (sign * self._argument(digits=True))
+                base = base ** (sign * _bounded(self._argument(digits=True), base))
                 if self._next == "^":
                     raise Unparsed
         return base
@@ -350,6 +376,7 @@ class Parser:
         if exponent == -1:
             return INVERSE[name](value) if name in INVERSE else _refuse()
         value = sympy.log(value, base or 10) if name == "log" else FUNCTIONS[name](value)
+        value = value.rewrite((sympy.sinh, sympy.cosh, sympy.tanh), sympy.exp)  # of which _is_zero sees the size
         return value if exponent is None else value**exponent
 
     def _group(self, opening: str) -> Any:
@@ -396,6 +423,13 @@ def _refuse() -> Any:
     raise Unparsed
 
 
+def _bounded(exponent: Any, base: Any) -> Any:
+    """An exponent, or what a factorial is of, if the power has few enough bits."""
+    numbers = base.atoms(Rational, Symbol) if isinstance(exponent, Rational) else ()
+    bits = [20 if number.is_Symbol else max(abs(number.p), number.q).bit_length() - 1 for number in numbers]
+    return exponent if not bits or abs(exponent) * max(bits) <= LARGEST_BITS else _refuse()
+
+
 class Comparison:
     """Compares what was parsed; `decimals`: see Parser."""
 
@@ -410,22 +444,20 @@ class Comparison:
             self._same_value(right, left)
             for name, right in self._readings(expected)
             for other, left in self._readings(stated)
-            if name is None or other is None or name == other
+            if not name or not other or set(name) <= set(other)
         )
 
-    def _readings(self, node: Any) -> Iterator[tuple[Any, Any]]:
-        """(name or None, value): 5 for x = 5, 7 for 3 + 4 = 7 if that holds, (2, oo) for x > 2."""
+    def _readings(self, node: Any) -> Iterator[tuple[Iterable, Any]]:
+        """(names, value): 5 for x = 5, 7 for 3 + 4 = 7 if that holds, (2, oo) for x > 2."""
         if not isinstance(node, Chain):
-            yield None, node
-        elif set(node.relations) <= {"=", "≈"}:
-            sides = list(node.sides)
-            name = sides[0] if _is_name(sides[0]) else None
-            while len(sides) > 1 and _is_name(sides[0]):
-                del sides[0]
-            if all(self._consistent(sides[0], side) for side in sides[1:]):
-                yield from ((name, side) for side in sides)
+            yield (), node
+        elif _is_equation(node):
+            sides = node.sides
+            named = next((place for place, side in enumerate(sides[:-1]) if not _is_name(side)), len(sides) - 1)
+            if all(self._consistent(sides[named], side) for side in sides[named + 1 :]):
+                yield from ((sides[:named], side) for side in sides[named:])
         elif interval := _interval(node):
-            yield interval
+            yield [interval[0]], interval[1]
 
     def _consistent(self, first: Any, other: Any) -> bool:
         """Whether two numbers are equal, but for the rounding of one with a decimal point."""
@@ -472,12 +504,23 @@ class Comparison:
                 for ones, others in ((expected, stated), (stated, expected))
                 for one in ones.items
             )
-        if kinds <= {"", "{"} or kinds <= {"", "∪"}:
-            return _matched(expected.items, stated.items, self.same)
-        brackets = {(node.opening, node.closing) for node in (expected, stated)} - {("", "")}
-        if kinds & {"{", "∪"} or len(expected.items) != len(stated.items):
+        if kinds == {":"}:
+            first, other = expected.items[0], stated.items[0]
+            pairs = zip(expected.items, stated.items, strict=True)
+            return len(expected.items) == len(stated.items) and all(_identical(first * b, other * a) for a, b in pairs)
+        if kinds == {"", "∨"} and any(map(_is_inequality, (*expected.items, *stated.items))):
             return False
-        if brackets != {("(", ")")} and ("" in kinds or (len(brackets) > 1 and len(expected.items) < 3)):
+        fewer, more = sorted(
+            len({item.sides[0] for item in node.items if _is_equation(item)}) for node in (expected, stated)
+        )
+        if kinds <= {"∨", "∪"} or (kinds <= {"", "{", "∨"} and (fewer or more < 2)):
+            return _matched(expected.items, stated.items, self.same)
+        if "" in kinds and Interval in (type(expected), type(stated)):
+            return False  # 1 < x < 2 is not 1, 2; x = 1, y = 2 is 1, 2 and not 2, 1
+        brackets = {(node.opening, node.closing) for node in (expected, stated)} - {("", "")}
+        if kinds & {"{", "∪", "∨", ":"} or len(expected.items) != len(stated.items):
+            return False
+        if brackets and brackets != {("(", ")")} and ("" in kinds or (len(brackets) > 1 and len(expected.items) < 3)):
             return False
         return all(map(self.same, expected.items, stated.items))
 
@@ -520,6 +563,25 @@ def _steps(chain: Chain) -> list[tuple] | None:
     return [(a - b, relation) for a, b, relation in _ordered(chain)]
 
 
+def _is_equation(node: Any) -> bool:
+    return isinstance(node, Chain) and set(node.relations) <= {"=", "≈"}
+
+
+def _is_inequality(node: Any) -> bool:
+    return isinstance(node, Chain) and not _is_equation(node)
+
+
+def _intersection(chains: tuple) -> Chain | None:
+    """1 < x < 3 for x > 1 and x < 3; None if one of them is no inequality of one variable."""
+    intervals = [_interval(chain) if _is_inequality(chain) else None for chain in chains]
+    if None in intervals or len({name for name, _ in intervals}) > 1:
+        return None
+    name = intervals[0][0]
+    lower, below = max(((i.items[0], i.opening == "(") for _, i in intervals))
+    upper, above = min(((i.items[1], i.closing == "]") for _, i in intervals))
+    return Chain((lower, name, upper), ("<" if below else "≤", "≤" if above else "<"))
+
+
 def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
     """The variable of an inequality, and the interval that it is in."""
     names = [side for side in chain.sides if isinstance(side, Symbol)]
@@ -533,7 +595,7 @@ def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
             return None
         ends[end] = (bound, relation)
     (lower, below), (upper, above) = ends["lower"], ends["upper"]
-    return names[0], Items("[" if below == "≤" else "(", (lower, upper), "]" if above == "≤" else ")")
+    return names[0], Interval("[" if below == "≤" else "(", (lower, upper), "]" if above == "≤" else ")")
 
 
 def _matched(ones: Iterable, others: Iterable, same: Callable[[Any, Any], bool]) -> bool:
@@ -559,7 +621,8 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
     if a.free_symbols != b.free_symbols:
         return False
     held = 0
-    for point in _points(symbols):
+    whole = a.has(sympy.floor, sympy.ceiling) or b.has(sympy.floor, sympy.ceiling)
+    for point in (*_points(symbols), *(_whole_points(symbols) if whole else ())):
         left, right = a.subs(point), b.subs(point)
         if left.has(sympy.nan, sympy.zoo, oo) or right.has(sympy.nan, sympy.zoo, oo):
             continue
@@ -579,11 +642,23 @@ def _points(symbols: set[Symbol]) -> Iterator[dict[Symbol, Rational]]:
         }
 
 
+def _whole_points(symbols: set[Symbol]) -> Iterator[dict[Symbol, int]]:
+    """Whole values, small and large, at which rounded quotients differ from others."""
+    random = Random(0)
+    for number in (*range(13), *(random.randrange(10**6) for _ in range(12))):
+        first, *others = sorted(symbols, key=str)
+        yield {first: number} | {symbol: random.randrange(13) for symbol in others}
+
+
 def _is_zero(number: sympy.Expr) -> bool:
     """Whether a number is zero, by more bits than the numbers in it have together."""
     if number.is_Rational:
         return number == 0
     bits = 200 + sum(part.p.bit_length() + part.q.bit_length() for part in number.atoms(Rational))
+    # Of e^200 and e^-200 side by side both have to be seen.
+    for power in number.atoms(sympy.Pow, sympy.exp):
+        size = abs(power.exp.evalf(9) * sympy.log(power.base).evalf(9))
+        bits += int(4 * size) if size.is_finite else 0
     real, imaginary, of_real, of_imaginary = evalf(number, 20, {"maxprec": bits})
     # Cancellation leaves no accurate bit of a zero, however many were computed.
     return not any(part and accuracy > 1 for part, accuracy in ((real, of_real), (imaginary, of_imaginary)))

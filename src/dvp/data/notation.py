@@ -86,9 +86,11 @@ _REWRITTEN = [
     )
 ]
 _WRAPPED = re.compile(rf"(?:\\(?:{_STYLE})\s*|\\(?:bf|it)\s*)?\{{")
-_THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?![\d ])")
-_AND = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])),?\s*")
+_JOINED = re.compile(
+    r",?\s*(?:\\text\s*\{\s*,?\s*(?P<text>and|or)\s*\}|(?<![A-Za-z\\])(?P<word>and|or)(?![A-Za-z])),?\s*"
+)
 
 _POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
 _ABBREVIATION = r"(?:(?:sq|cu)\.? )?(?:cm|km|kg|mm|ft)(?:/(?:h|hr|s|sec|min))?|mph|min|sec"
@@ -102,7 +104,7 @@ _UNITS = [
     ),
 ]
 """A unit in words; an abbreviation after a plain number; a full word. Other letters outside of \\text are variables."""
-_MODULUS = re.compile(r"\\[pb]?mod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
+_MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = set(
     re.findall(
         r"\w+",
@@ -189,8 +191,8 @@ def decided(reference: str, answer: str) -> bool | None:
 
 
 def listed(text: str) -> str:
-    """A plain text with commas for `and` and `or`."""
-    return _AND.sub(",", text)
+    r"""A plain text with \land and \lor for `and` and `or`."""
+    return _JOINED.sub(lambda match: {"and": r"\land ", "or": r"\lor "}[match["text"] or match["word"]], text)
 
 
 def has_words(text: str) -> bool:
@@ -290,12 +292,9 @@ def _same_time(reference: str, answer: str) -> bool | None:
     expected = _TIME.fullmatch(clock)
     if not expected or int(expected[1]) > 24:
         return None
-    # What stands beside the answer's time may be words, but no other number.
-    stated = _TIME.search(other)
-    if stated and not re.search(r"\d", other[: stated.start()] + other[stated.end() :]):
-        halves = {expected[4], stated[4]} - {None}
-        if int(stated[1]) == int(expected[1]) and stated.group(2, 3) == expected.group(2, 3):
-            return len(halves) < 2
+    stated = _TIME.fullmatch(other.removeprefix("at"))
+    if stated and int(stated[1]) == int(expected[1]) and stated.group(2, 3) == expected.group(2, 3):
+        return len({expected[4], stated[4]} - {None}) < 2
     hours, minutes = int(expected[1]), int(expected[2])
     may_be_ratio = math.gcd(hours, minutes) == 1 and minutes > 9 and not (expected[3] or expected[4])
     return None if may_be_ratio else False

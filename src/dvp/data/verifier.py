@@ -50,7 +50,7 @@ _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
 _THIN_SPACE = re.compile(r"\\[!,]\s*")
-_INTEGER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?")
+_INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
 
 
 def stated_answer(response: str, *, truncated: bool, thinking: str | None = None) -> str | None:
@@ -119,7 +119,7 @@ def equal(reference: str, answer: str) -> bool:
     if verdict is not None:
         return verdict
     (reference, unit), (answer, other) = notation.quantity(reference), notation.quantity(answer)
-    if unit and other and unit != other:
+    if unit != other and ((unit and other) or "\\equiv" in reference):
         return False
     expected, stated = _integer(reference), _integer(answer)
     if expected is not None and stated is not None:

@@ -171,10 +171,99 @@ def test_wrong_answers_of_this_kind_are_wrong(kind):
         "The answer is 18 thousand.",
         "The answer is 18 times larger than it was.",
         "#### 18 dozen",
+        *(
+            f"Answer: {words} 18"
+            for words in ("twice", "sqrt", "up to", "cannot be", "divisible by", "half of", "minus")
+        ),
+        *(f"Answer: {words} $18$" for words in ("twice", "up to", "cannot be", "divisible by", "half of")),
+        *(f"Answer: 18 {words}" for words in ("doubled", "twice", "(rejected)", "fifty", "only if", "halved")),
+        *(f"Answer: $18$ {words}" for words in ("doubled", "twice", "(rejected)", ", rejected", "fifty")),
+        "The answer is $18$ doubled.",
     ],
 )
 def test_words_that_change_a_value_are_not_ignored(response):
     assert not grade(response, "18")
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"-\boxed{70}",
+        r"$-\boxed{70}$",
+        r"2\boxed{70}",
+        r"$x = 2 \boxed{70}$",
+        r"$2(\boxed{70})$",
+        r"$x\boxed{70}$",
+        r"$2\cdot\boxed{70}$",
+        r"$2*\boxed{70}$",
+        r"$\pi\boxed{70}$",
+        r"$\frac12\boxed{70}$",
+        r"$1/\boxed{70}$",
+        r"\boxed{70}+1",
+        r"$\boxed{70} + x$",
+        r"\boxed{70}^2",
+        r"{\boxed{70}}^2",
+        r"\boxed{70}0",
+        r"\boxed{70}x",
+        r"$\boxed{70}\pi$",
+        r"$\boxed{70}\cdot 2$",
+        r"\sqrt{\boxed{70}}",
+        r"\sqrt {\boxed{70}}",
+        r"\frac{\boxed{70}}{3}",
+        r"\frac{3}{\boxed{70}}",
+        r"2^{\boxed{70}}",
+        r"$x\neq\boxed{70}$",
+        r"$x \ne \boxed{70}$",
+        r"$x > \boxed{70}$",
+        r"$x\not=\boxed{70}$",
+        r"\boxed{70} is not the answer.",
+        r"$\boxed{70}$ is wrong.",
+        r"$\boxed{70}$, which isn't the answer.",
+        r"The answer is not \boxed{70}.",
+        r"The answer is not $\boxed{70}$.",
+        r"$\text{not }\boxed{70}$",
+        r"\boxed{70}. No, -\boxed{70}.",
+        "The answer is 70. Hold on. The answer is not 70, it is 71.",
+        "\\boxed{70}\n\nWait. The answer is not $70$.",
+    ],
+)
+def test_a_box_that_is_changed_or_denied_states_nothing(response):
+    assert stated_answer(response, truncated=False) is None
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"$x=\boxed{70}$",
+        r"$x \approx \boxed{70}$",
+        r"\(x = 2 \cdot 35 = \boxed{70}\)",
+        r"It is $\boxed{70}^\circ$.",
+        r"$\boxed{70}\%$",
+        r"$\boxed{70}\text{ miles}$",
+        r"- \boxed{70}",
+        r"* $\boxed{70}$",
+        r"**\boxed{70}**",
+        r"**Answer:** \boxed{70}",
+        r"$$\text{Answer: }\boxed{70}$$",
+        r"$\Rightarrow \boxed{70}$",
+        r"=> \boxed{70}",
+        r"(a) \boxed{70}",
+        r"We get 70 \boxed{70}",
+        "So 35 + 35 =\n\\boxed{70}\n- as above",
+        r"$\color{red}{\boxed{70}}$",
+        r"$\textbf{\boxed{70}}$",
+        r"\boxed{70}, not 71.",
+        r"\boxed{70}! That was not hard, only 2 steps.",
+        r"It is not 69 but \boxed{70}.",
+        r"\boxed{70} (since $2\cdot 35=70$)",
+        r"\$\boxed{70}",
+        "\\boxed{70}. The answer is not surprising.",
+        "Answer: so the total is 70",
+        "Answer: $70$, since it is even",
+    ],
+)
+def test_a_box_in_a_sentence_or_a_formula_states_its_answer(response):
+    assert grade(response, "70")
 
 
 WRITTEN = {

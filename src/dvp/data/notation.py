@@ -35,6 +35,7 @@ _NUMERALS = re.findall(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty",
 )
+_TENS = ("thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 CHARACTERS = str.maketrans(
     {
@@ -118,7 +119,17 @@ _CHANGES = set(
         "lambda sigma omega phi",
     )
 )
-_NEGATIONS = _CHANGES - set(re.findall(r"\w+", "is are was were be been to from by about approximately around roughly"))
+_CHANGES |= {"twice", "thrice", "again", "only", "too", "also", "if", "unless", "however", *_NUMERALS, *_TENS}
+_PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
+"""What was done to a value, doubled or rejected, is no unit of it."""
+_INTRODUCES = set(
+    re.findall(
+        r"\w+",
+        "a an the this that answer final correct total result value number area probability distance length perimeter "
+        "volume cost price is are was be must will would should equals equal to there about approximately around "
+        "roughly exactly so thus hence therefore then we you i he she it they get have has find obtain of",
+    )
+)
 _ABBREVIATED = {
     **{"in": "inch", "ft": "foot", "feet": "foot", "yd": "yard", "mi": "mile", "m": "meter", "cm": "centimeter"},
     **{
@@ -206,9 +217,10 @@ def is_word(run: str) -> bool:
     return not (_VARIABLES.fullmatch(run.lower()) and len(run) < 6) and not run.isupper()
 
 
-def negates(words: str) -> bool:
-    """Whether words before a number take it back or change it: not, at least, between."""
-    return bool(set(re.findall(r"[a-z]+", words.lower())) & _NEGATIONS)
+def introduces(words: str) -> bool:
+    """Whether words before a number only lead to it: so the total is, x =; not those that change it: twice, up to."""
+    words = re.sub(r"\b[A-Za-z]\s*=", "", words)
+    return set(re.findall(r"[^\W\d_]+", words.lower())) <= _INTRODUCES
 
 
 def _greek(character: str) -> str:
@@ -237,12 +249,16 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
+def _is_no_unit(word: str) -> bool:
+    return bool(word in _CHANGES or _FUNCTION.fullmatch(word) or _PARTICIPLE.fullmatch(word))
+
+
 def _unit(text: str, power: str | None) -> str:
     """The unit in one spelling; nothing if the words are none."""
     words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
-    if not 0 < len(words) < 5 or any(word.lower() in _CHANGES or _FUNCTION.fullmatch(word) for word in words):
+    if not 0 < len(words) < 5 or any(_is_no_unit(word.lower()) for word in words):
         return ""
     if len(words) == 1 and len(words[0]) == 1 and words[0] not in _LETTERS:
         return ""

@@ -48,6 +48,26 @@ _PROSE = re.compile(
 )
 _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
+_STYLED = re.compile(
+    r"(?:\\(?:text\w*|math(?:bf|rm|it)|bm|boldsymbol|underline|boxed|fbox|(?:text)?color\s*\{\w*\})\s*"
+    r"|(?<![\w)}\]^_\s])\s*)\{$"
+)
+_LEADS = re.compile(
+    r"\\(?:approx|equiv|in|[lL]?ong[rR]ightarrow|[rR]ightarrow|implies|iff|therefore|to|q?quad|displaystyle|[lL]arge|LARGE"
+    r"|[hH]uge|bf|noindent|centering|newline|item)$"
+)
+"""Commands that may stand before a box; others make it a part of a formula."""
+_PART_AFTER = re.compile(
+    r"[\d(]|[A-Za-z](?![A-Za-z])|\s*(?!\^\s*\{?\s*\\circ)[-+/<>^_]\s*(?:[\d\\({]|[A-Za-z](?![A-Za-z]))|\s*\*\s*\d"
+    r"|\s*\\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi|over|choose|b?mod|neq?|[lg]eq?|[lg]t|cup|cap|ast)(?![A-Za-z])"
+)
+_NOT = r"(?:\b(?:not|never|cannot)\b|n['’]t\b)"
+_NOT_BEFORE = re.compile(rf"{_NOT}(?: be| equal to| equal)?[\s$\\(\[{{}}*:=]*$")
+_NOT_AFTER = re.compile(
+    rf"[\s$\\)\]}}*,]*(?:(?:which|it|this|that)\s+)?(?:(?:is|was)\s*{_NOT}|cannot|can['’]t"
+    r"|(?:is|was) (?:wrong|incorrect|false|impossible|rejected|extraneous))"
+)
+_TAKEN_BACK = re.compile(rf"(?:(?!\.\s)[^\n]){{0,60}}?{_NOT}(?:(?!\.\s)[^\n])*?[\d$\\]")
 _SENTENCE_END = re.compile(r"\.(?=\s)")
 _THIN_SPACE = re.compile(r"\\[!,]\s*")
 _INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
@@ -79,15 +99,19 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
             continue  # \boxed{\text{Answer: }42}: the box states it.
         statements.append(statement)
     last_newline = response.rfind("\n")
-    for _, kind, (start, end) in reversed(statements):
+    for begin, kind, (start, end) in reversed(statements):
         if kind == "boxed":
             if end is not None and not (truncated and end == len(response)):
+                if _is_part(response, begin, end):
+                    return None
                 return _without_marker(response[start:end].strip())
             if truncated:
                 return None
             continue
         answer, closed = _rest_of_line(response, start, kind, last_newline)
         if answer is None:
+            if _TAKEN_BACK.match(response, start, start + LONGEST // 2):
+                return None
             continue
         return answer if closed or not truncated else None
     return None
@@ -180,6 +204,26 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
     return boxes + [(start, (content, None)) for start, content, boxed in opened if boxed]
 
 
+def _is_part(text: str, begin: int, end: int) -> bool:
+    r"""Whether a box is a part of a larger formula, 2\boxed{70}, or words beside it deny it: not \boxed{70}."""
+    before = text[max(0, begin - LONGEST) : begin].rpartition("\n")[2]
+    after = text[end : end + LONGEST].removeprefix("}").partition("\n")[0]
+    while opening := _STYLED.search(before):
+        before, after = before[: opening.start()], after.lstrip().removeprefix("}")
+    if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after) or _PART_AFTER.match(after):
+        return True
+    in_math = (before.count("$") - before.count("\\$")) % 2 or re.search(r"\\[(\[](?!.*\\[)\]])", before)
+    if re.fullmatch(r"\s*(?:[-+*>]\s+)+", before):
+        return bool(in_math)  # an item of a list
+    before = re.sub(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}|</?\w+>", ":", before)
+    near = before.rstrip()
+    if re.search(r"\\[A-Za-z]+$", near) and not _LEADS.search(near):
+        return True
+    if re.search(r"(?<![-=])>$|[-+/^_<≠±×·−≤≥{]$|[\d)}]\s*\*$|[\w)}\]](?:\\left)?\($", near):
+        return True
+    return bool(re.search(r"[\d)}\]]$|(?<![A-Za-z\\])[A-Za-z]$", near if in_math else before))
+
+
 def _without_marker(content: str) -> str:
     r"""`42` for a box's `\text{Answer: }42`; other contents as they are."""
     if len(content) > LONGEST:
@@ -241,13 +285,15 @@ def _without_prose(value: str) -> str:
     if not spans:
         value = re.sub(r"(?<!\\)\$", "", value)
         prose = _PROSE.fullmatch(value)
-        if prose and not notation.negates(prose["before"]):
+        if prose and notation.introduces(prose["before"]):
             number = prose["number"]
             value = number if re.fullmatch(_NUMBER, number) or _is_quantity(number) else value
         return re.sub(r"^([-+]?[\d.,]*\d) ([A-Za-z])$", r"\1\\text{ \2}", value.strip())  # 5 m
     before, after = value[: spans[0].start()], value[spans[0].end() :].strip()
-    words = re.split(r"[,;:(]", after)[0].strip()
-    if len(spans) > 1 or re.search(r"\d", before + after) or notation.negates(f"{before} {after}"):
+    words, _, reason = map(str.strip, re.split(r"([,;:]|$)", after, maxsplit=1))
+    if len(spans) > 1 or re.search(r"\d", before + after) or not notation.introduces(before):
+        return value
+    if reason and not re.match(r"(?:since|because|as|by|where)\b", reason):
         return value
     if not re.fullmatch(r"[\w\s,.:='’*]*", before) or not re.fullmatch(r"\\?%|[A-Za-z\s.]*", words):
         return value

@@ -508,7 +508,9 @@ class Comparison:
             first, other = expected.items[0], stated.items[0]
             pairs = zip(expected.items, stated.items, strict=True)
             return len(expected.items) == len(stated.items) and all(_identical(first * b, other * a) for a, b in pairs)
-        if kinds == {"", "∨"} and any(map(_is_inequality, (*expected.items, *stated.items))):
+        if kinds == {"", "∨"} and any(
+            isinstance(item, Chain) and not _is_equation(item) for item in (*expected.items, *stated.items)
+        ):
             return False
         fewer, more = sorted(
             len({item.sides[0] for item in node.items if _is_equation(item)}) for node in (expected, stated)
@@ -547,6 +549,8 @@ def _is_name(side: Any) -> bool:
         return side.opening == "(" and all(map(_is_name, side.items))
     if isinstance(side, sympy.Abs):
         side = side.args[0]
+    if side == sympy.E:
+        return True
     parts = side.args if isinstance(side, sympy.Mul) else (side,)
     return all(isinstance(part, Symbol) and (len(parts) == 1 or part.name.isupper()) for part in parts)
 
@@ -567,13 +571,9 @@ def _is_equation(node: Any) -> bool:
     return isinstance(node, Chain) and set(node.relations) <= {"=", "≈"}
 
 
-def _is_inequality(node: Any) -> bool:
-    return isinstance(node, Chain) and not _is_equation(node)
-
-
 def _intersection(chains: tuple) -> Chain | None:
     """1 < x < 3 for x > 1 and x < 3; None if one of them is no inequality of one variable."""
-    intervals = [_interval(chain) if _is_inequality(chain) else None for chain in chains]
+    intervals = [_interval(chain) if isinstance(chain, Chain) else None for chain in chains]
     if None in intervals or len({name for name, _ in intervals}) > 1:
         return None
     name = intervals[0][0]
@@ -621,8 +621,7 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
     if a.free_symbols != b.free_symbols:
         return False
     held = 0
-    whole = a.has(sympy.floor, sympy.ceiling) or b.has(sympy.floor, sympy.ceiling)
-    for point in (*_points(symbols), *(_whole_points(symbols) if whole else ())):
+    for point in _points(symbols, whole=a.has(sympy.floor, sympy.ceiling) or b.has(sympy.floor, sympy.ceiling)):
         left, right = a.subs(point), b.subs(point)
         if left.has(sympy.nan, sympy.zoo, oo) or right.has(sympy.nan, sympy.zoo, oo):
             continue
@@ -632,21 +631,19 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
     return held > 2
 
 
-def _points(symbols: set[Symbol]) -> Iterator[dict[Symbol, Rational]]:
-    """Values of variables, rational, small and large, of all signs; the same in every run."""
+def _points(symbols: set[Symbol], *, whole: bool = False) -> Iterator[dict[Symbol, Rational]]:
+    """Values of variables, rational, small and large, of all signs; the same in every run.
+
+    `whole`: whole ones too, where rounded quotients differ from others.
+    """
     random = Random(0)
     for scale, signs in product((1, 9, 60), ([1], [-1], [-1, 1])):
         yield {
             symbol: scale * random.choice(signs) * Rational(random.randint(30, 400), 101)
             for symbol in sorted(symbols, key=str)
         }
-
-
-def _whole_points(symbols: set[Symbol]) -> Iterator[dict[Symbol, int]]:
-    """Whole values, small and large, at which rounded quotients differ from others."""
-    random = Random(0)
-    for number in (*range(13), *(random.randrange(10**6) for _ in range(12))):
-        first, *others = sorted(symbols, key=str)
+    first, *others = sorted(symbols, key=str)
+    for number in (*range(13), *(random.randrange(10**6) for _ in range(12))) if whole else ():
         yield {first: number} | {symbol: random.randrange(13) for symbol in others}
 
 

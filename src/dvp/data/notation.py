@@ -35,7 +35,6 @@ _NUMERALS = re.findall(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty",
 )
-_TENS = ("thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 CHARACTERS = str.maketrans(
     {
@@ -45,6 +44,7 @@ CHARACTERS = str.maketrans(
         **{"√": r"\sqrt", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div "},
         **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∅": r"\emptyset "},
         **{"∈": r"\in ", "′": "'", "’": "'", "⁄": "/", "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 "},
+        **{"⁻": "^-"},
         **{power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
@@ -58,7 +58,10 @@ _REWRITTEN = [
         (r"(?<=\d)(?:\{,\}|,?\s?\\!\s?,?\s*)(?=\d)", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)(?:\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\h?space\*?\{[^{}]*\})", " "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"{\\frac{\1}{\2}}"),
+        (r"(\.\d*)\\dot\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
+        (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (
             r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])",
@@ -106,9 +109,10 @@ _UNITS = [
 ]
 """A unit in words; an abbreviation after a plain number; a full word. Other letters outside of \\text are variables."""
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
-_CHANGES = set(
+_CHANGES = set(_NUMERALS) | set(
     re.findall(
         r"\w+",
+        "thirty forty fifty sixty seventy eighty ninety twice thrice again only too also if unless however "
         "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter "
         "quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth "
         "hundredths thousandth thousandths squared cubed factorial root plus minus negative over under above "
@@ -119,7 +123,6 @@ _CHANGES = set(
         "lambda sigma omega phi",
     )
 )
-_CHANGES |= {"twice", "thrice", "again", "only", "too", "also", "if", "unless", "however", *_NUMERALS, *_TENS}
 _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
 """What was done to a value, doubled or rejected, is no unit of it."""
 _INTRODUCES = set(

@@ -24,7 +24,8 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s{1,3}([-+]?\d[\d.,/]{0,40}|[A-Za-z](?
 _DISPLAY = re.compile(r"[ \t\r\n*_]{0,12}(\\\[|\$\$)")
 _MARKERS = re.compile(
     # With a capital, as a final answer, or at the start of a line; "we check our answer:" states none.
-    r"(?P<line>(?:\bAnswer|\b[Ff](?i:inal answer)|(?:^|(?<=\n))[ \t*_#>]{0,6}(?i:answer))[ \t*_]{0,6}[:：])"
+    r"(?P<line>(?:\bAnswer|\b[Ff](?i:inal answer)|(?:^|(?<=\n))[ \t*_#>]{0,6}(?i:answer))[ \t*_]{0,6}[:：=]"
+    r"|(?:^|(?<=\n))[#*]{1,6} ?(?i:final |)(?i:answer)\**(?=\n))"
     r"|(?P<sentence>\b(?i:answer[ \t]{1,3}is)\b[ \t]{0,3}[:：]?)"
     r"|(?:^|(?<=\n))[ \t]{0,3}(?P<hashes>####)(?!#)"
 )
@@ -68,7 +69,7 @@ _NOT_AFTER = re.compile(
     r"|(?:is|was) (?:wrong|incorrect|false|impossible|rejected|extraneous))"
 )
 _TAKEN_BACK = re.compile(rf"(?:(?!\.\s)[^\n]){{0,60}}?{_NOT}(?:(?!\.\s)[^\n])*?[\d$\\]")
-_SENTENCE_END = re.compile(r"\.(?=\s)")
+_SENTENCE_END = re.compile(r"\.(?=\s)|,?\s(?:since|because)\s")
 _THIN_SPACE = re.compile(r"\\[!,]\s*")
 _INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
 
@@ -290,15 +291,12 @@ def _without_prose(value: str) -> str:
             value = number if re.fullmatch(_NUMBER, number) or _is_quantity(number) else value
         return re.sub(r"^([-+]?[\d.,]*\d) ([A-Za-z])$", r"\1\\text{ \2}", value.strip())  # 5 m
     before, after = value[: spans[0].start()], value[spans[0].end() :].strip()
-    words, _, reason = map(str.strip, re.split(r"([,;:]|$)", after, maxsplit=1))
     if len(spans) > 1 or re.search(r"\d", before + after) or not notation.introduces(before):
         return value
-    if reason and not re.match(r"(?:since|because|as|by|where)\b", reason):
-        return value
-    if not re.fullmatch(r"[\w\s,.:='’*]*", before) or not re.fullmatch(r"\\?%|[A-Za-z\s.]*", words):
+    if not re.fullmatch(r"[\w\s,.:='’*]*", before) or not re.fullmatch(r"\\?%|[A-Za-z\s.]*", after):
         return value
     inside = next(group for group in spans[0].groups() if group).strip()
-    return inside + (words if words.endswith("%") else words and f"\\text{{ {words}}}")
+    return inside + (after if after.endswith("%") else after and f"\\text{{ {after}}}")
 
 
 def _line_end(text: str, start: int, last_newline: int) -> int:

@@ -51,7 +51,7 @@ _SIGN_OF_FORMULA = re.compile(r"[\d\\]|\w\s*[-+=<>^*/,]\s*\w")
 _GROUP = re.compile(r"\\.|[{}]")
 _STYLED = re.compile(
     r"(?:\\(?:text\w*|math(?:bf|rm|it)|bm|boldsymbol|underline|boxed|fbox|(?:text)?color\s*\{\w*\})\s*"
-    r"|(?<![\w)}\]^_\s])\s*)\{$"
+    r"|(?<![\w)}\]^_\s])\s*)\{$|(?<![\w)}\]^_\s])\s*\($"
 )
 _LEADS = re.compile(
     r"\\(?:approx|equiv|in|[lL]?ong[rR]ightarrow|[rR]ightarrow|implies|iff|therefore|to|q?quad|displaystyle|[lL]arge|LARGE"
@@ -59,14 +59,16 @@ _LEADS = re.compile(
 )
 """Commands that may stand before a box; others make it a part of a formula."""
 _PART_AFTER = re.compile(
-    r"[\d(]|[A-Za-z](?![A-Za-z])|\s*(?!\^\s*\{?\s*\\circ)[-+/<>^_]\s*(?:[\d\\({]|[A-Za-z](?![A-Za-z]))|\s*\*\s*\d"
+    r"[.,]?\d|\(|[A-Za-z](?![A-Za-z])|\s*(?!\^\s*\{?\s*\\circ)[-+/<>^_]\s*(?:[\d\\({]|[A-Za-z](?![A-Za-z]))|\s*\*\s*\d"
     r"|\s*\\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi|over|choose|b?mod|neq?|[lg]eq?|[lg]t|cup|cap|ast)(?![A-Za-z])"
 )
-_NOT = r"(?:\b(?:not|never|cannot)\b|n['’]t\b)"
-_NOT_BEFORE = re.compile(rf"{_NOT}(?: be| equal to| equal)?[\s$\\(\[{{}}*:=]*$")
+_NOT = r"(?:\b(?:[Nn]ot|never|cannot)\b|n['’]t\b)"
+_NOT_BEFORE = re.compile(
+    rf"(?:{_NOT}(?: be| equal to| equal)?|\b(?:twice|half of|minus|plus|times))[\s$\\(\[{{}}*:=]*$"
+)
 _NOT_AFTER = re.compile(
-    rf"[\s$\\)\]}}*,]*(?:(?:which|it|this|that)\s+)?(?:(?:is|was)\s*{_NOT}|cannot|can['’]t"
-    r"|(?:is|was) (?:wrong|incorrect|false|impossible|rejected|extraneous))"
+    rf"[\s$\\)\]}}*,:]*(?:\?|wrong\b|(?:which|it|this|that)?\s*(?:(?:is|was)\s*{_NOT}|cannot|can['’]t"
+    r"|(?:is|was) (?:wrong|incorrect|false|impossible|rejected|extraneous)))"
 )
 _TAKEN_BACK = re.compile(rf"(?:(?!\.\s)[^\n]){{0,60}}?{_NOT}(?:(?!\.\s)[^\n])*?[\d$\\]")
 _SENTENCE_END = re.compile(r"\.(?=\s)|,?\s(?:since|because)\s")
@@ -111,7 +113,7 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
             continue
         answer, closed = _rest_of_line(response, start, kind, last_newline)
         if answer is None:
-            if _TAKEN_BACK.match(response, start, start + LONGEST // 2):
+            if _TAKEN_BACK.match(response, start, start + 100):
                 return None
             continue
         return answer if closed or not truncated else None
@@ -209,11 +211,14 @@ def _is_part(text: str, begin: int, end: int) -> bool:
     r"""Whether a box is a part of a larger formula, 2\boxed{70}, or words beside it deny it: not \boxed{70}."""
     before = text[max(0, begin - LONGEST) : begin].rpartition("\n")[2]
     after = text[end : end + LONGEST].removeprefix("}").partition("\n")[0]
+    before, after = (re.sub(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])", " ", side) for side in (before, after))
     while opening := _STYLED.search(before):
-        before, after = before[: opening.start()], after.lstrip().removeprefix("}")
+        before, after = before[: opening.start()], re.sub(r"^\s*[})]", "", after)
+    in_math = (before.count("$") - before.count("\\$")) % 2 or re.search(r"\\[(\[](?!.*\\[)\]])", before)
+    if in_math and re.match(r"\s*(?:!|[A-Za-z](?![A-Za-z])|,\s*\d)", after):
+        return True
     if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after) or _PART_AFTER.match(after):
         return True
-    in_math = (before.count("$") - before.count("\\$")) % 2 or re.search(r"\\[(\[](?!.*\\[)\]])", before)
     if re.fullmatch(r"\s*(?:[-+*>]\s+)+", before):
         return bool(in_math)  # an item of a list
     before = re.sub(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}|</?\w+>", ":", before)
@@ -222,7 +227,9 @@ def _is_part(text: str, begin: int, end: int) -> bool:
         return True
     if re.search(r"(?<![-=])>$|[-+/^_<≠±×·−≤≥{]$|[\d)}]\s*\*$|[\w)}\]](?:\\left)?\($", near):
         return True
-    return bool(re.search(r"[\d)}\]]$|(?<![A-Za-z\\])[A-Za-z]$", near if in_math else before))
+    return bool(
+        re.search(r"[\d)}\]|]$|(?<![A-Za-z\\])[A-Za-z]$" + r"|\d,$" * bool(in_math), near if in_math else before)
+    )
 
 
 def _without_marker(content: str) -> str:

@@ -121,19 +121,13 @@ class Parser:
         """What the whole text says. Raises Unparsed."""
         try:
             items = self._items(splits=True)
-            if self.place < len(self.tokens):
+            if self.place < len(self.tokens) or {"\\land", "\\lor"} <= self.joined:
                 raise Unparsed
-            return self._together(items)
+            intersection = _intersection(items) if "\\land" in self.joined else None
         except (TypeError, ValueError, AttributeError, sympy.SympifyError) as error:
             raise Unparsed from error
-
-    def _together(self, items: tuple) -> Any:
-        if len(items) == 1:
-            return items[0]
-        if {"\\land", "\\lor"} <= self.joined:
-            raise Unparsed
         kind = "∨" if "\\lor" in self.joined else ""
-        return ("\\land" in self.joined and _intersection(items)) or Items(kind, items, kind)
+        return intersection or (items[0] if len(items) == 1 else Items(kind, items, kind))
 
     @property
     def _next(self) -> str:

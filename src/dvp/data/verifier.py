@@ -215,7 +215,7 @@ def _is_part(text: str, begin: int, end: int) -> bool:
     while opening := _STYLED.search(before):
         before, after = before[: opening.start()], re.sub(r"^\s*[})]", "", after)
     in_math = (before.count("$") - before.count("\\$")) % 2 or re.search(r"\\[(\[](?!.*\\[)\]])", before)
-    if in_math and re.match(r"\s*(?:!|[A-Za-z](?![A-Za-z])|,\s*\d)", after):
+    if in_math and (re.match(r"\s*(?:!|[A-Za-z](?![A-Za-z])|,\s*\d)", after) or re.search(r"\d,\s*$", before)):
         return True
     if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after) or _PART_AFTER.match(after):
         return True
@@ -227,9 +227,7 @@ def _is_part(text: str, begin: int, end: int) -> bool:
         return True
     if re.search(r"(?<![-=])>$|[-+/^_<≠±×·−≤≥{]$|[\d)}]\s*\*$|[\w)}\]](?:\\left)?\($", near):
         return True
-    return bool(
-        re.search(r"[\d)}\]|]$|(?<![A-Za-z\\])[A-Za-z]$" + r"|\d,$" * bool(in_math), near if in_math else before)
-    )
+    return bool(re.search(r"[\d)}\]|]$|(?<![A-Za-z\\])[A-Za-z]$", near if in_math else before))
 
 
 def _without_marker(content: str) -> str:

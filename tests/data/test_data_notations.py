@@ -144,6 +144,7 @@ CHANGED = {
     ],
     "times": [("12:30", answer) for answer in (r"\text{not }12:30", "-12:30", "after 12:30", "12:30 or so")],
     "a double factorial is none of a factorial": [("(7!)!", "7!!")],
+    "choices": [("B", "(C) 12"), ("B", "2B"), ("B", "(B)+1"), ("B", "(B) x"), ("12", "(B) 12"), ("C", "(B), (C)")],
     "bases": [("40_9", "36"), ("40_9", r"\$36"), ("52_8", "42"), ("52_8", "52_9")],
 }
 
@@ -380,6 +381,11 @@ WRITTEN = {
         "The correct answer is (B).",
         "The correct answer is **(B)**.",
         "The answer is B.",
+        r"\boxed{\textbf{(B)}\ 12}",
+        r"\boxed{\text{(B) }\frac{1}{2}}",
+        "Answer: (B) 12",
+        "Answer: B) 12",
+        "The answer is (B) 12.",
         "Answer: b)"[:-1],
     ],
     "3": [r"\boxed{3\text{ m}}", r"\boxed{3\mathrm{ m}}", r"\boxed{\{3\}}"],

@@ -2,7 +2,8 @@ r"""How answers are written: brought to one notation, and what their text alone 
 
 - A percentage is its number: 50\% is 50 and not 0.5. Data sets write either for one and the same answer.
 - A unit may be left out or added, but not exchanged for another: 18 dollars is 18, and not 18 cents. A word that
-  changes the value is no unit: 18 thousand, 18 is impossible.
+  changes the value is no unit: 18 thousand, 18 is impossible. Letters outside of \text that make no full word are
+  variables, 3 m n, but for a few after a plain number: 3 cm.
 - A number with a base as subscript, 52_8, has that base: it answers neither 52_9 nor 52. Digits with no base do answer
   a reference that has one: such problems say the base, and some data sets leave it out.
 - 12:30 is a time and no quotient. 5:12 may be a ratio, so its quotient answers it.
@@ -108,6 +109,8 @@ _UNITS = [
     ),
 ]
 """A unit in words; an abbreviation after a plain number; a full word. Other letters outside of \\text are variables."""
+_CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(?([A-J])\)(?:\s+\}?|\s*\}\s+)(?:[\d.,/]+|\\frac\{\d+\}\{\d+\})$")
+"""A choice and its value: (B) 12."""
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = set(_NUMERALS) | set(
     re.findall(
@@ -321,7 +324,7 @@ def _same_time(reference: str, answer: str) -> bool | None:
 
 def _same_word(reference: str, answer: str) -> bool | None:
     """Words in any case, and single letters if one is a choice, (B); letters that may be variables as they stand."""
-    words = [_reduced(text) for text in (reference, answer)]
+    words = [_reduced(_CHOICE.sub(r"(\1)", text)) for text in (reference, answer)]
     bare = [word.strip("()") for word in words]
     if words != bare and all(re.fullmatch("[A-Za-z]", word) for word in bare):
         return bare[0].upper() == bare[1].upper()

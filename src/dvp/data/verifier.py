@@ -2,6 +2,7 @@ r"""The reward: did the response state the right answer?
 
 An answer has to be stated, as the last \boxed{…}, `Answer: …`, `The answer is …` or `#### …`. Numbers that
 merely stand in the text count for nothing, so a response that was cut off before its answer scores 0.
+A box inside a larger formula, 2\boxed{35}, or one that is denied states nothing, nor does any statement before it.
 `Answer:` states whatever follows on its line. Below it, and after the other two, prose may follow that states nothing
 ("between 69 and 70", "#### Step 2"): there a number, a formula or one span of math counts, alone.
 """

@@ -278,6 +278,7 @@ def test_a_box_that_is_changed_or_denied_states_nothing(response):
         r"\$\boxed{70}",
         "\\boxed{70}. The answer is not surprising.",
         "Answer: so the total is 70",
+        "Answer: the number of ways is 70",
         "Answer = 70",
         "### Answer\n70",
         "**Final answer**\n\n$70$",

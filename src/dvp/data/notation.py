@@ -128,11 +128,12 @@ _CHANGES = set(_NUMERALS) | set(
 )
 _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
 """What was done to a value, doubled or rejected, is no unit of it."""
+_STATES = re.compile(r"\b(?:is|are|equals)\s*:?\s*$")
+_DENIES = {"not", "no", "never", "neither", "nor", "cannot", "t"}
 _INTRODUCES = set(
     re.findall(
         r"\w+",
-        "a an the this that answer final correct total result value number area probability distance length perimeter "
-        "volume cost price is are was be must will would should equals equal to there about approximately around "
+        "a an the this that answer final correct total result value is are was be must will would should equals equal to there about approximately around "
         "roughly exactly so thus hence therefore then we you i he she it they get have has find obtain of",
     )
 )
@@ -224,9 +225,10 @@ def is_word(run: str) -> bool:
 
 
 def introduces(words: str) -> bool:
-    """Whether words before a number only lead to it: so the total is, x =; not those that change it: twice, up to."""
-    words = re.sub(r"\b[A-Za-z]\s*=", "", words)
-    return set(re.findall(r"[^\W\d_]+", words.lower())) <= _INTRODUCES
+    """Whether words before a number only lead to it: the number of ways is, x =; and do not change it: twice, up to."""
+    words = re.sub(r"\b[A-Za-z]\s*=", "", words).lower()
+    found = set(re.findall(r"[^\W\d_]+", words))
+    return found <= _INTRODUCES or (bool(_STATES.search(words)) and not found & _DENIES)
 
 
 def _greek(character: str) -> str:

@@ -130,13 +130,15 @@ _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
 """What was done to a value, doubled or rejected, is no unit of it."""
 _STATES = re.compile(r"\b(?:is|are|equals)\s*:?\s*$")
 _DENIES = {"not", "no", "never", "neither", "nor", "cannot", "t"}
-_INTRODUCES = set(
-    re.findall(
-        r"\w+",
-        "a an the this that answer final correct total result value is are was be must will would should equals equal to there about approximately around "
-        "roughly exactly so thus hence therefore then we you i he she it they get have has find obtain of",
-    )
-)
+_INTRODUCES = {
+    *re.findall(
+        r"\w+", "a an the this that answer final correct total result value is are was be must will would should of"
+    ),
+    *re.findall(
+        r"\w+", "equals equal to there about approximately around roughly exactly so thus hence therefore then"
+    ),
+    *re.findall(r"\w+", "we you i he she it they get have has find obtain"),
+}
 _ABBREVIATED = {
     **{"in": "inch", "ft": "foot", "feet": "foot", "yd": "yard", "mi": "mile", "m": "meter", "cm": "centimeter"},
     **{

@@ -188,7 +188,7 @@ def test_the_chat_template_is_applied_when_the_experiment_says_so(run, experimen
 class ThinkingTokenizer(Tokenizer):
     chat_template = "[assistant] <think>"
 
-    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict=False):
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, **variables):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
         return self(text) if tokenize else text
 

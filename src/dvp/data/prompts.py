@@ -26,7 +26,7 @@ def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: st
         here, prompt = f"row {row + 1} (id {problem['id']})", problem["prompt"]
         try:
             encoded.append(encode_prompt(tokenizer, prompt, chat))
-            if len(encoded) == 1 and chat and _render(tokenizer, prompt) != _render(tokenizer, prompt, ANOTHER_DAY):
+            if len(encoded) == 1 and chat and render(tokenizer, prompt) != render(tokenizer, prompt, ANOTHER_DAY):
                 print(
                     f"warning: the chat template reads the clock; every prompt says {TODAY:%d %B %Y}", file=sys.stderr
                 )
@@ -56,7 +56,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     if tokenizer.chat_template is None:
         raise DvpError("data.chat: the base model's tokenizer has no chat template; set data.chat to false")
-    text, change = _render(tokenizer, prompt), "change it in the model's folder or set data.chat to false"
+    text, change = render(tokenizer, prompt), "change it in the model's folder or set data.chat to false"
     if prompt.strip() not in text:
         raise DvpError(f"the chat template leaves out the prompt's text, and gives {text[-60:]!r}; {change}")
     if tokenizer.eos_token and text.rstrip().endswith(tokenizer.eos_token):
@@ -64,7 +64,8 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: Any, prompt: str, now: datetime = TODAY) -> str:
+def render(tokenizer: Any, prompt: str, now: datetime = TODAY) -> str:
+    """The text of a conversation from its first message, the prompt, to the response. Raises DvpError if that fails."""
     messages = [{"role": "user", "content": prompt}]
     try:
         return tokenizer.apply_chat_template(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dvp.data.prompts import render
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 
@@ -25,8 +26,5 @@ def before_response(tokenizer: Any, data: DataConfig) -> str | None:
             f"data.answer_after_thinking: {special[0]} is a special token of the tokenizer, and responses are graded "
             "without those; expected false"
         )
-    prompt = data.prompt_template
-    if data.chat:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt = render(tokenizer, data.prompt_template) if data.chat else data.prompt_template
     return TAGS[0] if prompt.rfind(TAGS[0]) > prompt.rfind(TAGS[1]) else ""

@@ -61,5 +61,5 @@ def test_training_rewards_what_follows_the_thinking(root, tiny_model, tmp_path, 
     monkeypatch.setattr("dvp.training.backend.Trainer", lambda *_: SimpleNamespace(context=512, bf16=False))
     monkeypatch.setattr("dvp.rollout.vllm.VllmEngine", lambda *_, **__: SimpleNamespace(max_model_len=512))
     loop, _ = set_up(directory, directory.experiment.runs[0])
-    texts = (r"Is it \boxed{8}?</think> \boxed{7}", r"Is it \boxed{7}?", r"\boxed{8}? <think> \boxed{7}")
+    texts = (r"Is it \boxed{8}?</think> \boxed{7}", r"It is \boxed{7}.", r"\boxed{8}? <think> \boxed{7}")
     assert [loop.problems.reward(0, Completion([1], [0.0], text, "stop")) for text in texts] == rewards

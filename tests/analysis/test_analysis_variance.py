@@ -149,5 +149,5 @@ def test_tables_figures_and_files(experiment, measured, tmp_path):
 def test_a_figure_without_a_value_says_why(experiment, measured):
     undefined = [one for one in measured.statistics if one.name != "variance_over_signal"]
     for axes in variance_by_position(experiment, undefined).axes:
-        assert [text.get_text() for text in axes.texts] == ["in no bin can each signal be told from 0"]
+        assert [text.get_text() for text in axes.texts] == ["in no bin is each signal distinguishable from 0"]
     assert not [text for axes in measured.figures["variance_by_position"].axes for text in axes.texts]

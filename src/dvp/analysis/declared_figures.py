@@ -157,7 +157,7 @@ def variance_by_position(experiment: Experiment, measured: list[Statistic]) -> F
             "variance / signal",
             log="y",
             ticks={place: position.replace("-", "–") for place, position in enumerate(positions)},
-            empty="in no bin can each signal be told from 0",
+            empty="in no bin is each signal distinguishable from 0",
         )
 
     title = (

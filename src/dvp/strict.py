@@ -22,7 +22,7 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 
 # What no text holds, and what is left of a LaTeX command whose one backslash was read as an escape: a tab and `imes`.
-# A line may begin with `u`, after a tab may stand `an`, so `\nu` is not told from it, and `\tan` by what goes on after.
+# A line may begin with `u`, and `an` may follow a tab: `\nu` is not recognised, and `\tan` only by what comes after it.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
     r"|\n(?=(?:eq|abla|ot|otin|geq|leq|onumber|ewline|subseteq)(?![A-Za-z]))|(?<= )\n(?=e -?[\d\\])"

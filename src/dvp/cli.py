@@ -285,28 +285,15 @@ def bias(
     print(f"\nfull precision, and what the intervals are made from: {output}")
 
 
-PARTS = (
-    "training: scores and curves of the grid; matrix: scores by what samples them; diversity: different solutions; "
-    "curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of gradients by position; "
-    "bias_length: bias over the length of responses; sweep: over ρ"
-)
-
-
 @app.command(rich_help_panel=RESULTS)
-def report(
-    config: Config,
-    part: Annotated[
-        Literal["training", "matrix", "diversity", "curve", "mismatch", "bias", "variance", "bias_length", "sweep"],
-        _option("PART", PARTS),
-    ] = "training",
-) -> None:
-    """Make tables and figures.
+def report(config: Config) -> None:
+    """Make tables and figures of all that was trained, evaluated and measured.
 
-    Writes tables/, figures/ and report/PART.json. Which parts there are follows from the experiment.
+    Writes tables/, figures/, provenance.json and report/.
     """
     from dvp.analysis import stage
 
-    stage.report(config, part)
+    stage.report(config)
 
 
 ANSWERING = _option(
@@ -326,7 +313,7 @@ def evidence(
 ) -> None:
     """Hold what was measured against what was published.
 
-    Reads config/claims.yaml and results/E/report/*.json; writes claims.md, claims.html, claims.json and figures/. What
+    Reads config/claims.yaml and results/E/report/; writes claims.md, claims.html, claims.json and figures/. What
     neither these experiments nor an earlier page answer stands there as not run.
     """
     from dvp.analysis import stage

@@ -9,7 +9,8 @@ from shlex import quote
 from snakemake.exceptions import WorkflowError
 
 from dvp.analysis.claims import load_file
-from dvp.analysis.parts import parts
+from dvp.analysis.parts import several_solutions
+from dvp.analysis.shown import shown
 from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
@@ -353,11 +354,22 @@ def model_files(wildcards):
     return expand(rules.convert.output, experiment=wildcards.experiment, run=run)
 
 
-def reports(name):
-    """What the report of an experiment ends with: a file for each of its parts."""
-    return expand(
-        f"{RESULTS}/report/{{part}}.json", experiment=name, part=parts(experiment(name))
+def reported(wildcards):
+    """All that the report of an experiment is made of."""
+    name = wildcards.experiment
+    files = outputs(rules.train, name)
+    for evaluated in ("as all", "along training", "also"):
+        files += outputs(rules.evaluate, name, evaluated)
+    for stage in (rules.mismatch, rules.bias):
+        files += outputs(stage, name)
+    return files + (
+        [f"{RESULTS}/base/manifest.json"] if several_solutions(experiment(name)) else []
     )
+
+
+def titled(kind):
+    """What Snakemake's report calls each of the tables or figures."""
+    return lambda wildcards: {"show": shown(kind)[wildcards[0]]["title"]}
 
 
 def everything(name):
@@ -367,11 +379,7 @@ def everything(name):
     """
     base = "base" if trains_base(name) else "base_linked"
     stages = ["resolve", "prepare", base, "preflight", "train", "convert", "evaluate"]
-    stages += [
-        "mismatch",
-        "bias",
-        *[f"report_{part}" for part in parts(experiment(name))],
-    ]
+    stages += ["mismatch", "bias", "report"]
     files = [file for stage in stages for file in outputs(getattr(rules, stage), name)]
     for evaluated in ("along training", "also"):
         files += outputs(rules.evaluate, name, evaluated)

@@ -1,8 +1,9 @@
 rule evidence:
     input:
         claims="config/claims.yaml",
-        reports=lambda wildcards: [
-            file for name in config["evidence"].values() for file in reports(name)
+        reports=[
+            f"{config['results']}/{name}/report/manifest.json"
+            for name in dict.fromkeys(config["evidence"].values())
         ],
     output:
         f"{EVIDENCE}/claims.json",

@@ -9,16 +9,17 @@ import base64
 import math
 import shutil
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dvp.analysis.claims import CLAIMS, Claim, Condition, Source, load_file
 from dvp.analysis.load import check_fresh
 from dvp.analysis.pages import TEMPLATES
-from dvp.analysis.parts import parts
+from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_resolved
-from dvp.files import atomic_path, expect, expect_keys, read_json
+from dvp.files import atomic_path, expect, expect_keys, read_json, verify_checksums
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
 NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
@@ -166,36 +167,29 @@ def status(condition: Condition, low: float | None, high: float | None) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """All parts of an experiment's report. Raises DvpError for one that is missing or stale."""
-    experiment = read_resolved(folder / "config.yaml")
-    reports, files, statistics, figures, overview = {}, {}, [], {}, None
-    for name in parts(experiment):
-        path = folder / "report" / f"{name}.json"
-        part = read_json(path, "config_hash", "tracking_key", "statistics", "figures", "files")
-        check_fresh(path, part, experiment.config_hash("report"))
-        for number, statistic in enumerate(part["statistics"]):
-            _check_statistic(statistic, f"{path}: statistics.{number}.", part["files"], f"{path}: files.")
-        reports[name] = part["tracking_key"]
-        files |= part["files"]
-        statistics += part["statistics"]
-        # A file of another name may be of an earlier run that drew it.
-        if name == "matrix":
-            expect_keys(part, {"tables": "an object"}, f"{path}: ")
-            expect_keys(part["tables"], {"overview_table": "an object"}, f"{path}: tables.")
-            overview = part["tables"]["overview_table"]
-            expect_keys(overview, _TABLE, f"{path}: tables.overview_table.")
-        figures |= {figure: str(folder / "figures" / f"{figure}.png") for figure in part["figures"]}
+    """An experiment's report. Raises DvpError if it is missing, altered or stale."""
+    experiment, path = read_resolved(folder / "config.yaml"), folder / "report" / "manifest.json"
+    report = read_json(path, "config_hash", "tracking_key", "figures", "tables", "files", "origins")
+    check_fresh(path, report, experiment.config_hash("report"))
+    verify_checksums(path.parent, report["files"])
+    statistics = [_plain(one) for one in read_statistics(folder / ESTIMATES)]
     return {
         "folder": str(folder),
         "scale": experiment.scale,
-        "reports": reports,
+        "tracking_key": report["tracking_key"],
         "earlier": None,
         "statistics": statistics,
         "measured": dict(Counter(statistic["name"] for statistic in statistics)),
-        "files": files,
-        "figures": figures,
-        "overview": overview,
+        "files": report["origins"],
+        "figures": {figure: str(folder / "figures" / f"{figure}.png") for figure in report["figures"]},
+        "overview": report["tables"].get("overview_table"),
     }
+
+
+def _plain(statistic: Statistic) -> dict[str, Any]:
+    """As JSON has it: a number that is not defined is null."""
+    undefined = {key: None for key in ("value", "low", "high") if not math.isfinite(getattr(statistic, key))}
+    return asdict(statistic) | undefined
 
 
 def _of_use(key: str, report: dict[str, Any], answered: list[dict[str, Any]], overview: str | None) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""The parts of a report: load once, make statistics of the frames, then tables and figures of the statistics."""
+"""A report: of each of its parts, load, make statistics of the frames, then tables and figures of the statistics."""
 
-import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,15 @@ from dvp.analysis.load import (
     load_training,
     load_variance,
 )
-from dvp.analysis.statistics import Part
+from dvp.analysis.parts import parts
+from dvp.analysis.statistics import ESTIMATES, Part, to_frame
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.files import expect, expect_keys, read_json, write_text
+from dvp.files import atomic_path, expect, expect_keys, read_json, write_text
 
 
-def make(experiment: Experiment, results: Path, part: str) -> Part:
-    """A part of the report (see `parts`), everything read, checked and drawn.
+def make(experiment: Experiment, results: Path) -> Part:
+    """All of an experiment's report, read, checked and drawn.
 
     Args:
         results: the experiment's own folder (results/E).
@@ -49,6 +48,20 @@ def make(experiment: Experiment, results: Path, part: str) -> Part:
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
     """
+    whole = Part([])
+    for name in parts(experiment):
+        part = make_part(experiment, results, name)
+        whole = Part(
+            whole.statistics + part.statistics,
+            whole.tables | part.tables,
+            whole.figures | part.figures,
+            whole.files | part.files,
+        )
+    return whole
+
+
+def make_part(experiment: Experiment, results: Path, part: str) -> Part:
+    """A part of it (see `parts`)."""
     makers = {
         "training": _training,
         "matrix": _matrix,
@@ -142,24 +155,15 @@ def _sweep(experiment: Experiment, results: Path) -> Part:
 
 
 def write(part: Part, folder: Path) -> None:
-    """figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`."""
+    """report/estimates.parquet, figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`."""
+    with atomic_path(folder / ESTIMATES) as temporary:
+        to_frame(part.statistics).to_parquet(temporary, index=False)
     for name, figure in part.figures.items():
         figures.save(figure, folder / "figures", name)
     for name, table in part.tables.items():
         write_text(folder / "tables" / f"{name}.csv", table.frame().to_csv(index=False))
         for suffix, form in (("md", to_markdown), ("tex", to_tex), ("html", to_html)):
             write_text(folder / "tables" / f"{name}.{suffix}", form(table.formatted()))
-
-
-def record(part: Part) -> dict[str, Any]:
-    """The part's JSON file: statistics, tables as text, and the files that it is made of with their origins."""
-    return {
-        "statistics": [_plain(asdict(statistic)) for statistic in part.statistics],
-        "tables": {name: table.formatted()._asdict() for name, table in part.tables.items()},
-        "figures": sorted(part.figures),
-        "files": part.files,
-        "provenance": {name: table.provenance() for name, table in part.tables.items()},
-    }
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
@@ -179,7 +183,7 @@ def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
 
 def print_table(folder: Path) -> str:
     """The main table in `folder` as text for a terminal of 110 columns. Raises DvpError."""
-    path = folder / "report" / "training.json"
+    path = folder / "report" / "manifest.json"
     tables = read_json(path, "tables")["tables"]
     expect_keys(tables, {"main_table": "an object"}, f"{path}: tables.")
     table, where = tables["main_table"], f"{path}: tables.main_table"
@@ -196,9 +200,3 @@ def print_table(folder: Path) -> str:
         for place, cell in enumerate(row):
             expect("a text", cell, f"{where}.rows.{number}.{place}")
     return to_text(Formatted(*(table[key] for key in Formatted._fields)))
-
-
-def _plain(statistic: dict[str, Any]) -> dict[str, Any]:
-    """A number that is not defined is null: JSON has no NaN."""
-    undefined = {key: None for key in ("value", "low", "high") if not math.isfinite(statistic[key])}
-    return statistic | undefined

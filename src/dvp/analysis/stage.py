@@ -3,68 +3,67 @@
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.parts import parts
-from dvp.errors import DvpError
+from dvp.analysis.parts import several_solutions
 from dvp.experiment.folder import BASE, ExperimentDir
 from dvp.files import sha256_file, sha256_json, write_json, write_text
 from dvp.stage import Inputs, run_stage
 from dvp.tracking.store import store_name
 
 
-def report(config: Path, part: str) -> None:
-    """A part of what was measured (dvp.analysis.parts) → figures/, tables/ and, last, report/PART.json."""
-    from dvp.analysis.report import make, provenance, record, write
+def report(config: Path) -> None:
+    """What was measured (dvp.analysis.parts) → figures/, tables/, provenance.json, and report/, the manifest last."""
+    from dvp.analysis.report import make, provenance, write
     from dvp.analysis.responses import write_page
+    from dvp.analysis.statistics import ESTIMATES
 
     directory = ExperimentDir(config)
-    experiment = directory.experiment
-    if part not in parts(experiment):
-        raise DvpError(f"--part {part}: the report of '{experiment.name}' has {', '.join(parts(experiment))}")
-    result, config_hash = directory.result("report", part), experiment.config_hash("report")
+    experiment, folder = directory.experiment, directory.folder
+    result, config_hash = directory.result("report"), experiment.config_hash("report")
     # What is read, the analysis verifies itself.
-    with run_stage(f"report_{part}", directory, result, config_hash, _inputs(directory, part), verify=False) as stage:
-        made = make(experiment, directory.folder, part)
-        write(made, directory.folder)
-        if part == "training":
-            write_json(directory.folder / "provenance.json", provenance(experiment, made))
-            stage.tracked.log_file(directory.folder / "provenance.json")
-            page = directory.folder / "report" / "responses.html"
-            write_page(experiment, directory.folder, page)
-            stage.tracked.log_file(page)
+    with run_stage("report", directory, result, config_hash, _inputs(directory), verify=False) as stage:
+        made = make(experiment, folder)
+        write(made, folder)
+        write_json(folder / "provenance.json", provenance(experiment, made))
+        page = folder / "report" / "responses.html"
+        write_page(experiment, folder, page)
+        for file in (folder / "provenance.json", folder / ESTIMATES, page):
+            stage.tracked.log_file(file)
         texts = []
-        for folder, names in (("tables", made.tables), ("figures", made.figures)):
-            for file in sorted((directory.folder / folder).glob("*")):
-                if file.stem in names:
-                    stage.tracked.log_file(file, folder)
-                    if file.suffix == ".md":
-                        texts.append(file.read_text(encoding="utf-8"))
-        texts.append(f"Tables and figures: `{directory.folder}`; the whole report: `{directory.folder}/report.html`")
+        for kind in ("tables", "figures"):
+            for file in sorted((folder / kind).iterdir()):
+                stage.tracked.log_file(file, kind)
+                if file.suffix == ".md":
+                    texts.append(file.read_text(encoding="utf-8"))
+        texts.append(f"Tables and figures: `{folder}`; the whole report: `{folder}/report.html`")
         stage.tracked.describe("\n".join(texts))
-        stage.finish({"experiment": experiment.name, "part": part, **record(made)})
+        stage.finish(
+            {
+                "experiment": experiment.name,
+                "files": {"estimates.parquet": sha256_file(folder / ESTIMATES)},
+                "figures": sorted(made.figures),
+                "tables": {name: table.formatted()._asdict() for name, table in made.tables.items()},
+                "origins": made.files,
+            }
+        )
 
 
-def _inputs(directory: ExperimentDir, part: str) -> Inputs:
-    experiment = directory.experiment
-    inputs: dict[str, list[Path]] = {}
+def _inputs(directory: ExperimentDir) -> Inputs:
+    experiment, task = directory.experiment, directory.experiment.report.task
     runs = [run.path for run in experiment.runs]
-    if part in ("training", "matrix", "diversity", "curve", "sweep"):
-        inputs["train"] = [directory.result("train", path) for path in runs]
-    if part in ("training", "curve", "sweep"):
-        paths, tasks = runs, [experiment.report.task]
-        if part == "curve":
-            paths, tasks = [*paths, *(run.path for run in experiment.snapshots)], experiment.data.tasks
-        inputs["evaluate"] = [
-            directory.result("evaluate", f"{path}/{task}") for path in [BASE, *paths] for task in tasks
-        ]
-    if part in ("matrix", "diversity"):
-        asked = [BASE, *runs]
-        further = experiment.further_evaluations
-        asked += [f"{BASE if run is None else run.path}/{sampler.path}" for run, sampler in further]
-        inputs["evaluate"] = [directory.result("evaluate", f"{path}/{experiment.report.task}") for path in asked]
-    if part == "diversity":
+    scores = [f"{path}/{task}" for path in (BASE, *runs)]
+    if experiment.snapshots:
+        paths = [BASE, *runs, *(run.path for run in experiment.snapshots)]
+        scores += [f"{path}/{task}" for path in paths for task in experiment.data.tasks]
+    for run, sampler in experiment.further_evaluations:
+        scores.append(f"{BASE if run is None else run.path}/{sampler.path}/{task}")
+    inputs = {
+        "train": [directory.result("train", path) for path in runs],
+        "evaluate": [directory.result("evaluate", path) for path in dict.fromkeys(scores)],
+    }
+    if several_solutions(experiment):
         inputs["base"] = [directory.result("base")]
-    for name, in_parts in (("mismatch", ("mismatch",)), ("bias", ("bias", "variance", "bias_length", "sweep"))):
-        if part in in_parts:
+    for name in ("mismatch", "bias"):
+        if getattr(experiment, name) is not None:
             inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
     return inputs
 
@@ -79,7 +78,7 @@ def evidence(experiments: list[str], output: Path, earlier: Path | None) -> None
 
     answered = answer(experiments, earlier=earlier)
     inputs = {
-        key: [Path(experiment["folder"]) / "report" / f"{part}.json" for part in experiment["reports"]]
+        key: Path(experiment["folder"]) / "report" / "manifest.json"
         for key, experiment in answered["experiments"].items()
         if not experiment["earlier"]
     }

@@ -1,14 +1,16 @@
-"""Measured numbers with intervals, by name: what config/claims.yaml asks for and the tables are made of.
+"""Measured numbers with intervals, by name: what config/claims.yaml asks for, and what tables and figures show.
 
 To add one, let the function that makes its part (`training`, `matrix`, `diversity`, `curve`, `mismatch`, `bias`,
-`variance`, `bias_length`, `sweep`) return one more `Statistic`: report/PART.json lists it, a claim can ask for it by
-its name, and a column of a table can show it.
+`variance`, `bias_length`, `sweep`) return one more `Statistic`: report/estimates.parquet lists it, a claim can ask for
+it by its name, and a table or a figure can show it.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from dvp.analysis.tables import Table
@@ -47,3 +49,30 @@ class Part:
     figures: dict[str, Figure] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Origin of the stages' JSON files behind all of it."""
+
+
+ESTIMATES = "report/estimates.parquet"  # in an experiment's folder
+_NUMBERS = ("quantity", "value", "low", "high", "unit", "how", "sources")
+
+
+def to_frame(statistics: Iterable[Statistic]) -> pd.DataFrame:
+    """The long table: a row a statistic, a column a coordinate (None where it does not apply), then what it is."""
+    rows = [{"quantity": one.name} | one.where | {key: getattr(one, key) for key in _NUMBERS[1:]} for one in statistics]
+    coordinates = dict.fromkeys(key for row in rows for key in row if key not in _NUMBERS)
+    table = pd.DataFrame(rows, columns=["quantity", *coordinates, *_NUMBERS[1:]])
+    return table.astype(dict.fromkeys(coordinates, object)).astype(dict.fromkeys(("value", "low", "high"), float))
+
+
+def read_statistics(path: Path) -> list[Statistic]:
+    """As `to_frame` was written to a file."""
+    table = pd.read_parquet(path)
+    coordinates = [column for column in table if column not in _NUMBERS]
+    return [
+        Statistic(
+            row["quantity"],
+            {key: row[key] for key in coordinates if row[key] is not None},
+            *(row[key] for key in ("value", "low", "high", "unit", "how")),
+            tuple(row["sources"]),
+        )
+        for row in table.to_dict("records")
+    ]

@@ -19,7 +19,7 @@ RESULTS = {
     "evaluate": "evals/{of}/scores.json",
     "mismatch": "mismatch/{of}/mismatch.json",
     "bias": "bias/{of}/bias.json",
-    "report": "report/{of}.json",
+    "report": "report/manifest.json",
 }
 
 
@@ -43,7 +43,7 @@ class ExperimentDir:
         """The JSON file that a stage writes last.
 
         of : the path of the run (evaluate: of run and task, RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK) or of the
-            measurement; the engine of the preflight; the report's part.
+            measurement; the engine of the preflight.
         """
         return self.folder / RESULTS[stage].replace("{of}", of)
 

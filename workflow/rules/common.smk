@@ -367,6 +367,10 @@ def reported(wildcards):
     )
 
 
+# As a caption reads it (workflow/report/shown.rst).
+config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
+
+
 def titled(kind):
     """What Snakemake's report calls each of the tables or figures."""
     return lambda wildcards: {"show": shown(kind)[wildcards[0]]["title"]}

@@ -31,8 +31,6 @@ rule report:
     benchmark:
         f"{BENCHMARKS}/report.tsv"
     params:
-        tables=shown("tables"),
-        figures=shown("figures"),
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report"],
     message:

@@ -1,4 +1,4 @@
-"""What others have published and what we ask ourselves, each with its source (config/claims.yaml)."""
+"""What others have published and what we ask ourselves, by source (config/claims.yaml)."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -65,20 +65,23 @@ class Source(Strict):
     """Where, and how far we know it; None for what nobody has published."""
 
 
+class Published(Strict):
+    """A published value."""
+
+    relation: Literal["equal", "below", "at_least"]
+    """How it is meant."""
+    value: float
+    unit: str
+
+
 class Claim(Strict):
     """One statement, and how it is answered."""
 
     id: Name
     text: str
-    value: float | None = None
-    """None for a claim in words."""
-    unit: str | None = None
-    relation: Literal["equal", "below", "at_least"] | None = None
-    """How the value is meant."""
     source: Name
-    """A key of the file's `sources`."""
-    method: Name | None = None
-    """The value stands beside this method's rows of the main table."""
+    published: Published | None = None
+    """None for a claim in words."""
     note: str | None = None
     figure: Annotated[str, Field(pattern=rf"^{NAME.pattern}/{NAME.pattern}$")] | None = None
     """EXPERIMENT/FIGURE that shows the measurement."""
@@ -87,63 +90,34 @@ class Claim(Strict):
     """Whether the conditions mean something together only: some of them are then no part of the claim."""
     not_testable: str | None = None
     """Why it cannot be tested at this scale."""
-    not_tested: str | None = None
-    """Why it has not been tested, though it could be."""
 
     @model_validator(mode="after")
     def _answered(self) -> "Claim":
-        given = [name for name in ("conditions", "not_testable", "not_tested") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError("expected one of conditions, not_testable and not_tested")
+        if bool(self.conditions) == bool(self.not_testable):
+            raise ValueError("expected either conditions or not_testable")
         if self.conditions and all(condition.control for condition in self.conditions):
             raise ValueError("conditions: expected one that is not a control")
         if (self.figure is None) != (not self.conditions):
             raise ValueError("figure: belongs to a claim with conditions, and to no other")
         return self
 
-    @model_validator(mode="after")
-    def _whole(self) -> "Claim":
-        if len({self.value is None, self.unit is None, self.relation is None}) > 1:
-            raise ValueError("value, unit and relation go together; give all three or none")
-        if self.method is not None and (self.unit, self.relation) != ("%", "equal"):
-            raise ValueError("method: only a relative change (unit '%', relation equal) stands in the main table")
-        return self
-
-
-class Change(Strict):
-    """What was changed after it had been written down."""
-
-    claim: Name
-    """A claim's id, or `all`."""
-    commit: str
-    known: str
-    """What was known of the results then."""
-    what: str
-
 
 class Claims(Strict):
-    """config/claims.yaml."""
+    """config/claims.yaml, its conditions written out."""
 
     sources: dict[Name, Source]
     claims: list[Claim]
     overview: Name | None = None
     """The experiment whose `overview_table` opens the page."""
-    changes: list[Change] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> "Claims":
-        for field in ("id", "method"):
-            values = [value for claim in self.claims if (value := getattr(claim, field)) is not None]
-            for value in values:
-                if values.count(value) > 1:
-                    raise ValueError(f"claims: {field} '{value}' is given twice")
+        ids = [claim.id for claim in self.claims]
         for claim in self.claims:
+            if ids.count(claim.id) > 1:
+                raise ValueError(f"claims: id '{claim.id}' is given twice")
             if claim.source not in self.sources:
-                known = ", ".join(self.sources)
-                raise ValueError(f"claims: {claim.id}: source '{claim.source}' is not defined; known are {known}")
-        for change in self.changes:
-            if change.claim not in {"all", *(claim.id for claim in self.claims)}:
-                raise ValueError(f"changes: '{change.claim}' is neither a claim's id nor 'all'")
+                raise ValueError(f"claims: {claim.source}: no such source; known are {', '.join(self.sources)}")
         return self
 
     @property
@@ -167,22 +141,36 @@ class Claims(Strict):
                 raise DvpError(f"evidence: '{key}' is asked for by no claim; did you mean {meant[0]}?")
 
 
-def load_claims(path: Path = CLAIMS) -> dict[str, Claim]:
-    """`Claims.by_id` of the file. Raises DvpError."""
-    return load_file(path).by_id
-
-
 def load_file(path: Path = CLAIMS) -> Claims:
     """All of the file. Raises DvpError."""
     value = read_yaml(path)
     try:
-        return Claims.model_validate(value)
+        expanded = _written_out(value)
+        return Claims.model_validate(expanded)
     except ValidationError as error:
-        raise DvpError(f"{path}: {first_problem(error, value, Claims)[1]}") from None
+        raise DvpError(f"{path}: {first_problem(error, expanded, Claims)[1]}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DvpError(f"{path}: claims: expected lists of claims by source; {type(error).__name__}: {error}") from None
 
 
-def claim(claims: dict[str, Claim], name: str, path: Path = CLAIMS) -> Claim:
-    """The claim `name`, which has a value. Raises DvpError."""
-    if name not in claims or claims[name].value is None:
-        raise DvpError(f"{path}: claims: '{name}' with a value is missing; the report quotes it")
-    return claims[name]
+def _written_out(file: dict[str, Any]) -> dict[str, Any]:
+    """The file with its claims in one list, each condition as `Condition` has it."""
+    templates = file.get("templates", {})
+
+    def condition(own: Any, shared: dict[str, Any]) -> dict[str, Any]:
+        own = {"as": own} if isinstance(own, str) else own
+        keys = shared | (templates[own["as"]] if "as" in own else {}) | own
+        filled = {key: item.format_map(keys) if isinstance(item, str) else item for key, item in keys.items()}
+        known = {key: filled.pop(key) for key in Condition.model_fields if key in filled}
+        where = {key: item for key, item in filled.items() if key not in ("as", "this", "that")}
+        return known | {"where": where | known.get("where", {})}
+
+    claims = []
+    for source, of_source in file["claims"].items():
+        for claim in of_source:
+            shared = claim.pop("all", {})
+            if "conditions" in claim:
+                claim["conditions"] = [condition(own, shared) for own in claim["conditions"]]
+                claim.setdefault("figure", f"{claim['conditions'][0].get('experiment')}/evaluation_matrix")
+            claims.append(claim | {"source": source})
+    return {key: value for key, value in file.items() if key != "templates"} | {"claims": claims}

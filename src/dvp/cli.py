@@ -306,19 +306,16 @@ ANSWERING = _option(
 def evidence(
     experiments: Annotated[list[str], ANSWERING],
     output: Annotated[Path, _path("FOLDER", "where the page goes")],
-    earlier: Annotated[
-        Path | None, _path("claims.json", "of an earlier page: it answers what none of these experiments does")
-    ] = None,
     more: More = None,
 ) -> None:
     """Hold what was measured against what was published.
 
-    Reads config/claims.yaml and results/E/report/; writes claims.md, claims.html, claims.json and figures/. What
-    neither these experiments nor an earlier page answer stands there as not run.
+    Reads config/claims.yaml and results/E/report/; writes claims.md, claims.html and claims.json. What these
+    experiments do not answer stands there as not run.
     """
     from dvp.analysis import stage
 
-    stage.evidence([*experiments, *(more or [])], output, earlier)
+    stage.evidence([*experiments, *(more or [])], output)
 
 
 FARTHEST = "where the mismatch is largest"

@@ -1,75 +1,83 @@
+"""config/claims.yaml: templates are written out, and what is wrong is told in one line."""
+
 import pytest
 from made_up_results import CLAIMS
 
-from dvp.analysis.claims import claim, load_claims, load_file
+from dvp.analysis.claims import load_file
 from dvp.errors import DvpError
 
-SOURCES = "sources: {paper: {name: A paper, published: somewhere}, own: {name: Ours}}"
-CONDITION = "{id: a, text: t, source: paper, figure: e/f, conditions: [{says: s, experiment: e, statistic: x, %s}]}"
+HEAD = "sources: {paper: {name: A paper, published: somewhere}}\n"
+CONDITION = "{id: a, text: t, figure: e/f, conditions: [{says: s, experiment: e, statistic: x, %s}]}"
 
 
-def test_published_values():
-    claims = load_claims(CLAIMS)
-    gain, bound = claims["dvp_mis_gain"], claims["dvp_kl"]
-    assert (gain.value, gain.unit, gain.relation, gain.method) == (26.55, "%", "equal", "dvp_mis")
-    assert (bound.value, bound.relation) == (0.001, "below")
-    sources = load_file(CLAIMS).sources
-    assert all("arXiv" in sources[entry.source].published for entry in claims.values() if entry.value is not None)
-    assert [entry.id for entry in claims.values() if entry.method] == ["dvp_mis_gain"]
-    assert claims["otb_single_aime25"].value == 30.31
+def load(tmp_path, text):
+    path = tmp_path / "claims.yaml"
+    path.write_text(HEAD + text)
+    return load_file(path)
+
+
+def test_published_values_are_those_of_the_papers():
+    published = {claim.id: claim.published for claim in load_file(CLAIMS).claims if claim.published}
+    assert (published["dvp_mis_gain"].value, published["dvp_mis_gain"].unit) == (26.55, "%")
+    assert (published["dvp_kl"].relation, published["dvp_kl"].value) == ("below", 0.001)
+    assert published["otb_single_aime25"].value == 30.31
+
+
+def test_a_template_is_written_out(tmp_path):
+    """What all conditions share, over it the template, over that the condition's own keys; blanks are filled."""
+    file = load(
+        tmp_path,
+        """
+templates:
+  gain: {statistic: over, evaluated_rho: "{rho}", above: 0.02, says: "{this} is above {that}"}
+claims:
+  paper:
+    - id: a
+      text: t
+      all: {experiment: grid, method: dvp, rho: 1e-2, this: DVP, that: RLOO}
+      conditions: [gain, {as: gain, rho: exp(-13), above: 0, control: true, that: MIS, where: {control: bf16}}]
+""",
+    )
+    [claim] = file.claims
+    first, second = claim.conditions
+    assert (claim.source, claim.figure) == ("paper", "grid/evaluation_matrix")
+    assert (first.says, first.above, first.control) == ("DVP is above RLOO", 0.02, False)
+    assert first.where == {"method": "dvp", "rho": "0.01", "evaluated_rho": "0.01"}
+    assert (second.says, second.above, second.control) == ("DVP is above MIS", 0, True)
+    assert second.where == {"method": "dvp", "rho": "exp(-13)", "evaluated_rho": "exp(-13)", "control": "bf16"}
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{id: a, text: t, source: paper, valu: 1.0}", r"claims.0.valu: unknown key"),
-        ("{id: a, text: t, source: paper}", "claims.0: expected one of conditions, not_testable and not_tested"),
-        ("{id: a, text: t, source: paper, not_tested: n, not_testable: m}", "expected one of conditions"),
-        ("{id: a, text: t, source: paper, not_tested: n, figure: e/f}", "figure: belongs to a claim with conditions"),
-        ("{id: a, text: t, source: paper, not_tested: n, figure: f}", "claims.0.figure: String should match"),
+        ("{id: a, text: t, valu: 1.0}", "claims.0.valu: unknown key"),
+        ("{id: a, text: t}", "claims.0: expected either conditions or not_testable"),
+        ("{id: a, text: t, not_testable: m, figure: e/f}", "figure: belongs to a claim with conditions"),
         (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),
         (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
-        (CONDITION % "where: {rho: e-13}, above: 0", r"claims.0.conditions.0.where: ρ: write exp\(-13\), or 1e-13 if"),
-        (CONDITION % "where: {rho: [1]}, above: 0", "claims.0.conditions.0.where.rho: "),
+        (CONDITION % "rho: e-13, above: 0", r"claims.0.conditions.0.where: ρ: write exp\(-13\), or 1e-13 if"),
         (CONDITION % "control: true, above: 0", "expected one that is not a control"),
-        ("{id: a, text: t, source: other, not_tested: n}", r"source 'other' is not defined"),
-        (
-            "{id: a, text: t, source: paper, not_tested: n, value: 1.0}",
-            r"claims.0: value, unit and relation go together",
-        ),
-        (
-            "{id: a, text: t, source: paper, not_tested: n}, {id: a, text: u, source: paper, not_tested: n}",
-            r"id 'a' is given twice",
-        ),
-        ("{id: a, text: t, source: paper, value: high, unit: '%', relation: equal}", r"claims.0.value: "),
+        (CONDITION % "as: gain, above: 0", "claims: expected lists of claims by source; KeyError: 'gain'"),
+        ("{id: a, text: t, not_testable: n}, {id: a, text: u, not_testable: n}", "id 'a' is given twice"),
+        ("{id: a, text: t, not_testable: n, published: {relation: equal, value: high, unit: m}}", "published.value: "),
     ],
 )
-def test_refused(tmp_path, entry, message):
-    path = tmp_path / "claims.yaml"
-    path.write_text(f"{SOURCES}\nclaims: [{entry}]\n")
+def test_a_mistake_is_told_in_one_line(tmp_path, entry, message):
     with pytest.raises(DvpError, match=message) as error:
-        load_claims(path)
-    assert str(error.value).startswith(str(path))
+        load(tmp_path, f"claims: {{paper: [{entry}]}}\n")
+    assert str(error.value).startswith(str(tmp_path / "claims.yaml"))
     assert "\n" not in str(error.value)
 
 
-def test_a_change_is_of_a_claim_that_there_is(tmp_path):
-    path = tmp_path / "claims.yaml"
-    path.write_text(
-        f"{SOURCES}\nclaims: [{{id: a, text: t, source: paper, not_tested: n}}]\n"
-        "changes: [{claim: b, commit: c, known: k, what: w}]\n"
-    )
-    with pytest.raises(DvpError, match="changes: 'b' is neither a claim's id nor 'all'"):
-        load_claims(path)
+def test_a_source_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(DvpError, match="claims: other: no such source; known are paper"):
+        load(tmp_path, "claims: {other: [{id: a, text: t, not_testable: n}]}\n")
 
 
-def test_quoted_claim_must_have_a_value():
-    with pytest.raises(DvpError, match="rho_u_shape"):
-        claim(load_claims(CLAIMS), "rho_u_shape")
-
-
-def test_rho_is_written_as_in_the_paths_of_runs(tmp_path):
-    path = tmp_path / "claims.yaml"
-    path.write_text(f"{SOURCES}\nclaims: [{CONDITION % 'where: {rho: 1e-2, method: dvp}, above: 0'}]\n")
-    [condition] = load_claims(path)["a"].conditions
-    assert condition.where == {"rho": "0.01", "method": "dvp"}
+def test_a_misspelt_key_of_evidence_is_told(tmp_path):
+    claim = (CONDITION % "above: 0").replace("experiment: e", "experiment: training_grid")
+    file = load(tmp_path, f"claims: {{paper: [{claim}]}}")
+    with pytest.raises(
+        DvpError, match="evidence: 'training_grit' is asked for by no claim; did you mean training_grid"
+    ):
+        file.check_keys(["training_grit"])

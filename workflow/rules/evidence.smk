@@ -9,7 +9,6 @@ rule evidence:
         f"{EVIDENCE}/claims.json",
         f"{EVIDENCE}/claims.md",
         f"{EVIDENCE}/table.html",
-        directory(f"{EVIDENCE}/figures"),
         report(
             f"{EVIDENCE}/claims.html",
             caption="../report/claims.rst",

@@ -1,5 +1,6 @@
 """What others have published and what we ask ourselves, by source (config/claims.yaml)."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -54,6 +55,12 @@ class Condition(Strict):
         if self.within and self.within[0] >= self.within[1]:
             raise ValueError(f"within: expected [low, high], found {self.within}")
         return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between which values the interval has to lie."""
+        above = -math.inf if self.above is None else self.above
+        return tuple(self.within or (above, math.inf if self.below is None else self.below))
 
 
 class Source(Strict):
@@ -119,11 +126,6 @@ class Claims(Strict):
             if claim.source not in self.sources:
                 raise ValueError(f"claims: {claim.source}: no such source; known are {', '.join(self.sources)}")
         return self
-
-    @property
-    def by_id(self) -> dict[str, Claim]:
-        """The claims in the order of the file."""
-        return {claim.id: claim for claim in self.claims}
 
     @property
     def wanted(self) -> set[str]:

@@ -68,31 +68,21 @@ def _inputs(directory: ExperimentDir) -> Inputs:
     return inputs
 
 
-def evidence(experiments: list[str], output: Path, earlier: Path | None) -> None:
-    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json.
-
-    earlier : the claims.json of an earlier page, for what none of these experiments answers.
-    """
+def evidence(experiments: list[str], output: Path) -> None:
+    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json."""
     from dvp.analysis.claims import CLAIMS
-    from dvp.analysis.evidence import answer, collect_figures, render
+    from dvp.analysis.evidence import answer, render
 
-    answered = answer(experiments, earlier=earlier)
-    inputs = {
-        key: Path(experiment["folder"]) / "report" / "manifest.json"
-        for key, experiment in answered["experiments"].items()
-        if not experiment["earlier"]
-    }
-    config_hash = sha256_json([experiments, sha256_file(CLAIMS), earlier and sha256_file(earlier)])[:12]
+    answered = answer(experiments)
+    inputs = {key: Path(one["folder"]) / "report" / "manifest.json" for key, one in answered["experiments"].items()}
+    config_hash = sha256_json([experiments, sha256_file(CLAIMS)])[:12]
     output = output.resolve()
     with run_stage("evidence", output, output / "claims.json", config_hash, inputs, verify=False) as stage:
-        collect_figures(answered, output)
-        pages = render(answered, output)
-        for name, text in pages.items():
+        for name, text in render(answered, output).items():
             write_text(output / name, text)
+            stage.tracked.log_file(output / name)
         for claim in answered["claims"]:
             stage.tracked.tag(f"claim.{claim['id']}", claim["verdict"])
-        for name in pages:
-            stage.tracked.log_file(output / name)
         stage.finish(answered)
     for claim in answered["claims"]:
         print(f"{claim['verdict']:22} {claim['text']}")

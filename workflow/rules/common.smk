@@ -14,7 +14,7 @@ from dvp.analysis.shown import shown
 from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
-from dvp.files import only_writer, sha256_file
+from dvp.files import only_writer, sha256_file, sha256_json
 from dvp.tools import make_tool
 from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
@@ -367,7 +367,7 @@ def reported(wildcards):
     )
 
 
-# As a caption reads it (workflow/report/shown.rst).
+# As a caption reads it (workflow/report/shown.rst); a table or figure that is declared anew is drawn.
 config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
 
 

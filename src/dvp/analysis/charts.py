@@ -1,195 +1,357 @@
-"""The two kinds of figure that nearly all are of: intervals in rows, and lines with their intervals in facets."""
+"""The two kinds of figure that nearly all are of: intervals in rows, and lines with their intervals in facets.
 
+Both draw a table of estimates and series (dvp.analysis.figures.as_drawn) as shown.yaml declares, which lists the keys.
+"""
+
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.artist import Artist
+import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from dvp.analysis.figures import DARK, STYLE, new_figure, plain_log, set_title
-from dvp.analysis.statistics import Statistic
+from dvp.analysis.looks import DARK, LINES, MARKERS, STYLE, Looks
+from dvp.analysis.matrix import own_policies
+from dvp.analysis.points import BASE
+from dvp.experiment.grid import parse_rho
 
 STEP = 0.22  # of a row's height, between its marks
 BELOW = 30.0  # times below its value ends a bar on a logarithmic axis that would go on to 0 and beyond
-MARGIN = 1.25  # beside the first and the last tick of a logarithmic axis, times
-FEW = 5  # points that are marked, so that a single one is seen
+FEW = 5  # points of a line that are marked, so that a single one is seen
+MOST_WITH_SEEDS = 8  # lines of a panel, above which their seeds would hide them
+DODGE = 0.04  # of an axis, over which the bars of lines stand side by side
+LEVELS = ((0, (4, 1.5)), (0, (1, 1.5)), "-.")
 RING = {"marker": "o", "markersize": 11, "color": "none", "markeredgecolor": DARK, "markeredgewidth": 1}
+VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 0}
+REFERENCE = {"color": "black", "linestyle": (0, (4, 1.5))}
+VALUES = ["value", "low", "high"]
+
+Handles = dict[str, Line2D]
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A value with its interval."""
-
-    statistic: Statistic
-    color: str
-    hollow: bool = False
-    ringed: bool = False
-    marker: str = "o"
-    seeds: Sequence[float] = ()
-    """Small marks below it."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A panel of intervals in rows."""
-
-    rows: Sequence[Sequence[Mark | None]]
-    """From the top; of each row the marks one below another, None where a place stays free."""
-    label: str
-    """Of the axis."""
-    title: str = ""
-    scale: float = 1
-    log: bool = False
-    levels: Sequence[tuple[float, dict]] = ()
-    """Lines across all rows, and how they look."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """With a marker its intervals are bars at the points, without one a band. It has a gap where there is no value."""
-
-    points: Mapping[float, Statistic | None]
-    """By their place on the x axis."""
-    color: str
-    marker: str | None = None
-    style: str | tuple = "-"
-
-
-@dataclass(frozen=True)
-class Facet:
-    """A panel of lines."""
-
-    lines: Sequence[Line]
-    title: str = ""
-    x: str = ""
-    y: str = ""
-    """Labels of the axes."""
-    log: str = "xy"
-    """Which axes are logarithmic."""
-    ticks: Mapping[float, str] | None = None
-    """Of the x axis; None: matplotlib's."""
-    y_limits: tuple[float, float] | None = None
-    zero: bool = False
-    """With a line at y = 0."""
-    empty: str = ""
-    """What stands there instead if no line has a value."""
-
-
-def intervals_in_rows(
-    title: str, labels: Sequence[str], panels: Sequence[Sequence[Rows]], handles: Sequence[Artist], panel: float
-) -> Figure:
-    """A grid of panels whose rows are called `labels`; `panel` is the width of one in inches."""
-    most = max(len(row) for line in panels for each in line for row in each.rows)
+def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
+    """A row a model or estimator, a column of panels a quantity."""
+    panels = present(shown, table)
+    drawn = table[table["quantity"].isin(quantities(panels))]
+    facets, columns = combinations(drawn, shown.get("facet", [])), combinations(drawn, shown.get("columns", []))
+    cells = [(panel, of) for of in columns for panel in panels]
+    keys = [key for key in [*looks.identity, "only_rho"] if key not in {**facets[0], **columns[0]}]
+    rows = drawn.drop_duplicates(keys)
+    rows = looks.by_family(rows) if shown.get("order") == "family" else rows
+    named = [key for key in keys if key == "method" or rows[rows["method"] != BASE][key].nunique() > 1]
+    labels = [textwrap.fill(looks.name(row, named), 36) for row in rows.to_dict("records")]
     lines = max(label.count("\n") + 1 for label in labels)
-    width = panel * len(panels[0]) + 2.4
-    height = max(0.11 * most + 0.1, 0.16 * lines + 0.06) * len(labels) + 0.6
-    with mpl.rc_context(STYLE):
-        figure = new_figure(width, height * len(panels) + 1.1)
-        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharex="col", sharey=True)
-        for place in np.ndindex(grid.shape):
-            _rows(grid[place], panels[place[0]][place[1]])
-        for axes in grid[:-1].ravel():
-            axes.set_xlabel("")
+    most = drawn.groupby(["quantity", *keys, *facets[0], *columns[0]]).size().max() * max(
+        len(panel["quantity"]) for panel in panels
+    )
+    height = max(0.12 * most + 0.12, 0.16 * lines + 0.08) * len(rows) + 0.7
+    width = 6.0 if len(cells) == 1 else 3.0
+    size = width * len(cells) + 2.4, height * len(facets) + 1.2
+    with drawing(looks, shown, *size, "bars: 95 % intervals") as (figure, handles):
+        grid = figure.subplots(len(facets), len(cells), squeeze=False, sharey=True)
+        for (row, facet), (column, (panel, of)) in itertools.product(enumerate(facets), enumerate(cells)):
+            axes, own = grid[row, column], matching(table, facet | of)
+            # Engines can be compared.
+            if axes is not (first := grid[0, panels.index(panel)]):
+                axes.sharex(first)
+            for place, one in enumerate(rows[keys].to_dict("records")):
+                _row(axes, place, looks, shown | panel, matching(own, one), handles)
+            _levels(axes.axvline, looks, shown | panel, own, handles)
+            of_panel = looks.name(pd.Series(facet | of, dtype=object), [*facet, *of])
+            title = ": ".join(filter(None, [of_panel, panel.get("title")]))
+            axes.set(title=textwrap.fill(title, int(11 * width)), xlabel=panel["label"] if facet is facets[-1] else "")
+            axes.grid(visible=False, axis="y")
+            if "log" in panel:
+                _scale(axes, "x", panel["log"])
+        for boundary in range(1, len(rows)):
+            for axes in grid.ravel():
+                axes.axhline(boundary - 0.5, color="#E4E4E4", linewidth=0.6, zorder=0)
         grid[0, 0].set_yticks(range(len(labels)), labels)
         grid[0, 0].set_ylim(len(labels) - 0.5, -0.5)
-        _finish(figure, title, handles)
     return figure
 
 
-def _rows(axes: Axes, panel: Rows) -> None:
-    for height, row in enumerate(panel.rows):
-        for place, mark in enumerate(row):
-            if mark is None:
-                continue
-            y, looks = height + STEP * (place - (len(row) - 1) / 2), {"color": mark.color}
-            value, low, high = (panel.scale * getattr(mark.statistic, key) for key in ("value", "low", "high"))
-            axes.hlines(y, low, high, linewidth=1.6, alpha=0.7, zorder=2, **looks)
-            if mark.ringed:
-                axes.plot(value, y, zorder=2, **RING)
-            axes.plot(
-                value, y, mark.marker, markersize=5, mfc="white" if mark.hollow else mark.color, zorder=3, **looks
-            )
-            for seed in mark.seeds:
-                axes.plot(panel.scale * seed, y + 1.2 * STEP, "o", markersize=3.5, mfc="white", zorder=3, **looks)
-        if height:
-            axes.axhline(height - 0.5, color="#E4E4E4", linewidth=0.6, zorder=0)
-    for level, looks in panel.levels:
-        axes.axvline(panel.scale * level, linewidth=1.2, zorder=1, **looks)
-    axes.set(xlabel=panel.label, title=panel.title)
-    axes.grid(visible=False, axis="y")
-    if panel.log:
-        axes.set_xscale("log")
-        plain_log(axes.xaxis)
+def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.DataFrame, handles: Handles) -> None:
+    """Its marks below one another: quantities by marker, what is sampled at ρ, or may be 0, hollow."""
+    by, seeds = panel.get("colour", "method"), own[own["quantity"] == panel.get("seeds")]
+    own = own[own["quantity"].isin(panel["quantity"])]
+    policies = own_policies(looks.experiment) if panel.get("ring") else []
+    for place, row in enumerate(own.to_dict("records")):
+        y, color = height + STEP * (place - (len(own) - 1) / 2), looks.color(row, by)
+        value, low, high = (panel.get("scale", 1) * row[key] for key in VALUES)
+        low = value / BELOW if panel.get("log") == "log" and low <= 0 else low
+        marker = MARKERS[panel["quantity"].index(row["quantity"])]
+        hollow = row["at"] != "none" or (panel.get("hollow") == "zero" and row["low"] <= 0 <= row["high"])
+        face = "white" if hollow else color
+        axes.hlines(y, low, high, linewidth=1.6, alpha=0.7, zorder=2, color=color)
+        axes.plot(value, y, marker, markersize=5, mfc=face, color=color, zorder=3)
+        if any(all(row[key] == of for key, of in place.items()) for place in policies):
+            axes.plot(value, y, zorder=2, **RING)
+            handles["policy that the updates are for"] = handle(**RING)
+        if by != "method":
+            label = looks.name(row, [by, "at"])
+            handles[label] = handle(marker=marker, color=color, mfc=face)
+        elif hollow:
+            handles["interval includes zero"] = handle(marker="o", color=DARK, mfc="white")
+        if len(panel["quantity"]) > 1:
+            handles[looks.name(row, ["quantity"])] = handle(marker=marker, color=DARK)
+    for value in seeds["value"]:
+        color = looks.color(seeds.iloc[0], by)
+        axes.plot(panel["scale"] * value, height + 1.2 * STEP, "o", markersize=3.5, mfc="white", color=color, zorder=3)
+        handles["one seed"] = handle(marker="o", markersize=3.5, color=DARK, mfc="white")
 
 
-def lines_in_facets(
-    title: str, facets: Sequence[Sequence[Facet]], handles: Sequence[Artist], facet: float, *, share_y: bool = True
-) -> Figure:
-    """A grid of facets with one x axis, each row with one y axis or each facet with its own.
+def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
+    """A facet a combination of coordinates, or a panel a quantity in each of them."""
+    panels = present(shown, table)
+    facets = _facets(looks, shown, table)
+    # Facets of one quantity are wrapped; of several each has rows of its own.
+    rows = [[(facet, panel) for panel in panels] for facet in facets]
+    rows = [list(itertools.chain(*rows))] if len(panels) == 1 else rows
+    across = shown.get("across", 3)
+    grid_of = [row[start : start + across] for row in rows for start in range(0, len(row), across)]
+    width, number = shown.get("width", 3.6), max(map(len, grid_of))
+    note = f"{'bars' if shown.get('bars') else 'bands'}: 95 % intervals"
+    note = f"bold: means over seeds, trailing mean of {shown['smooth']} steps" if "smooth" in shown else note
+    size = max(width * number + 0.4, 6.0), max(0.78 * width, 2.3) * len(grid_of) + 1.3
+    with drawing(looks, shown, *size, shown.get("note", note)) as (figure, handles):
+        grid = figure.subplots(len(grid_of), number, squeeze=False)
+        draw, first = _Lines(looks, facets, table[table["quantity"].isin(quantities(panels))], handles), {}
+        for row, cells in zip(grid, grid_of, strict=True):
+            for axes, cell in itertools.zip_longest(row, cells):
+                if cell is None:
+                    axes.remove()
+                    continue
+                facet, panel = cell
+                if (other := first.setdefault(id(panel), axes)) is not axes:
+                    axes.sharey(other)
+                draw(axes, shown | panel, facet, table[table["quantity"].isin(panel["quantity"])], table)
+                of_facet = looks.name(facet, facet) if len(facets) > 1 or len(panels) == 1 else ""
+                title = ": ".join(filter(None, [of_facet, panel.get("title")]))
+                axes.set(title=textwrap.fill(title, int(11 * width)), xlabel=panel.get("x_label", shown.get("x_label")))
+                axes.set_ylabel(panel["label"] if axes is row[0] or len(panels) > 1 else "")
+    return figure
 
-    facet : the width of one in inches; its height is three quarters of that.
-    """
-    shape = len(facets), len(facets[0])
-    width = max(facet * shape[1], 6.0)
+
+def _facets(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, str]]:
+    """What has no ρ is repeated beside each ρ, a control in all facets of its settings."""
+    own = table[table["quantity"].isin(quantities(shown["panels"])) & (table["method"] != BASE)]
+    own = own[own["role"] != "control"] if (own["role"] != "control").any() else own
+    by = [key for name in shown.get("facet", []) for key in (looks.experiment.axes if name == "settings" else [name])]
+    every = combinations(own, by)
+    with_rho = [{**facet, "rho": "none"} for facet in every if facet.get("rho", "none") != "none"]
+    return [facet for facet in every if facet not in with_rho]
+
+
+class _Lines:
+    def __init__(self, looks: Looks, facets: list[dict[str, str]], drawn: pd.DataFrame, handles: Handles):
+        self.looks, self.facets, self.handles = looks, facets, handles
+        drawn = drawn[drawn["method"] != BASE]
+        self.named = [key for key in looks.identity if key == "method" or drawn[key].nunique() > 1]
+        # Of each colour the lines that have it, of the whole figure.
+        self.alike: dict[str, list[tuple]] = {}
+
+    def __call__(
+        self, axes: Axes, panel: dict[str, Any], facet: dict[str, str], own: pd.DataFrame, table: pd.DataFrame
+    ) -> None:
+        looks, x_name = self.looks, panel.get("x", "x")
+        log = panel.get("log", "")
+        axes.set(**{f"{axis}scale": "log" for axis in log})
+        own = self._in_facet(own, facet, reference=panel.get("reference", False)).assign(
+            x_shown=lambda rows: _x(rows, x_name, table, looks.experiment.positions)
+        )
+        keys = [*looks.identity, "control", "margin", "weighting", "role"]
+        keys = [key for key in keys if key not in facet and key != x_name]
+        if "floor" in panel:
+            own = own.assign(value=own["value"].where(own["value"] > panel["floor"]))
+        if own.empty:
+            axes.text(0.5, 0.5, panel.get("empty", "nothing"), transform=axes.transAxes, ha="center", va="center")
+            return
+        by = panel.get("colour", "method")
+        named = [*dict.fromkeys([by, *(key for key in keys[:-1] if key in self.named or key not in looks.identity)])]
+        groups = list(own.groupby(["quantity", *keys], sort=False))
+        for number, (key, line) in enumerate(groups):
+            self._line(axes, panel, line, key[1:], looks.name(line.iloc[0], named), number / len(groups) - 0.5)
+        of_task = matching(table, {"task": facet["task"]}) if "task" in facet else table
+        _levels(axes.axhline, looks, panel, of_task, self.handles)
+        for label, at in panel.get("verticals", {}).items():
+            for x in map(parse_rho, looks.experiment.mismatch.rhos) if at == "rho" else [at]:
+                axes.axvline(x, **VERTICAL)
+                self.handles[label] = handle(**VERTICAL)
+        if "limits" in panel:
+            axes.set_ylim(*panel["limits"])
+        for axis in log:
+            _scale(axes, axis, "log")
+        if x_name in ("position", "length", "response_tokens"):
+            ticks = own.dropna(subset="x_shown").drop_duplicates("x_shown").sort_values("x_shown")
+            names = ticks[x_name] if x_name in own else ticks["x_shown"].map("{:.0f}".format)
+            axes.set_xticks(ticks["x_shown"], [name.replace("-", "–") for name in names])
+            axes.set_xticks([], minor=True)
+        if panel.get("engineering"):
+            axes.xaxis.set_major_formatter(EngFormatter())
+        elif x_name == "x" and "x" not in log:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+
+    def _line(
+        self, axes: Axes, panel: dict[str, Any], line: pd.DataFrame, key: tuple, label: str, place: float
+    ) -> None:
+        color, scale = self.looks.color(line.iloc[0], panel.get("colour", "method")), panel.get("scale", 1)
+        alike = self.alike.setdefault(color, [])
+        if key not in alike:
+            alike.append(key)
+        number = alike.index(key) + panel["quantity"].index(line["quantity"].iloc[0])
+        style, marker = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
+        if line["role"].iloc[0] == "control":
+            style = LINES[(number + 3) % len(LINES)]
+        looks = {"color": color, "linestyle": style, "linewidth": 1.8}
+        if panel.get("reference") and line["role"].iloc[0] == "reference":
+            looks, label = looks | REFERENCE, f"reference: {label}"
+        seeds, mean = line[line["seed"] != "none"], line[line["seed"] == "none"]
+        if len(seeds):
+            if mean.empty:
+                by_seed = seeds.pivot_table(index="x_shown", columns="seed", values="value", dropna=False)
+                smooth = by_seed.mean(axis=1).rolling(panel["smooth"], min_periods=1).mean()
+                # Where every seed has a gap, so has their mean.
+                mean = smooth.where(by_seed.notna().any(axis=1)).rename("value").reset_index()
+                mean = mean.assign(low=math.nan, high=math.nan)
+            for _, one in seeds.groupby("seed") if len(alike) <= MOST_WITH_SEEDS else ():
+                axes.plot(one["x_shown"], scale * one["value"], color=color, linewidth=0.6, alpha=0.35)
+            self.handles["one seed"] = handle(color=DARK, linewidth=0.6, alpha=0.5)
+        if mean["x_shown"].isna().all():  # no ρ where x is ρ
+            if np.isfinite(value := mean["value"].iloc[0]):
+                axes.axhline(scale * value, **looks | {"linewidth": 1.3})
+                self.handles.setdefault(label, handle(**looks))
+            return
+        mean = mean.dropna(subset="x_shown").sort_values("x_shown")
+        value, low, high = (scale * mean[key].to_numpy(dtype=float) for key in VALUES)
+        if axes.get_yscale() == "log":
+            value = np.where(value > 0, value, math.nan)
+            low = np.where(low > 0, low, value / BELOW)
+        x = mean["x_shown"].to_numpy(dtype=float)
+        if panel.get("bars"):
+            span = x.max() / x.min() if axes.get_xscale() == "log" else max(np.ptp(x), 1)
+            x = x * span ** (DODGE * place) if axes.get_xscale() == "log" else x + 8 * DODGE * place
+            looks |= {"marker": marker, "markersize": 4, "linewidth": 1}
+            axes.vlines(x, low, high, color=color, linewidth=0.9, alpha=0.6, zorder=2)
+        else:
+            axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+            looks |= {"marker": marker, "markersize": 4} if len(x) < FEW else {}
+        axes.plot(x, value, zorder=3, **looks)
+        self.handles.setdefault(label, handle(**looks))
+
+    def _in_facet(self, own: pd.DataFrame, facet: dict[str, str], *, reference: bool) -> pd.DataFrame:
+        """With what is repeated beside others."""
+        control, settings = own["role"] == "control", self.looks.experiment.axes
+        inside = pd.Series(data=True, index=own.index)
+        for key, value in facet.items():
+            same = own[key] == value
+            if reference and key != "task":
+                same |= own["role"] == "reference"
+            if key == "rho":
+                same |= own[key] == "none"
+            elif key == "engine" or (
+                key in settings and not {of[key] for of in self.facets} & set(own.loc[control, key])
+            ):
+                same |= control
+            inside &= same
+        return own[inside & (own["method"] != BASE)]
+
+
+def _x(rows: pd.DataFrame, name: str, table: pd.DataFrame, positions: Sequence[str] = ()) -> pd.Series:
+    """A coordinate as a number, NaN where it does not apply; or another quantity of the same policy and task."""
+    if name == "rho":
+        return rows[name].map(lambda rho: math.nan if rho == "none" else parse_rho(rho)).astype(float)
+    if name == "position":
+        return rows[name].map({position: float(place) for place, position in enumerate(positions)}).astype(float)
+    if name == "response_tokens":
+        of = table[table["quantity"] == name].set_index(["policy", "task"])["value"].to_dict()
+        return pd.Series(
+            [of[place] for place in zip(rows["policy"], rows["task"], strict=True)], rows.index, dtype=float
+        )
+    return rows[name].astype(float)
+
+
+def _levels(draw: Any, looks: Looks, panel: dict[str, Any], table: pd.DataFrame, handles: Handles) -> None:
+    """Lines across a panel: numbers, a setting of training, a quantity, or the quantity of the panel with a role."""
+    experiment, places = looks.experiment, iter(itertools.cycle(LEVELS))
+    for label, level in panel.get("levels", {}).items():
+        of_panel = table[table["quantity"].isin(panel["quantity"])]
+        look = {"color": "black", "linestyle": next(places), "linewidth": 1}
+        if isinstance(level, int | float | list):
+            values = np.atleast_1d(np.array(level, dtype=float)) / panel.get("scale", 1)
+        elif level in type(experiment.training).model_fields:
+            values = np.unique([float(getattr(experiment.training_of(point), level)) for point in experiment.points])
+        else:
+            of_role = of_panel[of_panel["role"] == level]
+            values = (table[table["quantity"] == level] if of_role.empty else of_role)["value"].to_numpy()
+        for value in values[np.isfinite(values)]:
+            draw(panel.get("scale", 1) * value, zorder=1, **look)
+            handles[f"{label} {value:g}" if label.endswith(" at") else label] = handle(**look)
+
+
+def _scale(axes: Axes, axis: str, kind: str) -> None:
+    """log, of few decades with 1, 2, 5, 10, … as labels; or symlog:0.1, linear within ±0.1, grey."""
+    name, _, linear = kind.partition(":")
+    settings = {"linthresh": float(linear), "linscale": 0.7} if linear else {}
+    getattr(axes, f"set_{axis}scale")(name, **settings)
+    low, high = getattr(axes, f"get_{axis}lim")()
+    of = getattr(axes, f"{axis}axis")
+    if linear:
+        axes.axvspan(-float(linear), float(linear), color="#F0F0F0", zorder=0)
+        of.set_major_formatter("{x:g}")
+    elif high < 100 * low:
+        of.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        of.set_major_formatter("{x:g}")
+        of.set_minor_formatter(NullFormatter())
+
+
+def present(shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The panels of which there is something."""
+    known = set(table["quantity"])
+    return [panel for panel in shown["panels"] if known & set(panel["quantity"])]
+
+
+def quantities(panels: list[dict[str, Any]]) -> list[str]:
+    return [name for panel in panels for name in panel["quantity"]]
+
+
+def combinations(table: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, str]]:
+    return table[[*columns]].drop_duplicates().to_dict("records") if columns else [{}]
+
+
+def matching(table: pd.DataFrame, place: dict[str, str]) -> pd.DataFrame:
+    """The rows of a place."""
+    for key, value in place.items():
+        table = table[table[key] == value]
+    return table
+
+
+def handle(**looks: Any) -> Line2D:
+    """An entry of a legend; without `linestyle` or `linewidth` a marker alone if there is one."""
+    if "marker" in looks and "linestyle" not in looks:
+        looks.setdefault("linewidth", 0)
+    return Line2D([], [], **looks)
+
+
+@contextmanager
+def drawing(looks: Looks, shown: dict[str, Any], width: float, height: float, note: str) -> Iterator[tuple]:
+    """A figure to be drawn on, and its legend to be filled by label; touches no global state."""
+    handles: Handles = {}
     with mpl.rc_context(STYLE):
-        figure = new_figure(width, 0.75 * facet * len(facets) + 1.1 + 0.2 * math.ceil(len(handles) / 3))
-        grid = figure.subplots(*shape, squeeze=False, sharex=True, sharey="row" if share_y else False)
-        for place in np.ndindex(grid.shape):
-            _facet(grid[place], facets[place[0]][place[1]])
-        for axes in grid[:, 1:].ravel() if share_y else ():
-            axes.set_ylabel("")
-        for axes in grid[:-1].ravel():
-            axes.set_xlabel("")
-        _finish(figure, title, handles)
-    return figure
-
-
-def _facet(axes: Axes, facet: Facet) -> None:
-    axes.set(title=facet.title, xlabel=facet.x, ylabel=facet.y)
-    for axis in facet.log:
-        axes.set(**{f"{axis}scale": "log"})
-    if facet.zero:
-        axes.axhline(0, color="#808080", linewidth=0.8, zorder=1)
-    for line in facet.lines:
-        _line(axes, line, positive="y" in facet.log)
-    if facet.ticks is not None:
-        axes.set_xticks(list(facet.ticks), list(facet.ticks.values()))
-        axes.set_xticks([], minor=True)
-        # Also where a facet has no mark.
-        first, last = min(facet.ticks), max(facet.ticks)
-        axes.set_xlim(*((first / MARGIN, last * MARGIN) if "x" in facet.log else (first - 0.6, last + 0.6)))
-    if facet.y_limits:
-        axes.set_ylim(*facet.y_limits)
-    if facet.empty and not any(np.isfinite(line.get_ydata()).any() for line in axes.lines):
-        axes.text(0.5, 0.5, facet.empty, transform=axes.transAxes, ha="center", va="center")
-    if "y" in facet.log and axes.get_ylim()[1] < 100 * axes.get_ylim()[0]:
-        plain_log(axes.yaxis)
-
-
-def _line(axes: Axes, line: Line, *, positive: bool) -> None:
-    """positive : whether the axis has no place for what is not."""
-    x, points = np.array(list(line.points)), list(line.points.values())
-    numbers = [(math.nan,) * 3 if one is None else (one.value, one.low, one.high) for one in points]
-    value, low, high = np.array(numbers, dtype=float).reshape(-1, 3).T
-    if positive:
-        value = np.where(value > 0, value, math.nan)
-        low = np.where(low > 0, low, value / BELOW)
-    marker = line.marker or ("o" if len(points) < FEW else None)
-    axes.plot(x, value, color=line.color, linestyle=line.style, linewidth=1.2, marker=marker, markersize=4, zorder=3)
-    if line.marker is None:
-        axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
-    else:
-        known = np.isfinite(value) & np.isfinite(high)
-        axes.vlines(x[known], low[known], high[known], color=line.color, linewidth=0.9, alpha=0.6, zorder=2)
-
-
-def _finish(figure: Figure, title: str, handles: Sequence[Artist]) -> None:
-    width = figure.get_figwidth()
-    set_title(figure, title, 0.96 * width)
-    longest = max(len(part) for handle in handles for part in handle.get_label().split("\n"))
-    columns = int((width - 0.3) / (0.075 * longest + 0.7))
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, min(columns, len(handles))))
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure, handles
+        title = f"{looks.experiment.name}: {shown['title']}; {note}"
+        figure.suptitle(textwrap.fill(title, int(12 * width)), fontsize=9.5, x=0.01, ha="left")
+        columns = int((width - 0.3) / (0.075 * max(map(len, handles), default=1) + 0.7))
+        columns = max(1, min(columns, len(handles)))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)

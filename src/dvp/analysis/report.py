@@ -7,20 +7,16 @@ from dvp.analysis import (
     bias,
     bias_length,
     curve,
-    declared_figures,
     diversity,
     figures,
     matrix,
     mismatch,
-    mismatch_figures,
     overview,
+    series,
     sweep,
     training,
-    training_figures,
     variance,
 )
-from dvp.analysis.bias_figures import bias_variance
-from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.estimates import scores
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
 from dvp.analysis.load import (
@@ -54,8 +50,8 @@ def make(experiment: Experiment, results: Path) -> Part:
         whole = Part(
             whole.statistics + part.statistics,
             whole.tables | part.tables,
-            whole.figures | part.figures,
             whole.files | part.files,
+            [*whole.series, *part.series],
         )
     return whole
 
@@ -79,22 +75,15 @@ def make_part(experiment: Experiment, results: Path, part: str) -> Part:
 def _training(experiment: Experiment, results: Path) -> Part:
     loaded = load_training(experiment, results)
     statistics, tables = training.part(experiment, loaded)
-    drawn = {
-        "learning_curves": training_figures.learning_curves(experiment, loaded.metrics),
-        "mismatch_curves": training_figures.mismatch_curves(experiment, loaded.metrics),
-        "scores": declared_figures.scores(experiment, tables["main_table"]),
-        "gradient_norm": training_figures.gradient_norm(experiment, loaded.metrics),
-    }
-    return Part(statistics, tables, drawn, loaded.files)
+    return Part(statistics, tables, loaded.files, [*series.training(experiment, loaded)])
 
 
 def _matrix(experiment: Experiment, results: Path) -> Part:
     loaded = load_matrix(experiment, results)
     statistics = matrix.statistics(experiment, loaded)
     table = matrix.table(experiment, statistics)
-    drawn = {"evaluation_matrix": declared_figures.evaluation_matrix(experiment, table)}
     tables = {"matrix_table": table, "overview_table": overview.table(experiment, loaded, statistics)}
-    return Part(statistics, tables, drawn, loaded.files)
+    return Part(statistics, tables, loaded.files)
 
 
 def _diversity(experiment: Experiment, results: Path) -> Part:
@@ -102,8 +91,7 @@ def _diversity(experiment: Experiment, results: Path) -> Part:
     tokenizer, files = load_tokenizer(experiment, results)
     statistics = diversity.statistics(experiment, loaded, tokenizer)
     table = diversity.table(experiment, loaded, statistics)
-    drawn = {"solutions": declared_figures.solutions(experiment, table)}
-    return Part(statistics, {"diversity_table": table}, drawn, loaded.files | files)
+    return Part(statistics, {"diversity_table": table}, loaded.files | files)
 
 
 def _curve(experiment: Experiment, results: Path) -> Part:
@@ -111,7 +99,7 @@ def _curve(experiment: Experiment, results: Path) -> Part:
     groups = curve.groups(experiment, loaded)
     statistics = curve.statistics(experiment, groups)
     tables = curve.tables(experiment, groups, statistics)
-    return Part(statistics, tables, {"score_curve": score_curve(experiment, groups)}, loaded.files)
+    return Part(statistics, tables, loaded.files, [*series.curve(experiment, groups)])
 
 
 def _mismatch(experiment: Experiment, results: Path) -> Part:
@@ -119,51 +107,50 @@ def _mismatch(experiment: Experiment, results: Path) -> Part:
     groups = mismatch.groups(experiment, loaded)
     statistics = [statistic for group in groups for statistic in mismatch.statistics(experiment, group)]
     tables = mismatch.tables(experiment, groups, statistics)
-    return Part(statistics, tables, mismatch_figures.figures(experiment, groups, statistics), loaded.files)
+    return Part(statistics, tables, loaded.files, [*series.mismatch(groups)])
 
 
 def _bias(experiment: Experiment, results: Path) -> Part:
     loaded = load_bias(experiment, results)
     statistics = bias.statistics(experiment, loaded)
     tables = {"bias_table": bias.bias_table(experiment, loaded, statistics)}
-    return Part(statistics, tables, {"bias_variance": bias_variance(experiment, statistics)}, loaded.files)
+    return Part(statistics, tables, loaded.files)
 
 
 def _variance(experiment: Experiment, results: Path) -> Part:
     loaded = load_variance(experiment, results)
     statistics = variance.statistics(experiment, loaded)
-    drawn = {
-        "variance_by_baseline": declared_figures.variance_by_baseline(experiment, statistics),
-        "variance_by_position": declared_figures.variance_by_position(experiment, statistics),
-    }
-    return Part(statistics, variance.tables(experiment, loaded, statistics), drawn, loaded.files)
+    return Part(statistics, variance.tables(experiment, loaded, statistics), loaded.files)
 
 
 def _bias_length(experiment: Experiment, results: Path) -> Part:
     loaded = load_bias(experiment, results)
     statistics = bias_length.statistics(experiment, loaded)
-    drawn = {"bias_by_length": declared_figures.bias_by_length(experiment, statistics)}
-    return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, drawn, loaded.files)
+    return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, loaded.files)
 
 
 def _sweep(experiment: Experiment, results: Path) -> Part:
-    trained, measured = load_training(experiment, results), load_bias(experiment, results)
-    score = scores(experiment, trained)
-    shown = [*training.statistics(experiment, trained, score), *bias.statistics(experiment, measured)]
-    figure = sweep.rho_sweep(experiment, shown)
-    return Part(sweep.statistics(experiment, score), {}, {"rho_sweep": figure}, trained.files | measured.files)
+    loaded = load_training(experiment, results)
+    return Part(sweep.statistics(experiment, scores(experiment, loaded)), {}, loaded.files)
 
 
-def write(part: Part, folder: Path) -> None:
-    """report/estimates.parquet, figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`."""
-    with atomic_path(folder / ESTIMATES) as temporary:
-        to_frame(part.statistics).to_parquet(temporary, index=False)
-    for name, figure in part.figures.items():
+def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
+    """report/estimates.parquet and series.parquet, figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html.
+
+    All are below `folder`. Returns the figures' names.
+    """
+    curves = series.joined(part.series)
+    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, curves)):
+        with atomic_path(folder / name) as temporary:
+            frame.to_parquet(temporary, index=False)
+    drawn = figures.draw(experiment, part.statistics, curves)
+    for name, figure in drawn.items():
         figures.save(figure, folder / "figures", name)
     for name, table in part.tables.items():
         write_text(folder / "tables" / f"{name}.csv", table.frame().to_csv(index=False))
         for suffix, form in (("md", to_markdown), ("tex", to_tex), ("html", to_html)):
             write_text(folder / "tables" / f"{name}.{suffix}", form(table.formatted()))
+    return sorted(drawn)
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:

@@ -14,6 +14,7 @@ def report(config: Path) -> None:
     """What was measured (dvp.analysis.parts) → figures/, tables/, provenance.json, and report/, the manifest last."""
     from dvp.analysis.report import make, provenance, write
     from dvp.analysis.responses import write_page
+    from dvp.analysis.series import SERIES
     from dvp.analysis.statistics import ESTIMATES
 
     directory = ExperimentDir(config)
@@ -22,11 +23,11 @@ def report(config: Path) -> None:
     # What is read, the analysis verifies itself.
     with run_stage("report", directory, result, config_hash, _inputs(directory), verify=False) as stage:
         made = make(experiment, folder)
-        write(made, folder)
+        drawn = write(experiment, made, folder)
         write_json(folder / "provenance.json", provenance(experiment, made))
         page = folder / "report" / "responses.html"
         write_page(experiment, folder, page)
-        for file in (folder / "provenance.json", folder / ESTIMATES, page):
+        for file in (folder / "provenance.json", folder / ESTIMATES, folder / SERIES, page):
             stage.tracked.log_file(file)
         texts = []
         for kind in ("tables", "figures"):
@@ -39,8 +40,8 @@ def report(config: Path) -> None:
         stage.finish(
             {
                 "experiment": experiment.name,
-                "files": {"estimates.parquet": sha256_file(folder / ESTIMATES)},
-                "figures": sorted(made.figures),
+                "files": {Path(name).name: sha256_file(folder / name) for name in (ESTIMATES, SERIES)},
+                "figures": drawn,
                 "tables": {name: table.formatted()._asdict() for name, table in made.tables.items()},
                 "origins": made.files,
             }

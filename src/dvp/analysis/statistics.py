@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from dvp.analysis.tables import Table
 
@@ -46,9 +45,10 @@ class Part:
 
     statistics: list[Statistic]
     tables: dict[str, Table] = field(default_factory=dict)
-    figures: dict[str, Figure] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Origin of the stages' JSON files behind all of it."""
+    series: list[pd.DataFrame] = field(default_factory=list)
+    """Curves, as dvp.analysis.series makes them."""
 
 
 ESTIMATES = "report/estimates.parquet"  # in an experiment's folder

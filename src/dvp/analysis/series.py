@@ -1,0 +1,140 @@
+"""Curves and densities of a report as one long table: what figures draw besides estimates.
+
+A row is a point of a curve: quantity, coordinates as of statistics (None where they do not apply), x, value, and low
+and high where it has an interval. What is smoothed is smoothed when it is drawn.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dvp.analysis.curve import Group as Curves
+from dvp.analysis.curve import target
+from dvp.analysis.load import Scored
+from dvp.analysis.mismatch import Density, Group
+from dvp.analysis.training import where_of
+from dvp.experiment.config import Experiment
+from dvp.measurement.files import ENGINE, NARROWEST, SOURCES
+
+SERIES = "report/series.parquet"  # in an experiment's folder
+NUMBERS = ("x", "value", "low", "high")
+BY_STEP = ("reward", "k3", "gradient_norm")
+# p of the tokens of which the density of d is drawn, from the tail to the head.
+PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
+WEIGHTINGS = ("infer", "train")
+
+
+def joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """One table of several, with all coordinates that any of them has."""
+    every = pd.concat([pd.DataFrame(columns=["quantity", *NUMBERS]), *frames], ignore_index=True)
+    coordinates = [column for column in every if column not in NUMBERS]
+    texts = every[coordinates].astype(object).where(every[coordinates].notna(), None)
+    return texts.join(every[[*NUMBERS]].astype("float32"))
+
+
+def _curve(quantity: str, where: dict[str, Any], x: Any, value: Any, low: Any = np.nan, high: Any = np.nan) -> Any:
+    return pd.DataFrame({"x": x, "value": value, "low": low, "high": high}).assign(quantity=quantity, **where)
+
+
+def training(experiment: Experiment, loaded: Scored) -> Iterator[pd.DataFrame]:
+    """Of every run BY_STEP; the norm of a gradient that is 0, as of a step that was skipped, is NaN."""
+    for point in experiment.points:
+        own = loaded.metrics[loaded.metrics["point"] == point.path]
+        own = own.assign(gradient_norm=own["gradient_norm"].where(own["gradient_norm"] > 0))
+        for seed, run in own.groupby("seed"):
+            where = where_of(experiment, point) | {"seed": str(seed)}
+            for name in BY_STEP:
+                yield _curve(name, where, run["step"].to_numpy(), run[name].to_numpy())
+
+
+def curve(experiment: Experiment, groups: list[Curves]) -> Iterator[pd.DataFrame]:
+    """Scores along training, of each seed and their mean, by step and by sampled tokens (of the mean: mean tokens).
+
+    score_to_reach, of each task: what counts as having reached the reference (report.reached_within).
+    """
+    for task in experiment.data.tasks:
+        yield _curve("score_to_reach", {"task": task}, [np.nan], target(experiment, groups, task))
+    for group in groups:
+        where = where_of(experiment, group.point) | group.where
+        mean = np.array([group.draws.estimate(value_R, "share") for value_R in group.curve_RN.T]).T
+        for name, x_SN in (
+            ("score_by_step", np.broadcast_to(group.steps, group.tokens_SN.shape)),
+            ("score_by_tokens", group.tokens_SN),
+        ):
+            yield _curve(name, where, x_SN.mean(axis=0), *mean)
+            for seed, x_N, score_N in zip(experiment.seeds, x_SN, group.score_SN, strict=True):
+                yield _curve(name, where | {"seed": str(seed)}, x_N, score_N)
+
+
+def mismatch(groups: list[Group]) -> Iterator[pd.DataFrame]:
+    """Of every policy and engine what `_bounds`, `_by_probability` and `_densities` say."""
+    for place, group in enumerate(groups):
+        yield from _bounds(group)
+        # The trainer's own noise hardly depends on the engine whose positions are looked at.
+        first = group.policy not in [other.policy for other in groups[:place]]
+        yield from _by_probability(group, SOURCES if first else (ENGINE,))
+        yield from _densities(group)
+
+
+def _bounds(group: Group) -> Iterator[pd.DataFrame]:
+    """|d| over 2 ε_max of its position by 1 − p: mean of a bin, largest where d > 0 (above) and d < 0 (below).
+
+    x is a bin's upper edge, where the bounds are widest: what is above them there is a violation.
+    """
+    bins = group.tables["bounds"].groupby("rest_high")
+    pairs = bins[["pairs", "scaled"]].sum()
+    for name, value in (
+        ("scaled_mean", pairs["scaled"] / pairs["pairs"]),
+        ("scaled_above", bins["max_scaled_above"].max()),
+        ("scaled_below", bins["max_scaled_below"].max()),
+    ):
+        shown = value[value > 0]
+        yield _curve(name, group.where, shown.index.to_numpy(), shown.to_numpy())
+    rest = np.logspace(-6, 0, 60)
+    largest = group.tables["noise"].query("source == @ENGINE")["max_epsilon"].max()
+    yield _curve("literal_bound", group.where, rest, rest)
+    yield _curve("sharp_bound", group.where, rest, np.log1p(rest * np.expm1(2 * largest)) / (2 * largest))
+
+
+def _by_probability(group: Group, sources: Sequence[str]) -> Iterator[pd.DataFrame]:
+    """Mean |d|, of all pairs alike and weighted by π_infer, by p/p_max: of the engine and of the trainer's own noise.
+
+    x is a bin's middle in the logarithm; bins are a nat wide, but for the most likely token, which has its own.
+    """
+    for source in sources:
+        rows = group.tables["gaps"].query("source == @source")
+        for name, above, below in (("mean_abs_d", "abs_d", "pairs"), ("mean_abs_d_weighted", "infer_abs_d", "infer")):
+            keys, above_RK = group.binned(rows, "gap_high", above)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                mean_RK = above_RK / group.binned(rows, "gap_high", below)[1]
+            middle = np.where(keys == 0.0, 0.0, np.minimum(np.round(keys), 0.0) - 0.5)
+            value, low, high = (
+                np.array([group.draws.estimate(mean_R, "ratio") for mean_R in mean_RK.T]).reshape(-1, 3).T
+            )
+            # A bin that a replicate can miss holds too little.
+            known = np.isfinite(low) & np.isfinite(high)
+            where = group.where if source == ENGINE else {"policy": group.policy, "control": source}
+            yield _curve(name, where, np.exp(middle[known]), value[known], low[known], high[known])
+
+
+def _densities(group: Group) -> Iterator[pd.DataFrame]:
+    """Of d, nats, in each of PARTS, weighted by π_infer and by π_train, each scaled to its maximum; and its mode."""
+    table = group.tables["histogram"].query("source == @ENGINE")
+    for low, high in PARTS:
+        rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+        if rows.empty:
+            continue
+        densities = {name: Density(group, rows, name) for name in WEIGHTINGS}
+        left = min(density.central[0] for density in densities.values())
+        right = max(density.central[1] for density in densities.values())
+        margin = max(0.25 * (right - left), 2 * NARROWEST)
+        even = np.linspace(left - margin, right + margin, 200)
+        every = np.concatenate([even, *(density.points_G[::4] for density in densities.values())])
+        points = np.unique(every[(every >= even[0]) & (every <= even[-1])])
+        for name, density in densities.items():
+            where = group.where | {"weighting": name, "part": f"{low:g} < p ≤ {high:g}" if low else f"p ≤ {high:g}"}
+            height = density.at(points)[0]
+            yield _curve("density", where, points, height / height.max())
+            yield _curve("density_mode", where, [density.mode()] * 2, [0.0, 1.0])

@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer, models
 
-from dvp.analysis import training
-from dvp.analysis.load import evaluation_path, load_training
+from dvp.analysis.load import Reader, evaluation_path
 from dvp.analysis.points import BASE
+from dvp.analysis.report import Part, measure
 from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import Table
+from dvp.analysis.tables import Table, make_tables
 from dvp.data.puzzles import Puzzle
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
@@ -36,9 +36,17 @@ def make_experiment(**changes) -> Experiment:
     return parse_experiment(value, Path("test.yaml"))
 
 
+def measured_of(experiment: Experiment, folder: Path, *parts: str) -> Part:
+    """Statistics, tables and files of some parts of a report, of what is in the folder; no figure."""
+    reader = Reader(experiment, folder)
+    statistics = measure(experiment, reader, *parts)
+    return Part(statistics, make_tables(experiment, statistics, *parts), {}, reader.files)
+
+
 def training_part(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Table]]:
     """Statistics and tables of training and scores, of what is in the folder."""
-    return training.part(experiment, load_training(experiment, folder))
+    part = measured_of(experiment, folder, "training")
+    return part.statistics, part.tables
 
 
 def main_table(experiment: Experiment, folder: Path) -> Table:

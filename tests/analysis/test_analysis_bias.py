@@ -8,7 +8,7 @@ from made_up_bias import bias_experiment, truth, write_cell
 
 from dvp.analysis.bias import format_estimators, pooled
 from dvp.analysis.formats import to_markdown, to_tex
-from dvp.analysis.load import load_bias
+from dvp.analysis.load import Reader
 from dvp.analysis.report import make, record, write
 from dvp.errors import DvpError
 from dvp.files import dump_json, sha256_file, write_json
@@ -240,7 +240,7 @@ def test_what_cannot_be_used_is_refused_with_one_line(measurement):
 
     def refused(message):
         with pytest.raises(DvpError, match=message):
-            load_bias(experiment, results)
+            Reader(experiment, results)
         write_cell(experiment, results, one)
 
     (folder / "bias.json").unlink()

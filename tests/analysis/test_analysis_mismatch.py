@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.analysis import figures, mismatch, mismatch_figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.formats import EMPTY, to_text
-from dvp.analysis.load import load_mismatch
+from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group, magnitude
 from dvp.analysis.report import make
 from dvp.errors import DvpError
@@ -193,7 +193,7 @@ def test_the_change_of_the_objective_is_the_importance_weighted_one(results, mea
 
 def test_a_magnitude_has_the_interval_of_the_signed_number(experiment, results):
     """Seeds whose changes have opposite signs say that it may be 0, not that it is as large as in each of them."""
-    group = mismatch.groups(experiment, load_mismatch(experiment, results))[0]
+    group = mismatch.groups(experiment, Reader(experiment, results))[0]
     table = group.tables["safe_sets"]
     right, change = np.arange(len(table)) % 2 == 0, np.array([-0.2, -0.2, 0.6])[table["unit"] // 3]
     group.tables["safe_sets"] = table.assign(
@@ -210,7 +210,7 @@ def test_a_magnitude_has_the_interval_of_the_signed_number(experiment, results):
 
 
 def test_of_responses_that_are_all_kept_the_interval_is_of_as_many_trials_as_there_are_problems(experiment, results):
-    group = mismatch.groups(experiment, load_mismatch(experiment, results))[0]
+    group = mismatch.groups(experiment, Reader(experiment, results))[0]
     group.tables["prefixes"]["kept"] = 1.0
     [kept] = [one for one in mismatch.statistics(experiment, group) if one.name == "kept_by_length"][:1]
     assert (kept.value, kept.low, kept.high) == pytest.approx((1.0, 0.025 ** (1 / 9), 1.0))
@@ -263,7 +263,7 @@ def test_how_the_mismatch_adds_up_over_a_response(results, measured):
 
 def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
     """However few of the responses that it prunes were sampled: J is 1 before and after."""
-    for measurements in mismatch.groups(experiment, load_mismatch(experiment, results)):
+    for measurements in mismatch.groups(experiment, Reader(experiment, results)):
         measurements.tables["safe_sets"]["reward"] = 1.0
         changes = [one for one in mismatch.statistics(experiment, measurements) if one.name == "objective_change"]
         assert changes
@@ -285,7 +285,7 @@ def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
 
 
 def test_a_single_problem_has_no_interval(experiment, results):
-    (measurements, *_) = mismatch.groups(experiment, load_mismatch(experiment, results))
+    (measurements, *_) = mismatch.groups(experiment, Reader(experiment, results))
     tables = {name: table[table["unit"] == 0] for name, table in measurements.tables.items()}
     one = Group(measurements.policy, measurements.engine, tables, SINGLE, measurements.sources)
     for found in mismatch.statistics(experiment, one):
@@ -350,7 +350,7 @@ def test_an_engine_as_exact_as_the_trainer_and_a_single_rho_are_drawn_too(experi
     """The rule that draws them expects every figure."""
     exact = [
         measurements
-        for measurements in mismatch.groups(experiment, load_mismatch(experiment, results))
+        for measurements in mismatch.groups(experiment, Reader(experiment, results))
         if measurements.engine == "fp32"
     ]
     drawn = mismatch_figures.figures(experiment_of(rhos=[0.01]), exact, measured.statistics)
@@ -396,11 +396,11 @@ def test_a_cell_that_is_not_whole_is_refused(what, message, results, experiment,
     if what != "missing":
         write_json(path, record)
     with pytest.raises(DvpError, match=message):
-        load_mismatch(experiment, tmp_path)
+        Reader(experiment, tmp_path)
 
 
 def test_every_table_of_a_cell_is_read(experiment, results):
-    every = mismatch.groups(experiment, load_mismatch(experiment, results))
+    every = mismatch.groups(experiment, Reader(experiment, results))
     assert [(measurements.policy, measurements.engine) for measurements in every][: len(SIGMA)] == [
         ("base", engine) for engine in SIGMA
     ]

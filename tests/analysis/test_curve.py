@@ -13,7 +13,7 @@ from dvp.analysis import curve
 from dvp.analysis.claims import Condition
 from dvp.analysis.curve_figure import score_curve
 from dvp.analysis.evidence import MET, _answer_condition
-from dvp.analysis.load import load_curve
+from dvp.analysis.load import Reader
 from dvp.analysis.reach import mean_weights, peak, tokens_to
 from dvp.analysis.report import make, record, write
 
@@ -125,7 +125,7 @@ def given_scores(written, asked, scores):
 
 
 def test_the_curve_is_what_the_files_say(written, asked):
-    loaded = load_curve(asked, written.folder)
+    loaded = Reader(asked, written.folder)
     groups = curve.groups(asked, loaded)
     assert [group.point for group in groups] == asked.points
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
@@ -156,7 +156,7 @@ def test_statistics_by_hand(written, asked):
         return (0.75, 0.875, 0.875)
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, load_curve(asked, written.folder))
+    groups = curve.groups(asked, Reader(asked, written.folder))
     found = curve.statistics(asked, groups)
 
     def of(name, method, size):
@@ -206,7 +206,7 @@ def test_where_both_runs_come_there_before_they_are_evaluated_no_saving_is_told(
         return tuple(1 - math.exp(-step / (1 if fast else 2)) for step in (4, 8, 12))
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, load_curve(asked, written.folder))
+    groups = curve.groups(asked, Reader(asked, written.folder))
     pair = [group for group in groups if group.point.engine == "coarse" and group.point.training["group_size"] == 4]
     slow, fast = sorted(pair, key=lambda group: group.point.method)
     rivals = {"over_reference": None, "over_equal_settings": slow}
@@ -228,7 +228,7 @@ def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written
         return (0.5, 0.625, (0.75, 0.875, 1.0)[run.seed])
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, load_curve(asked, written.folder))
+    groups = curve.groups(asked, Reader(asked, written.folder))
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
     taken = curve.tokens_taken(group, 0.7)
     assert len(set(taken)) == 3
@@ -240,7 +240,7 @@ def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written
 
 def test_all_panels_of_the_figure_hold_all_curves_and_the_reference_is_drawn_in_the_others(written, asked):
     given_scores(written, asked, lambda run: (0, 0.75, 1) if "fp32" in run.path else (0.5, 0.5, 0.5))
-    figure = score_curve(asked, curve.groups(asked, load_curve(asked, written.folder)))
+    figure = score_curve(asked, curve.groups(asked, Reader(asked, written.folder)))
     for axes in figure.axes:
         low, high = axes.get_ylim()
         assert low < 0

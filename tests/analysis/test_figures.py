@@ -5,7 +5,7 @@ from made_up_results import CLAIMS, CONFIG, make_experiment
 from dvp.analysis import training_figures as figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.figures import method_colors
-from dvp.analysis.load import load_training
+from dvp.analysis.load import Reader
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment
 
@@ -54,7 +54,7 @@ def test_panels():
 
 
 def test_mismatch_has_a_floor(experiment, results):
-    metrics = load_training(experiment, results.folder).metrics
+    metrics = Reader(experiment, results.folder).metrics
     assert (metrics["k3"] < 0).any()
     figure = figures.mismatch_curves(experiment, metrics)
     drawn = np.concatenate([line.get_ydata() for axes in figure.axes for line in axes.get_lines()])
@@ -66,7 +66,7 @@ def test_mismatch_has_a_floor(experiment, results):
 
 
 def test_skipped_steps_are_gaps(experiment, results):
-    metrics = load_training(experiment, results.folder).metrics
+    metrics = Reader(experiment, results.folder).metrics
     metrics.loc[metrics["step"] == 3, "gradient_norm"] = 0.0
     figure = figures.gradient_norm(experiment, metrics)
     color = figures.styles(experiment)[GridPoint(method="rloo_mis", engine="coarse", rho=None)].color
@@ -77,7 +77,7 @@ def test_skipped_steps_are_gaps(experiment, results):
 
 
 def test_bold_line_is_the_trailing_mean(experiment, results):
-    metrics = load_training(experiment, results.folder).metrics
+    metrics = Reader(experiment, results.folder).metrics
     figure = figures.learning_curves(experiment, metrics)
     point = GridPoint(method="rloo", engine="coarse", rho=None)
     own = metrics[metrics["point"] == point.path]

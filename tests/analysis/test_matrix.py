@@ -9,7 +9,7 @@ from made_up_results import CLAIMS, CONFIG, Results, make_experiment
 from dvp.analysis import diversity, figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.evidence import MISSING, _answer_condition
-from dvp.analysis.load import cell_name, load_matrix, load_tokenizer
+from dvp.analysis.load import Reader, cell_name
 from dvp.analysis.matrix import models, own_sampler, statistics
 from dvp.analysis.parts import parts, several_solutions
 from dvp.analysis.report import make

@@ -12,7 +12,7 @@ from made_up_results import CLAIMS, CONFIG, Results, training_part
 from dvp.analysis import curve, variance
 from dvp.analysis.claims import load_claims
 from dvp.analysis.evidence import MISSING, _answer_condition
-from dvp.analysis.load import load_curve, load_variance
+from dvp.analysis.load import Reader
 from dvp.experiment.loading import load_experiment, parse_experiment, read_yaml
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_each_condition_on_training_fits_one_statistic(name, tmp_path):
     Results(experiment, tmp_path, problems=3)
     statistics, _ = training_part(experiment, tmp_path)
     if experiment.evaluation.at is not None:
-        statistics += curve.statistics(experiment, curve.groups(experiment, load_curve(experiment, tmp_path)))
+        statistics += curve.statistics(experiment, curve.groups(experiment, Reader(experiment, tmp_path)))
     check(name, statistics)
 
 
@@ -72,7 +72,7 @@ def test_each_condition_on_the_variance_fits_one_statistic(name, tmp_path):
     experiment = shipped(name, policies=["base"], batches=24, reference_batches=48)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check(name, variance.statistics(experiment, load_variance(experiment, tmp_path)))
+    check(name, variance.statistics(experiment, Reader(experiment, tmp_path)))
 
 
 def test_no_experiment_of_otb_is_left_out():

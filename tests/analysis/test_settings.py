@@ -10,7 +10,7 @@ from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition
 from dvp.analysis.declared_figures import scores
 from dvp.analysis.figures import method_colors
-from dvp.analysis.load import load_training
+from dvp.analysis.load import Reader
 from dvp.analysis.points import partner, policy_label
 from dvp.analysis.report import make
 
@@ -99,7 +99,7 @@ def test_without_axes_there_is_no_column_and_no_note(tmp_path):
 
 
 def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
-    loaded = load_training(experiment, results.folder)
+    loaded = Reader(experiment, results.folder)
     assert loaded.metrics.groupby("point")["step"].max().to_dict() == {
         point.path: experiment.training_of(point).steps for point in experiment.points
     }
@@ -135,7 +135,7 @@ def test_a_decay_of_the_learning_rate_makes_another_method():
 
 
 def test_curves_have_a_panel_for_each_setting_and_a_legend_entry_for_each_method(experiment, results):
-    metrics = load_training(experiment, results.folder).metrics
+    metrics = Reader(experiment, results.folder).metrics
     titles = [title for title, _ in figures.panels(experiment)]
     assert titles == [
         "engine coarse, G 4, steps 12, ρ = 0.01",
@@ -159,7 +159,7 @@ def test_a_control_is_drawn_beside_its_own_settings(tmp_path):
         {"method": ["rloo"], "engine": ["coarse"], "training": SETTINGS},
     )
     assert [len(points) for _, points in figures.panels(other)] == [2, 2]
-    metrics = load_training(other, Results(other, tmp_path).folder).metrics
+    metrics = Reader(other, Results(other, tmp_path).folder).metrics
     labels = [text.get_text() for text in figures.learning_curves(other, metrics).legends[0].get_texts()]
     assert labels[:2] == ["RLOO (naive)\n(control: engine fp32), G 32", "RLOO (naive)"]
 
@@ -178,7 +178,7 @@ def test_the_gradient_norm_has_a_line_for_each_clipping(tmp_path):
         {"method": ["rloo"], "engine": ["coarse"], "training": {"group_size": [4, 16], "gradient_clipping": 0.5}},
         {"method": ["rloo_mis"], "engine": ["coarse"], "training": {"group_size": 4}},
     )
-    figure = figures.gradient_norm(both, load_training(both, Results(both, tmp_path).folder).metrics)
+    figure = figures.gradient_norm(both, Reader(both, Results(both, tmp_path).folder).metrics)
     assert {text.get_text() for text in figure.axes[0].texts} == {"clipped at 0.5", "clipped at 1"}
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp import cli
 from dvp.analysis.bias import statistics
-from dvp.analysis.load import load_bias
+from dvp.analysis.load import Reader
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
@@ -452,7 +452,7 @@ def test_a_cell_of_an_experiment_is_the_same_measurement_again(by_hand, root, so
         )
     assert list((results / "tracking").rglob("bias-by~fp32-seed~3.json"))
     only = experiment.model_copy(update={"bias": experiment.bias.model_copy(update={"engines": ["fp32"]})})
-    loaded = load_bias(only, results)
+    loaded = Reader(only, results)
     assert all(origin["tracking_key"] for origin in loaded.files.values())
     assert statistics(only, loaded)
 
@@ -477,6 +477,6 @@ def test_a_tasks_own_problems_are_measured(by_hand, root, solver, dvp, tmp_path)
         # Parts by position are summed there.
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-6, err_msg=name)
     assert list((results / "tracking").rglob("bias-by~fp32-on~held_out-seed~3.json"))
-    loaded = load_bias(experiment, results)
+    loaded = Reader(experiment, results)
     assert set(loaded.estimators["task"]) == {"held_out"}
     assert statistics(experiment, loaded)[0].where["task"] == "held_out"

@@ -15,14 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import digits, estimator_places, place_columns
-from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Bias
-from dvp.analysis.pages import notes
-from dvp.analysis.points import estimator_counterpart, policy_label
-from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.tables import INTERVAL, Column, Table, interval, number
-from dvp.analysis.training import over_seeds
+from dvp.analysis.bias import estimator_places, place_columns
+from dvp.analysis.estimates import over_seeds
+from dvp.analysis.load import Reader
+from dvp.analysis.points import estimator_counterpart
+from dvp.analysis.statistics import Statistic
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.measurement.files import SMALLEST_ESS
@@ -48,7 +45,7 @@ class _Line:
     sources: tuple[str, ...]
 
 
-def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
+def statistics(experiment: Experiment, reader: Reader) -> list[Statistic]:
     """Of every estimator at every policy and engine.
 
     relative_bias: of each task Σ |E ĝ − ∇J|² / Σ |g|², sums over seeds.
@@ -78,7 +75,7 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
         numbers = draws.estimate(value_R)
         found.append(Statistic(name, where, *numbers, unit, f"{how}; {exact}; {over}", line.sources))
 
-    for where, line, partner in _lines(experiment, loaded):
+    for where, line, partner in _lines(experiment, reader):
         bias_RL, norm_RL = draws.count_RU @ line.squared_bias_SL, draws.count_RU @ line.squared_norm_SL
         how = "the smallest of a task and seed"
         found.append(Statistic(SMALLEST, where, line.smallest_ess, math.nan, math.nan, "fraction", how, line.sources))
@@ -100,12 +97,12 @@ def statistics(experiment: Experiment, loaded: Bias) -> list[Statistic]:
         if theirs_RL is not None:
             slope_R = _slope(1 - _ratio(bias_RL, theirs_RL), line.tokens_L) * math.log(2)
             add(REMOVED_SLOPE, where, slope_R, "fraction per doubling of the length", of, line)
-    return [*found, *_responses(experiment, loaded)]
+    return [*found, *_responses(experiment, reader)]
 
 
-def _responses(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
+def _responses(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     # Of the trainer's own samples, which are the same whatever engine is measured beside it.
-    first = loaded.estimators[loaded.estimators["engine"] == experiment.bias.engines[0]]
+    first = reader.bias["estimators"][reader.bias["estimators"]["engine"] == experiment.bias.engines[0]]
     first = first.drop_duplicates(["policy", "task", "seed"])
     for (policy, task), rows in first.groupby(["policy", "task"], sort=False):
         how = f"mean of the reference's responses; t interval over {len(rows)} seeds"
@@ -114,13 +111,13 @@ def _responses(experiment: Experiment, loaded: Bias) -> Iterator[Statistic]:
             ("response_tokens", "response_tokens", "tokens"),
             ("reward", "reference_reward", "fraction"),
         ):
-            numbers = over_seeds(list(rows[column]), logarithmic=False)
+            numbers = over_seeds(list(rows[column]))
             yield Statistic(name, where, *numbers, unit, how, tuple(rows["source"]))
 
 
-def _lines(experiment: Experiment, loaded: Bias) -> Iterator[tuple[dict[str, str], _Line, _Line | None]]:
+def _lines(experiment: Experiment, reader: Reader) -> Iterator[tuple[dict[str, str], _Line, _Line | None]]:
     """Where each estimator is, the estimator, and the same correction without safe vocabulary if that is compared."""
-    table = loaded.estimators.set_index([*place_columns(experiment), "seed"]).sort_index()
+    table = reader.bias["estimators"].set_index([*place_columns(experiment), "seed"]).sort_index()
     places = [{key: value for key, value in where.items() if key != "task"} for where in estimator_places(experiment)]
     for where in [dict(items) for items in dict.fromkeys(tuple(place.items()) for place in places)]:
         name = estimator_counterpart(experiment, where["method"], "unpruned")
@@ -158,73 +155,3 @@ def _log(value_RL: np.ndarray) -> np.ndarray:
 def _ratio(own_R: np.ndarray, theirs_R: np.ndarray) -> np.ndarray:
     """NaN where what it is over is not estimated above 0."""
     return own_R / np.where(theirs_R > 0, theirs_R, np.nan)
-
-
-def table(experiment: Experiment, measured: list[Statistic]) -> Table:
-    """A row for every estimator at every policy and engine."""
-    known = lookup(measured)
-    # With several policies the first one's, which the columns are called by.
-    policy = estimator_places(experiment)[0]["policy"]
-    lengths = tokens_by_task(measured, policy)
-    rows = {}
-    for place in estimator_places(experiment):
-        where = {key: value for key, value in place.items() if key != "task"}
-        rows["/".join(where.values())] = (
-            where
-            | {
-                "label": experiment.methods[where["method"]].label,
-                "policy_label": policy_label(experiment, where["policy"]),
-                "partner": estimator_counterpart(experiment, where["method"], "unpruned"),
-                "seeds": list(experiment.seeds),
-            }
-            | {name: known(name, where) for name in (SMALLEST, RELATIVE, ABSOLUTE, REMOVED_SLOPE)}
-            | {
-                f"{name}_{task}": known(name, where | {"task": task})
-                for name in ("relative_bias", REMOVED)
-                for task in lengths
-            }
-        )
-    at = {task: f"{task}, {tokens:.0f} tokens" for task, tokens in lengths.items()}
-    columns = [
-        Column("label", "estimator"),
-        Column("method", None),
-        Column("partner", None),
-        Column("rho", "ρ", rho_text),
-        Column("engine", "engine"),
-        Column("policy", None),
-        Column("policy_label", "policy" if len(experiment.bias.policies) > 1 else None, shown_only=True),
-        Column("seeds", None),
-        *(
-            Column(f"relative_bias_{task}", f"bias² ({text}) [95 %]", interval(digits()), INTERVAL)
-            for task, text in at.items()
-        ),
-        Column(SMALLEST, "ESS of r, worst (%)", number(".0f", 100)),
-        Column(RELATIVE, "power of T [95 %]", interval("+.2f"), INTERVAL),
-        Column(ABSOLUTE, "power of T, not over |g|² [95 %]", interval("+.2f"), INTERVAL),
-        *(
-            Column(f"{REMOVED}_{task}", f"removed ({text}) [95 %]", interval("+.2f"), INTERVAL)
-            for task, text in at.items()
-        ),
-        Column(REMOVED_SLOPE, "removed more per doubling of T [95 %]", interval("+.2f"), INTERVAL),
-    ]
-    title = f"{experiment.name}: bias of the policy gradient's estimators by the length of responses"
-    below = notes(
-        "bias_length_table",
-        experiment,
-        settings=experiment.bias,
-        count=len(experiment.seeds),
-        over_seeds=bootstrap.covers_seeds(experiment.seeds),
-        smallest_ess=SMALLEST_ESS,
-        solved=[f"{task} {100 * known('reward', {'policy': policy, 'task': task}).value:.0f} %" for task in lengths],
-    )
-    return Table(title, columns, rows, below)
-
-
-def tokens_by_task(measured: list[Statistic], policy: str) -> dict[str, float]:
-    """Mean length of a policy's responses to each task, the shortest first."""
-    lengths = {
-        one.where["task"]: one.value
-        for one in measured
-        if one.name == "response_tokens" and one.where["policy"] == policy
-    }
-    return dict(sorted(lengths.items(), key=lambda item: item[1]))

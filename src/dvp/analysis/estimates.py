@@ -1,24 +1,28 @@
-"""Means over problems and seeds, and their differences: every part of the report that compares models makes them here.
+"""Means over problems and seeds, their differences, and means over seeds alone, for every part of the report.
 
 A number has the same interval wherever it is quoted, and what is compared is paired: entry r of all replicates is of
 the same problems and seeds.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import pandas as pd
+from scipy import stats
 
-from dvp.analysis.load import Scored
+from dvp.analysis.points import partner, seeds_text, where_of
 from dvp.analysis.statistics import Statistic
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint
+from dvp.measurement.files import NORMAL_95
 
-# Not twice for two numbers of the same problems.
-_draws = lru_cache(maxsize=1)(bootstrap.draws)
+LEVEL = 0.95
+
+# Not twice for two numbers of the same problems, of a task and another one.
+_draws = lru_cache(maxsize=4)(bootstrap.draws)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +58,17 @@ def draws_of(experiment: Experiment, problems: int) -> bootstrap.Draws:
     return _draws(len(experiment.seeds), problems, settings.bootstrap_resamples, settings.seed, shared=True)
 
 
-def estimates(
-    experiment: Experiment, frame: pd.DataFrame, column: str, sources: Callable[[str], tuple[str, ...]]
-) -> dict[str, Estimate]:
-    """Of each point the mean of a column of a frame with point, seed and problem."""
-    draws, result = draws_of(experiment, frame["problem"].nunique()), {}
-    for point, own in frame.groupby("point", sort=False):
-        mean_SP = own.pivot_table(index="seed", columns="problem", values=column, aggfunc="mean").to_numpy()
-        # The base model is the same for all seeds.
-        mean_SP = np.broadcast_to(mean_SP, (draws.seeds, draws.problems))
-        result[point] = Estimate(draws, draws.count_RU @ mean_SP.ravel() / mean_SP.size, sources(point))
-    return result
-
-
-def scores(experiment: Experiment, loaded: Scored) -> dict[str, Estimate]:
-    """Of each model, or model and sampler, the share of correct samples."""
-    return estimates(experiment, loaded.samples, "correct", lambda point: score_files(loaded, point))
+def mean(experiment: Experiment, value_SP: np.ndarray, sources: Iterable[str]) -> Estimate:
+    """Over the problems and seeds whose value is defined, NaN without any; a single row is that of all seeds."""
+    draws = draws_of(experiment, value_SP.shape[1])
+    value_U = np.broadcast_to(value_SP, (draws.seeds, draws.problems)).ravel()
+    defined_U = np.isfinite(value_U)
+    sum_R, count_R = draws.count_RU @ np.nan_to_num(value_U), np.full(len(draws.count_RU), float(value_U.size))
+    if not defined_U.all():
+        count_R = draws.count_RU @ defined_U
+    return Estimate(
+        draws, np.divide(sum_R, count_R, out=np.full_like(sum_R, np.nan), where=count_R > 0), tuple(sources)
+    )
 
 
 def contrast(
@@ -84,6 +83,24 @@ def contrast(
     return difference.statistic(name, coordinates, unit, f"{says}; {over(experiment)}, paired")
 
 
+def contrasts(
+    experiment: Experiment,
+    name: str,
+    point: GridPoint,
+    pairings: Iterable[str],
+    of: Callable[[GridPoint], Estimate],
+    says: Callable[[str, GridPoint], str],
+    **where: str,
+) -> Iterator[tuple[Statistic, Estimate]]:
+    """NAME_over_PAIRING of each pairing (`points.partner`) in which the point has a partner: what it is `of` the one
+    minus what it is of the other, with the estimate.
+    """
+    for pairing in pairings:
+        if (other := partner(experiment, point, pairing)) is not None:
+            difference, place = of(point) - of(other), where_of(experiment, point) | where
+            yield contrast(experiment, f"{name}_over_{pairing}", place, difference, says(pairing, other)), difference
+
+
 def over(experiment: Experiment) -> str:
     """What intervals are over, and how they are made, in words."""
     return f"over {bootstrap.over(experiment.seeds)}"
@@ -94,6 +111,60 @@ def over_model(experiment: Experiment, point: GridPoint | None) -> str:
     return over(experiment) + ("" if point else "; one base model for all seeds")
 
 
-def score_files(loaded: Scored, point: str) -> tuple[str, ...]:
-    """The scores.json of a point's models."""
-    return tuple(loaded.scores.loc[loaded.scores["point"] == point, "source"])
+def t_over_seeds(experiment: Experiment) -> str:
+    """How `over_seeds` makes an interval, in words."""
+    return f"t interval over {seeds_text(experiment)}"
+
+
+def over_seeds(values: Sequence[float], *, logarithmic: bool = False) -> tuple[float, float, float]:
+    """Mean and 95 % t interval, or their exponentials in the logarithm (the geometric mean).
+
+    The interval is NaN with fewer than two values; all is NaN where a logarithm, or a value, is not defined.
+    """
+    numbers = np.asarray(values, dtype=float)
+    if not np.isfinite(numbers).all() or (logarithmic and (numbers <= 0).any()):
+        return math.nan, math.nan, math.nan
+    if logarithmic:
+        return tuple(math.exp(value) for value in over_seeds(np.log(numbers)))
+    value = float(numbers.mean())
+    if len(numbers) < 2:
+        return value, math.nan, math.nan
+    reach = stats.t.ppf((1 + LEVEL) / 2, len(numbers) - 1) * stats.sem(numbers)
+    return value, value - reach, value + reach
+
+
+def share_of_runs(count: int, runs: int) -> tuple[float, float, float]:
+    """With its Clopper-Pearson interval."""
+    ends = stats.binomtest(count, runs).proportion_ci(LEVEL, method="exact")
+    return count / runs, ends.low, ends.high
+
+
+def pooled(
+    values: Sequence[float], errors: Sequence[float], scale: bootstrap.Scale = "plain"
+) -> tuple[float, float, float]:
+    """Mean over seeds with a t interval; with fewer than three seeds with a normal one, from the mean squared error.
+
+    The interval is made on `scale`.
+
+    The variance between seeds contains that within them. Where it is not larger, that is no sign that seeds do not
+    differ: the larger of the two with a normal quantile covers 81 to 91 % where they do.
+    """
+    # Not as pandas would: what one seed leaves undefined is undefined.
+    values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
+    if bootstrap.covers_seeds(values):
+        value, low, _ = over_seeds(values)
+        half = value - low
+    else:
+        value = float(np.mean(values))
+        half = NORMAL_95 * math.sqrt(np.mean(np.square(errors)) / len(values))
+    return value, *bootstrap.ends(value, half, scale)
+
+
+def spread_text(count: int) -> str:
+    """How `pooled` makes an interval, in words."""
+    if bootstrap.covers_seeds(range(count)):
+        return f"t interval over {count} seeds"
+    return (
+        "normal interval from the delete-one jackknife's variance (batches of the estimator and of the reference), not "
+        "over seeds"
+    )

@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 
 from dvp.analysis.charts import intervals, lines, present
 from dvp.analysis.looks import STYLE, Looks
-from dvp.analysis.points import BASE
+from dvp.analysis.points import BASE, role, where_of
 from dvp.analysis.shown import shown
 from dvp.analysis.statistics import Statistic, to_frame
-from dvp.analysis.training import role, where_of
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
 
@@ -44,7 +43,7 @@ def draw(experiment: Experiment, statistics: list[Statistic], series: pd.DataFra
 def as_drawn(experiment: Experiment, statistics: list[Statistic], series: pd.DataFrame) -> pd.DataFrame:
     """Estimates, then series, with every coordinate, `none` where it does not apply, and what follows from them.
 
-    role : of a grid point or the base model (dvp.analysis.training.role). at : `at ρ` of what is sampled so, and
+    role : of a grid point or the base model (dvp.analysis.points.role). at : `at ρ` of what is sampled so, and
     only_rho : that ρ where training had none.
     """
     table = pd.concat([to_frame(statistics), series], ignore_index=True)

@@ -3,7 +3,7 @@
 import html
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tabulate import tabulate
@@ -51,6 +51,24 @@ class Formatted(NamedTuple):
 def rho_text(rho: str | None) -> str:
     """ρ in a table."""
     return EMPTY if rho is None or rho == "none" else rho_as_read(rho)
+
+
+def position_text(position: str) -> str:
+    """A bin of positions in the response."""
+    return position.replace("-", "–")
+
+
+def tokens_text(tokens: float) -> str:
+    """A number of tokens with three digits: `950`, `12.3 k`, `1.25 M`."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens >= size * 0.9995:
+            return f"{tokens / size:#.3g} {unit}".replace(". ", " ")
+    return f"{tokens:.0f}"
+
+
+def digits(sign: str = "") -> Callable[[float], str]:
+    """Two digits, or whole numbers; no exponent above 10."""
+    return lambda value: f"{value:{sign}.0f}" if abs(value) >= 10 else f"{value:{sign}.2g}"
 
 
 def to_markdown(table: Formatted) -> str:

@@ -1,20 +1,23 @@
-"""The one place where the report reads files: what the stages wrote, as tidy data frames.
+"""The one place where the report reads files: what the stages wrote, as tidy data frames, each file once.
 
 A file that is missing, altered or written under other settings is refused in one line that names it: a table must not
 mix settings. What a checksum vouches for is as its stage wrote it, and is not checked again.
 
-Columns that all frames share: `point`, the path of a grid point, or `base`; `seed`, −1 of the base model; `source`, the
-stage's JSON file, relative to the experiment's folder `results` (results/E).
+Columns that all frames share: `point`, the path of a grid point; `seed`; `source`, the stage's JSON file, relative to
+the experiment's folder (results/E).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
+from dvp.analysis.parts import several_solutions
 from dvp.analysis.points import BASE
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -30,157 +33,180 @@ Origins = dict[str, dict[str, Any]]
 """Origin of every stage's JSON file, with the checksums of the files that it vouches for, by path."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Scored:
-    """Runs of the grid, and scores on report.task of their models and of the base model."""
+    """The models of a grid point, one of each seed, or the base model: all sampled alike on the same P problems."""
 
-    runs: pd.DataFrame
-    """A row a run: point, seed, skipped_steps, collapsed_at (a step or None), source."""
-    metrics: pd.DataFrame
-    """A row a step: point, seed, and what metrics.jsonl has; `gradient_norm` is NaN in a skipped step."""
     scores: pd.DataFrame
-    """A row a model, or a model and sampler, the base model first: point, seed, avg, pass, maj (fractions, of k
-    samples), source. With samplers `point`, here and in samples, is a `cell_name`."""
-    samples: pd.DataFrame
-    """A row a response: point, seed, problem, sample, correct, and if asked for response, reference (texts) and
-    stated_answer (a text or None); the same problems in the same order of each model."""
-    files: Origins
+    """A row a model: seed, avg, pass, maj (fractions, of k samples), source."""
+    share_SP: dict[str, np.ndarray]
+    """Of each seed (of the base model one row) and problem, in their order, the share of correct samples: of `all`, of
+    those of `odd` and those of `even` number (NaN where there are none)."""
+    answers: pd.DataFrame | None
+    """Where problems can have several solutions a row a response: seed, problem, correct, response, reference (texts)
+    and stated_answer (a text or None)."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Its scores.json."""
+        return tuple(self.scores["source"])
 
 
-@dataclass
-class Curve:
-    """Scores along training, on every task; step 0 is the base model, for every run."""
+class Reader:
+    """Reads what an experiment's stages wrote, and keeps where it comes from. All of it raises DvpError."""
 
-    tokens: pd.DataFrame
-    """A row a run and evaluated step: point, seed, step, tokens (sampled until then)."""
-    scores: pd.DataFrame
-    """A row a run, evaluated step, task and problem: point, seed, step, task, problem; all, odd, even: the share of
-    correct samples among all, those of odd and those of even number (NaN where there are none)."""
-    sources: pd.DataFrame
-    """A row a run, evaluated step and task: point, seed, step, task, source."""
-    runs: pd.DataFrame
-    """A row a run: point, seed, source."""
-    files: Origins
+    def __init__(self, experiment: Experiment, folder: Path):
+        self.experiment, self.folder = experiment, folder
+        self.files: Origins = {}
+        self._scored: dict[tuple, Scored] = {}
+
+    @cached_property
+    def _training(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        runs, metrics = [], []
+        for run in self.experiment.runs:
+            source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run)
+            record = self._record("train", source, run.path, run.seed, config_hash, ["metrics.jsonl"])
+            key = {"point": run.point.path, "seed": run.seed}
+            runs.append(key | {"collapsed_at": record["collapsed_at"], "source": source})
+            frame = pd.DataFrame(read_rows((self.folder / source).with_name("metrics.jsonl")))
+            # It has no type where all steps were skipped.
+            metrics.append(frame.astype({"gradient_norm": float}).assign(**key))
+        return pd.DataFrame(runs, dtype=object), pd.concat(metrics, ignore_index=True)
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """A row a run: point, seed, collapsed_at (a step or None), source."""
+        return self._training[0]
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """A row a step: point, seed, and what metrics.jsonl has; `gradient_norm` is NaN in a skipped step."""
+        return self._training[1]
+
+    def scored(
+        self,
+        point: GridPoint | None,
+        sampler: Sampler | None = None,
+        task: str | None = None,
+        step: int | None = None,
+    ) -> Scored:
+        """The models of a point, the base model without one, on a task (report.task).
+
+        sampler : what samples them, where that is not what samples all models.
+        step : as they were after it; None: after the last.
+        """
+        sampler = None if sampler == self.experiment.sampler else sampler
+        task = task or self.experiment.report.task
+        key = (point and point.path, sampler and sampler.path, task, step)
+        if key not in self._scored:
+            runs = [point.run(seed).after(step) for seed in self.experiment.seeds] if point else [None]
+            read = [self._evaluation(run, task, sampler) for run in runs]
+            rows, samples = zip(*read, strict=True)
+            parts = {"all": [0, 1], "odd": [1], "even": [0]}
+            share_SP = {
+                name: np.array([_by_problem(frame, frame["sample"].mod(2).isin(part)) for frame in samples])
+                for name, part in parts.items()
+            }
+            answers = pd.concat(samples, ignore_index=True) if "response" in samples[0] else None
+            self._scored[key] = Scored(pd.DataFrame(rows), share_SP, answers)
+        return self._scored[key]
+
+    def _evaluation(self, run: Run | None, task: str, sampler: Sampler | None) -> tuple[dict[str, Any], pd.DataFrame]:
+        source = f"{evaluation_path(run, task, sampler)}/scores.json"
+        config_hash = self.experiment.config_hash("evaluate", run, task, sampler=sampler)
+        name, seed = (run.path, run.seed) if run else (BASE, None)
+        metrics = self._record("evaluate", source, name, seed, config_hash, ["samples.parquet"])["metrics"]
+        k = self.experiment.evaluation.samples_per_problem[task]
+        row = {key: float(metrics[f"{key}@{k}"]["value"]) for key in ("avg", "pass", "maj")}
+        answers = _ANSWERS if several_solutions(self.experiment) and task == self.experiment.report.task else ()
+        columns = ["problem_id", "sample", "correct", *answers]
+        samples = pd.read_parquet((self.folder / source).with_name("samples.parquet"), columns=columns)
+        samples = samples.rename(columns={"problem_id": "problem"}).sort_values(["problem", "sample"])
+        return {"seed": seed, "source": source} | row, samples.assign(seed=-1 if seed is None else seed)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The base model's, which all models have."""
+        name, config_hash = "tokenizer.json", self.experiment.config_hash("base")
+        self._record("base", f"{BASE}/manifest.json", BASE, None, config_hash, [name])
+        return Tokenizer.from_file(str(self.folder / BASE / name))
+
+    @cached_property
+    def mismatch(self) -> dict[str, pd.DataFrame]:
+        """The tables of the stage, with policy, engine, seed and `unit`, the number of a problem of a seed."""
+        frames: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
+        for measurement in self.experiment.measurements("mismatch"):
+            _, read = self._measurement("mismatch", measurement, TABLES)
+            first = self.experiment.seeds.index(measurement.seed) * self.experiment.mismatch.problems
+            unit = {name: first + place for place, name in enumerate(dict.fromkeys(read["noise"]["problem"]))}
+            for name, table in read.items():
+                frames[name].append(table.assign(unit=table["problem"].map(unit)))
+        return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+
+    @cached_property
+    def bias(self) -> dict[str, pd.DataFrame]:
+        """The tables of the stage, with policy, engine, task if any, and seed; rho is `none` where there is none.
+
+        estimators, with squared_norm, |g|², of the reference and the means response_tokens and reference_reward;
+        jackknife, values without a batch: of `sample` (engine or reference) and `batch`. Where positions in the
+        response are asked for (`all`, or a bin): variance, variance_jackknife and proxy.
+        """
+        names = ["estimators", "jackknife"]
+        names += ["variance", "variance_jackknife", "proxy"] if self.experiment.positions else []
+        frames: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
+        for measurement in self.experiment.measurements("bias"):
+            record, read = self._measurement("bias", measurement, names)
+            reference = {
+                column: record["reference"][key]
+                for column, key in (
+                    ("squared_norm", "squared_norm"),
+                    ("response_tokens", "response_tokens_mean"),
+                    ("reference_reward", "reward"),
+                )
+            }
+            for name, table in (read | {"estimators": read["estimators"].assign(**reference)}).items():
+                frames[name].append(table)
+        return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+
+    def _measurement(
+        self, stage: str, measurement: Measurement, names: Iterable[str]
+    ) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+        """Its JSON file, and its tables with source, policy, engine, task if any, and seed."""
+        source = f"{stage}/{measurement.path}/{stage}.json"
+        config_hash = self.experiment.config_hash(stage, measurement=measurement)
+        files = [f"{name}.parquet" for name in names]
+        record = self._record(stage, source, measurement.path, measurement.seed, config_hash, files)
+        task = {} if measurement.task is None else {"task": measurement.task}
+        place = {"policy": measurement.policy_path, "engine": measurement.engine} | task | {"seed": measurement.seed}
+        tables = {}
+        for name, file in zip(names, files, strict=True):
+            table = pd.read_parquet((self.folder / source).with_name(file))
+            if "rho" in table:  # null of a method that takes none
+                table["rho"] = table["rho"].astype(object).where(table["rho"].notna(), "none")
+            # A number that is missing throughout, as without a safe vocabulary, has no type in the file.
+            missing = [column for column in table if table[column].isna().all()]
+            # In the mismatch's tables `source` is whose distribution q is.
+            own = {} if "source" in table else {"source": source}
+            tables[name] = table.astype(dict.fromkeys(missing, float)).assign(**own, **place)
+        return record, tables
+
+    def _record(
+        self, stage: str, source: str, run: str, seed: int | None, config_hash: str, names: list[str]
+    ) -> dict[str, Any]:
+        """A stage's JSON file, if it is fresh and its files `names` are unaltered."""
+        path = self.folder / source
+        record = read_json(path, *ORIGIN, "files")
+        check_fresh(path, record, config_hash)
+        used = {name: record["files"].get(name, "") for name in names}
+        verify_checksums(path.parent, used)
+        origin = {"stage": stage, "run": run, "seed": seed} | {key: record[key] for key in ORIGIN}
+        self.files[source] = origin | {"sha256": sha256_file(path), "files": used}
+        return record
 
 
-@dataclass
-class Mismatch:
-    """The tables of the stage `mismatch`, with policy, engine, seed and `unit`, the number of a problem of a seed."""
-
-    tables: dict[str, pd.DataFrame]
-    files: Origins
-
-
-@dataclass
-class Bias:
-    """The stage `bias`, with policy, engine, task if any, and seed; rho is `none` where there is none."""
-
-    estimators: pd.DataFrame
-    """Also of the reference squared_norm, |g|², and the means response_tokens and reference_reward."""
-    jackknife: pd.DataFrame
-    """Values without a batch: of `sample` (engine or reference) and `batch`, dvp.analysis.bias.CHANGES."""
-    files: Origins
-
-
-@dataclass
-class Variance:
-    """Of the stage `bias` what it says of positions in the response, with policy, engine and seed; rho is `none` where
-    there is none, position `all` or a bin."""
-
-    variance: pd.DataFrame
-    jackknife: pd.DataFrame
-    """Values without a batch: of `sample` (engine or reference) and `batch`, variance and variance_over_signal."""
-    proxy: pd.DataFrame
-    files: Origins
-
-
-def load_training(experiment: Experiment, results: Path) -> Scored:
-    """Every run, and every model as all are sampled. Raises DvpError."""
-    cells = [(point.path if point else BASE, run, None) for point, run in _models(experiment)]
-    return _scored(experiment, results, cells)
-
-
-def load_matrix(experiment: Experiment, results: Path, *, answers: bool = False) -> Scored:
-    """Every run, and every model with all that samples it, with `answers` what they say. Raises DvpError."""
-    own = experiment.sampler
-    cells = [
-        (cell_name(point, sampler), run, None if sampler == own else sampler)
-        for point, run in _models(experiment)
-        for sampler in [own, *experiment.samplers(point)]
-    ]
-    return _scored(experiment, results, cells, _ANSWERS if answers else ())
-
-
-def load_tokenizer(experiment: Experiment, results: Path) -> tuple[Tokenizer, Origins]:
-    """The base model's tokenizer, which all models have. Raises DvpError."""
-    reader, name = _Reader(experiment, results), "tokenizer.json"
-    reader.record("base", f"{BASE}/manifest.json", BASE, None, experiment.config_hash("base"), [name])
-    return Tokenizer.from_file(str(results / BASE / name)), reader.files
-
-
-def load_curve(experiment: Experiment, results: Path) -> Curve:
-    """Every run, and its evaluations at all steps at which it has some. Raises DvpError."""
-    reader = _Reader(experiment, results)
-    runs, tokens, scores, sources = [], [], [], []
-    base = {task: reader.evaluation(None, task) for task in experiment.data.tasks}
-    for run in experiment.runs:
-        key, training = {"point": run.point.path, "seed": run.seed}, experiment.training_of(run)
-        row, metrics = reader.training(run)
-        runs.append(key | {"source": row["source"]})
-        responses = training.prompts_per_step * training.group_size
-        sampled = [0.0, *(responses * metrics["response_tokens_mean"].cumsum())]
-        for step in [0, *experiment.evaluated_steps(run), training.steps]:
-            tokens.append(key | {"step": step, "tokens": sampled[step]})
-            for task in experiment.data.tasks:
-                policy = run.after(None if step == training.steps else step)
-                row, samples = reader.evaluation(policy, task) if step else base[task]
-                scores.append(_by_problem(samples).assign(step=step, task=task, **key))
-                sources.append(key | {"step": step, "task": task, "source": row["source"]})
-    return Curve(pd.DataFrame(tokens), _joined(scores), pd.DataFrame(sources), pd.DataFrame(runs), reader.files)
-
-
-def load_mismatch(experiment: Experiment, results: Path) -> Mismatch:
-    """Every measurement of the stage `mismatch`. Raises DvpError."""
-    reader = _Reader(experiment, results)
-    frames: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
-    for measurement in experiment.measurements("mismatch"):
-        _, read = reader.measurement("mismatch", measurement, TABLES)
-        first = experiment.seeds.index(measurement.seed) * experiment.mismatch.problems
-        unit = {name: first + place for place, name in enumerate(dict.fromkeys(read["noise"]["problem"]))}
-        for name, table in read.items():
-            frames[name].append(table.assign(unit=table["problem"].map(unit)))
-    return Mismatch({name: _joined(parts) for name, parts in frames.items()}, reader.files)
-
-
-def load_bias(experiment: Experiment, results: Path) -> Bias:
-    """Every measurement of the stage `bias`. Raises DvpError."""
-    reader = _Reader(experiment, results)
-    estimators, jackknife = [], []
-    for measurement in experiment.measurements("bias"):
-        record, read = reader.measurement("bias", measurement, ("estimators", "jackknife"))
-        reference = record["reference"]
-        estimators.append(
-            read["estimators"].assign(
-                squared_norm=reference["squared_norm"],
-                response_tokens=reference["response_tokens_mean"],
-                reference_reward=reference["reward"],
-            )
-        )
-        jackknife.append(read["jackknife"])
-    return Bias(_joined(estimators), _joined(jackknife), reader.files)
-
-
-def load_variance(experiment: Experiment, results: Path) -> Variance:
-    """What every measurement of the stage `bias` says of positions. Raises DvpError."""
-    reader = _Reader(experiment, results)
-    names = ("variance", "variance_jackknife", "proxy")
-    measured = [reader.measurement("bias", measurement, names)[1] for measurement in experiment.measurements("bias")]
-    return Variance(*(_joined([read[name] for read in measured]) for name in names), reader.files)
-
-
-def cell_name(point: GridPoint | None, sampler: Sampler) -> str:
-    """A model and its sampler: POINT/by~ENGINE/min_p~RHO."""
-    return f"{point.path if point else BASE}/{sampler.path}"
+def _by_problem(samples: pd.DataFrame, chosen: pd.Series) -> pd.Series:
+    """The share of correct samples among the chosen, of each problem in the order in which the bootstrap draws them."""
+    return samples["correct"].where(chosen).astype(float).groupby(samples["problem"]).mean()
 
 
 def evaluation_path(run: Run | None, task: str, sampler: Sampler | None = None) -> str:
@@ -198,113 +224,3 @@ def check_fresh(path: Path, record: dict[str, Any], expected: str) -> None:
             f"{path}: stale, written by another version of the experiment (config_hash {record['config_hash']}, "
             f"expected {expected}); run its stage again"
         )
-
-
-@dataclass
-class _Reader:
-    """Reads single results, and keeps where they come from."""
-
-    experiment: Experiment
-    results: Path
-    files: Origins = field(default_factory=dict)
-
-    def training(self, run: Run) -> tuple[dict[str, Any], pd.DataFrame]:
-        source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run)
-        record = self.record("train", source, run.path, run.seed, config_hash, ["metrics.jsonl"])
-        metrics = pd.DataFrame(read_rows((self.results / source).with_name("metrics.jsonl")))
-        # It has no type where all steps were skipped.
-        metrics = metrics.astype({"gradient_norm": float})
-        return {key: record[key] for key in ("skipped_steps", "collapsed_at")} | {"source": source}, metrics
-
-    def evaluation(
-        self, run: Run | None, task: str, sampler: Sampler | None = None, columns: Iterable[str] = ()
-    ) -> tuple[dict[str, Any], pd.DataFrame]:
-        """Scores, and of each response problem, sample, correct and `columns`."""
-        source = f"{evaluation_path(run, task, sampler)}/scores.json"
-        config_hash = self.experiment.config_hash("evaluate", run, task, sampler=sampler)
-        name, seed = (run.path, run.seed) if run else (BASE, None)
-        metrics = self.record("evaluate", source, name, seed, config_hash, ["samples.parquet"])["metrics"]
-        k = self.experiment.evaluation.samples_per_problem[task]
-        row = {key: float(metrics[f"{key}@{k}"]["value"]) for key in ("avg", "pass", "maj")} | {"source": source}
-        path, columns = (
-            (self.results / source).with_name("samples.parquet"),
-            ["problem_id", "sample", "correct", *columns],
-        )
-        samples = pd.read_parquet(path, columns=columns).rename(columns={"problem_id": "problem"})
-        # The order in which the bootstrap draws problems.
-        return row, samples.sort_values(["problem", "sample"], ignore_index=True)
-
-    def measurement(
-        self, stage: str, measurement: Measurement, names: Iterable[str]
-    ) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-        """Its JSON file, and its tables with source, policy, engine, task if any, and seed."""
-        source = f"{stage}/{measurement.path}/{stage}.json"
-        config_hash = self.experiment.config_hash(stage, measurement=measurement)
-        files = [f"{name}.parquet" for name in names]
-        record = self.record(stage, source, measurement.path, measurement.seed, config_hash, files)
-        task = {} if measurement.task is None else {"task": measurement.task}
-        place = {"policy": measurement.policy_path, "engine": measurement.engine} | task | {"seed": measurement.seed}
-        tables = {}
-        for name, file in zip(names, files, strict=True):
-            table = pd.read_parquet((self.results / source).with_name(file))
-            if "rho" in table:  # null of a method that takes none
-                table["rho"] = table["rho"].astype(object).where(table["rho"].notna(), "none")
-            # A number that is missing throughout, as without a safe vocabulary, has no type in the file.
-            missing = [column for column in table if table[column].isna().all()]
-            # In the mismatch's tables `source` is whose distribution q is.
-            own = {} if "source" in table else {"source": source}
-            tables[name] = table.astype(dict.fromkeys(missing, float)).assign(**own, **place)
-        return record, tables
-
-    def record(
-        self, stage: str, source: str, run: str, seed: int | None, config_hash: str, names: list[str]
-    ) -> dict[str, Any]:
-        """A stage's JSON file, if it is fresh and its files `names` are unaltered."""
-        path = self.results / source
-        record = read_json(path, *ORIGIN, "files")
-        check_fresh(path, record, config_hash)
-        used = {name: record["files"].get(name, "") for name in names}
-        verify_checksums(path.parent, used)
-        origin = {"stage": stage, "run": run, "seed": seed} | {key: record[key] for key in ORIGIN}
-        self.files[source] = origin | {"sha256": sha256_file(path), "files": used}
-        return record
-
-
-def _models(experiment: Experiment) -> Iterator[tuple[GridPoint | None, Run | None]]:
-    """The base model, and of every point every seed."""
-    return [(None, None), *((point, point.run(seed)) for point in experiment.points for seed in experiment.seeds)]
-
-
-def _scored(
-    experiment: Experiment,
-    results: Path,
-    cells: list[tuple[str, Run | None, Sampler | None]],
-    columns: Iterable[str] = (),
-) -> Scored:
-    """`cells`: of each evaluation what it is called, its run, and its sampler where that is not what samples all."""
-    reader = _Reader(experiment, results)
-    runs, metrics, scores, samples = [], [], [], []
-    for run in experiment.runs:
-        key = {"point": run.point.path, "seed": run.seed}
-        row, frame = reader.training(run)
-        runs.append(key | row)
-        metrics.append(frame.assign(**key))
-    for name, run, sampler in cells:
-        key = {"point": name, "seed": run.seed if run else -1}
-        row, frame = reader.evaluation(run, experiment.report.task, sampler, columns)
-        scores.append(key | row)
-        samples.append(frame.assign(**key))
-    frames = pd.DataFrame(runs, dtype=object), _joined(metrics), pd.DataFrame(scores), _joined(samples)
-    return Scored(*frames, reader.files)
-
-
-def _by_problem(samples: pd.DataFrame) -> pd.DataFrame:
-    """The share of correct samples of each problem, in the order of the problems: of all, odd and even samples."""
-    odd = samples["sample"] % 2 == 1
-    parts = {"all": samples, "odd": samples[odd], "even": samples[~odd]}
-    shares = {name: part.groupby("problem")["correct"].mean() for name, part in parts.items()}
-    return pd.DataFrame(shares).astype(float).rename_axis("problem").reset_index()
-
-
-def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat(frames, ignore_index=True)

@@ -1,4 +1,4 @@
-"""Scores as a matrix: each model with every sampler of evaluation.also, and what DVP adds under each of them.
+"""Scores by policy: of each model with every sampler of evaluation.also, and what DVP adds under each of them.
 
 A score is that of a policy: weights, the engine that samples them, and the vocabulary that it samples from. Methods do
 not train the same one, so that a single column also compares the columns.
@@ -6,29 +6,19 @@ not train the same one, so that a single column also compares the columns.
 
 from collections.abc import Callable, Iterator
 
-from dvp.analysis.estimates import Estimate, contrast, over_model, scores
+from dvp.analysis.estimates import Estimate, contrast, mean, over_model
 from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Scored, cell_name
-from dvp.analysis.pages import notes
-from dvp.analysis.points import partner, seeds_text
-from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.tables import INTERVAL, Column, Table, interval
-from dvp.analysis.training import MARKS, point_cells, point_columns, where_of
-from dvp.evaluation import bootstrap
+from dvp.analysis.load import Reader
+from dvp.analysis.points import partner, where_of
+from dvp.analysis.statistics import Statistic
 from dvp.experiment.config import Experiment
 from dvp.experiment.evaluation import TRAINING, Further
 from dvp.experiment.grid import GridPoint, Sampler
 
-SCORE, OVER_UNPRUNED, OVER_REFERENCE = (
-    "score_by_policy",
-    "score_over_unpruned_by_policy",
-    "score_over_reference_by_policy",
-)
-PAIRINGS = {"unpruned": OVER_UNPRUNED, "reference": OVER_REFERENCE}
-OWN, OWN_MARK = "own", " *"
+OWN = "own"
 ONLY = "evaluation_only"
 """The role of a row of a model that was trained without DVP, sampled at a ρ."""
-ONLY_HEADING = "over ρ at evaluation only (points) [95 %]"
+Of = Callable[[GridPoint | None, Sampler], Estimate]
 
 
 def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
@@ -50,7 +40,7 @@ def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
 def own_policies(experiment: Experiment) -> list[dict[str, str]]:
     """Where the score of each point under its own policy stands among the statistics."""
     owns = [(point, own_sampler(experiment, point)) for point in experiment.points]
-    return [where(experiment, point, own.engine, own.rho) for point, own in owns if own]
+    return [where_of(experiment, point, own) for point, own in owns if own]
 
 
 def samplers(experiment: Experiment, point: GridPoint | None) -> list[Sampler]:
@@ -58,7 +48,7 @@ def samplers(experiment: Experiment, point: GridPoint | None) -> list[Sampler]:
     return [experiment.sampler, *experiment.samplers(point)]
 
 
-def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
+def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     """Of every model and sampler its score, and the differences between models under the same kind of policy.
 
     All have `evaluated_on`, an engine, and `evaluated_rho`, a ρ or `none`, beside the point's place.
@@ -69,42 +59,44 @@ def statistics(experiment: Experiment, loaded: Scored) -> list[Statistic]:
     all points but the reference, minus that: on an engine both from the full vocabulary, or each from its own, and
     each under the policy that it trained.
     """
-    score = scores(experiment, loaded)
-    return [
-        *score_statistics(experiment, score),
-        *(
-            statistic
-            for point in experiment.points
-            for pairing, name in PAIRINGS.items()
-            for statistic in contrasts(experiment, name, point, pairing, lambda mine, its: score[mine] - score[its])
-        ),
-    ]
 
+    def score(point: GridPoint | None, sampler: Sampler) -> Estimate:
+        scored = reader.scored(point, sampler)
+        return mean(experiment, scored.share_SP["all"], scored.sources)
 
-def score_statistics(experiment: Experiment, score: dict[str, Estimate]) -> Iterator[Statistic]:
-    """Of every model and sampler its score."""
     for point in (None, *experiment.points):
         for sampler in samplers(experiment, point):
-            place, how = where(experiment, point, sampler.engine, sampler.rho), over_model(experiment, point)
-            yield score[cell_name(point, sampler)].statistic(SCORE, place, "fraction", how, "share")
+            place, how = where_of(experiment, point, sampler), over_model(experiment, point)
+            yield score(point, sampler).statistic("score_by_policy", place, "fraction", how, "share")
+    yield from contrasts(experiment, "score", lambda mine, its: score(*mine) - score(*its))
 
 
 def contrasts(
     experiment: Experiment,
     name: str,
-    point: GridPoint,
-    pairing: str,
-    difference: Callable[[str, str], Estimate],
+    difference: Callable[[tuple[GridPoint, Sampler], tuple[GridPoint, Sampler]], Estimate],
     unit: str = "fraction",
 ) -> Iterator[Statistic]:
-    """Statistics `name` of a point minus its partner, both with samplers that both have.
+    """NAME_over_unpruned_by_policy and NAME_over_reference_by_policy of every point with a partner.
 
-    Unpruned also both at the point's ρ.
-    difference : of two models by their cell_name.
+    Of both with samplers that both have; unpruned also both at the point's ρ.
     """
-    other = partner(experiment, point, pairing)
-    if other is None:
-        return
+    for point in experiment.points:
+        for pairing in ("unpruned", "reference"):
+            other = partner(experiment, point, pairing)
+            if other is None:
+                continue
+            for (engine, rho), (mine, its) in _pairs(experiment, point, other, pairing).items():
+                if mine in samplers(experiment, point) and its in samplers(experiment, other):
+                    says = f"{sampler_text(mine)}, minus {other.path}, {sampler_text(its)}"
+                    where = where_of(experiment, point) | {"evaluated_on": engine, "evaluated_rho": rho or "none"}
+                    measured = difference((point, mine), (other, its))
+                    yield contrast(experiment, f"{name}_over_{pairing}_by_policy", where, measured, says, unit)
+
+
+def _pairs(
+    experiment: Experiment, point: GridPoint, other: GridPoint, pairing: str
+) -> dict[tuple[str, str | None], tuple[Sampler, Sampler]]:
     pairs: dict[tuple[str, str | None], tuple[Sampler, Sampler]] = {}
     for engine in dict.fromkeys(sampler.engine for sampler in samplers(experiment, point)):
         full, mine, its = (Sampler(engine=engine, rho=rho) for rho in (None, point.rho, other.rho))
@@ -114,26 +106,12 @@ def contrasts(
         if point.rho is not None or other.rho is not None:
             pairs[engine, OWN] = mine, its
     own, others = own_sampler(experiment, point), own_sampler(experiment, other)
-    if own is not None and others is not None:
-        pairs[OWN, OWN] = own, others
-    for (engine, rho), (mine, its) in pairs.items():
-        if mine in samplers(experiment, point) and its in samplers(experiment, other):
-            says = f"{_says(mine)}, minus {other.path}, {_says(its)}"
-            measured = difference(cell_name(point, mine), cell_name(other, its))
-            yield contrast(experiment, name, where(experiment, point, engine, rho), measured, says, unit)
+    return pairs | ({(OWN, OWN): (own, others)} if own is not None and others is not None else {})
 
 
-def where(experiment: Experiment, point: GridPoint | None, engine: str, rho: str | None) -> dict[str, str]:
-    """A point, or the base model, and what it was sampled with, as statistics name it."""
-    return where_of(experiment, point) | {"evaluated_on": engine, "evaluated_rho": rho or "none"}
-
-
-def _says(sampler: Sampler) -> str:
+def sampler_text(sampler: Sampler) -> str:
     """A sampler in words: `fp32, full` or `coarse, ρ = 0.01`."""
     return f"{sampler.engine}, " + ("full" if sampler.rho is None else f"ρ = {rho_text(sampler.rho)}")
-
-
-# --- table --------------------------------------------------------------------------------------------------
 
 
 def entries(experiment: Experiment) -> dict[str, Further]:
@@ -178,7 +156,7 @@ def _rhos(experiment: Experiment, point: GridPoint | None) -> list[str]:
     return list(dict.fromkeys(sampler.rho for sampler in experiment.samplers(point) if sampler.rho is not None))
 
 
-def _sampler(experiment: Experiment, entry: Further, point: GridPoint | None, rho: str | None) -> Sampler | None:
+def sampler_in(experiment: Experiment, entry: Further, point: GridPoint | None, rho: str | None) -> Sampler | None:
     """What a row's model is sampled with in a column.
 
     None if it is not, or, of the base model, if the grid has several engines besides the evaluation's.
@@ -187,58 +165,3 @@ def _sampler(experiment: Experiment, entry: Further, point: GridPoint | None, rh
     if len(every) > 1:
         every = [sampler for sampler in every if sampler.engine != experiment.evaluation.engine]
     return every[0] if len(every) == 1 else None
-
-
-def table(experiment: Experiment, measured: list[Statistic]) -> Table:
-    """A row a model (see `models`), a column a policy, `measured` as of `statistics`.
-
-    In the CSV scores are fractions; `own_policy` says which policy the row's model trained. A row's role is that of the
-    main table, or `evaluation_only`.
-    """
-    known, columns_of, rows = lookup(measured), entries(experiment), {}
-    for point, rho, only in models(experiment):
-        row = point_cells(experiment, point) | {"evaluated_rho": rho}
-        for key, entry in columns_of.items():
-            sampler = _sampler(experiment, entry, point, rho)
-            if sampler is not None and (entry.rho or not only):
-                row[key] = known(SCORE, where(experiment, point, sampler.engine, sampler.rho))
-        if only:
-            row["role"] = ONLY
-        elif point is not None:
-            own = own_sampler(experiment, point)
-            row["own_policy"] = own and _says(own)
-            row["over_unpruned"] = known(OVER_UNPRUNED, where(experiment, point, OWN, OWN))
-            if rho is not None:
-                row["over_evaluation_only"] = known(OVER_UNPRUNED, where(experiment, point, point.engine, rho))
-        rows[f"{row['point']} {rho or 'none'}"] = row
-    owns = own_policies(experiment)
-    shown = interval(".1f", 100)
-    adds = interval("+.1f", 100)
-    columns = [
-        *point_columns(experiment, rows, MARKS | {ONLY: ", ρ at evaluation only"}),
-        Column("evaluated_rho", "ρ at evaluation", rho_text),
-        *(
-            Column(
-                key,
-                f"{heading(entry)} (%) [95 %]",
-                lambda cell: shown(cell) + (OWN_MARK if cell.where in owns else ""),
-                INTERVAL,
-            )
-            for key, entry in columns_of.items()
-        ),
-        Column("own_policy", None),
-        Column("over_unpruned", "DVP adds, own policies (points) [95 %]", adds, INTERVAL),
-        Column("over_evaluation_only", ONLY_HEADING, adds, INTERVAL),
-    ]
-    k = experiment.evaluation.samples_per_problem[experiment.report.task]
-    below = notes(
-        "matrix_table",
-        experiment,
-        evaluation=experiment.evaluation,
-        k=k,
-        over=bootstrap.over(experiment.seeds),
-        seeds=seeds_text(experiment),
-        pruned=any(point.rho is not None for point in experiment.points),
-        control=any(row["role"] == "control" for row in rows.values()),
-    )
-    return Table(f"{experiment.name}: avg@{k} on {experiment.report.task} by policy", columns, rows, below)

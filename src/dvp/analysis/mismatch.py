@@ -1,4 +1,4 @@
-"""The stage `mismatch`: every number with its interval, and the tables of engines and of safe vocabularies.
+"""The stage `mismatch`: every number with its interval.
 
 Everything here is a ratio of sums over problems. Shape suffixes: R replicates, the value first; U units, a
 problem of a seed; K columns; D bins of d; G points.
@@ -12,12 +12,8 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.formats import rho_text
-from dvp.analysis.load import Mismatch
-from dvp.analysis.pages import notes
-from dvp.analysis.points import policy_label
-from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.tables import INTERVAL, Column, Table, interval
+from dvp.analysis.load import Reader
+from dvp.analysis.statistics import Statistic
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
@@ -51,49 +47,11 @@ MEANS = {
 }
 
 
-# Of engines_table: heading, statistic, what else it is of, format.
-ENGINES = (
-    ("σ(ε)", "epsilon_sd", {}, ".2g"),
-    ("KL", "kl", {}, ".2g"),
-    ("KL, self-noise bf16", "self_noise_kl", {"control": "bf16"}, ".2g"),
-    ("KL over that", "kl_over_self_noise", {"control": "bf16"}, ".2g"),
-    ("KL, self-noise shape", "self_noise_kl", {"control": "shape"}, ".2g"),
-    ("max |log ratio|", "max_abs_log_ratio", {}, ".2g"),
-    ("tail over head", "tail_over_head", {}, ".2g"),
-    ("self-noise bf16", "self_noise_tail_over_head", {"control": "bf16"}, ".2g"),
-    ("E_q[d], tail", "tail_mean", {"weighting": "infer"}, "+.2g"),
-    ("mode of d, tail, by q", "tail_mode", {"weighting": "infer"}, "+.2g"),
-    ("by p", "tail_mode", {"weighting": "train"}, "+.2g"),
-    ("P(d > 0)", "d_positive", {}, ".3f"),
-    ("breaks literal bound", "literal_bound_violations", {}, ".1e"),
-    ("at most by", "max_over_literal_bound", {}, ".3g"),
-    ("breaks sharp bound", "sharp_bound_violations", {}, ".1e"),
-)
-SAFE_SETS = (
-    ("|V_S|", "safe_size", ".4g"),
-    ("|V'_S|", "safe_size_infer", ".4g"),
-    ("1 − Z", "pruned_mass", ".2g"),
-    ("Σ_t (1 − Z_t)", "pruned_mass_per_response", ".2g"),
-    ("J_mp − J", "objective_change", "+.2g"),
-    ("|J_mp − J| / bound", "objective_change_over_bound", ".2g"),
-    ("Jaccard", "jaccard", ".3f"),
-    ("V'_S in V_S", "infer_in_train", ".3f"),
-    ("outside V_S", "outside_safe", ".2g"),
-    ("of KL", "kl_outside", ".2g"),
-    ("of the gradient", "squared_score_outside", ".2g"),
-)
 # What is outside V_S: column of the safe sets, what it is a share of.
 OUTSIDE = {
     "kl": "KL(q‖p), less q(V_S) times that of both restricted to V_S",
     "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient, its terms outside V_S",
 }
-# Of lengths_table: heading, statistic, format.
-LENGTHS = (
-    ("KL (nats)", "kl_by_length", ".2g"),
-    ("variance of Σ d (nats²)", "variance_by_length", ".2g"),
-    ("kept by MIS", "kept_by_length", ".3f"),
-    ("ESS", "ess_by_length", ".3f"),
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +86,7 @@ class Group:
         return per_unit.columns.to_numpy(dtype=float), self.draws.count_RU @ per_unit.to_numpy(dtype=float)
 
 
-def groups(experiment: Experiment, loaded: Mismatch) -> list[Group]:
+def groups(experiment: Experiment, reader: Reader) -> list[Group]:
     """The measurements of each policy and engine; all have the same draws, so that their differences are paired."""
     settings, resampling = experiment.mismatch, experiment.evaluation
     draws = bootstrap.draws(
@@ -140,7 +98,7 @@ def groups(experiment: Experiment, loaded: Mismatch) -> list[Group]:
         measurements = [Measurement(policy=policy, engine=engine, seed=seed) for seed in experiment.seeds]
         tables = {
             key: table[(table["policy"] == name) & (table["engine"] == engine)].drop(columns=["policy", "engine"])
-            for key, table in loaded.tables.items()
+            for key, table in reader.mismatch.items()
         }
         sources = tuple(f"mismatch/{measurement.path}/mismatch.json" for measurement in measurements)
         result.append(Group(name, engine, tables, draws, sources))
@@ -154,8 +112,14 @@ def over_what(experiment: Experiment) -> str:
     return "problems, not over seeds: bootstrap"
 
 
-def statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
-    """Every number of one policy and engine; those that are not defined are left out."""
+def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
+    """Every number of each policy and engine; those that are not defined are left out."""
+    for group in groups(experiment, reader):
+        yield from group_statistics(experiment, group)
+
+
+def group_statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
+    """Of one policy and engine."""
     over = f"95 % over {over_what(experiment)}"
     single = group.draws.seeds * group.draws.problems == 1
     if single:
@@ -419,64 +383,3 @@ def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
             how = f"{what}; of the first {length} tokens of each response"
             kept = name == "kept"
             yield from statistic(f"{name}_by_length", value_R, unit, how, of_responses=kept, length=str(length))
-
-
-def tables(experiment: Experiment, every: list[Group], measured: list[Statistic]) -> dict[str, Table]:
-    """engines_table: a row a policy and engine. Of these safe_sets_table: a row a ρ; lengths_table: a row a length."""
-    known = lookup(measured)
-    first = [Column("policy", None), Column("label", "policy", shown_only=True), Column("engine", "engine")]
-    margins = [f"{margin:g}" for margin in experiment.mismatch.margins]
-    # A column for each statistic, under its name and what else it is of.
-    engines = {"_".join([name, *more.values()]): (heading, name, more, spec) for heading, name, more, spec in ENGINES}
-    safe_sets = {name: (heading, name, {}, spec) for heading, name, spec in SAFE_SETS} | {
-        f"outside_safe_margin_{margin}": (
-            f"with ε̂ = {margin}",
-            "outside_safe_margin",
-            {"margin": margin, "side": "trainer"},
-            ".2g",
-        )
-        for margin in margins
-    }
-
-    def row(where: dict[str, str], columns: dict) -> dict:
-        cells = {key: known(name, where | more) for key, (_, name, more, _) in columns.items()}
-        return where | {"label": policy_label(experiment, where["policy"])} | cells
-
-    def shown(columns: dict) -> list[Column]:
-        return [Column(key, heading, interval(spec), INTERVAL) for key, (heading, _, _, spec) in columns.items()]
-
-    about = {
-        "experiment": experiment,
-        "settings": experiment.mismatch,
-        "seeds": experiment.seeds,
-        "over": over_what(experiment),
-        "tail": TAIL,
-    }
-    wheres = [group.where for group in every]
-    by_rho = [where | {"rho": rho} for where in wheres for rho in experiment.mismatch.rhos]
-    lengths = {name: (heading, name, {}, spec) for heading, name, spec in LENGTHS}
-    by_length = [
-        group.where | {"length": str(length)}
-        for group in every
-        for length in sorted(set(group.tables["prefixes"]["length"]))
-    ]
-    return {
-        "engines_table": Table(
-            f"{experiment.name}: the mismatch between trainer and engine, over the whole vocabulary",
-            [*first, *shown(engines)],
-            {"/".join(where.values()): row(where, engines) for where in wheres},
-            notes("engines_table", **about),
-        ),
-        "safe_sets_table": Table(
-            f"{experiment.name}: the safe vocabularies of trainer and engine",
-            [*first, Column("rho", "ρ", rho_text), *shown(safe_sets)],
-            {"/".join(where.values()): row(where, safe_sets) for where in by_rho},
-            notes("safe_sets_table", **about),
-        ),
-        "lengths_table": Table(
-            f"{experiment.name}: how the mismatch adds up over a response",
-            [*first, Column("length", "first tokens"), *shown(lengths)],
-            {"/".join(where.values()): row(where, lengths) for where in by_length},
-            notes("lengths_table", **about),
-        ),
-    }

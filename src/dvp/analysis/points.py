@@ -1,10 +1,10 @@
-"""Grid points, with which others they are compared, and how they are called."""
+"""Grid points: where a number of theirs stands, with which others they are compared, and how they are called."""
 
 from collections.abc import Iterable
 
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint, settings_as_read
+from dvp.experiment.grid import GridPoint, Sampler, setting_as_written, settings_as_read
 
 BASE = "base"
 
@@ -15,6 +15,18 @@ _LEFT_OUT = {
     # With the true norms of gradients or with their proxy, OTB alone has use for either.
     "rloo": ("advantage", "rloo", ["advantage", "true_norms"]),
 }
+
+
+def where_of(experiment: Experiment, point: GridPoint | None, sampler: Sampler | None = None) -> dict[str, str]:
+    """A point, or the base model, as statistics name it: a point also by the settings in which the grid differs.
+
+    sampler : beside that, what it was sampled with.
+    """
+    where = {"method": BASE, "engine": "none", "rho": "none"}
+    if point is not None:
+        settings = {key: setting_as_written(value) for key, value in experiment.settings_of(point).items()}
+        where = {"method": point.method, "engine": point.engine, "rho": point.rho or "none"} | settings
+    return where | ({"evaluated_on": sampler.engine, "evaluated_rho": sampler.rho or "none"} if sampler else {})
 
 
 def counterpart(experiment: Experiment, method: str, among: Iterable[str], pairing: str) -> str | None:
@@ -59,6 +71,22 @@ def partner(experiment: Experiment, point: GridPoint, pairing: str) -> GridPoint
         alike = [other for other in alike if other.rho == rho]
         name = counterpart(experiment, point.method, (other.method for other in alike), pairing)
     return next((other for other in alike if other.method == name), None)
+
+
+def role(experiment: Experiment, point: GridPoint | None) -> str:
+    """`base`, `reference`, `control` or nothing."""
+    if point is None:
+        return BASE
+    if point == experiment.reference_point:
+        return "reference"
+    return "control" if experiment.is_control(point) else ""
+
+
+def point_name(experiment: Experiment, point: GridPoint, beside: GridPoint | None = None) -> str:
+    """A point in words; its engine where that is not the one of `beside`."""
+    engine = [] if beside is not None and beside.engine == point.engine else [point.engine]
+    parts = [experiment.methods[point.method].label, *engine, *settings_as_read(experiment.settings_of(point))]
+    return ", ".join(parts if point.rho is None else [*parts, f"ρ = {rho_text(point.rho)}"])
 
 
 def policy_label(experiment: Experiment, policy: str) -> str:

@@ -1,42 +1,55 @@
 """A report: of each of its parts, load, make statistics of the frames, then tables and figures of the statistics."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis import (
-    bias,
-    bias_length,
-    curve,
-    diversity,
-    figures,
-    matrix,
-    mismatch,
-    overview,
-    series,
-    sweep,
-    training,
-    variance,
-)
-from dvp.analysis.estimates import scores
+import pandas as pd
+
+from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, mismatch, series, training, variance
 from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import (
-    load_bias,
-    load_curve,
-    load_matrix,
-    load_mismatch,
-    load_tokenizer,
-    load_training,
-    load_variance,
-)
+from dvp.analysis.load import Reader
 from dvp.analysis.parts import parts
-from dvp.analysis.statistics import ESTIMATES, Part, to_frame
+from dvp.analysis.statistics import ESTIMATES, Statistic, to_frame
+from dvp.analysis.tables import Table, make_tables
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path, expect, expect_keys, read_json, write_text
 
 
-def make(experiment: Experiment, results: Path) -> Part:
-    """All of an experiment's report, read, checked and drawn.
+@dataclass(frozen=True)
+class Part:
+    """A report, or some parts of one (see `parts`)."""
+
+    statistics: list[Statistic]
+    tables: dict[str, Table]
+    files: dict[str, dict[str, Any]]
+    """Origin of the stages' JSON files behind all of it."""
+    series: list[pd.DataFrame] = field(default_factory=list)
+    """Curves, as dvp.analysis.series makes them."""
+
+
+MEASURES = {
+    "training": training.statistics,
+    "matrix": matrix.statistics,
+    "diversity": diversity.statistics,
+    "curve": curve.statistics,
+    "mismatch": mismatch.statistics,
+    "bias": bias.statistics,
+    "variance": variance.statistics,
+    "bias_length": bias_length.statistics,
+}
+
+
+SERIES_OF = {
+    "training": series.training,
+    "curve": lambda experiment, reader: series.curve(experiment, curve.groups(experiment, reader)),
+    "mismatch": lambda experiment, reader: series.mismatch(mismatch.groups(experiment, reader)),
+}
+
+
+def make(experiment: Experiment, results: Path, *of_parts: str) -> Part:
+    """All of an experiment's report, or some parts of it: read, checked and drawn.
 
     Args:
         results: the experiment's own folder (results/E).
@@ -44,94 +57,23 @@ def make(experiment: Experiment, results: Path) -> Part:
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
     """
-    whole = Part([])
-    for name in parts(experiment):
-        part = make_part(experiment, results, name)
-        whole = Part(
-            whole.statistics + part.statistics,
-            whole.tables | part.tables,
-            whole.files | part.files,
-            [*whole.series, *part.series],
-        )
-    return whole
+    reader = Reader(experiment, results)
+    statistics = measure(experiment, reader, *of_parts)
+    curves = [
+        frame
+        for part in of_parts or parts(experiment)
+        if part in SERIES_OF
+        for frame in SERIES_OF[part](experiment, reader)
+    ]
+    return Part(statistics, make_tables(experiment, statistics, *of_parts), reader.files, curves)
 
 
-def make_part(experiment: Experiment, results: Path, part: str) -> Part:
-    """A part of it (see `parts`)."""
-    makers = {
-        "training": _training,
-        "matrix": _matrix,
-        "diversity": _diversity,
-        "curve": _curve,
-        "mismatch": _mismatch,
-        "bias": _bias,
-        "variance": _variance,
-        "bias_length": _bias_length,
-        "sweep": _sweep,
-    }
-    return makers[part](experiment, results)
-
-
-def _training(experiment: Experiment, results: Path) -> Part:
-    loaded = load_training(experiment, results)
-    statistics, tables = training.part(experiment, loaded)
-    return Part(statistics, tables, loaded.files, [*series.training(experiment, loaded)])
-
-
-def _matrix(experiment: Experiment, results: Path) -> Part:
-    loaded = load_matrix(experiment, results)
-    statistics = matrix.statistics(experiment, loaded)
-    table = matrix.table(experiment, statistics)
-    tables = {"matrix_table": table, "overview_table": overview.table(experiment, loaded, statistics)}
-    return Part(statistics, tables, loaded.files)
-
-
-def _diversity(experiment: Experiment, results: Path) -> Part:
-    loaded = load_matrix(experiment, results, answers=True)
-    tokenizer, files = load_tokenizer(experiment, results)
-    statistics = diversity.statistics(experiment, loaded, tokenizer)
-    table = diversity.table(experiment, loaded, statistics)
-    return Part(statistics, {"diversity_table": table}, loaded.files | files)
-
-
-def _curve(experiment: Experiment, results: Path) -> Part:
-    loaded = load_curve(experiment, results)
-    groups = curve.groups(experiment, loaded)
-    statistics = curve.statistics(experiment, groups)
-    tables = curve.tables(experiment, groups, statistics)
-    return Part(statistics, tables, loaded.files, [*series.curve(experiment, groups)])
-
-
-def _mismatch(experiment: Experiment, results: Path) -> Part:
-    loaded = load_mismatch(experiment, results)
-    groups = mismatch.groups(experiment, loaded)
-    statistics = [statistic for group in groups for statistic in mismatch.statistics(experiment, group)]
-    tables = mismatch.tables(experiment, groups, statistics)
-    return Part(statistics, tables, loaded.files, [*series.mismatch(groups)])
-
-
-def _bias(experiment: Experiment, results: Path) -> Part:
-    loaded = load_bias(experiment, results)
-    statistics = bias.statistics(experiment, loaded)
-    tables = {"bias_table": bias.bias_table(experiment, loaded, statistics)}
-    return Part(statistics, tables, loaded.files)
-
-
-def _variance(experiment: Experiment, results: Path) -> Part:
-    loaded = load_variance(experiment, results)
-    statistics = variance.statistics(experiment, loaded)
-    return Part(statistics, variance.tables(experiment, loaded, statistics), loaded.files)
-
-
-def _bias_length(experiment: Experiment, results: Path) -> Part:
-    loaded = load_bias(experiment, results)
-    statistics = bias_length.statistics(experiment, loaded)
-    return Part(statistics, {"bias_length_table": bias_length.table(experiment, statistics)}, loaded.files)
-
-
-def _sweep(experiment: Experiment, results: Path) -> Part:
-    loaded = load_training(experiment, results)
-    return Part(sweep.statistics(experiment, scores(experiment, loaded)), {}, loaded.files)
+def measure(experiment: Experiment, reader: Reader, *of_parts: str) -> list[Statistic]:
+    """All that a report says, or some parts of it (see `parts`)."""
+    wanted = set(of_parts or parts(experiment))
+    # What several solutions are held against.
+    wanted |= {"matrix"} if "diversity" in wanted else set()
+    return [one for part, statistics in MEASURES.items() if part in wanted for one in statistics(experiment, reader)]
 
 
 def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:

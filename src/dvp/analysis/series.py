@@ -12,9 +12,9 @@ import pandas as pd
 
 from dvp.analysis.curve import Group as Curves
 from dvp.analysis.curve import target
-from dvp.analysis.load import Scored
+from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group
-from dvp.analysis.training import where_of
+from dvp.analysis.points import where_of
 from dvp.experiment.config import Experiment
 from dvp.measurement.files import ENGINE, NARROWEST, SOURCES
 
@@ -38,7 +38,7 @@ def _curve(quantity: str, where: dict[str, Any], x: Any, value: Any, low: Any = 
     return pd.DataFrame({"x": x, "value": value, "low": low, "high": high}).assign(quantity=quantity, **where)
 
 
-def training(experiment: Experiment, loaded: Scored) -> Iterator[pd.DataFrame]:
+def training(experiment: Experiment, loaded: Reader) -> Iterator[pd.DataFrame]:
     """Of every run BY_STEP; the norm of a gradient that is 0, as of a step that was skipped, is NaN."""
     for point in experiment.points:
         own = loaded.metrics[loaded.metrics["point"] == point.path]

@@ -109,8 +109,8 @@ def show(config: Path) -> None:
 
 def show_bias(measured: Any, model: Path, engine: str) -> None:
     """Print what was measured of the estimators (a dvp.measurement.bias.BiasTables) at a model of the user's own."""
-    from dvp.analysis.bias import format_estimators
     from dvp.analysis.formats import to_text
+    from dvp.analysis.tables import estimators_table
 
     title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
-    print(to_text(format_estimators(measured.estimators, measured.summary, title), width=120))
+    print(to_text(estimators_table(measured.estimators, measured.summary, title).formatted(), width=120))

@@ -6,13 +6,10 @@ it by its name, and a table or a figure can show it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-
-from dvp.analysis.tables import Table
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,6 @@ def lookup(statistics: Iterable[Statistic]) -> Callable[[str, dict[str, str]], S
     return lambda name, where: known.get((name, frozenset(where.items())))
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a part of an experiment's report consists of."""
-
-    statistics: list[Statistic]
-    tables: dict[str, Table] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Origin of the stages' JSON files behind all of it."""
-    series: list[pd.DataFrame] = field(default_factory=list)
-    """Curves, as dvp.analysis.series makes them."""
-
-
 ESTIMATES = "report/estimates.parquet"  # in an experiment's folder
 _NUMBERS = ("quantity", "value", "low", "high", "unit", "how", "sources")
 
@@ -70,7 +55,7 @@ def read_statistics(path: Path) -> list[Statistic]:
     return [
         Statistic(
             row["quantity"],
-            {key: row[key] for key in coordinates if row[key] is not None},
+            {key: row[key] for key in coordinates if pd.notna(row[key])},
             *(row[key] for key in ("value", "low", "high", "unit", "how")),
             tuple(row["sources"]),
         )

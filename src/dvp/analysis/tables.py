@@ -1,44 +1,139 @@
-"""A table of the report: what its columns show of its cells, at full precision and as text.
+"""The tables of a report: declared in shown.yaml, made of an experiment and its statistics alone.
 
-A cell is a plain value that the experiment itself defines (a label, a ρ), a `Cell`, or a statistic; the last two name
-the files that they come from. CSV, text and provenance are read off the same cells.
+CSV, text and provenance are read off the same cells. A cell is a statistic, a list of statistics (of seeds), a `Text` of
+several, or a plain value that the experiment itself defines (a label, a ρ).
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dvp.analysis.formats import EMPTY, Formatted
+from dvp.analysis.bias import ESTIMATED, estimator_places
+from dvp.analysis.formats import EMPTY, Formatted, digits, position_text, rho_text, tokens_text
+from dvp.analysis.matrix import own_policies
+from dvp.analysis.notes import notes
+from dvp.analysis.parts import parts
+from dvp.analysis.rows import Row, columns_of, rows_of
+from dvp.analysis.shown import shown
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.experiment.config import Experiment
+from dvp.measurement.files import PAIRED, SMALLEST_ESS
 
-Text = Callable[[Any], str]
-Spec = str | Callable[[float], str]
+FORMATS = {
+    "": str,
+    "rho": rho_text,
+    "position": position_text,
+    "tokens": tokens_text,
+    "digits": digits(),
+    "+digits": digits("+"),
+}
 
 
-class Cell(NamedTuple):
-    """What was measured and is no statistic."""
+class Text(NamedTuple):
+    """A text of several statistics."""
 
-    value: Any
+    value: str
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Column:
+    """As shown.yaml says at its top."""
+
     key: str
     """In a row, in the CSV and in provenance.json."""
-    heading: str | None
-    """None: in the CSV only."""
-    text: Text = str
-    ends: tuple[str, ...] = ()
+    heading: str | None = None
+    quantity: str | None = None
+    of: dict[str, str] = field(default_factory=dict)
+    cell: str = ""
+    interval: str | None = None
+    number: str | None = None
+    seeds: str | None = None
+    text: str | None = None
+    scale: float = 1
+    ends: Sequence[str] = ()
     """In the CSV, of a statistic: KEY_low and KEY_high, or other names for what its interval is."""
-    shown_only: bool = False
-    """Not in the CSV, which has its parts."""
+    csv: bool = True
+    optional: bool = False
+    """It is left out where no row has it."""
+    of_reference: str | None = None
+    """What the reference's row says instead."""
+    own: str = ""
+    """Set behind the score of the policy that the row's model trained."""
+    beside: str | None = None
+    """Of single seeds: a quantity, a step, at which it happened to some."""
 
+    def cell_of(self, row: Row, known: Any, texts: dict[str, Any], count: int) -> Any:
+        """What stands in a row, None where it is not defined."""
+        if self.text is not None:
+            of = {name: known(name, row.where) for _, name, _, _ in Formatter().parse(self.text) if name != "count"}
+            if None in of.values():
+                return None
+            values = {name: round(one.value) for name, one in of.items()} | {"count": count}
+            return Text(self.text.format_map(values), tuple(file for one in of.values() for file in one.sources))
+        if self.interval is None and self.number is None and self.seeds is None:
+            return row.cells.get(self.key)
+        at = defaultdict(str, texts | row.where | row.at)
+        where, name = row.where | {key: text.format_map(at) for key, text in self.of.items()}, self.quantity or self.key
+        if self.seeds is None:
+            return known(name, where)
+        # Of the base model there is one, whatever the seed.
+        seeds = [str(seed) for seed in row.cells["seeds"]] or ["none"] * self.csv
+        found = [known(name, where | {"seed": seed}) for seed in seeds]
+        return [one for one in found if one is not None] or ([] if self.heading is None else None)
 
-INTERVAL = ("low", "high")
+    def shown(self, cell: Any, row: dict[str, Any], known: Any, own: list[dict[str, str]], single: bool) -> str:
+        """A cell as text. `single` : of one seed alone, where what the interval is of seeds is none."""
+        if cell is None:
+            return EMPTY
+        if self.of_reference and row["role"] == "reference":
+            return self.of_reference
+        if isinstance(cell, Text):
+            return cell.value
+        if isinstance(cell, list) and self.seeds is not None:
+            return " ".join(self._number(one.value, self.seeds) + self._beside(one, known) for one in cell)
+        if not isinstance(cell, Statistic):
+            return FORMATS[self.cell](cell)
+        text = self._number(cell.value, self.interval or self.number or "")
+        if self.interval is not None and not (single and "min" in self.ends):
+            low, high = (self._number(end, self.interval) for end in (cell.low, cell.high))
+            text = f"{text} [{low}, {high}]" if EMPTY not in (text, low) else text
+        return text + (self.own if cell.where in own else "")
+
+    def _beside(self, one: Statistic, known: Any) -> str:
+        step = self.beside and known(self.beside, one.where)
+        return f" (collapsed at step {step.value:.0f})" if step and math.isfinite(step.value) else ""
+
+    def _number(self, value: float, spec: str) -> str:
+        if not math.isfinite(value):
+            return EMPTY
+        value = round(value) if spec == "d" else self.scale * value
+        text = FORMATS[spec](value) if spec in FORMATS else f"{value:{spec}}"
+        # 1.0e-3, and a 0 that is exact.
+        return "0" if re.fullmatch(r"\+?0(\.0*e\+00)?", text) else re.sub(r"e([-+])0(?=\d)", r"e\1", text)
+
+    def plain(self, cell: Any) -> dict[str, Any]:
+        """For the CSV, at full precision; a list's items are parted by spaces."""
+        if isinstance(cell, list):
+            return {self.key: " ".join(repr(self._value(one, self.seeds)) for one in cell)}
+        values = {self.key: self._value(cell, self.number)}
+        if self.ends:
+            ends = (math.nan, math.nan) if cell is None else (cell.low, cell.high)
+            values = {self.key: math.nan if cell is None else cell.value}
+            values |= {f"{self.key}_{end}": value for end, value in zip(self.ends, ends, strict=True)}
+        return values
+
+    def _value(self, cell: Any, spec: str | None) -> Any:
+        value = getattr(cell, "value", cell)
+        if spec != "d" or value is None:
+            return value
+        return round(value) if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -46,77 +141,133 @@ class Table:
     title: str
     columns: Sequence[Column]
     rows: dict[str, dict[str, Any]]
-    """By name; what a row lacks is undefined there."""
+    """Cells by the row's name and the column's key."""
+    texts: list[list[str]]
+    """What is shown: a row a row, without the columns that have no heading."""
     notes: Sequence[str]
 
     def formatted(self) -> Formatted:
         """As text, with the notes that stand below."""
-        shown = [column for column in self.columns if column.heading is not None]
-        return Formatted(
-            self.title,
-            [column.heading for column in shown],
-            [
-                [EMPTY if (cell := row.get(column.key)) is None else column.text(_value(cell)) for column in shown]
-                for row in self.rows.values()
-            ],
-            list(self.notes),
-        )
+        headings = [column.heading for column in self.columns if column.heading is not None]
+        return Formatted(self.title, headings, self.texts, list(self.notes))
 
     def frame(self) -> pd.DataFrame:
-        """At full precision; a list's items are parted by spaces."""
-        return pd.DataFrame([self._plain(row) for row in self.rows.values()])
+        """At full precision."""
+        columns = [column for column in self.columns if column.csv]
+        plain = [[column.plain(row[column.key]) for column in columns] for row in self.rows.values()]
+        return pd.DataFrame([{key: value for cell in row for key, value in cell.items()} for row in plain])
 
     def provenance(self) -> dict[str, dict[str, list[str]]]:
         """Of each row, of each column, the stages' JSON files that the cell comes from."""
-        return {
-            name: {
-                column.key: list(dict.fromkeys(getattr(row.get(column.key), "sources", ()))) for column in self.columns
-            }
-            for name, row in self.rows.items()
-        }
 
-    def _plain(self, row: dict[str, Any]) -> dict[str, Any]:
-        plain: dict[str, Any] = {}
-        for column in self.columns:
-            if column.shown_only:
-                continue
-            cell = row.get(column.key)
-            if column.ends:
-                numbers = (cell.value, cell.low, cell.high) if cell is not None else (math.nan,) * 3
-                names = (column.key, *(f"{column.key}_{end}" for end in column.ends))
-                plain |= dict(zip(names, numbers, strict=True))
-            else:
-                value = getattr(cell, "value", cell)
-                plain[column.key] = " ".join(map(repr, value)) if isinstance(value, list) else value
-        return plain
+        def files(cell: Any) -> list[str]:
+            every = cell if isinstance(cell, list) else [cell]
+            return list(dict.fromkeys(file for one in every for file in getattr(one, "sources", ())))
+
+        return {name: {key: files(cell) for key, cell in row.items()} for name, row in self.rows.items()}
 
 
-def number(spec: Spec, scale: float = 1) -> Text:
-    """A plain number or a statistic's value; a dash where it is not defined."""
-
-    def text(value: Any) -> str:
-        return _number(getattr(value, "value", value), spec, scale)
-
-    return text
-
-
-def interval(spec: Spec, scale: float = 1) -> Text:
-    """A statistic as `value [low, high]`, without the interval where that is not defined."""
-
-    def text(statistic: Any) -> str:
-        value, low, high = (_number(end, spec, scale) for end in (statistic.value, statistic.low, statistic.high))
-        return f"{value} [{low}, {high}]" if EMPTY not in (value, low) else value
-
-    return text
+def make_tables(experiment: Experiment, statistics: Iterable[Statistic], *of_parts: str) -> dict[str, Table]:
+    """All that are declared of the parts that a report has, or of some."""
+    there, statistics = set(of_parts or parts(experiment)), list(statistics)
+    return {
+        name: make_table(
+            declared,
+            rows_of(declared["rows"], experiment, statistics),
+            statistics,
+            _texts(experiment, statistics),
+            experiment,
+        )
+        for name, declared in shown("tables").items()
+        if declared["part"] in there
+    }
 
 
-def _number(value: float, spec: Spec, scale: float) -> str:
-    if not math.isfinite(value):
-        return EMPTY
-    text = spec(scale * value) if callable(spec) else f"{scale * value:{spec}}"
-    # 1.0e-3, and a 0 that is exact.
-    return "0" if re.fullmatch(r"\+?0(\.0*e\+00)?", text) else re.sub(r"e([-+])0(?=\d)", r"e\1", text)
+def make_table(
+    declared: dict[str, Any],
+    rows: list[Row],
+    statistics: list[Statistic],
+    texts: dict[str, Any],
+    experiment: Experiment | None = None,
+    **about: Any,
+) -> Table:
+    """Carry out a declaration. `texts` : what its texts name in braces; `about` : what its notes do besides."""
+    known, count = lookup(statistics), len(experiment.seeds) if experiment else 1
+    columns = list(_columns(declared, statistics, texts, experiment))
+    cells = {
+        row.name: row.cells | {column.key: column.cell_of(row, known, texts, count) for column in columns}
+        for row in rows
+    }
+    columns = [
+        column
+        for column in columns
+        if not column.optional or any(row[column.key] is not None for row in cells.values())
+    ]
+    own = own_policies(experiment) if any(column.own for column in columns) else []
+    written = [
+        [column.shown(row[column.key], row, known, own, count == 1) for column in columns if column.heading is not None]
+        for row in cells.values()
+    ]
+    below = notes(declared, experiment, statistics, list(cells.values()), texts=texts, **about)
+    keys = dict.fromkeys(column.key for column in columns)
+    kept = {name: {key: row[key] for key in keys} for name, row in cells.items()}
+    return Table(declared["heading"].format_map(texts), columns, kept, written, below)
 
 
-def _value(cell: Any) -> Any:
-    return cell.value if isinstance(cell, Cell) else cell
+def _texts(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any]:
+    """What headings name, and under which name an `if` asks for it."""
+    task, bias = experiment.report.task, experiment.bias
+    goals = {one.where["task"]: f"{100 * one.value:.1f} %" for one in statistics if one.name == "target_score"}
+    lengths = columns_of("lengths", experiment, statistics) if bias and bias.tasks else []
+    known, policy = lookup(statistics), lengths and estimator_places(experiment)[0]["policy"]
+    solved = [known("reward", {"policy": policy, "task": each["task"]}) for each in lengths]
+    return {
+        "experiment": experiment.name,
+        "task": task,
+        "k": experiment.evaluation.samples_per_problem[task],
+        "exact": experiment.evaluation.engine,
+        "goal": "the score" if len(goals) > 1 else "".join(goals.values()),
+        "solved": [f"{one.where['task']} {100 * one.value:.0f} %" for one in solved],
+        "several_tasks": len(experiment.data.tasks) > 1,
+        "several_policies": bias is not None and len(bias.policies) > 1,
+        "tasks_of_bias": bias is not None and bool(bias.tasks),
+    }
+
+
+def _columns(
+    declared: dict[str, Any], statistics: list[Statistic], texts: dict[str, Any], experiment: Experiment | None
+) -> Iterable[Column]:
+    groups = shown("columns")
+    entries = [each for entry in declared["columns"] for each in (groups[entry] if isinstance(entry, str) else [entry])]
+    for entry in entries:
+        for each in columns_of(entry["each"], experiment, statistics) if "each" in entry else [{}]:
+            values = {key: _filled(value, each) for key, value in entry.items() if key not in ("each", "if")}
+            if values.get("heading") is not None:
+                values["heading"] = values["heading"].format_map(texts)
+            if "interval" in values:
+                values.setdefault("ends", declared.get("ends", ("low", "high")))
+            if texts.get(entry.get("if"), True):
+                yield Column(**values)
+
+
+def _filled(value: Any, each: dict[str, str]) -> Any:
+    """With what there is a column of in place of its name in braces."""
+    if isinstance(value, dict):
+        return {key: _filled(inner, each) for key, inner in value.items()}
+    for name, text in each.items() if isinstance(value, str) else ():
+        value = value.replace(f"{{{name}}}", text)
+    return value
+
+
+def estimators_table(estimators: pd.DataFrame, summary: dict[str, Any], title: str) -> Table:
+    """Of a single measurement (dvp.measurement.bias.BiasTables), with what one must know to read it."""
+    rows, statistics = [], []
+    for row in estimators.to_dict("records"):
+        where = {"method": row["method"], "rho": "none" if pd.isna(row["rho"]) else row["rho"]}
+        rows.append(Row("/".join(where.values()), where, {"label": row["label"], "rho": where["rho"]}))
+        for name in (*ESTIMATED, *PAIRED, "kept_fraction", "empty_batches"):
+            if name not in PAIRED or row[PAIRED[name]] >= SMALLEST_ESS:
+                ends = (float(row.get(f"{name}_{end}", math.nan)) for end in ("low", "high"))
+                statistics.append(Statistic(name, where, float(row[name]), *ends, "", "", ()))
+    declared, how = shown("printed")["one_measurement"], "the delete-one jackknife over the batches of both"
+    return make_table(declared, rows, statistics, {"heading": title}, summary=summary, estimators=len(rows), how=how)

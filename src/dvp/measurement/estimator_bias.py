@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import torch
 
 from dvp.errors import DvpError
+from dvp.measurement.files import NORMAL_95
 
 STATISTICS = ("squared_bias", "cosine", "variance", "mse")
 VARIANCE_STATISTICS = ("variance", "signal", "variance_over_signal")
-NORMAL_95 = 1.959964
 FEWEST = 4  # batches: deleting one leaves enough for products of different ones and a spread
 COLUMNS = 2**16  # coordinates that are widened to float64 at once
 

@@ -12,6 +12,8 @@ D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)
 """Of d, nats. All bins are (lower, upper], so that d = 0 counts as not positive."""
 NARROWEST = min(edge for edge in D_EDGES if edge > 0)
 """Width of the bins of d next to 0, nats."""
+NORMAL_95 = 1.959964
+"""The quantile of a normal interval."""
 
 PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
 """The squared biases against ∇J and against ∇J_mp, and what the ESS of the weights behind each is called."""

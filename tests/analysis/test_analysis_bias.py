@@ -5,13 +5,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, truth, write_cell
+from made_up_results import measured_of
 
-from dvp.analysis.bias import format_estimators, pooled
+from dvp.analysis.estimates import pooled
 from dvp.analysis.formats import to_markdown, to_tex
-from dvp.analysis.load import Reader
-from dvp.analysis.report import make, record, write
-from dvp.errors import DvpError
-from dvp.files import dump_json, sha256_file, write_json
+from dvp.analysis.tables import estimators_table
+from dvp.files import sha256_file, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ def folder(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, folder):
-    return make(experiment, folder, "bias")
+    return measured_of(experiment, folder, "bias")
 
 
 def found(measured, name, **where):
@@ -119,21 +118,6 @@ def test_changes_are_paired_with_the_same_correction_without_safe_vocabulary(exp
     assert change.high - change.low < 0.8 * unpaired
 
 
-def test_a_method_without_counterpart_has_no_change(tmp_path):
-    experiment = bias_experiment(
-        engines=["coarse"], policies=["base"], estimators=[{"method": ["rloo"]}, {"method": ["dvp_mis"], "rho": "0.01"}]
-    )
-    for measurement in experiment.measurements("bias"):
-        write_cell(experiment, tmp_path, measurement)
-    measured = make(experiment, tmp_path, "bias")
-    assert not [one for one in measured.statistics if one.name.endswith("_change")]
-    table = measured.tables["bias_table"]
-    formatted = table.formatted()
-    assert list(table.frame()["partner"]) == [None, None]
-    assert formatted.rows[1][7:9] == ["–", "–"]
-    assert measured.figures["bias_variance"]
-
-
 def test_the_table_says_what_is_what(experiment, measured):
     table = measured.tables["bias_table"]
     formatted = table.formatted()
@@ -153,61 +137,6 @@ def test_the_table_says_what_is_what(experiment, measured):
         assert "Geo-RS" in render(formatted)
 
 
-def test_the_figure_has_two_panels_a_policy_and_engine_with_a_row_an_estimator(experiment, measured):
-    figure = measured.figures["bias_variance"]
-    assert len(figure.axes) == 8
-    titles = {axes.get_title("left") for axes in figure.axes} - {""}
-    assert titles == {
-        *("engine fp32, base model", "engine coarse, base model"),
-        *("engine fp32, after RLOO (naive), fp32", "engine coarse, after RLOO (naive), fp32"),
-    }
-    assert [axes.get_xscale() for axes in figure.axes] == ["symlog", "log"] * 4
-    rows = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert len(rows) == len(experiment.estimators)
-    assert rows[:4] == ["RLOO (naive)", *(f"with DVP, ρ = {rho}" for rho in ("0.01", "0.0001", "e⁻¹³"))]
-
-    def marks(axes):
-        return {line.get_ydata()[0]: line for line in axes.lines if line.get_marker() == "o"}
-
-    # Each mark stands in the row that is its own, hollow where the interval of the bias holds 0.
-    coarse, coarse_variance = (marks(axes) for axes in figure.axes[2:4])
-    for row, (method, rho) in enumerate([("rloo", "none"), ("dvp", "0.01")]):
-        where = {"policy": "base", "engine": "coarse", "method": method, "rho": rho}
-        bias, variance = (found(measured, name, **where) for name in ("squared_bias", "variance"))
-        assert (coarse[row].get_xdata()[0], coarse_variance[row].get_xdata()[0]) == (bias.value, variance.value)
-        assert (coarse[row].get_markerfacecolor() == "white") == (bias.low <= 0)
-    assert {mark.get_markerfacecolor() == "white" for mark in coarse.values()} == {True, False}
-    # One scale for all engines.
-    assert (
-        len({axes.get_xlim() for axes in figure.axes[::2]}) == len({axes.get_xlim() for axes in figure.axes[1::2]}) == 1
-    )
-
-
-def test_every_rule_for_the_safe_vocabulary_has_a_row_and_a_name(tmp_path):
-    estimators = [
-        {"method": ["rloo"]},
-        {"method": ["dvp"], "rho": [1e-2, "exp(-13)"]},
-        {"method": ["dvp_mass"]},
-    ]
-    experiment = bias_experiment(engines=["coarse"], policies=["base"], estimators=estimators)
-    for one in experiment.measurements("bias"):
-        write_cell(experiment, tmp_path, one)
-    axes = make(experiment, tmp_path, "bias").figures["bias_variance"].axes[0]
-    names = ["RLOO (naive)", "with DVP, ρ = 0.01", "with DVP, ρ = e⁻¹³", "with DVP, mass budget"]
-    assert [text.get_text() for text in axes.get_yticklabels()] == names
-
-
-def test_it_is_written_as_every_part_of_a_report_is(measured, folder, tmp_path):
-    write(measured, tmp_path)
-    written = json.loads(dump_json(record(measured)))
-    assert len(written["statistics"]) == len(measured.statistics)
-    assert written["files"]["bias/base/by~coarse/seed~0/bias.json"]["tracking_key"] == "bias base/by~coarse/seed~0"
-    assert {file.name for file in tmp_path.rglob("*.*")} == {
-        *(f"bias_table.{suffix}" for suffix in ("csv", "md", "tex", "html")),
-        *(f"bias_variance.{suffix}" for suffix in ("png", "svg")),
-    }
-
-
 @pytest.fixture
 def measurement(tmp_path):
     experiment = bias_experiment(engines=["coarse"], policies=["base"])
@@ -219,7 +148,7 @@ def measurement(tmp_path):
 
 def test_one_seed_gives_the_cell_itself(measurement):
     experiment, _, results, folder = measurement
-    table = make(experiment, results, "bias").tables["bias_table"]
+    table = measured_of(experiment, results, "bias").tables["bias_table"]
     own = pd.read_parquet(folder / "estimators.parquet")
     assert list(table.frame()["squared_bias_low"]) == pytest.approx(list(own["squared_bias_low"]))
     cell = next(iter(table.rows.values()))["kept_fraction"]
@@ -233,32 +162,6 @@ def rewrite(folder, name, change):
     record = json.loads((folder / "bias.json").read_text())
     record["files"][name] = sha256_file(folder / name)
     write_json(folder / "bias.json", record)
-
-
-def test_what_cannot_be_used_is_refused_with_one_line(measurement):
-    experiment, one, results, folder = measurement
-
-    def refused(message):
-        with pytest.raises(DvpError, match=message):
-            Reader(experiment, results)
-        write_cell(experiment, results, one)
-
-    (folder / "bias.json").unlink()
-    refused(r"bias\.json: no such file")
-    record = json.loads((folder / "bias.json").read_text())
-    write_json(folder / "bias.json", record | {"config_hash": "0" * 12})
-    refused("stale")
-    with open(folder / "jackknife.parquet", "ab") as file:
-        file.write(b"x")
-    refused("altered since it was written")
-
-
-def test_an_undefined_cosine_is_a_dash_and_no_statistic(measurement):
-    experiment, _, results, folder = measurement
-    rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan, cosine_se=math.nan))
-    measured = make(experiment, results, "bias")
-    assert not [one for one in measured.statistics if one.name == "cosine"]
-    assert {row[4] for row in measured.tables["bias_table"].formatted().rows} == {"–"}
 
 
 def test_the_paired_bias_is_given_where_the_weights_allow_with_t_intervals_over_seeds(experiment, folder, measured):
@@ -293,7 +196,7 @@ def test_the_mean_weight_is_given_where_the_weights_can_be_used(experiment, meas
     assert (one.value, one.low, one.high) == pytest.approx((0.97, 0.97 - half, 0.97 + half))
 
 
-def test_the_table_and_the_figure_show_the_paired_bias_and_say_where_the_weights_forbid_it(measured):
+def test_the_table_shows_the_paired_bias_and_says_where_the_weights_forbid_it(measured):
     table = measured.tables["bias_table"]
     formatted, frame = table.formatted(), table.frame()
     place = formatted.headings.index("paired bias² [95 %]")
@@ -305,8 +208,6 @@ def test_the_table_and_the_figure_show_the_paired_bias_and_say_where_the_weights
     notes = " ".join(formatted.notes)
     assert "Below 50 %" in notes
     assert "t interval over the seeds" in notes
-    labels = [text.get_text() for text in measured.figures["bias_variance"].legends[0].get_texts()]
-    assert "the same bias, paired (thick: 95 %)" in labels
 
 
 def test_one_seed_has_a_t_interval_over_batches(tmp_path):
@@ -314,7 +215,7 @@ def test_one_seed_has_a_t_interval_over_batches(tmp_path):
     (measurement,) = experiment.measurements("bias")
     write_cell(experiment, tmp_path, measurement)
     own = pd.read_parquet(tmp_path / "bias" / measurement.path / "estimators.parquet").iloc[0]
-    paired = found(make(experiment, tmp_path, "bias"), "paired_squared_bias", method="rloo")
+    paired = found(measured_of(experiment, tmp_path, "bias"), "paired_squared_bias", method="rloo")
     assert paired.sources == (f"bias/{measurement.path}/bias.json",)
     assert paired.high - paired.value == pytest.approx(2.068658 * own["paired_squared_bias_se"])  # 24 batches
     assert "batches" in paired.how
@@ -323,7 +224,7 @@ def test_one_seed_has_a_t_interval_over_batches(tmp_path):
 def test_a_single_measurement_says_its_paired_bias_or_why_not(measurement):
     _, _, _, folder = measurement
     summary = json.loads((folder / "bias.json").read_text())
-    formatted = format_estimators(pd.read_parquet(folder / "estimators.parquet"), summary, "one")
+    formatted = estimators_table(pd.read_parquet(folder / "estimators.parquet"), summary, "one").formatted()
     assert {row[6] for row in formatted.rows} == {"–"}
     assert {row[7] for row in formatted.rows if row[1] == "–"} == {"–"}
     assert all(row[7] != "–" for row in formatted.rows if row[1] != "–")

@@ -1,20 +1,15 @@
 """Variance by position and the proxy's rank correlation: statistics of planted gradients, tables and figures."""
 
-import json
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, write_cell
+from made_up_results import measured_of
 from test_analysis_bias import found, rewrite
 
-from dvp.analysis.declared_figures import variance_by_position
-from dvp.analysis.figures import method_colors
-from dvp.analysis.parts import parts
 from dvp.analysis.points import counterpart, estimator_counterpart
-from dvp.analysis.report import make, record, write
-from dvp.files import dump_json
 
 pytestmark = pytest.mark.slow
 
@@ -40,27 +35,17 @@ def folder(experiment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(experiment, folder):
-    return make(experiment, folder, "variance")
+    return measured_of(experiment, folder, "variance")
 
 
 def cell(folder, seed, name):
     return pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / f"{name}.parquet")
 
 
-def test_it_is_a_part_where_positions_are_asked_for(experiment):
-    assert parts(experiment) == ["training", "bias", "variance"]
-    assert parts(bias_experiment()) == ["training", "bias"]
-
-
 def test_the_counterpart_has_rloos_baseline_and_differs_in_nothing_else(experiment):
     expected = {"rloo": None, "dvp": None, "rloo_mis": None, "otb": "rloo", "otb_oracle": "rloo", "otb_mis": "rloo_mis"}
     expected |= {"dvp_otb": "dvp", "dvp_otb_mis": "dvp_mis"}
     assert {method: estimator_counterpart(experiment, method, "rloo") for method in expected} == expected
-
-
-def test_the_oracle_is_neither_otbs_counterpart_nor_of_its_colour(experiment):
-    colors = method_colors(experiment)
-    assert colors["otb_oracle"] != colors["otb"]
     assert counterpart(experiment, "dvp_otb", ["otb_oracle", "otb"], "unpruned") == "otb"
 
 
@@ -87,9 +72,11 @@ def test_what_a_seed_leaves_undefined_is_not_pooled_over_the_others(tmp_path):
     folder = tmp_path / "bias" / "base" / "by~coarse" / "seed~1"
     rewrite(folder, "variance.parquet", lambda table: table.assign(variance_over_signal=math.nan))
     rewrite(folder, "estimators.parquet", lambda table: table.assign(cosine=math.nan))
-    assert "cosine" not in {one.name for one in make(experiment, tmp_path, "bias").statistics}
-    named = {one.name for one in make(experiment, tmp_path, "variance").statistics}
-    assert named == {"gradient_variance", "gradient_signal", "variance_ratio", "proxy_rank_correlation"}
+    assert "cosine" not in {one.name for one in measured_of(experiment, tmp_path, "bias").statistics}
+    named = {one.name for one in measured_of(experiment, tmp_path, "variance").statistics}
+    assert named == {
+        *("gradient_variance", "gradient_signal", "variance_ratio", "proxy_rank_correlation", "proxy_tokens")
+    }
 
 
 def test_ratios_by_hand(folder, measured):
@@ -125,29 +112,3 @@ def test_the_proxys_correlation_is_pooled_over_seeds_of_one_engine(measured):
     assert of_name[1].value == pytest.approx(0.81)
     assert of_name[1].high - of_name[1].value == pytest.approx(4.302653 * 0.01 / math.sqrt(3))
     assert list(measured.tables["proxy_table"].frame()["tokens"]) == [300] * 4
-
-
-def test_tables_figures_and_files(experiment, measured, tmp_path):
-    table = measured.tables["variance_table"]
-    assert len(table.formatted().rows) == 2 * 9 * 4
-    row = table.frame().set_index(["engine", "method", "position"]).loc[("coarse", "otb_mis", "all")]
-    assert row["over"] == "rloo_mis"
-    assert row["variance_over_signal_low"] < row["variance_over_signal"] < row["variance_over_signal_high"]
-    assert "shrinks" in " ".join(table.notes)
-    for name, labels in (("variance_by_baseline", 2), ("variance_by_position", 9)):
-        figure = measured.figures[name]
-        assert [axes.get_title() for axes in figure.axes] == [
-            "engine fp32, base model",
-            "engine coarse, base model",
-        ]
-        assert len(figure.legends[0].get_texts()) == labels
-    write(measured, tmp_path)
-    assert json.loads(dump_json(record(measured)))["tables"].keys() == {"variance_table", "proxy_table"}
-    assert {file.stem for file in tmp_path.rglob("*.png")} == {"variance_by_baseline", "variance_by_position"}
-
-
-def test_a_figure_without_a_value_says_why(experiment, measured):
-    undefined = [one for one in measured.statistics if one.name != "variance_over_signal"]
-    for axes in variance_by_position(experiment, undefined).axes:
-        assert [text.get_text() for text in axes.texts] == ["in no bin is each signal distinguishable from 0"]
-    assert not [text for axes in measured.figures["variance_by_position"].axes for text in axes.texts]

@@ -1,6 +1,5 @@
 """The bias over the length of responses: planted powers and shares against what the report makes of them."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -8,14 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_bias import bias_experiment, write_cell
+from made_up_results import measured_of
 from test_analysis_bias import found, rewrite
 
 from dvp.analysis import bias_length
-from dvp.analysis.load import Bias
-from dvp.analysis.report import make, record, write
+from dvp.analysis.tables import make_tables
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import parse_experiment
-from dvp.files import dump_json, read_json, write_json
+from dvp.files import read_json, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +56,9 @@ def plant(
         for one in experiment.measurements("bias")
         for method, rho in experiment.estimators
     ]
-    statistics = bias_length.statistics(experiment, Bias(pd.DataFrame(rows), pd.DataFrame(), {}))
-    return SimpleNamespace(statistics=statistics, table=bias_length.table(experiment, statistics))
+    statistics = bias_length.statistics(experiment, SimpleNamespace(bias={"estimators": pd.DataFrame(rows)}))
+    table = make_tables(experiment, statistics, "bias_length")["bias_length_table"]
+    return SimpleNamespace(statistics=statistics, table=table)
 
 
 def a_power(method, tokens, seed):
@@ -183,7 +183,7 @@ def test_one_seed_has_values_and_no_intervals():
     assert "no interval" in one.how
 
 
-def test_table_figure_and_the_parts_of_before(tmp_path):
+def test_the_tables_of_what_was_measured(tmp_path):
     experiment = experiment_of(seeds=3)
     for one in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, one)
@@ -195,7 +195,7 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
         written = read_json(tmp_path / "bias" / one.path / "bias.json", "reference")
         written["reference"]["response_tokens_mean"] = LENGTHS[one.task]
         write_json(tmp_path / "bias" / one.path / "bias.json", written)
-    measured = make(experiment, tmp_path, "bias_length")
+    measured = measured_of(experiment, tmp_path, "bias_length")
     assert found(measured, "bias_exponent", engine="coarse", method="rloo").value == pytest.approx(1)
     table = measured.tables["bias_length_table"].formatted()
     assert len(table.rows) == 2 * 4
@@ -204,17 +204,8 @@ def test_table_figure_and_the_parts_of_before(tmp_path):
         "bias² (middle, 120 tokens) [95 %]",
         "bias² (long, 400 tokens) [95 %]",
     ]
-    figure = measured.figures["bias_by_length"]
-    assert [axes.get_title() for axes in figure.axes[:2]] == [
-        "engine fp32, base model",
-        "engine coarse, base model",
-    ]
-    assert len(figure.legends[0].get_texts()) == 4
-    write(measured, tmp_path)
-    assert json.loads(dump_json(record(measured)))["tables"].keys() == {"bias_length_table"}
-    # The table of all estimators has a row for each task, and the figure a row of panels.
-    whole = make(experiment, tmp_path, "bias")
+    # The table of all estimators has a row for each task.
+    whole = measured_of(experiment, tmp_path, "bias")
     frame = whole.tables["bias_table"].frame()
     assert len(frame) == 2 * 3 * 4
     assert set(frame["task"]) == set(LENGTHS)
-    assert len(whole.figures["bias_variance"].axes) == 3 * 4

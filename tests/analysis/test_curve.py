@@ -1,21 +1,17 @@
 """Scores along training: known answers of peak, mean and tokens to a score, and the part of the report."""
 
-import json
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_results import Results, make_experiment
+from made_up_results import Results, make_experiment, measured_of
 from scipy import stats
 
 from dvp.analysis import curve
-from dvp.analysis.claims import Condition
-from dvp.analysis.curve_figure import score_curve
-from dvp.analysis.evidence import MET, _answer_condition
+from dvp.analysis.formats import tokens_text
 from dvp.analysis.load import Reader
 from dvp.analysis.reach import mean_weights, peak, tokens_to
-from dvp.analysis.report import make, record, write
 
 pytestmark = pytest.mark.slow
 
@@ -39,22 +35,6 @@ POINT = "method~rloo/engine~coarse/rho~none"
 )
 def test_tokens_to_a_score_by_hand(scores, score, tokens):
     assert tokens_to(score, np.array([0.0, 100, 200, 300]), np.array(scores)) == pytest.approx(tokens)
-
-
-def test_looking_more_often_does_not_reach_a_score_much_earlier():
-    """Of a straight rise with noise: the first evaluation above the score comes early; the regression does not."""
-    rng = np.random.default_rng(0)
-
-    def taken(evaluations):
-        tokens_N = np.linspace(0, 1000, evaluations + 1)
-        noisy = [0.2 + 0.6 * tokens_N / 1000 + rng.normal(0, 0.05, evaluations + 1) for _ in range(400)]
-        first = [tokens_N[np.argmax(score_N >= 0.65)] for score_N in noisy]
-        return np.mean([tokens_to(0.65, tokens_N, score_N) for score_N in noisy]), np.mean(first)
-
-    assert taken(5)[0] == pytest.approx(750, abs=25)
-    smooth, first = taken(50)
-    assert smooth == pytest.approx(750, abs=25)
-    assert first < 700
 
 
 def test_the_mean_over_tokens_is_the_integral_of_the_line():
@@ -125,8 +105,7 @@ def given_scores(written, asked, scores):
 
 
 def test_the_curve_is_what_the_files_say(written, asked):
-    loaded = Reader(asked, written.folder)
-    groups = curve.groups(asked, loaded)
+    groups = curve.groups(asked, Reader(asked, written.folder))
     assert [group.point for group in groups] == asked.points
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
     assert group.steps == [0, 4, 8, 12]
@@ -141,10 +120,12 @@ def test_the_curve_is_what_the_files_say(written, asked):
     # The end of the curve is the score of the main table, interval and all.
     score = next(
         s
-        for s in make(asked, written.folder, "training").statistics
+        for s in measured_of(asked, written.folder, "training").statistics
         if s.name == "score" and s.where == {"method": "rloo", "engine": "coarse", "rho": "none", "group_size": "4"}
     )
-    assert group.draws.estimate(group.score_R["final"], "share") == pytest.approx((score.value, score.low, score.high))
+    assert group.draws.estimate(group.score["final"].value_R, "share") == pytest.approx(
+        (score.value, score.low, score.high)
+    )
 
 
 def test_statistics_by_hand(written, asked):
@@ -156,18 +137,17 @@ def test_statistics_by_hand(written, asked):
         return (0.75, 0.875, 0.875)
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, Reader(asked, written.folder))
-    found = curve.statistics(asked, groups)
+    found = list(curve.statistics(asked, Reader(asked, written.folder)))
 
     def of(name, method, size):
         where = {"method": method, "engine": "coarse", "rho": "none", "task": "held_out", "group_size": str(size)}
-        [statistic] = [statistic for statistic in found if (statistic.name, statistic.where) == (name, where)]
+        [statistic] = [one for one in found if (one.name, one.where) == (name, where)]
         return statistic
 
     unit = 4 * asked.training.prompts_per_step * 41  # a step with groups of 4
     reference = asked.reference_point
     assert reference.path == f"{POINT}/group_size~8"
-    goal = curve.target(asked, groups, "held_out")
+    goal = of("target_score", "rloo", 8).value
     assert goal == pytest.approx(0.875 - 0.02)
     share = (goal - 0.75) / 0.125
     assert of("tokens_to_score", "rloo", 8).value == pytest.approx(2 * unit * (8 + 4 * share))
@@ -209,14 +189,14 @@ def test_where_both_runs_come_there_before_they_are_evaluated_no_saving_is_told(
     groups = curve.groups(asked, Reader(asked, written.folder))
     pair = [group for group in groups if group.point.engine == "coarse" and group.point.training["group_size"] == 4]
     slow, fast = sorted(pair, key=lambda group: group.point.method)
-    rivals = {"over_reference": None, "over_equal_settings": slow}
+    curves = {group.point: group for group in groups}
 
     def saved(score):
-        found = list(curve._tokens(asked, fast, rivals, score))
+        found = list(curve._tokens(asked, fast, curves, score))
         return next(one for one in found if one.name == "tokens_saved_equal_settings_percent")
 
     score = (slow.score_SN[0, 1] + slow.score_SN[0, 0]) / 2
-    assert all(taken < slow.tokens_SN[0, 1] for group in pair for taken in curve.tokens_taken(group, score))
+    assert all(taken < slow.tokens_SN[0, 1] for group in pair for taken in group.tokens_taken(score))
     assert math.isnan(saved(score).value)
     assert "both before they are first evaluated" in saved(score).how
     # One of them was evaluated before it came there: by how much it is later can be told.
@@ -230,52 +210,18 @@ def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written
     given_scores(written, asked, scores)
     groups = curve.groups(asked, Reader(asked, written.folder))
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
-    taken = curve.tokens_taken(group, 0.7)
+    curves, taken = {each.point: each for each in groups}, group.tokens_taken(0.7)
     assert len(set(taken)) == 3
-    [statistic] = [s for s in curve._tokens(asked, group, {"a": None, "b": None}, 0.7) if s.name == "tokens_to_score"]
+    [statistic] = [one for one in curve._tokens(asked, group, curves, 0.7) if one.name == "tokens_to_score"]
     logs = np.log(taken)
     ends = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
     assert (statistic.value, statistic.low, statistic.high) == pytest.approx((np.exp(logs.mean()), *np.exp(ends)))
 
 
-def test_all_panels_of_the_figure_hold_all_curves_and_the_reference_is_drawn_in_the_others(written, asked):
-    given_scores(written, asked, lambda run: (0, 0.75, 1) if "fp32" in run.path else (0.5, 0.5, 0.5))
-    figure = score_curve(asked, curve.groups(asked, Reader(asked, written.folder)))
-    for axes in figure.axes:
-        low, high = axes.get_ylim()
-        assert low < 0
-        assert high > 100
-    drawn = [[line for line in axes.lines if line.get_color() == "black"] for axes in figure.axes]
-    assert [len(lines) for lines in drawn] == [1, 1, 0, 0]
-
-
-def test_tables_figure_and_a_claim(written, asked, tmp_path):
-    made = make(asked, written.folder, "curve")
-    write(made, tmp_path)
-    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"score_curve.png", "score_curve.svg"}
-    rows = pd.read_csv(tmp_path / "tables" / "score_curve.csv")
-    assert len(rows) == 5 * 4
-    assert (rows["score_low"] <= rows["score"]).all()
-    table = pd.read_csv(tmp_path / "tables" / "curve_table.csv")
-    assert list(table["point"]) == [point.path for point in asked.points]
-    text = (tmp_path / "tables" / "curve_table.md").read_text()
-    assert "chosen by the odd samples of each problem and read from the even ones" in text
-    report = json.loads(json.dumps(record(made)))  # no NaN, no infinity
-    condition = Condition(
-        says="x",
-        experiment="e",
-        statistic="reached_score",
-        where={"method": "rloo", "engine": "coarse", "group_size": 8},
-        within=[-1, 2],
-    )
-    report |= {"measured": {}, "earlier": None}
-    assert _answer_condition("c", condition, {"e": report})["status"] == MET
-
-
 def test_one_sample_a_problem_gives_no_peak(tmp_path):
     asked = make_experiment(training__steps=12, evaluation__at=[4], evaluation__samples_per_problem={"held_out": 1})
     written = Results(asked, tmp_path / "results", problems=8)
-    made = make(asked, written.folder, "curve")
+    made = measured_of(asked, written.folder, "curve")
     assert not [statistic for statistic in made.statistics if statistic.name.startswith("peak")]
     assert "Peak: not given" in " ".join(made.tables["curve_table"].notes)
 
@@ -284,4 +230,4 @@ def test_one_sample_a_problem_gives_no_peak(tmp_path):
     ("tokens", "text"), [(950, "950"), (12_345, "12.3 k"), (1_250_000, "1.25 M"), (999_900, "1.00 M")]
 )
 def test_tokens_as_text(tokens, text):
-    assert curve.tokens_text(tokens) == text
+    assert tokens_text(tokens) == text

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_results import CLAIMS, CONFIG, Results, make_experiment
+from made_up_results import CLAIMS, CONFIG, Results, make_experiment, measured_of
 
-from dvp.analysis import diversity, figures
 from dvp.analysis.claims import load_claims
 from dvp.analysis.evidence import MISSING, _answer_condition
-from dvp.analysis.load import Reader, cell_name
+from dvp.analysis.load import Reader
 from dvp.analysis.matrix import models, own_sampler, statistics
-from dvp.analysis.parts import parts, several_solutions
-from dvp.analysis.report import make
+from dvp.analysis.parts import several_solutions
+from dvp.analysis.report import measure
 from dvp.analysis.statistics import lookup
 from dvp.experiment.grid import GridPoint, Sampler
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -34,11 +33,6 @@ def asked():
 @pytest.fixture
 def written(asked, tmp_path):
     return Results(asked, tmp_path)
-
-
-def test_the_part_is_there_where_it_is_asked_for(asked):
-    assert parts(asked) == ["training", "matrix"]
-    assert parts(make_experiment()) == ["training"]
 
 
 def test_a_correction_trains_the_trainers_policy_and_dvp_the_pruned_one(asked):
@@ -70,7 +64,7 @@ def test_statistics_by_hand(asked, written):
         for seed in asked.seeds:
             correct = np.repeat(np.arange(12) < count, k).reshape(12, k)
             written.write_evaluation(point.run(seed), correct, None if sampler == asked.sampler else sampler)
-    measured = statistics(asked, load_matrix(asked, written.folder))
+    measured = list(statistics(asked, Reader(asked, written.folder)))
     known = lookup(measured)
 
     def of(name, point, engine, rho):
@@ -110,8 +104,8 @@ def test_rho_at_evaluation_only_stands_below_each_row_with_dvp(asked):
     assert len(set(rows)) == len(rows) == 1 + 2 + 1 + 2 + 4 + 4
 
 
-def test_table_and_figure(asked, written, tmp_path):
-    part = make(asked, written.folder, "matrix")
+def test_the_table(asked, written):
+    part = measured_of(asked, written.folder, "matrix")
     table = part.tables["matrix_table"]
     shown = table.formatted()
     row = table.rows[f"{DVP.path} {RHO}"]
@@ -121,7 +115,7 @@ def test_table_and_figure(asked, written, tmp_path):
     assert [name for name, text in cells.items() if text.endswith("*")] == ["engine of training, at ρ (%) [95 %]"]
     only = table.rows[f"{NAIVE.path} {RHO}"]
     assert only["role"] == "evaluation_only"
-    assert only.keys().isdisjoint({"fp32_full", "training_full", "own_policy"})
+    assert not any(map(only.get, ("fp32_full", "training_full", "own_policy")))
     control = table.rows[f"{CONTROL.path} none"]
     assert control["training_full"] == control["fp32_full"]  # one file for both
     base = table.rows[f"base {RHO}"]
@@ -129,31 +123,6 @@ def test_table_and_figure(asked, written, tmp_path):
     assert set(table.frame().columns) >= {"training_rho", "training_rho_low", "over_unpruned_high", "own_policy"}
     text = " ".join(shown.notes)
     assert "it is the trainer's, for which engine fp32 stands" in text
-    for path in figures.save(part.figures["evaluation_matrix"], tmp_path, "evaluation_matrix"):
-        assert path.stat().st_size > 10_000
-
-
-def test_of_a_model_that_the_exact_engine_trained_the_figure_does_not_speak_of_another_engine(tmp_path):
-    grid = [
-        {"method": "rloo", "engine": "fp32"},
-        {"method": "rloo", "engine": "coarse"},
-        *({"method": "dvp", "engine": engine, "rho": RHO} for engine in ("fp32", "coarse")),
-    ]
-    asked = make_experiment(
-        grid=grid,
-        training__steps=2,
-        evaluation__bootstrap_resamples=200,
-        evaluation__also=[{"engine": "training", "rho": "own"}],
-    )
-    Results(asked, tmp_path)
-    figure = make(asked, tmp_path, "matrix").figures["evaluation_matrix"]
-    named = {handle.get_label(): handle.get_color() for handle in figure.legends[0].legend_handles}
-    assert list(named)[:3] == ["fp32, full", "engine of training, at ρ", "fp32, at ρ"]
-    assert named["fp32, at ρ"] == named["fp32, full"] != named["engine of training, at ρ"]
-
-
-def test_the_cell_of_the_base_model_is_named_by_its_sampler(asked):
-    assert cell_name(None, asked.sampler) == "base/by~fp32/min_p~none"
 
 
 @pytest.mark.slow
@@ -184,10 +153,7 @@ def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, c
     value["seeds"] = [0, 1]
     shipped = parse_experiment(value, Path("test.yaml"))
     Results(shipped, tmp_path, problems=3)
-    loaded = load_matrix(shipped, tmp_path, answers=True)
-    measured = statistics(shipped, loaded)
-    if several_solutions(shipped):
-        measured += diversity.statistics(shipped, loaded, load_tokenizer(shipped, tmp_path)[0])
+    measured = measure(shipped, Reader(shipped, tmp_path), "diversity" if several_solutions(shipped) else "matrix")
     made = [vars(each) for each in measured]
     report = {"statistics": made, "measured": {}, "earlier": None}
     every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]

@@ -4,9 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from made_up_results import Results, make_experiment
+from made_up_results import Results, make_experiment, measured_of
 
-from dvp.analysis.report import make
 from dvp.experiment.grid import GridPoint, Sampler
 
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}]
@@ -41,7 +40,7 @@ def table(tmp_path):
             row["unpruned_k3"] = 3 * row["k3"]
             row["seconds"] = 1.5 * 2.0**seed if late else 60.0
         written.write_training(DVP.run(seed), rows, collapsed_at=9 if seed == 2 else None)
-    return make(asked, tmp_path, "matrix").tables["overview_table"], asked
+    return measured_of(asked, tmp_path, "training", "matrix").tables["overview_table"], asked
 
 
 def test_a_row_by_hand(table):

@@ -63,7 +63,7 @@ def test_each_condition_on_training_fits_one_statistic(name, tmp_path):
     Results(experiment, tmp_path, problems=3)
     statistics, _ = training_part(experiment, tmp_path)
     if experiment.evaluation.at is not None:
-        statistics += curve.statistics(experiment, curve.groups(experiment, Reader(experiment, tmp_path)))
+        statistics += curve.statistics(experiment, Reader(experiment, tmp_path))
     check(name, statistics)
 
 
@@ -72,7 +72,7 @@ def test_each_condition_on_the_variance_fits_one_statistic(name, tmp_path):
     experiment = shipped(name, policies=["base"], batches=24, reference_batches=48)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check(name, variance.statistics(experiment, Reader(experiment, tmp_path)))
+    check(name, list(variance.statistics(experiment, Reader(experiment, tmp_path))))
 
 
 def test_no_experiment_of_otb_is_left_out():

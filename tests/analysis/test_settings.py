@@ -1,18 +1,11 @@
 """Tables, statistics and figures of a grid whose points differ in training settings."""
 
-import math
-
 import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
-from dvp.analysis import training_figures as figures
-from dvp.analysis.axes import span
 from dvp.analysis.claims import Condition
-from dvp.analysis.declared_figures import scores
-from dvp.analysis.figures import method_colors
-from dvp.analysis.load import Reader
+from dvp.analysis.notes import span
 from dvp.analysis.points import partner, policy_label
-from dvp.analysis.report import make
 
 pytestmark = pytest.mark.slow
 
@@ -89,33 +82,6 @@ def test_equal_responses_and_tokens_are_said(tmp_path):
     )
 
 
-def test_without_axes_there_is_no_column_and_no_note(tmp_path):
-    plain = make_experiment(training__steps=12, evaluation__bootstrap_resamples=200)
-    statistics, tables = training_part(plain, Results(plain, tmp_path).folder)
-    for table in tables.values():
-        assert not {"G", "steps"} & set(table.formatted().headings)
-        assert not any("differ in training settings" in note for note in table.notes)
-    assert {len(statistic.where) for statistic in statistics} == {3}
-
-
-def test_every_run_has_the_steps_of_its_own_settings(experiment, results):
-    loaded = Reader(experiment, results.folder)
-    assert loaded.metrics.groupby("point")["step"].max().to_dict() == {
-        point.path: experiment.training_of(point).steps for point in experiment.points
-    }
-    statistics, _ = training_part(experiment, results.folder)
-    of = {
-        (statistic.where["group_size"], statistic.where["steps"], statistic.name): statistic
-        for statistic in statistics
-        if statistic.where["method"] == "rloo"
-    }
-    # 12 steps are too few to tell growth, 48 are not; the end is that of each run.
-    assert ("4", "12", "k3_growth") not in of
-    assert math.isfinite(of["4", "48", "k3_growth"].value)
-    own = loaded.metrics[loaded.metrics["point"] == LONGER]
-    assert of["4", "48", "final_reward"].value == pytest.approx(own[own["step"] > 38]["reward"].mean())
-
-
 def test_points_are_compared_with_their_like(experiment):
     assert experiment.reference_point.path == G16
     pruned = [point for point in experiment.points if point.method == "dvp"]
@@ -130,64 +96,6 @@ def test_a_decay_of_the_learning_rate_makes_another_method():
     experiment = make_experiment(grid=grid)
     [pruned] = [point for point in experiment.points if point.method == "dvp"]
     assert partner(experiment, pruned, "unpruned").method == "rloo"
-    colors = method_colors(experiment)
-    assert colors["rloo_length_decay"] != colors["rloo"]
-
-
-def test_curves_have_a_panel_for_each_setting_and_a_legend_entry_for_each_method(experiment, results):
-    metrics = Reader(experiment, results.folder).metrics
-    titles = [title for title, _ in figures.panels(experiment)]
-    assert titles == [
-        "engine coarse, G 4, steps 12, ρ = 0.01",
-        "engine coarse, G 16, steps 12, ρ = 0.01",
-        "engine coarse, G 4, steps 48",
-    ]
-    figure = figures.learning_curves(experiment, metrics)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:2] == ["RLOO (naive)", "DVP, ρ = 0.01"]
-    lengths = [max(len(line.get_xdata()) for line in axes.get_lines()) for axes in figure.axes]
-    assert lengths == [12, 12, 48]
-
-
-def test_a_control_is_drawn_beside_its_own_settings(tmp_path):
-    both = grid({"method": ["rloo"], "engine": ["fp32", "coarse"], "training": SETTINGS})
-    assert [[point.path.split("/", 1)[1] for point in points] for _, points in figures.panels(both)] == [
-        [f"engine~{engine}/rho~none/group_size~{size}" for engine in ("fp32", "coarse")] for size in (4, 16)
-    ]
-    other = grid(
-        {"method": ["rloo"], "engine": ["fp32"], "training": {"group_size": 32}},
-        {"method": ["rloo"], "engine": ["coarse"], "training": SETTINGS},
-    )
-    assert [len(points) for _, points in figures.panels(other)] == [2, 2]
-    metrics = Reader(other, Results(other, tmp_path).folder).metrics
-    labels = [text.get_text() for text in figures.learning_curves(other, metrics).legends[0].get_texts()]
-    assert labels[:2] == ["RLOO (naive)\n(control: engine fp32), G 32", "RLOO (naive)"]
-
-
-def test_scores_are_labelled_with_what_differs(experiment, results):
-    table = main_table(experiment, results.folder)
-    labels = [text.get_text() for text in scores(experiment, table).axes[0].get_yticklabels()]
-    assert labels == [
-        *("RLOO (naive)\nG 4, steps 12", "RLOO (naive)\nG 16, steps 12 (ref.)"),
-        *("DVP, ρ = 0.01\nG 4, steps 12", "DVP, ρ = 0.01\nG 16, steps 12", "RLOO (naive)\nG 4, steps 48"),
-    ]
-
-
-def test_the_gradient_norm_has_a_line_for_each_clipping(tmp_path):
-    both = grid(
-        {"method": ["rloo"], "engine": ["coarse"], "training": {"group_size": [4, 16], "gradient_clipping": 0.5}},
-        {"method": ["rloo_mis"], "engine": ["coarse"], "training": {"group_size": 4}},
-    )
-    figure = figures.gradient_norm(both, Reader(both, Results(both, tmp_path).folder).metrics)
-    assert {text.get_text() for text in figure.axes[0].texts} == {"clipped at 0.5", "clipped at 1"}
-
-
-def test_the_whole_part_is_made_without_claims(experiment, results, tmp_path, monkeypatch):
-    """Where there is no config/claims.yaml."""
-    monkeypatch.chdir(tmp_path)
-    part = make(experiment, results.folder, "training")
-    assert set(part.tables) == {"main_table", "mismatch_table"}
-    assert set(part.figures) == {"learning_curves", "mismatch_curves", "scores", "gradient_norm"}
 
 
 def test_a_claim_asks_for_a_point_by_its_settings():
@@ -212,7 +120,3 @@ def test_a_measured_policy_is_called_by_what_differs():
         mismatch=measured | {"policies": [policy]},
     )
     assert policy_label(both, G4) == "after RLOO (naive), coarse, G 4"
-
-
-def test_span():
-    assert [span([12, 12]), span([4, 16]), span([62976.2, 251_904])] == ["12", "4 to 16", "62,976 to 252,000"]

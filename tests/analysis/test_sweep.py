@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from made_up_bias import write_cell
-from made_up_results import CONFIG, Results
+from made_up_results import CONFIG, Results, measured_of
 
-from dvp.analysis import estimates, figures
+from dvp.analysis import estimates
 from dvp.analysis.parts import swept
-from dvp.analysis.report import make
-from dvp.analysis.sweep import middle
+from dvp.analysis.training import middle
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.loading import load_experiment, parse_experiment
 
@@ -55,7 +53,7 @@ def results(experiment, tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(experiment, results):
     estimates._draws.cache_clear()
-    part = make(experiment, results.folder, "sweep")
+    part = measured_of(experiment, results.folder, "training")
     assert estimates._draws.cache_info().misses == 1
     return part
 
@@ -82,32 +80,10 @@ def test_training_settings_make_sweeps_of_their_own(experiment, tmp_path):
     )
     small, large = (CURVE.model_copy(update={"training": {"group_size": size}}) for size in (4, 8))
     assert swept(both) == {small: RHOS[:3], large: RHOS[:3]}
-    results = Results(both, tmp_path)
-    for measurement in both.measurements("bias"):
-        write_cell(both, results.folder, measurement)
-    made = make(both, results.folder, "sweep")
-    assert [statistic.where for statistic in made.statistics[::2]] == [
+    made = measured_of(both, Results(both, tmp_path).folder, "training")
+    assert [one.where for one in made.statistics if one.name == "score_over_small_rho"] == [
         {"method": "dvp_mis", "engine": "coarse", "group_size": size} for size in ("4", "8")
     ]
-    panel = made.figures["rho_sweep"].axes[0]
-    drawn = {line.get_label(): line.get_linestyle() for line in panel.lines if line.get_marker() == "o"}
-    assert set(drawn) == {"DVP + MIS, engine coarse, G 4", "DVP + MIS, engine coarse, G 8"}
-    assert len(set(drawn.values())) == 2
-
-
-def test_what_is_trained_at_a_single_rho_has_a_point_beside_what_is_measured(experiment, tmp_path):
-    more = with_grid(
-        experiment,
-        {"method": ["dvp_mis"], "engine": ["coarse"], "rho": RHOS},
-        {"method": ["dvp"], "engine": ["coarse"], "rho": ["0.3"]},
-    )
-    results = Results(more, tmp_path)
-    for measurement in more.measurements("bias"):
-        write_cell(more, results.folder, measurement)
-    panel = make(more, results.folder, "sweep").figures["rho_sweep"].axes[0]
-    points = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"}
-    assert points["DVP, engine coarse"] == [0.3]
-    assert len(points["DVP + MIS, engine coarse"]) == len(RHOS)
 
 
 def test_the_middle_does_not_depend_on_the_order():
@@ -116,8 +92,7 @@ def test_the_middle_does_not_depend_on_the_order():
 
 
 def test_the_middle_is_held_against_both_ends(experiment, results, measured):
-    small, large = measured.statistics
-    assert (small.name, large.name) == ("score_over_small_rho", "score_over_large_rho")
+    small, large = (one for one in measured.statistics if one.name in ("score_over_small_rho", "score_over_large_rho"))
     assert small.value == 0.5
     assert small.low < 0.5 < small.high
     assert (large.value, large.low, large.high) == (1.0, 1.0, 1.0)
@@ -126,32 +101,3 @@ def test_the_middle_is_held_against_both_ends(experiment, results, measured):
         asked = {GridPoint(method="dvp_mis", engine="coarse", rho=rho) for rho in (*middle(RHOS), end)}
         runs = {point.run(seed).path for point in asked for seed in experiment.seeds}
         assert set(one.sources) == {f"evals/{run}/held_out/scores.json" for run in runs}
-
-
-def test_the_figure_shows_what_was_trained_and_what_was_measured_alone(experiment, measured, tmp_path):
-    figure = measured.figures["rho_sweep"]
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    curves = {
-        axes.get_title(): [line.get_label() for line in axes.lines if line.get_marker() == "o"] for axes in panels
-    }
-    assert [len(labels) for labels in curves.values()] == [1, 1, 2, 2, 2]
-    assert {label for labels in curves.values() for label in labels} == {
-        "DVP + MIS, engine coarse",
-        "DVP, engine coarse",
-    }
-    assert all(len(axes.lines[0].get_xdata()) == len(RHOS) for axes in panels)
-    assert panels[4].get_title() == "base policy: squared bias + variance"
-    assert any("engine fp32: below 1e-07" in text.get_text() for text in panels[1].texts)
-    _, png = figures.save(figure, tmp_path, "rho_sweep")
-    assert png.stat().st_size > 20_000
-
-
-def test_mse_is_drawn_as_measured(experiment, results, measured):
-    panel = next(axes for axes in measured.figures["rho_sweep"].axes if "bias + variance" in axes.get_title())
-    line = next(line for line in panel.lines if line.get_label() == "DVP, engine coarse")
-    files = [
-        results.folder / "bias" / measurement.path / "estimators.parquet"
-        for measurement in experiment.measurements("bias")
-    ]
-    rows = pd.concat(pd.read_parquet(file) for file in files).query("method == 'dvp'")
-    assert line.get_ydata() == pytest.approx(rows.groupby("rho")["mse"].mean()[RHOS].to_numpy())

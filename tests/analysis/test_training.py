@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_results import Results, make_experiment, training_part
 
-from dvp.analysis.training import over_seeds
+from dvp.analysis.estimates import over_seeds
+from dvp.analysis.points import where_of
 
 
 def test_the_interval_over_three_seeds_is_students():
     # t with two degrees of freedom: 4.3027 at 97.5 %.
-    mean, low, high = over_seeds([1.0, 2.0, 6.0], logarithmic=False)
+    mean, low, high = over_seeds([1.0, 2.0, 6.0])
     reach = 4.302653 * math.sqrt(7.0) / math.sqrt(3.0)
     assert mean == pytest.approx(3.0)
     assert (low, high) == (pytest.approx(3.0 - reach, rel=1e-5), pytest.approx(3.0 + reach, rel=1e-5))
@@ -30,13 +31,6 @@ def test_the_logarithmic_interval_holds_the_geometric_mean_and_stays_positive(va
 @pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -1.0], [1.0, math.nan]])
 def test_a_logarithm_that_is_not_defined_gives_no_number(values):
     assert all(math.isnan(one) for one in over_seeds(values, logarithmic=True))
-
-
-def test_one_seed_has_no_interval():
-    mean, low, high = over_seeds([2.0], logarithmic=False)
-    assert mean == 2.0
-    assert math.isnan(low)
-    assert math.isnan(high)
 
 
 def test_growth_is_not_told_where_first_and_last_steps_are_the_same(tmp_path):
@@ -62,30 +56,24 @@ def test_it_is_said_between_which_policies_a_kl_is(tmp_path):
 
 def test_every_grid_point_has_every_statistic_once_from_its_own_files(tmp_path):
     experiment = make_experiment()
-    results = Results(experiment, tmp_path)
-    found, tables = training_part(experiment, results.folder)
-    rows = tables["main_table"].rows
-    names = {"score", "final_k3", "k3_growth", "final_gradient_norm", "final_reward", "collapsed"}
+    found, tables = training_part(experiment, Results(experiment, tmp_path).folder)
+    places = [(one.name, *one.where.values()) for one in found]
+    assert len(places) == len(set(places))
     for point in experiment.points:
-        own = {one.name: one for one in found if all(point.path in source for source in one.sources)}
-        assert set(own) == (names if point.rho is None else names | {"final_pruned_mass"})
-        assert own["score"] == rows[point.path]["score"]
+        own = {one.name: one for one in found if one.where == where_of(experiment, point)}
+        assert {"final_k3", "k3_growth", "final_reward", "collapsed", "kept", "sampled_tokens"} <= set(own)
+        assert ("final_pruned_mass" in own) == ("score_over_unpruned" in own) == (point.rho is not None)
+        assert ("score_over_reference" in own) == (point != experiment.reference_point)
+        assert own["score"] == tables["main_table"].rows[point.path]["score"]
         assert own["collapsed"].value == 0
         assert len(own["final_k3"].sources) == len(experiment.seeds)
-    changes = [one for one in found if one.name == "score_change_percent"]
-    assert len(changes) == len(experiment.points) - 1
-    for one in changes:  # of the point and of the reference, each seed's
-        assert len(set(one.sources)) == 2 * len(experiment.seeds)
-        assert sum("method~rloo/engine~coarse" in source for source in one.sources) == len(experiment.seeds)
-    pruned = [one for one in found if one.name == "score_over_unpruned"]
-    assert [one.where["rho"] for one in pruned] == [point.rho for point in experiment.points if point.rho is not None]
-    [base] = [one for one in found if one.where["method"] == "base"]
-    assert base.name == "score"
-    # Each comparison has the smallest effect that it could have shown.
-    seen = [one.where for one in found if one.name == "smallest_change_percent"]
-    assert seen == [one.where for one in changes]
-    assert [one.where for one in found if one.name == "smallest_effect"] == [one.where for one in pruned]
-    assert len(found) == 1 + len(experiment.points) * len(names) + 2 * len(changes) + 3 * len(pruned)
+        # Each comparison has the smallest effect that it could have shown, and is of both points' files.
+        for name, smallest in (
+            ("score_over_reference", "smallest_change_percent"),
+            ("score_over_unpruned", "smallest_effect"),
+        ):
+            assert (name in own) == (smallest in own)
+            assert name not in own or len(set(own[name].sources)) == 2 * len(experiment.seeds)
 
 
 def test_a_baseline_is_compared_with_rloo_under_the_same_correction(tmp_path):

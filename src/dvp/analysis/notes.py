@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 
-from dvp.analysis.estimates import LEVEL, share_of_runs
+from dvp.analysis.estimates import share_of_runs
 from dvp.analysis.mismatch import TAIL, over_what
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.points import point_name, role, seeds_text, where_of

@@ -1,20 +1,13 @@
 """Scores by policy: which model was sampled with what, what is compared with what, which policy is a model's own."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from made_up_results import CLAIMS, CONFIG, Results, make_experiment, measured_of
+from made_up_results import Results, make_experiment, measured_of
 
-from dvp.analysis.claims import load_claims
-from dvp.analysis.evidence import MISSING, _answer_condition
 from dvp.analysis.load import Reader
 from dvp.analysis.matrix import models, own_sampler, statistics
-from dvp.analysis.parts import several_solutions
-from dvp.analysis.report import measure
 from dvp.analysis.statistics import lookup
 from dvp.experiment.grid import GridPoint, Sampler
-from dvp.experiment.loading import load_experiment, parse_experiment
 
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
 RHO = "0.01"
@@ -123,42 +116,3 @@ def test_the_table(asked, written):
     assert set(table.frame().columns) >= {"training_rho", "training_rho_low", "over_unpruned_high", "own_policy"}
     text = " ".join(shown.notes)
     assert "it is the trainer's, for which engine fp32 stands" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("evaluation_matrix", 5),
-        ("tiny_replay", 2),
-        ("noise_tail", 6),
-        ("noise_dial", 12),
-        ("noise_dial_tail", 4),
-        ("remedies", 15),
-        ("remedies_sets", 5),
-        ("adaptive_rho", 5),
-        ("surrogates", 12),
-        ("surrogates_gspo", 3),
-        ("horizon", 3),
-        ("horizon_coarse", 7),
-        ("natural_tail", 7),
-        ("diversity_paths", 6),
-        ("diversity_colors", 6),
-    ],
-)
-def test_each_condition_on_scores_by_policy_fits_one_statistic(tmp_path, name, count):
-    value = load_experiment(name, CONFIG).model_dump(mode="json")
-    value["evaluation"]["bootstrap_resamples"] = 100
-    value["training"]["steps"] = 2
-    value["seeds"] = [0, 1]
-    shipped = parse_experiment(value, Path("test.yaml"))
-    Results(shipped, tmp_path, problems=3)
-    measured = measure(shipped, Reader(shipped, tmp_path), "diversity" if several_solutions(shipped) else "matrix")
-    made = [vars(each) for each in measured]
-    report = {"statistics": made, "measured": {}, "earlier": None}
-    every = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
-    asked = [each for each in every if each.experiment == name and each.statistic.endswith("_by_policy")]
-    assert len(asked) == count
-    for condition in asked:
-        answered = _answer_condition(condition.says, condition, {name: report})
-        assert answered["status"] != MISSING, answered["instead"]

@@ -1,87 +1,257 @@
+"""Figures from estimates and series that are made by hand, as shown.yaml declares them."""
+
+import math
+import subprocess
+import sys
+
 import numpy as np
+import pandas as pd
 import pytest
 from made_up_results import CLAIMS, CONFIG, make_experiment
 
-from dvp.analysis import training_figures as figures
+from dvp.analysis import figures, series
+from dvp.analysis.charts import BELOW
 from dvp.analysis.claims import load_claims
-from dvp.analysis.figures import method_colors
-from dvp.analysis.load import Reader
-from dvp.experiment.grid import GridPoint
+from dvp.analysis.load import load_training
+from dvp.analysis.looks import Looks
+from dvp.analysis.shown import shown
+from dvp.analysis.statistics import Statistic
+from dvp.analysis.training import where_of
 from dvp.experiment.loading import load_experiment
 
+EMPTY = series.joined([])
 
-def test_styles_differ_and_the_control_is_grey():
-    style = figures.styles(make_experiment())
-    looks = [(look.color, look.line, look.marker) for look in style.values()]
-    assert len(set(looks)) == len({look.label for look in style.values()}) == 7
-    control = style[GridPoint(method="rloo", engine="fp32", rho=None)]
-    assert len({control.color[i : i + 2] for i in (1, 3, 5)}) == 1
-    assert control.line != "-"
-    assert (
-        style[GridPoint(method="dvp", engine="coarse", rho="exp(-13)")].color
-        == style[GridPoint(method="dvp", engine="coarse", rho="0.01")].color
+
+def made(name: str, where: dict[str, str], value: float, low: float = math.nan, high: float = math.nan) -> Statistic:
+    return Statistic(name, where, value, low, high, "fraction", "", ())
+
+
+def curves(experiment, quantity: str, value_N, points=None, *, seeds=("0", "1")) -> pd.DataFrame:
+    """The same for every point and seed, by step."""
+    steps = np.arange(1, len(value_N) + 1)
+    return series.joined(
+        [
+            pd.DataFrame({"x": steps, "value": value_N}).assign(
+                quantity=quantity, seed=seed, **where_of(experiment, point)
+            )
+            for point in points or experiment.points
+            for seed in seeds
+        ]
     )
 
 
-def test_a_method_has_one_colour_in_every_experiment():
-    tiny = method_colors(make_experiment())
+def labels(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def bold(axes) -> list:
+    return [line for line in axes.lines if line.get_linewidth() == 1.8]
+
+
+def segments(axes) -> list[list[list[float]]]:
+    return [part.tolist() for bars in axes.collections for part in bars.get_segments()]
+
+
+def test_a_family_has_one_colour_in_every_experiment():
+    def colors(experiment) -> dict[str, str]:
+        looks = Looks(experiment)
+        return {name: looks.color({"method": name, "role": ""}, "method") for name in experiment.methods}
+
+    tiny = colors(make_experiment())
+    assert tiny["dvp"] != tiny["rloo"]  # lighter without a safe vocabulary
+    assert len({tiny[name] for name in ("dvp", "rloo", "rloo_mis", "dvp_mis")}) == 4
+    assert tiny["dvp_mass"] == tiny["dvp"]
     for name in ("estimator_bias", "rho_sweep", "training_grid", "tiny_replay"):
-        colors = method_colors(load_experiment(name, CONFIG))
-        assert len(set(colors.values())) == len(colors)
-        for method in set(colors) & set(tiny):
-            assert colors[method] == tiny[method]
+        others = colors(load_experiment(name, CONFIG))
+        assert all(others[method] == tiny[method] for method in set(others) & set(tiny))
 
 
-@pytest.mark.parametrize(
-    "name", ["remedies", "remedies_sets", "training_grid", "noise_tail", "otb_groups", "surrogates"]
-)
+@pytest.mark.parametrize("name", ["remedies", "otb_groups", "surrogates"])
 def test_no_two_curves_of_a_panel_look_alike(name):
     experiment = load_experiment(name, CONFIG)
-    style = figures.styles(experiment)
-    shown = [points for _, points in figures.panels(experiment)]
-    assert shown
-    for points in shown:
-        looks = [(style[point].color, str(style[point].line), style[point].settings) for point in points]
+    figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]
+    for axes in figure.axes:
+        looks = [(line.get_color(), str(line.get_linestyle()), str(line._dash_pattern)) for line in bold(axes)]
+        assert looks
         assert len(set(looks)) == len(looks)
 
 
-def test_panels():
-    titles, shown = zip(*figures.panels(make_experiment()), strict=True)
-    assert titles == ("engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01")
-    assert [len(points) for points in shown] == [5, 5]
-    plain = make_experiment(grid=[{"method": ["rloo"], "engine": ["coarse", "bf16"]}], report__reference_engine="bf16")
-    assert [title for title, _ in figures.panels(plain)] == ["engine coarse", "engine bf16"]
+def test_what_has_no_rho_and_the_control_stand_in_every_panel():
+    experiment = make_experiment()
+    figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]
+    assert [axes.get_title() for axes in figure.axes] == ["engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01"]
+    for axes in figure.axes:
+        assert len(bold(axes)) == 5
+        [control] = [line for line in bold(axes) if line.get_color() == "#707070"]
+        assert control.is_dashed()
+    assert "RLOO (naive), engine fp32 (control)" in labels(figure)
 
 
-def test_mismatch_has_a_floor(experiment, results):
-    metrics = Reader(experiment, results.folder).metrics
-    assert (metrics["k3"] < 0).any()
-    figure = figures.mismatch_curves(experiment, metrics)
-    drawn = np.concatenate([line.get_ydata() for axes in figure.axes for line in axes.get_lines()])
-    assert drawn.min() == pytest.approx(figures.FLOOR)
-    assert "drawn at 1e-12" in " ".join(figure.get_suptitle().split())
-    # The bound is in the upper panels, on the scale of the mismatched arms.
-    assert load_claims(CLAIMS)["dvp_kl"].value == figures.PUBLISHED_BOUND == 0.001
-    assert sum(list(line.get_ydata()) == [0.001, 0.001] for axes in figure.axes for line in axes.get_lines()) == 2
+def test_a_control_stands_beside_its_own_settings():
+    def shown_in(*grid: dict) -> dict[str, int]:
+        own = {"grid": list(grid), "report__reference_training": {"group_size": 16}}
+        experiment = make_experiment(**own)
+        figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]
+        return {axes.get_title(): len(bold(axes)) for axes in figure.axes}
+
+    sizes = {"group_size": [4, 16]}
+    both = shown_in({"method": "rloo", "engine": ["fp32", "coarse"], "training": sizes})
+    assert both == {"engine coarse, G 4": 2, "engine coarse, G 16": 2}
+    control = {"method": "rloo", "engine": "fp32", "training": {"group_size": 32}}
+    assert shown_in(control, {"method": "rloo", "engine": "coarse", "training": sizes}) == both
 
 
-def test_skipped_steps_are_gaps(experiment, results):
-    metrics = Reader(experiment, results.folder).metrics
-    metrics.loc[metrics["step"] == 3, "gradient_norm"] = 0.0
-    figure = figures.gradient_norm(experiment, metrics)
-    color = figures.styles(experiment)[GridPoint(method="rloo_mis", engine="coarse", rho=None)].color
-    lines = [line for line in figure.axes[0].get_lines() if line.get_color() == color]
-    assert len(lines) == 3
-    for line in lines:
-        assert list(np.flatnonzero(np.isnan(line.get_ydata())) + 1) == [3, 7]
+def test_bold_is_the_trailing_mean_with_gaps_where_all_seeds_have_one():
+    experiment = make_experiment()
+    point = experiment.points[1]
+    values = [1.0, 2.0, np.nan, 4.0, 5.0, 6.0, 7.0]
+    figure = figures.draw(experiment, [], curves(experiment, "gradient_norm", values, [point]))["gradient_norm"]
+    [line] = bold(figure.axes[0])
+    expected = [1.0, 1.5, np.nan, 7 / 3, 3.0, 17 / 4, 22 / 4]
+    np.testing.assert_allclose(line.get_ydata(), expected, rtol=1e-6)
+    assert "clipped at 1" in labels(figure)
 
 
-def test_bold_line_is_the_trailing_mean(experiment, results):
-    metrics = Reader(experiment, results.folder).metrics
-    figure = figures.learning_curves(experiment, metrics)
-    point = GridPoint(method="rloo", engine="coarse", rho=None)
-    own = metrics[metrics["point"] == point.path]
-    color = figures.styles(experiment)[point].color
-    bold = next(line for line in figure.axes[0].get_lines() if line.get_color() == color and line.get_linewidth() == 2)
-    assert bold.get_ydata()[0] == pytest.approx(own[own["step"] == 1]["reward"].mean())
-    assert bold.get_ydata()[-1] == pytest.approx(own[own["step"] > 7]["reward"].mean())
+def test_rounding_of_an_exact_engine_is_not_drawn():
+    experiment = make_experiment()
+    control, naive = experiment.points[:2]
+    every = [curves(experiment, "k3", [1e-13, -1e-13], [control]), curves(experiment, "k3", [1e-3, 2e-3], [naive])]
+    figure = figures.draw(experiment, [], series.joined(every))["mismatch_curves"]
+    heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in figure.axes[0].lines])
+    assert np.nanmin(heights) == pytest.approx(1e-3)
+    # The published bound of the caption is that of the claims.
+    assert load_claims(CLAIMS)["dvp_kl"].value == 0.001 in heights
+
+
+def test_differences_are_drawn_with_zero_and_the_threshold():
+    experiment = make_experiment()
+    pruned = experiment.points[-1]
+    statistics = [
+        made("score_over_reference", where_of(experiment, pruned), 0.03, 0.01, 0.05),
+        made("score_over_unpruned", where_of(experiment, pruned), 0.01, -0.01, 0.03),
+    ]
+    first, second = figures.draw(experiment, statistics, EMPTY)["differences"].axes
+    assert segments(first)[0] == [pytest.approx([1, 0]), pytest.approx([5, 0])]
+    assert sorted(line.get_xdata()[0] for line in first.lines if len(set(line.get_xdata())) == 1)[:3] == [-2, 0, 2]
+    assert second.get_title() == "minus the same without DVP"
+    assert [text.get_text() for text in first.get_yticklabels()] == ["DVP + MIS"]
+
+
+def test_scores_have_a_row_a_point_with_its_seeds():
+    experiment = make_experiment(
+        grid=[
+            {"method": "rloo", "engine": ["fp32", "coarse"]},
+            {"method": "dvp", "engine": "coarse", "rho": ["exp(-13)"], "training": {"group_size": [4, 8]}},
+        ]
+    )
+    statistics = [
+        made("score", where_of(experiment, point), 0.5 + 0.1 * place, 0.4, 0.7)
+        for place, point in enumerate((None, *experiment.points))
+    ]
+    where = where_of(experiment, experiment.points[0])
+    statistics += [made("seed_score", where | {"seed": seed}, value) for seed, value in (("0", 0.55), ("1", 0.65))]
+    figure = figures.draw(experiment, statistics, EMPTY)["scores"]
+    names = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_yticklabels()]
+    assert names == [
+        *("base model", "RLOO (naive), engine fp32, G 8", "RLOO (naive), engine coarse, G 8"),
+        *("DVP, engine coarse, ρ = e⁻¹³, G 4", "DVP, engine coarse, ρ = e⁻¹³, G 8"),
+    ]
+    small = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_markersize() == 3.5]
+    assert small == pytest.approx([55, 65])
+    assert {"base model", "control", "one seed"} <= set(labels(figure))
+
+
+def test_marks_of_a_row_stand_below_one_another():
+    """By the policy that sampled: colour by engine, hollow at ρ, a row of its own for a ρ of the evaluation alone."""
+    experiment = make_experiment(evaluation__also=[{"engine": "training", "rho": "own"}])
+    naive, pruned = (where_of(experiment, experiment.points[place]) for place in (1, -1))
+    by = {"evaluated_on": "fp32", "evaluated_rho": "none"}
+    statistics = [
+        made("score_by_policy", naive | by, 0.4, 0.3, 0.5),
+        made("score_by_policy", naive | by | {"evaluated_rho": "0.01"}, 0.4, 0.3, 0.5),
+        made("score_by_policy", pruned | by, 0.6, 0.5, 0.7),
+        made("score_by_policy", pruned | {"evaluated_on": "coarse", "evaluated_rho": pruned["rho"]}, 0.5, 0.4, 0.6),
+    ]
+    figure = figures.draw(experiment, statistics, EMPTY)["evaluation_matrix"]
+    heights = [bar[0][1] for bar in segments(figure.axes[0])]
+    assert heights == pytest.approx([0, 1, 2 - 0.11, 2 + 0.11])
+    marks = [line for line in figure.axes[0].lines if line.get_markersize() == 5]
+    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True, False, True]
+    assert marks[2].get_color() != marks[3].get_color()
+    assert "in evaluation only" in figure.axes[0].get_yticklabels()[1].get_text().replace("\n", " ")
+    assert {"engine fp32", "engine coarse, at ρ"} <= set(labels(figure))
+
+
+def test_estimators_stand_by_family_on_one_scale_hollow_where_zero_is_inside():
+    experiment = load_experiment("estimator_bias", CONFIG)
+    statistics = [
+        made(name, {"policy": "base", "engine": engine, "method": method, "rho": rho}, value, value - 1, value + 1)
+        for engine, value in (("bf16", 0.5), ("coarse", 2.0))
+        for method, rho in (("dvp", "exp(-13)"), ("rloo_mis", "none"), ("rloo", "none"), ("dvp", "0.01"))
+        for name in ("squared_bias", "variance")
+    ]
+    figure = figures.draw(experiment, statistics, EMPTY)["bias_variance"]
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names == ["RLOO (naive)", "DVP, ρ = 0.01", "DVP, ρ = e⁻¹³", "RLOO + MIS"]
+    bias, variance, other, _ = figure.axes
+    assert (bias.get_xscale(), variance.get_xscale(), bias.get_xlim()) == ("symlog", "log", other.get_xlim())
+    faces = [
+        {line.get_markerfacecolor() == "white" for line in axes.lines if line.get_markersize() == 5}
+        for axes in (bias, other)
+    ]
+    assert faces == [{True}, {False}]
+    # A bar that would go on to 0 and beyond is cut off.
+    assert segments(variance)[0][0][0] == pytest.approx(0.5 / BELOW)
+
+
+def test_points_without_rho_are_lines_across_a_sweep():
+    experiment = load_experiment("rho_sweep", CONFIG)
+    statistics = [made("score", where_of(experiment, point), 0.5, 0.4, 0.6) for point in experiment.points]
+    assert "rho_sweep" not in figures.draw(experiment, statistics, EMPTY)
+    statistics.append(made("score_over_small_rho", {"method": "dvp_mis", "engine": "coarse"}, 0.0))
+    axes = figures.draw(experiment, statistics, EMPTY)["rho_sweep"].axes[0]
+    [curve] = [line for line in axes.lines if line.get_marker() == "o"]
+    rhos = [point for point in experiment.points if point.rho is not None]
+    assert len(curve.get_xdata()) == len(rhos)
+    assert len([line for line in axes.lines if list(line.get_xdata()) == [0, 1]]) == len(experiment.points) - len(rhos)
+
+
+def test_the_reference_is_black_in_the_panels_of_others():
+    experiment = make_experiment(
+        grid=[{"method": "rloo", "engine": "coarse", "training": {"group_size": [4, 16]}}],
+        report__reference_training={"group_size": 16},
+    )
+    every = [
+        curves(experiment, name, [0.4, 0.5]).assign(task="held_out", seed=seed)
+        for name in ("score_by_step", "score_by_tokens")
+        for seed in (None, "0")
+    ]
+    figure = figures.draw(experiment, [], series.joined([*every]))["score_curve"]
+    assert [axes.get_title() for axes in figure.axes[::2]] == [
+        "held_out, engine coarse, G 4",
+        "held_out, engine coarse, G 16",
+    ]
+    for axes in figure.axes:
+        assert sum(line.get_color() == "black" and line.is_dashed() for line in bold(axes)) == 1
+
+
+def test_a_report_is_redrawn_from_its_files_byte_for_byte(experiment, results, tmp_path):
+    loaded = load_training(experiment, results.folder)
+    first = series.joined([*series.training(experiment, loaded)])
+    first.to_parquet(tmp_path / "series.parquet", index=False)
+    score = [made("score", where_of(experiment, point), 0.5, 0.4, 0.6) for point in experiment.points]
+    for name, frame in (("a", first), ("b", pd.read_parquet(tmp_path / "series.parquet"))):
+        for figure, drawn in figures.draw(experiment, score, frame).items():
+            figures.save(drawn, tmp_path / name, figure)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    names = ("gradient_norm", "learning_curves", "mismatch_curves", "scores")
+    assert files == [f"{name}.{suffix}" for name in names for suffix in ("png", "svg")]
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+
+
+def test_declarations_are_read_without_matplotlib_and_pandas():
+    code = "import sys, dvp.analysis.shown as s; s.shown('figures'); print({'matplotlib', 'pandas'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout == "set()\n"
+    for declared in shown("figures").values():
+        assert {"title", "caption", "kind", "panels"} <= set(declared)

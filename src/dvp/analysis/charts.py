@@ -173,14 +173,13 @@ class _Lines:
         keys = [key for key in keys if key not in facet and key != x_name]
         if "floor" in panel:
             own = own.assign(value=own["value"].where(own["value"] > panel["floor"]))
-        if own.empty:
-            axes.text(0.5, 0.5, panel.get("empty", "nothing"), transform=axes.transAxes, ha="center", va="center")
-            return
         by = panel.get("colour", "method")
         named = [*dict.fromkeys([by, *(key for key in keys[:-1] if key in self.named or key not in looks.identity)])]
         groups = list(own.groupby(["quantity", *keys], sort=False))
         for number, (key, line) in enumerate(groups):
-            self._line(axes, panel, line, key[1:], looks.name(line.iloc[0], named), number / len(groups) - 0.5)
+            columns = [*named, "engine"] if line["role"].iloc[0] == "control" else named
+            label = looks.name(line.iloc[0], [*dict.fromkeys(columns)])
+            self._line(axes, panel, line, key[1:], label, number / len(groups) - 0.5)
         of_task = matching(table, {"task": facet["task"]}) if "task" in facet else table
         _levels(axes.axhline, looks, panel, of_task, self.handles)
         for label, at in panel.get("verticals", {}).items():
@@ -211,7 +210,7 @@ class _Lines:
         number = alike.index(key) + panel["quantity"].index(line["quantity"].iloc[0])
         style, marker = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
         if line["role"].iloc[0] == "control":
-            style = LINES[(number + 3) % len(LINES)]
+            style, label = LINES[(number + 3) % len(LINES)], f"{label} (control)"
         looks = {"color": color, "linestyle": style, "linewidth": 1.8}
         if panel.get("reference") and line["role"].iloc[0] == "reference":
             looks, label = looks | REFERENCE, f"reference: {label}"

@@ -12,20 +12,19 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dvp.analysis.formats import rho_text
+from dvp.analysis.pages import TEMPLATES
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run, settings_as_read
-from dvp.files import expect_keys, read_json, verify_checksums, write_text
+from dvp.files import read_json, verify_checksums, write_text
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
 
@@ -52,35 +51,35 @@ class Recorded:
 
     @property
     def collapsed_at(self) -> int | None:
-        return min((step for step, row in self.metrics.items() if row["collapsed"]), default=None)
+        return min((step for step, row in self.metrics.items() if row.get("collapsed")), default=None)
 
     @cached_property
     def steps(self) -> np.ndarray:
         """Of each response."""
         return self.table["step"].to_numpy()
 
+    def tokens(self, name: str) -> np.ndarray:
+        """A column of all tokens, one response after the other."""
+        return self.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+
     @cached_property
     def sizes(self) -> np.ndarray:
-        """|log p − log q| of all tokens one after the other, nats; 0 outside the safe vocabulary and at a tool's."""
-        trained, sampled, safe = (
-            self.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            for name in ("pruned_log_prob", "infer_log_prob", "in_safe")
-        )
-        return np.where(safe, np.abs(trained - sampled), 0.0)
+        """|log p − log q| of all tokens, nats; 0 outside the safe vocabulary and at a tool's."""
+        sizes = np.abs(self.tokens("pruned_log_prob") - self.tokens("infer_log_prob"))
+        return np.where(self.tokens("in_safe"), sizes, 0.0)
 
     @cached_property
     def largest(self) -> np.ndarray:
-        """The largest |log p − log q| of each response's tokens in the safe vocabulary, nats; 0 without any."""
+        """Of each response."""
         ends = np.cumsum(pc.list_value_length(self.table["token_id"]).to_numpy())
         return np.maximum.reduceat(self.sizes, [0, *ends[:-1]])
 
-    @property
+    @cached_property
     def range(self) -> float:
         """Where the colours of log p − log q end, nats: 1, 2 or 5 times a power of ten, with 99 % of tokens below."""
-        written = self.table["written"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        high = max(float(np.quantile(self.sizes[written], 0.99)), SMALLEST_RANGE)
+        high = max(float(np.quantile(self.sizes[self.tokens("written")], 0.99)), SMALLEST_RANGE)
         power = 10.0 ** math.floor(math.log10(high))
-        return float(f"{next((step * power for step in (1, 2, 5) if high <= step * power), 10 * power):g}")
+        return float(f"{next(step * power for step in (1, 2, 5, 10) if high <= step * power or step == 10):g}")
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         return self.table.take(pa.array(indices, pa.int64())).to_pylist()
@@ -92,18 +91,9 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
     file, *_ = [*responses_files(folder, run), place / RESPONSES]
     metrics = place / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.exists() else []
-    for number, row in enumerate(rows, start=1):
-        expect_keys(row, {"collapsed": "true or false"}, f"{metrics}: line {number}: ")
-    parts = [experiment.methods[run.method].label, run.engine]
-    if run.rho is not None:
-        parts.append(f"ρ {rho_text(run.rho)}")
-    parts += settings_as_read(experiment.settings_of(run))
-    return Recorded(
-        run,
-        " · ".join([*parts, f"seed {run.seed}"]),
-        read_responses(file),
-        {row["step"]: row for row in rows},
-    )
+    parts = [experiment.methods[run.method].label, run.engine, *([f"ρ {rho_text(run.rho)}"] if run.rho else [])]
+    label = " · ".join([*parts, *settings_as_read(experiment.settings_of(run)), f"seed {run.seed}"])
+    return Recorded(run, label, read_responses(file), {row["step"]: row for row in rows})
 
 
 def responses_files(folder: Path, run: Run) -> list[Path]:
@@ -134,14 +124,11 @@ def worst_tokens(row: dict[str, Any], count: int) -> list[int]:
 def visible(text: str) -> str:
     """Text in which nothing acts on whatever shows it: control and format characters are made visible.
 
-    Line breaks and tabs stay; a terminal's escape sequences and changes of the writing direction do not.
+    Line breaks and tabs stay; a terminal's escape sequences and changes of the writing direction do not, nor what
+    joins emoji, which then fall apart.
     """
-    return "".join(character if character in "\n\t" else _visible(character) for character in text)
-
-
-def _visible(character: str) -> str:
-    # Control, format, surrogate: also what joins emoji, which then fall apart.
-    return f"⟨U+{ord(character):04X}⟩" if unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
+    acting = {one for one in set(text) - set("\n\t") if unicodedata.category(one) in ("Cc", "Cf", "Cs")}
+    return text.translate({ord(one): f"⟨U+{ord(one):04X}⟩" for one in acting})
 
 
 def write_page(experiment: Experiment, folder: Path, path: Path) -> None:
@@ -156,22 +143,17 @@ def write_page(experiment: Experiment, folder: Path, path: Path) -> None:
 def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) -> str:
     """The page as HTML. Its data take at most `limit` bytes: what is left out is said on it."""
     data = page_data(runs, limit)
-    templates = files("dvp.analysis") / "templates"
-    style, script = ((templates / f"responses.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    environment = Environment(loader=PackageLoader("dvp.analysis"), undefined=StrictUndefined, autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    return environment.get_template("responses.html.j2").render(
+    style, script = (TEMPLATES.loader.get_source(TEMPLATES, f"responses.{kind}")[0] for kind in ("css", "js"))
+    shown = [response for run in data["runs"] for response in run["responses"]]
+    return TEMPLATES.get_template("responses.html.j2").render(
         title=f"Responses of {experiment.name}",
         description=experiment.description,
         data=data,
         recorded=sum(len(run.table) for run in runs),
-        shown=sum(len(run["responses"]) for run in data["runs"]),
-        shortened=sum("ranges" in response for run in data["runs"] for response in run["responses"]),
+        shown=len(shown),
+        shortened=sum("ranges" in response for response in shown),
         end_tokens=END_TOKENS,
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        **{"style": style, "style_hash": _hash(style), "script": script, "script_hash": _hash(script)},
     )
 
 
@@ -183,7 +165,9 @@ def page_data(runs: list[Recorded], limit: int) -> dict[str, Any]:
     tokens: dict[tuple[int, str], int] = {}
     shown: list[list[dict[str, Any]]] = [[] for _ in runs]
     size = 0
-    for number, index in _evenly(runs):
+    # A response of each run in turn: any beginning is spread evenly over runs, and over steps.
+    orders = [[(number, index) for index in _spread(run)] for number, run in enumerate(runs)]
+    for number, index in filter(None, chain(*zip_longest(*orders))):
         response = _response(runs[number].rows([index])[0], tokens)
         size += len(json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode())
         if size > limit:
@@ -210,69 +194,50 @@ def page_data(runs: list[Recorded], limit: int) -> dict[str, Any]:
     }
 
 
-def _evenly(runs: list[Recorded]) -> Iterable[tuple[int, int]]:
-    """Every response as (run, row), in an order of which any beginning is spread evenly over runs and steps."""
-    orders = [[(number, index) for index in _spread(run)] for number, run in enumerate(runs)]
-    return (place for places in zip_longest(*orders) for place in places if place is not None)
-
-
 def _spread(run: Recorded) -> list[int]:
     """A response of each step, the one with the largest mismatch first, then the second ones, and so on.
 
     The steps come in the order: that of a collapse, the last, the first, then those halfway between earlier ones.
     """
     steps = sorted(set(run.steps.tolist()))
-    order = dict.fromkeys([step for step in steps if step == run.collapsed_at] + steps[-1:] + steps[:1])
-    gaps = [(0, len(steps) - 1)]
-    for low, high in gaps:  # it grows
-        if high - low > 1:
-            middle = (low + high) // 2
-            order.setdefault(steps[middle])
-            gaps += [(low, middle), (middle, high)]
-    by_step = {
-        step: sorted(np.flatnonzero(run.steps == step).tolist(), key=lambda index: -run.largest[index])
-        for step in order
-    }
-    return [index for turn in zip_longest(*by_step.values()) for index in turn if index is not None]
+    halves = (np.linspace(len(steps) - 1, 0, 2**k + 1).astype(int) for k in range(len(steps).bit_length() + 1))
+    order = dict.fromkeys([run.collapsed_at, *(steps[place] for place in chain(*halves))])
+    of_step = {step: np.flatnonzero(run.steps == step) for step in order}
+    by_step = (own[np.argsort(-run.largest[own], kind="stable")].tolist() for own in of_step.values())
+    return [index for turn in zip_longest(*by_step) for index in turn if index is not None]
 
 
 def _response(row: dict[str, Any], tokens: dict[tuple[int, str], int]) -> dict[str, Any]:
     """A response as the page's script reads it; adds to `tokens` what is new among its own."""
     ranges = _ranges(row)
     kept = [position for low, high in ranges for position in range(low, high)]
-    ratio = log_ratios(row)
+
+    def of(name: str) -> list[Any]:
+        return [row[name][position] for position in kept]
 
     def rounded(values: Iterable[float], digits: int) -> list[float | None]:
         return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
 
-    response = {
-        "step": row["step"],
-        "index": row["index"],
-        "chosen": row["chosen"],
-        "problem": row["problem"],
+    copied = ("step", "index", "chosen", "problem", "reward", "truncated", "rejected")
+    response = {name: row[name] for name in copied} | {
         "prompt": visible(row["prompt"]),
         "answer": visible(row["answer"]),
-        "reward": row["reward"],
-        "truncated": row["truncated"],
-        "rejected": row["rejected"],
         "length": len(row["token_id"]),
-        "tokens": [
-            tokens.setdefault((row["token_id"][position], row["text"][position]), len(tokens)) for position in kept
-        ],
-        "infer_log_prob": rounded((row["infer_log_prob"][position] for position in kept), 4),
-        "log_ratio": rounded((ratio[position] for position in kept), 3),
-        "outside": [place for place, position in enumerate(kept) if not row["in_safe"][position]],
+        "tokens": [tokens.setdefault(pair, len(tokens)) for pair in zip(of("token_id"), of("text"), strict=True)],
+        "infer_log_prob": rounded(of("infer_log_prob"), 4),
+        "log_ratio": rounded(log_ratios(row)[kept], 3),
+        "outside": [place for place, safe in enumerate(of("in_safe")) if not safe],
     }
     if not all(row["written"]):
         response["own_length"] = sum(row["written"])
-        response["by_tool"] = [place for place, position in enumerate(kept) if not row["written"][position]]
-    if len(kept) < len(ratio):
+        response["by_tool"] = [place for place, written in enumerate(of("written")) if not written]
+    if len(kept) < len(row["token_id"]):
         response["ranges"] = ranges
     # Without a safe vocabulary this is infer_log_prob + log_ratio.
     if row["log_prob"] != row["pruned_log_prob"]:
-        response["log_prob"] = rounded((row["log_prob"][position] for position in kept), 4)
+        response["log_prob"] = rounded(of("log_prob"), 4)
     for name in ("weight", "advantage"):
-        values = rounded((row[name][position] for position in kept), 4)
+        values = rounded(of(name), 4)
         response[name] = values[0] if len(set(values)) == 1 else values
     return response
 
@@ -280,15 +245,12 @@ def _response(row: dict[str, Any], tokens: dict[tuple[int, str], int]) -> dict[s
 def _ranges(row: dict[str, Any]) -> list[tuple[int, int]]:
     """Which tokens of a response the page shows, as [from, to): all, unless it is long."""
     length = len(row["token_id"])
-    wanted = [(0, END_TOKENS), (length - END_TOKENS, length)]
-    wanted += [(position - AROUND, position + AROUND + 1) for position in worst_tokens(row, WORST_SHOWN)]
-    ranges: list[tuple[int, int]] = []
-    for low, high in sorted((max(0, low), min(length, high)) for low, high in wanted):
-        if ranges and low <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
-        else:
-            ranges.append((low, high))
-    return ranges
+    shown = {*range(END_TOKENS), *range(length - END_TOKENS, length)}
+    for position in worst_tokens(row, WORST_SHOWN):
+        shown |= {*range(position - AROUND, position + AROUND + 1)}
+    inside = np.isin(np.arange(length), list(shown)).astype(int)
+    ends = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
+    return list(zip(ends[::2], ends[1::2], strict=True))
 
 
 def _hash(text: str) -> str:

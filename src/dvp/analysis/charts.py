@@ -32,7 +32,7 @@ DODGE = 0.04  # of an axis, over which the bars of lines stand side by side
 LEVELS = ((0, (4, 1.5)), (0, (1, 1.5)), "-.")
 RING = {"marker": "o", "markersize": 11, "color": "none", "markeredgecolor": DARK, "markeredgewidth": 1}
 VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 0}
-REFERENCE = {"color": "black", "linestyle": (0, (4, 1.5))}
+REFERENCE = {"color": "black", "linestyle": "-"}
 VALUES = ["value", "low", "high"]
 
 Handles = dict[str, Line2D]
@@ -55,7 +55,7 @@ def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figur
     )
     height = max(0.12 * most + 0.12, 0.16 * lines + 0.08) * len(rows) + 0.7
     width = 6.0 if len(cells) == 1 else 3.0
-    size = width * len(cells) + 2.4, height * len(facets) + 1.2
+    size = width * len(cells) + 2.4, height * len(facets) + 0.7
     with drawing(looks, shown, *size, "bars: 95 % intervals") as (figure, handles):
         grid = figure.subplots(len(facets), len(cells), squeeze=False, sharey=True)
         for (row, facet), (column, (panel, of)) in itertools.product(enumerate(facets), enumerate(cells)):
@@ -122,7 +122,7 @@ def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
     width, number = shown.get("width", 3.6), max(map(len, grid_of))
     note = f"{'bars' if shown.get('bars') else 'bands'}: 95 % intervals"
     note = f"bold: means over seeds, trailing mean of {shown['smooth']} steps" if "smooth" in shown else note
-    size = max(width * number + 0.4, 6.0), max(0.78 * width, 2.3) * len(grid_of) + 1.3
+    size = max(width * number + 0.4, 6.0), max(0.78 * width, 2.3) * len(grid_of) + 0.9
     with drawing(looks, shown, *size, shown.get("note", note)) as (figure, handles):
         grid = figure.subplots(len(grid_of), number, squeeze=False)
         draw, first = _Lines(looks, facets, table[table["quantity"].isin(quantities(panels))], handles), {}
@@ -179,7 +179,8 @@ class _Lines:
         for number, (key, line) in enumerate(groups):
             columns = [*named, "engine"] if line["role"].iloc[0] == "control" else named
             label = looks.name(line.iloc[0], [*dict.fromkeys(columns)])
-            self._line(axes, panel, line, key[1:], label, number / len(groups) - 0.5)
+            panel["seeds"] = len(groups) <= MOST_WITH_SEEDS
+            self._line(axes, panel, line, key[1:-1], label, number / len(groups) - 0.5)
         of_task = matching(table, {"task": facet["task"]}) if "task" in facet else table
         _levels(axes.axhline, looks, panel, of_task, self.handles)
         for label, at in panel.get("verticals", {}).items():
@@ -204,7 +205,7 @@ class _Lines:
         self, axes: Axes, panel: dict[str, Any], line: pd.DataFrame, key: tuple, label: str, place: float
     ) -> None:
         color, scale = self.looks.color(line.iloc[0], panel.get("colour", "method")), panel.get("scale", 1)
-        alike = self.alike.setdefault(color, [])
+        alike = self.alike.setdefault(color, [])  # a control has another one
         if key not in alike:
             alike.append(key)
         number = alike.index(key) + panel["quantity"].index(line["quantity"].iloc[0])
@@ -222,9 +223,9 @@ class _Lines:
                 # Where every seed has a gap, so has their mean.
                 mean = smooth.where(by_seed.notna().any(axis=1)).rename("value").reset_index()
                 mean = mean.assign(low=math.nan, high=math.nan)
-            for _, one in seeds.groupby("seed") if len(alike) <= MOST_WITH_SEEDS else ():
+            for _, one in seeds.groupby("seed") if panel["seeds"] else ():
                 axes.plot(one["x_shown"], scale * one["value"], color=color, linewidth=0.6, alpha=0.35)
-            self.handles["one seed"] = handle(color=DARK, linewidth=0.6, alpha=0.5)
+                self.handles["one seed"] = handle(color=DARK, linewidth=0.6, alpha=0.5)
         if mean["x_shown"].isna().all():  # no ρ where x is ρ
             if np.isfinite(value := mean["value"].iloc[0]):
                 axes.axhline(scale * value, **looks | {"linewidth": 1.3})
@@ -353,4 +354,5 @@ def drawing(looks: Looks, shown: dict[str, Any], width: float, height: float, no
         figure.suptitle(textwrap.fill(title, int(12 * width)), fontsize=9.5, x=0.01, ha="left")
         columns = int((width - 0.3) / (0.075 * max(map(len, handles), default=1) + 0.7))
         columns = max(1, min(columns, len(handles)))
+        figure.set_figheight(height + 0.19 * math.ceil(len(handles) / columns))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)

@@ -105,7 +105,7 @@ def given_scores(written, asked, scores):
 
 
 def test_the_curve_is_what_the_files_say(written, asked):
-    groups = curve.groups(asked, Reader(asked, written.folder))
+    groups = curve.groups(Reader(asked, written.folder))
     assert [group.point for group in groups] == asked.points
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
     assert group.steps == [0, 4, 8, 12]
@@ -186,7 +186,7 @@ def test_where_both_runs_come_there_before_they_are_evaluated_no_saving_is_told(
         return tuple(1 - math.exp(-step / (1 if fast else 2)) for step in (4, 8, 12))
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, Reader(asked, written.folder))
+    groups = curve.groups(Reader(asked, written.folder))
     pair = [group for group in groups if group.point.engine == "coarse" and group.point.training["group_size"] == 4]
     slow, fast = sorted(pair, key=lambda group: group.point.method)
     curves = {group.point: group for group in groups}
@@ -208,7 +208,7 @@ def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written
         return (0.5, 0.625, (0.75, 0.875, 1.0)[run.seed])
 
     given_scores(written, asked, scores)
-    groups = curve.groups(asked, Reader(asked, written.folder))
+    groups = curve.groups(Reader(asked, written.folder))
     [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
     curves, taken = {each.point: each for each in groups}, group.tokens_taken(0.7)
     assert len(set(taken)) == 3

@@ -6,7 +6,7 @@ Shape suffixes: S seeds, N evaluations (the base model's first), P problems, R r
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -97,8 +97,10 @@ class Group:
         return [tokens_to(score, *run) for run in zip(self.tokens_SN, self.score_SN, strict=True)]
 
 
-def groups(experiment: Experiment, reader: Reader) -> list[Group]:
+@lru_cache(maxsize=1)  # statistics and series are of the same
+def groups(reader: Reader) -> list[Group]:
     """Every grid point on every task, task by task, in the order of the experiment."""
+    experiment = reader.experiment
     sampled = {point: _sampled(experiment, reader, point) for point in experiment.points}
     until = min(tokens_SN[:, -1].min() for tokens_SN in sampled.values())
     return [
@@ -157,7 +159,7 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     settings; peak_step of each seed; score_at_step and tokens_at_step at each evaluated step, and both of each seed.
     mean_score_tokens, over which mean scores are. See `_tokens` for the rest.
     """
-    every = groups(experiment, reader)
+    every = groups(reader)
     how = "sampled by the run that sampled fewest"
     yield Statistic(
         "mean_score_tokens", {}, every[0].until, *[math.nan] * 2, "tokens", how, tuple(reader.runs["source"])

@@ -1,8 +1,8 @@
 """Measured numbers with intervals, by name: what config/claims.yaml asks for, and what tables and figures show.
 
 To add one, let the function that makes its part (`training`, `matrix`, `diversity`, `curve`, `mismatch`, `bias`,
-`variance`, `bias_length`, `sweep`) return one more `Statistic`: report/estimates.parquet lists it, a claim can ask for
-it by its name, and a table or a figure can show it.
+`variance`, `bias_length`) yield one more `Statistic`: report/estimates.parquet lists it, a claim can ask for it by its
+name, and an entry in shown.yaml shows it in a table or a figure.
 """
 
 from collections.abc import Callable, Iterable

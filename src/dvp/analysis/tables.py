@@ -1,7 +1,7 @@
 """The tables of a report: declared in shown.yaml, made of an experiment and its statistics alone.
 
-CSV, text and provenance are read off the same cells. A cell is a statistic, a list of statistics (of seeds), a `Text` of
-several, or a plain value that the experiment itself defines (a label, a ρ).
+CSV, text and provenance are read off the same cells. A cell is a statistic, a list of statistics (of seeds), a `Text`
+of several, or a plain value that the experiment itself defines (a label, a ρ).
 """
 
 import math

@@ -117,7 +117,7 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
 
     k3_growth (k3 of the last ten steps over that of the first ten; left out where a run has not twice ten steps);
     seconds_per_step (of the median step) and sampled_tokens of a run; collapsed (fraction of runs), collapsed_runs,
-    collapsed_at (of each seed the step, NaN where it did not); training_steps and those of them that were skipped, of all seeds.
+    collapsed_at (of each seed the step, NaN where it did not); training_steps of all seeds, and skipped_steps of them.
     """
     own, training = reader.metrics[reader.metrics["point"] == point.path], experiment.training_of(point)
     steps = training.steps

@@ -17,12 +17,13 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from dvp.analysis.claims import CLAIMS, Claim, Condition, Source, load_file
-from dvp.analysis.load import check_fresh
 from dvp.analysis.pages import TEMPLATES
-from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics
+from dvp.analysis.report import Part, kept
+from dvp.analysis.statistics import Statistic
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
 from dvp.experiment.loading import read_resolved
-from dvp.files import read_json, verify_checksums
+from dvp.files import read_json
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
 NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
@@ -42,30 +43,16 @@ class Report:
     """What the page needs of an experiment's report."""
 
     folder: Path
-    scale: str
-    tracking_key: str
-    statistics: list[Statistic]
-    commits: dict[str, str]
-    """By the file that a statistic comes from."""
-    figures: list[str]
-    overview: dict[str, Any] | None
+    experiment: Experiment
+    part: Part
+    manifest: dict[str, Any]
 
 
 def read_report(folder: Path) -> Report:
     """The report in an experiment's folder, results/E. Raises DvpError if it is missing, altered or stale."""
-    experiment, path = read_resolved(folder / "config.yaml"), folder / "report" / "manifest.json"
-    manifest = read_json(path, "config_hash", "tracking_key", "figures", "tables", "files", "origins")
-    check_fresh(path, manifest, experiment.config_hash("report"))
-    verify_checksums(path.parent, manifest["files"])
-    return Report(
-        folder,
-        " ".join(experiment.scale.split()),
-        manifest["tracking_key"],
-        read_statistics(folder / ESTIMATES),
-        {file: origin["git_commit"] for file, origin in manifest["origins"].items()},
-        manifest["figures"],
-        manifest["tables"].get("overview_table"),
-    )
+    experiment = read_resolved(folder / "config.yaml")
+    part = kept(experiment, folder)
+    return Report(folder, experiment, part, read_json(folder / "report" / "manifest.json"))
 
 
 def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
@@ -89,15 +76,19 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
     file.check_keys(folders)
     read = {folder: read_report(folder) for folder in dict.fromkeys(folders.values())}
     reports = {key: read[folder] for key, folder in folders.items()}
-    overview = reports.get(file.overview)
+    overview = file.overview in reports and reports[file.overview].part.tables.get("overview_table")
     return {
         "sources": {key: source.model_dump() for key, source in file.sources.items()},
         "experiments": {
-            key: {"folder": str(one.folder), "scale": one.scale, "report": one.tracking_key}
+            key: {
+                "folder": str(one.folder),
+                "scale": " ".join(one.experiment.scale.split()),
+                "report": one.manifest["tracking_key"],
+            }
             for key, one in reports.items()
         },
         "overview_of": file.overview,
-        "overview": overview and overview.overview,
+        "overview": overview.formatted()._asdict() if overview else None,
         "not_run": sorted(file.wanted - set(reports)),
         "not_asked": sorted(set(reports) - file.wanted),
         "claims": [_answer_claim(claim, file.sources[claim.source], reports) for claim in file.claims],
@@ -191,7 +182,7 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
     for condition in conditions:
         for file in condition["sources"]:
             report = reports[condition["experiment"]]
-            runs.setdefault(report.folder.name, {})[file] = report.commits[file]
+            runs.setdefault(report.folder.name, {})[file] = report.part.files[file]["git_commit"]
     published = "in words" if source.published else None
     if claim.published:
         published = f"{RELATIONS[claim.published.relation]}{claim.published.value:g} {claim.published.unit}"
@@ -202,7 +193,7 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
         "verdict": tested if conditions else NOT_TESTABLE,
         "why": claim.not_testable or "",
         "conditions": conditions,
-        "figure": claim.figure if key in reports and figure in reports[key].figures else None,
+        "figure": claim.figure if key in reports and figure in reports[key].manifest["figures"] else None,
         "files": {name: sorted(files) for name, files in runs.items()},
         "commits": {name: sorted(set(files.values())) for name, files in runs.items()},
     }
@@ -213,7 +204,7 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Repor
     missing = {"status": MISSING, "sources": []}
     if condition.experiment not in reports:
         return asked | missing | {"settings": 0, "instead": f"{condition.experiment} was not run"}
-    alike = [one for one in reports[condition.experiment].statistics if one.name == condition.statistic]
+    alike = [one for one in reports[condition.experiment].part.statistics if one.name == condition.statistic]
     fitting = [one for one in alike if condition.where.items() <= one.where.items()]
     asked |= {"settings": len(alike)}
     if not fitting:

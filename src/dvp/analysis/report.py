@@ -7,14 +7,13 @@ from typing import Any
 import pandas as pd
 
 from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, mismatch, series, training, variance
-from dvp.analysis.formats import Formatted, to_html, to_markdown, to_tex, to_text
-from dvp.analysis.load import Reader
+from dvp.analysis.formats import to_html, to_markdown, to_tex
+from dvp.analysis.load import Reader, check_fresh
 from dvp.analysis.parts import parts
-from dvp.analysis.statistics import ESTIMATES, Statistic, to_frame
+from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics, to_frame
 from dvp.analysis.tables import Table, make_tables
-from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.files import atomic_path, expect, expect_keys, read_json, write_text
+from dvp.files import atomic_path, read_json, verify_checksums, write_text
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,16 @@ def measure(experiment: Experiment, reader: Reader, *of_parts: str) -> list[Stat
 
 
 def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
-    """report/estimates.parquet and series.parquet, figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html.
-
-    All are below `folder`. Returns the figures' names.
-    """
-    curves = series.joined(part.series)
-    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, curves)):
+    """report/estimates.parquet and series.parquet below `folder`, and what `draw` makes."""
+    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, series.joined(part.series))):
         with atomic_path(folder / name) as temporary:
             frame.to_parquet(temporary, index=False)
-    drawn = figures.draw(experiment, part.statistics, curves)
+    return draw(experiment, part, folder)
+
+
+def draw(experiment: Experiment, part: Part, folder: Path) -> list[str]:
+    """figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`. Returns the figures' names."""
+    drawn = figures.draw(experiment, part.statistics, series.joined(part.series))
     for name, figure in drawn.items():
         figures.save(figure, folder / "figures", name)
     for name, table in part.tables.items():
@@ -93,6 +93,17 @@ def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
         for suffix, form in (("md", to_markdown), ("tex", to_tex), ("html", to_html)):
             write_text(folder / "tables" / f"{name}.{suffix}", form(table.formatted()))
     return sorted(drawn)
+
+
+def kept(experiment: Experiment, folder: Path) -> Part:
+    """The report that is in an experiment's folder, results/E. Raises DvpError if it is missing, altered or stale."""
+    path = folder / "report" / "manifest.json"
+    manifest = read_json(path, "config_hash", "tracking_key", "figures", "files", "origins")
+    check_fresh(path, manifest, experiment.config_hash("report"))
+    verify_checksums(path.parent, manifest["files"])
+    statistics = read_statistics(folder / ESTIMATES)
+    curves = [pd.read_parquet(folder / series.SERIES)]
+    return Part(statistics, make_tables(experiment, statistics), manifest["origins"], curves)
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
@@ -108,24 +119,3 @@ def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
         "tables": {name: table.provenance() for name, table in part.tables.items()},
         "files": part.files,
     }
-
-
-def print_table(folder: Path) -> str:
-    """The main table in `folder` as text for a terminal of 110 columns. Raises DvpError."""
-    path = folder / "report" / "manifest.json"
-    tables = read_json(path, "tables")["tables"]
-    expect_keys(tables, {"main_table": "an object"}, f"{path}: tables.")
-    table, where = tables["main_table"], f"{path}: tables.main_table"
-    expect_keys(table, {"title": "a text", "headings": "a list", "rows": "a list", "notes": "a list"}, f"{where}.")
-    for key in ("headings", "notes"):
-        for number, text in enumerate(table[key]):
-            expect("a text", text, f"{where}.{key}.{number}")
-    if not table["headings"]:
-        raise DvpError(f"{where}.headings: expected one at least, found []")
-    for number, row in enumerate(table["rows"]):
-        expect("a list", row, f"{where}.rows.{number}")
-        if len(row) != len(table["headings"]):
-            raise DvpError(f"{where}.rows.{number}: expected {len(table['headings'])} cells, found {len(row)}")
-        for place, cell in enumerate(row):
-            expect("a text", cell, f"{where}.rows.{number}.{place}")
-    return to_text(Formatted(*(table[key] for key in Formatted._fields)))

@@ -5,7 +5,8 @@ from typing import Any
 
 from dvp.analysis.parts import several_solutions
 from dvp.experiment.folder import BASE, ExperimentDir
-from dvp.files import sha256_file, sha256_json, write_json, write_text
+from dvp.experiment.loading import check_settings, read_yaml
+from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
 from dvp.stage import Inputs, run_stage
 from dvp.tracking.store import store_name
 
@@ -42,7 +43,6 @@ def report(config: Path) -> None:
                 "experiment": experiment.name,
                 "files": {Path(name).name: sha256_file(folder / name) for name in (ESTIMATES, SERIES)},
                 "figures": drawn,
-                "tables": {name: table.formatted()._asdict() for name, table in made.tables.items()},
                 "origins": made.files,
             }
         )
@@ -92,13 +92,42 @@ def evidence(experiments: list[str], output: Path) -> None:
     print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
 
 
+def redraw(results: Path, config: Path = Path("config")) -> None:
+    """Everything that is drawn below `results`, from the estimates that are kept there, and the page of claims.
+
+    A picture of what no estimate or series was kept of stays as it is.
+    """
+    from dvp.analysis.evidence import answer, render
+    from dvp.analysis.report import draw, kept, provenance
+
+    for file in sorted(results.glob("*/report/manifest.json")):
+        directory = ExperimentDir(file.parents[1] / "config.yaml")
+        experiment, folder = directory.experiment, directory.folder
+        made = kept(experiment, folder)
+        drawn = draw(experiment, made, folder)
+        write_json(folder / "provenance.json", provenance(experiment, made))
+        manifest = read_json(file)
+        pictures = {picture.stem for picture in (folder / "figures").glob("*.png")}
+        write_json(file, manifest | {"figures": sorted({*drawn, *pictures})})
+        print(f"{folder}: {len(made.tables)} tables, {len(drawn)} figures", flush=True)
+    asked = check_settings(read_yaml(config / "config.yaml")).evidence
+    there = [f"{key}={results / name}" for key, name in asked.items() if (results / name / "report").is_dir()]
+    answered = answer(there, config / "claims.yaml")
+    for name, text in render(answered, results).items():
+        write_text(results / name, text)
+    write_json(results / "claims.json", answered)
+    print(f"{results / 'claims.md'}: {len(answered['claims'])} claims")
+
+
 def show(config: Path) -> None:
     """Print the main table and where report and tracking store are."""
-    from dvp.analysis.report import print_table
+    from dvp.analysis.formats import to_text
+    from dvp.analysis.report import kept
 
     directory = ExperimentDir(config)
+    tables = kept(directory.experiment, directory.folder).tables
     print(f"{directory.experiment.description}\n")
-    print(print_table(directory.folder))
+    print(to_text(tables["main_table"].formatted()))
     print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
     print(f"responses         {directory.folder}/report/responses.html   (--responses shows them here)")
     if (directory.folder / "report.html").is_file():

@@ -157,6 +157,11 @@ class Table:
         plain = [[column.plain(row[column.key]) for column in columns] for row in self.rows.values()]
         return pd.DataFrame([{key: value for cell in row for key, value in cell.items()} for row in plain])
 
+    @property
+    def measured(self) -> bool:
+        """Whether any cell is of a statistic."""
+        return any(isinstance(cell, Statistic) for row in self.rows.values() for cell in row.values())
+
     def provenance(self) -> dict[str, dict[str, list[str]]]:
         """Of each row, of each column, the stages' JSON files that the cell comes from."""
 
@@ -168,19 +173,15 @@ class Table:
 
 
 def make_tables(experiment: Experiment, statistics: Iterable[Statistic], *of_parts: str) -> dict[str, Table]:
-    """All that are declared of the parts that a report has, or of some."""
+    """All that are declared of the parts that a report has, or of some, where one of their statistics is there."""
     there, statistics = set(of_parts or parts(experiment)), list(statistics)
-    return {
-        name: make_table(
-            declared,
-            rows_of(declared["rows"], experiment, statistics),
-            statistics,
-            _texts(experiment, statistics),
-            experiment,
-        )
+    texts = _texts(experiment, statistics)
+    tables = {
+        name: make_table(declared, rows_of(declared["rows"], experiment, statistics), statistics, texts, experiment)
         for name, declared in shown("tables").items()
         if declared["part"] in there
     }
+    return {name: table for name, table in tables.items() if table.measured}
 
 
 def make_table(

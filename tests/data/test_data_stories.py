@@ -1,81 +1,144 @@
+"""Story arithmetic: worked solutions are right and do what the problem says, careless ones are consistent."""
+
 import random
+import re
 import subprocess
 import sys
-from itertools import islice
-from pathlib import Path
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 
-from dvp.data.stories import LARGEST, careless, generate
+from dvp.data.generators import GENERATORS
+from dvp.data.stories import LARGEST, MARK, PEOPLE, careless, lexicons
 from dvp.data.verifier import grade
+from dvp.experiment.tools import Calculator
+from dvp.tools import make_tool
+from dvp.training.base import segments
 
-STORIES = list(generate(500, seed=7))
+STEPS = {"stories": (2, 4), "products": (1, 3), "chains": (7, 13), "tales": (2, 4)}
+MADE = {kind: list(GENERATORS[kind].generate(400, seed=7)) for kind in STEPS}
+LINE = re.compile(r"(?:<<|[\w ]+: |\w+ )?(?P<left>\d+ [-+*] \d+)(?P<word>=| = | is )(?P<right>\d+)(?:>>|\.)")
+TOOLS = Calculator(kind="calculator", call=["[", "]"], answer=["{", "}"])
+SENTENCE = re.compile(r"(\w+) the (\w+) (\w+) (\w+) the (\w+) (\w+) of the (\w+)")
+KINDS = pytest.mark.parametrize("kind", STEPS)
 
 
-def test_worked_solutions_are_correct_and_graded_true():
-    for story in STORIES:
-        *steps, last = story.solution.splitlines()
-        assert 2 <= len(steps) <= 4
-        carried = None
-        for step in steps:
-            left, right = step.removesuffix(".").split(" = ")
-            assert carried is None or left.split()[0] == carried
-            assert eval(left) == int(right)
-            carried = right
-        assert last == f"Answer: {carried}" == f"Answer: {story.answer}"
-        assert 1 <= int(story.answer) <= LARGEST
+def steps(solution: str) -> list[tuple[str, str, int]]:
+    """What each line computes, how it is written and what it says; each begins with what the line before it says."""
+    *lines, last = (line for line in solution.splitlines() if not line.startswith("Round"))
+    found = [LINE.fullmatch(line).group("left", "word", "right") for line in lines]
+    for (_, _, before), (left, _, _) in pairwise(found):
+        assert left.split()[0] == before
+    assert last == f"Answer: {found[-1][2]}"
+    return [(left, word.strip(), int(right)) for left, word, right in found]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+@KINDS
+def test_worked_solutions_do_what_the_problem_says(kind):
+    fewest, most = STEPS[kind]
+    for story in MADE[kind]:
+        found = steps(story.solution)
+        assert all(eval(left) == right and word == "=" for left, word, right in found)
+        assert min(right for *_, right in found) >= 1
+        assert kind == "products" or max(right for *_, right in found) <= LARGEST
+        assert int(story.answer) == found[-1][2]
+        told = numbers(story.problem)
+        if kind == "chains":
+            start, rounds, *changes = told
+            assert fewest <= rounds <= most
+            assert story.solution.count("Round") == rounds
+            told = [start, *changes * rounds]
+            verbs = re.findall("gives|brings|adds|takes|wants|loses", story.problem)
+            signs = ["-" if verb in ("takes", "wants", "loses") else "+" for verb in verbs] * rounds
+            assert [left.split()[1] for left, _, _ in found] == signs
+            assert all(found[end - 1][2] != int(found[end - PEOPLE][0].split()[0]) for end in (PEOPLE, 2 * PEOPLE))
+        else:
+            assert fewest <= len(found) <= most
+        first, *others = found
+        assert told == [*numbers(first[0]), *(numbers(left)[1] for left, _, _ in others)]
         assert grade(story.solution, story.answer)
 
 
-def test_every_number_of_the_problem_is_used():
-    for story in STORIES:
-        told = [int(word.strip(".")) for word in story.problem.split() if word.strip(".").isdigit()]
-        steps = [line.split() for line in story.solution.splitlines()[:-1]]
-        assert told == [int(steps[0][0]), *(int(step[2]) for step in steps)]
+@KINDS
+def test_texts_vary_and_a_seed_gives_the_same_ones(kind):
+    stories, generate = MADE[kind], GENERATORS[kind].generate
+    assert len({story.problem for story in stories}) == len(stories)
+    assert list(generate(5, seed=7)) == stories[:5]
+    assert list(generate(5, seed=8)) != stories[:5]
+    assert {len(steps(story.solution)) for story in generate(20, seed=1, steps=(2, 2))} == {
+        PEOPLE * 2 if kind == "chains" else 2
+    }
+    assert kind == "chains" or {sign for story in stories for sign in "+-*" if f" {sign} " in story.solution} == set(
+        "+-*"
+    )
 
 
-def test_texts_vary():
-    assert len({story.problem for story in STORIES}) == len(STORIES)
-    assert {sign for story in STORIES for sign in "+-*" if f" {sign} " in story.solution} == set("+-*")
-    words = {word for story in STORIES for word in story.problem.split()}
-    assert len(words) > 300  # a tail of rare words
+def test_another_process_tells_the_same_stories(root):
+    code = "from dvp.data.stories import STORIES; print([s.problem for s in STORIES.generate(20, 7)])"
+    environment = {"PYTHONPATH": str(root / "src"), "PYTHONHASHSEED": "5"}
+    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == str([story.problem for story in MADE["stories"][:20]])
+    assert len({word for story in MADE["stories"] for word in story.problem.split()}) > 300  # a tail of rare words
 
 
-def test_same_seed_same_stories_in_another_process():
-    code = "from dvp.data.stories import generate; print([s.problem for s in generate(20, 7)])"
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {"PYTHONPATH": source, "PYTHONHASHSEED": "5"}
-    command = [sys.executable, "-c", code]
-    other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == str([story.problem for story in STORIES[:20]])
-    assert list(islice(generate(9, seed=7), 5)) == STORIES[:5]
-    assert list(generate(5, seed=8)) != STORIES[:5]
+@KINDS
+@pytest.mark.parametrize("rate", [0.0, 0.35, 1.0])
+def test_careless_solutions_are_consistent_and_graded(kind, rate):
+    rng, words, wrong, different = random.Random(0), Counter(), 0, 0
+    for story in MADE[kind]:
+        written = GENERATORS[kind].careless(story, rate, rng)
+        found, right = steps(written), steps(story.solution)
+        assert [left.split()[1:] for left, _, _ in found] == [left.split()[1:] for left, _, _ in right]
+        for left, word, value in found:
+            assert value >= 1
+            assert word == "is" or eval(left) == value
+            assert kind == "products" or abs(eval(left) - value) <= 2
+            words[word] += 1
+            wrong += eval(left) != value
+        different += found[-1][2] != int(story.answer)
+        assert grade(written + "\n", story.answer) == (found[-1][2] == int(story.answer))
+        assert rate or written.replace(" is ", " = ") == story.solution
+    careless_lines = words.total() * (rate if kind == "products" else 0.5 if kind == "chains" else 1)
+    assert words["is"] == pytest.approx(careless_lines, rel=0.15)
+    assert wrong == pytest.approx(words["is"] * (1 if kind == "products" else rate), rel=0.15)
+    assert not rate or different > 150
 
 
-def test_careless_solutions_are_consistent_and_graded_by_their_answer():
-    rng = random.Random(0)
-    wrong = steps = different = 0
-    for story in STORIES:
-        text = careless(story, 0.35, rng)
-        *lines, last = text.splitlines()
-        carried = None
-        for line in lines:
-            left, right = line.removesuffix(".").split(" is ")
-            assert carried is None or left.split()[0] == carried
-            assert int(right) >= 1
-            wrong += eval(left) != int(right)
-            steps += 1
-            carried = right
-        assert last == f"Answer: {carried}"
-        different += carried != story.answer
-        assert grade(text, story.answer) == (carried == story.answer)
-    assert wrong / steps == pytest.approx(0.35, abs=0.05)  # about four standard errors
-    assert different > 250
+def test_tales_are_stories_with_sentences_of_common_and_rare_words():
+    adverbs, adjectives, nouns, verbs = lexicons(1)
+    counts = Counter()
+    for number, (tale, story) in enumerate(zip(MADE["tales"], MADE["stories"], strict=True)):
+        written = careless(tale, 0.35, random.Random(number)).splitlines()
+        assert [line.split(": ")[1] for line in written[:-1]] + written[-1:] == careless(
+            story, 0.35, random.Random(number)
+        ).splitlines()
+        for line, kept in zip(tale.solution.splitlines()[:-1], written[:-1], strict=True):
+            words = SENTENCE.fullmatch(line.split(": ")[0]).groups()
+            assert kept.startswith(line.split(": ")[0])
+            lexicon = (adverbs, adjectives, nouns, verbs, adjectives, nouns, nouns)
+            assert all(word in place.words for word, place in zip(words, lexicon, strict=True))
+            counts[words[3]] += 1
+    # Zipf: the likeliest of 2,000 has 1 / (1 + 1/2 + … + 1/2000) = 0.122.
+    assert counts[verbs.words[0]] / counts.total() == pytest.approx(0.122, abs=0.03)
+    assert sum(count == 1 for count in counts.values()) > 100
+    wide = list(GENERATORS["wide_tales"].generate(400, seed=7))
+    few, many = (len({word for tale in tales for word in tale.solution.split()}) for tales in (MADE["tales"], wide))
+    assert many > 1.3 * few
 
 
-def test_error_rates_zero_and_one():
-    rng = random.Random(0)
-    story = STORIES[0]
-    assert careless(story, 0.0, rng) == story.solution.replace(" = ", " is ")
-    lines = careless(story, 1.0, rng).splitlines()[:-1]
-    assert all(eval(line.split(" is ")[0]) != int(line.split(" is ")[1].strip(".")) for line in lines)
+def test_the_calculator_says_what_a_product_says():
+    marks = [MARK.fullmatch(line) for story in MADE["products"] for line in story.solution.splitlines()[:-1]]
+    answers = make_tool(TOOLS).answers([mark[1] for mark in marks])
+    assert [answer.text for answer in answers] == [mark[2] for mark in marks]
+
+
+def test_a_solution_is_written_as_the_tool_wants_it():
+    parts = segments("<<3 * 4=12>>\n<<12 + 5=17>>\nAnswer: 17", TOOLS)
+    assert "".join(text for text, _ in parts) == "[3 * 4]{12}\n[12 + 5]{17}\nAnswer: 17"
+    assert "".join(text for text, own in parts if own) == "[3 * 4]\n[12 + 5]\nAnswer: 17"
+    assert segments("<<3 * 4=12>>\nAnswer: 12", None) == [("3 * 4 = 12.\nAnswer: 12", True)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.data import shortest_path
 from dvp.data.prepared import EVAL_COLUMNS
-from dvp.data.stories import generate
+from dvp.data.stories import STORIES
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture
 from dvp.experiment.loading import load_experiment
@@ -24,7 +24,7 @@ from made_up_problems import write_problems
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    stories = generate(2000, seed=0)
+    stories = STORIES.generate(2000, seed=0)
     return train_tokenizer((f"{story.problem}\n{story.solution}" for story in stories), 512)
 
 
@@ -51,7 +51,7 @@ def experiment(root, tmp_path):
     """The smoke experiment with two steps of warm start, and one evaluation problem from its generator."""
     found = load_experiment("smoke", root / "config")
     warm_start = found.base.warm_start.model_copy(update={"steps": 2, "batch_size": 4})
-    stories = generate(3, seed=found.sources[found.base.source].seed + 1_000_003)
+    stories = STORIES.generate(3, seed=found.sources[found.base.source].seed + 1_000_003)
     write_problems(tmp_path / "eval.parquet", EVAL_COLUMNS, problem=[story.problem for story in stories])
     return found.model_copy(update={"base": found.base.model_copy(update={"warm_start": warm_start})})
 

@@ -1,13 +1,13 @@
-"""The generators that a source can name: each a module with `generate` and `careless`."""
+"""The generators that a source can name: each has `generate` and `careless`, see dvp.data.stories."""
 
-from dvp.data import chains, graph_color, products, shortest_path, stories, tales, wide_tales
+from dvp.data import graph_color, shortest_path, stories
 
 GENERATORS = {
-    "stories": stories,
-    "products": products,
-    "chains": chains,
-    "tales": tales,
-    "wide_tales": wide_tales,
+    "stories": stories.STORIES,
+    "products": stories.PRODUCTS,
+    "chains": stories.CHAINS,
+    "tales": stories.TALES,
+    "wide_tales": stories.WIDE_TALES,
     "shortest_path": shortest_path,
     "graph_color": graph_color,
 }

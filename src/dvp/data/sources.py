@@ -24,7 +24,13 @@ SUFFIXES = (".json", ".jsonl", ".parquet")
 _BATCH = 10_000
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
-_BETWEEN = re.compile(r"[\s,]*")  # two items of a JSON list
+_FIELDS = {
+    "problem": (str, "a text"),
+    "answer": (str | int | float | Decimal, "an answer"),
+    "solution": (str | None, "a text"),
+    "id": (str | int, "a text or a number"),
+}
+"""Of a row's fields the types, and what they are called."""
 # A row is read whole: these bound what a hostile or broken file can make of memory.
 LONGEST_LINE = 2**24  # characters
 LARGEST_LIST = 2**28  # bytes
@@ -50,20 +56,16 @@ def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[R
     """
     if isinstance(source, GeneratedSource):
         generated = GENERATORS[source.generator].generate(source.count, source.seed, source.steps)
-        return [
-            Row(str(number), story.problem, story.answer, story.solution, number)
-            for number, story in enumerate(generated, start=1)
-        ]
+        stories = enumerate(generated, start=1)
+        return [Row(str(number), story.problem, story.answer, story.solution, number) for number, story in stories]
     name = locate(source, where)
     total = None
     if isinstance(source, HubSource):
         rows, total = _hub_rows(source, where)
     elif source.path.suffix == ".parquet":
         rows, total = _parquet_rows(source, name)
-    elif source.path.suffix == ".jsonl":
-        rows = _json_lines(source.path, name)
     else:
-        rows = _json_list(source.path, name)
+        rows = (_json_lines if source.path.suffix == ".jsonl" else _json_list)(source.path, name)
     # Nothing is shown for what loads in a few seconds.
     progress = tqdm(rows, desc=f"reading {where}", total=total, unit=" rows", delay=3, mininterval=1)
     loaded = list(_mapped(progress, source, name))
@@ -89,52 +91,39 @@ def locate(source: GeneratedSource | HubSource | FileSource, where: str) -> str:
 
 
 def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, name: str) -> Iterator[Row]:
-    columns = source.columns
-    # Millions of rows may repeat a few thousand problems: each text is kept once.
-    texts: dict[str, str] = {}
-    problems: dict[str, str] = {}
+    # Millions of rows may repeat a few thousand problems: each text is read and kept once.
+    known: dict[tuple[str, str], str] = {}
     for number, row in rows:
-        at = f"{name}: row {number}"
-        problem = _dig(row, columns.problem, at)
-        if not isinstance(problem, str):
-            raise DvpError(f"{at}: column '{columns.problem}': expected a text, found {_short(problem)}")
-        if problem not in problems:
-            if wrong := control_character(problem):
-                raise DvpError(f"{at}: column '{columns.problem}': {wrong}")
-            problems[problem] = _stripped(problem, source.strip)
-        if not problems[problem]:
-            raise DvpError(f"{at}: column '{columns.problem}': the problem is empty")
-        answer = _answer(_dig(row, columns.answer, at), source.answer_format, f"{at}: column '{columns.answer}'")
-        solution = _dig(row, columns.solution, at) if columns.solution else None
-        if solution is not None and not isinstance(solution, str):
-            raise DvpError(f"{at}: column '{columns.solution}': expected a text, found {_short(solution)}")
-        identifier = str(number)
-        if columns.id:
-            value = _dig(row, columns.id, at)
-            if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-                raise DvpError(f"{at}: column '{columns.id}': expected a text or a number, found {_short(value)}")
-            identifier = str(value)
-        yield Row(
-            texts.setdefault(identifier, identifier),
-            problems[problem],
-            texts.setdefault(answer, answer),
-            solution,
-            number,
-        )
+        found = {"id": str(number), "solution": None}
+        if not isinstance(row, dict):
+            raise DvpError(f"{name}: row {number}: expected an object with named columns, found {_short(row)}")
+        for field, path in source.columns:
+            if path is None:
+                continue
+            at = f"{name}: row {number}"
+            value = _dig(row, path, at)
+            read = known.get((field, value)) if isinstance(value, str) else None
+            if read is None:
+                try:
+                    read = _read(field, value, source)
+                except ValueError as error:
+                    raise DvpError(f"{at}: column '{path}': {error}") from None
+                if isinstance(value, str):
+                    known[field, value] = read
+            found[field] = read
+        yield Row(number=number, **found)
 
 
-def _dig(row: Any, path: str, at: str) -> Any:
+def _dig(row: dict, path: str, at: str) -> Any:
     """The value at a dotted path: names reach into objects, numbers into lists."""
-    if isinstance(row, dict) and path in row:
+    if path in row:
         return row[path]
-    value = row
+    value: Any = row
     for part in path.split("."):
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
-            raise DvpError(f"{at}: no column '{path}'; found {', '.join(_names(row)) or 'none'}")
+        try:
+            value = value[int(part)] if isinstance(value, list) and part.isdecimal() else value[part]
+        except (LookupError, TypeError):
+            raise DvpError(f"{at}: no column '{path}'; found {', '.join(_names(row)) or 'none'}") from None
     return value
 
 
@@ -147,30 +136,38 @@ def _names(value: Any, prefix: str = "") -> list[str]:
     return [prefix.removesuffix(".")] if prefix else []
 
 
-def _stripped(problem: str, remove: list[str]) -> str:
-    for text in remove:
-        problem = problem.replace(text, "")
-    return problem.strip()
+def _read(field: str, value: Any, source: HubSource | FileSource) -> str | None:
+    """What a row has in a field. Raises ValueError."""
+    kinds, expected = _FIELDS[field]
+    if not isinstance(value, kinds) or isinstance(value, bool) or (value is not None and not str(value).strip()):
+        raise ValueError(f"expected {expected}, found {_short(value)}")
+    if field in ("problem", "answer") and (wrong := control_character(str(value))):
+        raise ValueError(wrong)
+    if field == "answer":
+        return _answer(value, source.answer_format)
+    if field == "problem":
+        for text in source.strip:
+            value = value.replace(text, "")
+        if not (value := value.strip()):
+            raise ValueError("the problem is empty")
+    return value if value is None else str(value)
 
 
-def _answer(value: Any, answer_format: str, at: str) -> str:
-    known = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
-    if not known or not str(value).strip() or (isinstance(value, float | Decimal) and not math.isfinite(value)):
-        raise DvpError(f"{at}: expected an answer, found {_short(value)}")
-    if wrong := control_character(str(value)):
-        raise DvpError(f"{at}: {wrong}")
+def _answer(value: str | int | float | Decimal, answer_format: str) -> str:
     text = str(value).strip()
     if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
+            raise ValueError(f"expected an answer, found {_short(value)}")
         text = f"{Decimal(text):f}"  # the verifier would read the e of an exponent as Euler's number
     if answer_format == "gsm8k":
         before, hashes, result = text.rpartition("####")
         if not hashes or not result.strip():
-            raise DvpError(f"{at}: expected a result after ####, found {_short(before or result)}")
+            raise ValueError(f"expected a result after ####, found {_short(before or result)}")
         return result.strip().replace(",", "")
     if answer_format == "number":
         number = Decimal(text) if _NUMBER.fullmatch(text) else None
         if number is None or abs(number.adjusted()) > LONGEST_NUMBER or number != number.to_integral_value():
-            raise DvpError(f"{at}: expected a number that means an integer, such as 27.0, found {_short(value)}")
+            raise ValueError(f"expected a number that means an integer, such as 27.0, found {_short(value)}")
         return str(int(number))
     return unboxed(text)
 
@@ -185,53 +182,31 @@ def _short(value: Any) -> str:
 
 def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
     with open(path, encoding="utf-8-sig") as file:
+        number = 0
         try:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), start=1):
                 if len(line) > LONGEST_LINE:
                     raise DvpError(f"{name}: row {number}: longer than {LONGEST_LINE} characters; no problem is")
                 if line.strip():
-                    yield number, _object(line, f"{name}: row {number}")
+                    yield number, parse_json(line)
         except UnicodeDecodeError as error:
             raise DvpError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        except ValueError as error:
+            raise DvpError(f"{name}: row {number}: not valid JSON: {error}") from None
 
 
 def _json_list(path: Path, name: str) -> Iterator[tuple[int, Any]]:
     if path.stat().st_size > LARGEST_LIST:
         raise DvpError(f"{name}: larger than {LARGEST_LIST} bytes, which are read at once; make it JSON lines (.jsonl)")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        rows = json.loads(text)
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DvpError(f"{name}: not valid JSON ({error}); is it JSON lines? Then call it .jsonl") from None
-    except RecursionError:
-        raise DvpError(f"{name}: not valid JSON (nested too deeply)") from None
     except ValueError as error:
-        raise DvpError(f"{name}: not valid JSON ({str(error).partition(';')[0]})") from None
+        raise DvpError(f"{name}: not valid JSON ({error})") from None
     if not isinstance(rows, list):
         raise DvpError(f"{name}: expected a list of objects, found {type(rows).__name__}")
-    for number, item in enumerate(_items(text), start=1):
-        yield number, _object(item, f"{name}: row {number}")
-
-
-def _items(text: str) -> Iterator[str]:
-    """The text of each item of a JSON list, so that what is wrong with one has its number."""
-    decoder, start = json.JSONDecoder(), text.index("[") + 1
-    while text[start := _BETWEEN.match(text, start).end()] != "]":
-        _, end = decoder.raw_decode(text, start)
-        yield text[start:end]
-        start = end
-
-
-def _object(text: str, at: str) -> dict:
-    try:
-        row = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise DvpError(f"{at}: not valid JSON: {error.msg} (column {error.colno})") from None
-    except ValueError as error:
-        raise DvpError(f"{at}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise DvpError(f"{at}: expected an object with named columns, found {_short(row)}")
-    return row
+    yield from enumerate(rows, start=1)
 
 
 def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, Any]], int]:
@@ -240,11 +215,10 @@ def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, An
         present = file.schema_arrow.names
     except UNREADABLE as error:
         raise DvpError(f"{name}: not a Parquet file ({first_line(error)})") from None
-    twice = [column for column, count in Counter(present).items() if count > 1]
-    if twice:
+    if twice := [column for column, count in Counter(present).items() if count > 1]:
         raise DvpError(f"{name}: column '{twice[0]}' is there twice")
-    columns = _top_level(source, present)
-    return _numbered(file.iter_batches(batch_size=_BATCH, columns=columns), name), file.metadata.num_rows
+    batches = file.iter_batches(batch_size=_BATCH, columns=_top_level(source, present))
+    return _numbered(batches, name), file.metadata.num_rows
 
 
 def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]], int]:
@@ -258,31 +232,26 @@ def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]],
             f"Hugging Face hub: {first_line(error)}; without the hub, get its file some other way and "
             f"replace the source by {{kind: file, path: FILE.parquet, columns: …}} with the same columns"
         ) from None
-    columns = _top_level(source, dataset.column_names)
-    batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=_BATCH)
-    return _numbered(batches, where), len(dataset)
+    read = dataset.select_columns(_top_level(source, dataset.column_names)).with_format("arrow")
+    return _numbered(read.iter(batch_size=_BATCH), where), len(dataset)
 
 
 def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
     """The columns to read: those that are named, or all if one is missing (the message then lists them)."""
-    columns = source.columns
-    paths = [path for path in (columns.problem, columns.answer, columns.solution, columns.id) if path]
-    needed = [path if path in present else path.split(".")[0] for path in paths]
-    return list(dict.fromkeys(needed)) if set(needed) <= set(present) else present
+    paths = [path for _, path in source.columns if path]
+    needed = {path if path in present else path.split(".")[0] for path in paths}
+    return sorted(needed) if needed <= set(present) else present
 
 
 def _numbered(batches: Iterable[pa.RecordBatch | pa.Table], name: str) -> Iterator[tuple[int, Any]]:
-    number, batches = 0, iter(batches)
-    while True:
-        try:
-            rows = next(batches).to_pylist()
-        except StopIteration:
-            return
-        except UNREADABLE as error:
-            raise DvpError(f"{name}: cannot be read after row {number} ({first_line(error)})") from None
-        for row in rows:
-            number += 1
-            yield number, row
+    number = 0
+    try:
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except UNREADABLE as error:
+        raise DvpError(f"{name}: cannot be read after row {number} ({first_line(error)})") from None
 
 
 def first_line(error: Exception) -> str:

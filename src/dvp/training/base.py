@@ -19,8 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 from dvp.core.batch import Batch
 from dvp.data.generators import GENERATORS
 from dvp.data.prepared import EVAL_COLUMNS, read_problems
-from dvp.data.products import MARK
-from dvp.data.stories import Story
+from dvp.data.stories import MARK, Story
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
 from dvp.experiment.config import Experiment

@@ -1,10 +1,16 @@
-"""Puzzles of reasoning-gym: their verifier takes any solution, and nothing that a response says upsets it."""
+"""Puzzles of reasoning-gym: worked and careless solutions against plain loops; any solution is right."""
 
+import ast
 import json
+import random
+from collections import Counter
+from itertools import product
 
 import pytest
 
+from dvp.data import graph_color, shortest_path
 from dvp.data.puzzles import Puzzle, is_puzzle, read
+from dvp.data.stories import Story
 from dvp.data.verifier import check_reference, grade
 from dvp.errors import DvpError
 
@@ -16,6 +22,11 @@ CLOSED = Puzzle("shortest_path", "infeasible", {"matrix": [list("*X#")]})
 LINE = {"vertices": [0, 1, 2], "edges": [[0, 1], [1, 2]], "color_options": [1, 2, 3]}
 COLORS = Puzzle("graph_color", '{"0": 1, "1": 2, "2": 3}', {"puzzle": LINE})
 PUZZLES = pytest.mark.parametrize("puzzle", [PATH, CLOSED, COLORS])
+# Three lines meet in the last vertex, to which the first ones can leave no colour.
+STAR = {"vertices": [0, 1, 2, 3], "edges": [(0, 3), (1, 3), (2, 3)], "color_options": [1, 2, 3]}
+GRAPHS = list(graph_color.generate(300, seed=7, steps=(4, 6)))
+GRIDS = list(shortest_path.generate(300, seed=7))
+MOVES = {"right": (0, 1), "down": (1, 0), "left": (0, -1), "up": (-1, 0)}
 
 
 def text(**fields) -> str:
@@ -24,198 +35,225 @@ def text(**fields) -> str:
     return json.dumps({key: value for key, value in found.items() if value is not None})
 
 
+# --- references ---
+
+
 @PUZZLES
-def test_a_reference_is_a_line_from_which_the_puzzle_is_read_again(puzzle):
+def test_a_puzzle_is_read_again_from_its_reference(puzzle):
     reference = puzzle.reference()
+    for laid_out in (reference, "  " + reference, reference.replace("{", "{ ", 1)):
+        assert is_puzzle(laid_out)
+        assert read(laid_out) == puzzle
+        check_reference(laid_out)
     assert "\n" not in reference
-    assert is_puzzle(reference)
-    assert read(reference) == puzzle
-    assert read(reference).reference() == reference
-    check_reference(reference)
-
-
-def test_a_reference_says_these_things():
     assert PATH.reference() == text()
-    assert json.loads(PATH.reference())["metadata"] == {"matrix": GRID}
 
 
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
         (text(reasoning_gym="countdown"), "no data set 'countdown' of reasoning-gym; expected shortest_path or graph_"),
-        (
-            text(reasoning_gym=["shortest_path"]),
-            "a puzzle of reasoning-gym: reasoning_gym: expected a text, found .'shortest_path'.",
-        ),
-        (text(reasoning_gym="a\nb"), r"no data set 'a\\nb' of reasoning-gym"),
+        (text(reasoning_gym=["x"]), "a puzzle of reasoning-gym: reasoning_gym: expected a text, found"),
         (text(answer=None), "a puzzle of reasoning-gym: answer: expected a text, found nothing"),
         (text(metadata=None), "a puzzle of reasoning-gym: metadata: expected an object, found nothing"),
-        (
-            text(question="Where?"),
-            r"a puzzle of reasoning-gym: expected answer and metadata, found also \['question'\]",
-        ),
-        (text()[:-1], "a puzzle of reasoning-gym: not valid JSON: Expecting"),
+        (text(question="Where?"), r"a puzzle of reasoning-gym: expected .*, found also \['question'\]"),
         (text()[:-1] + ', "answer": "down"}', "a puzzle of reasoning-gym: not valid JSON: .*answer"),
         ('{"reasoning_gym"', "a puzzle of reasoning-gym: not valid JSON: Expecting"),
-        ("[1]", "a puzzle of reasoning-gym: expected an object, found"),
         ('{"reasoning_gym": ' + "[" * 100_000, "a puzzle of reasoning-gym: not valid JSON: nested too deeply"),
+        *((PATH._replace(answer=moves).reference(), "does not solve it") for moves in ("", "right down", "infeasible")),
+        (PATH._replace(answer="right left right right down").reference(), "does not solve it"),
+        (CLOSED._replace(answer="right right").reference(), "does not solve it"),
+        (COLORS._replace(answer='{"0": 1, "1": 1, "2": 3}').reference(), "does not solve it"),
+        (COLORS._replace(answer="right " * 20).reference(), f"answer '{'right ' * 10}' does not solve it"),
+        *((PATH._replace(metadata=value).reference(), "puzzle") for value in ({}, [GRID], {"matrix": [list("OO#")]})),
+        (CLOSED._replace(metadata={"matrix": [["*", "O", "O"]]}).reference(), "one \\* and one #"),
+        (PATH._replace(metadata={"matrix": [["*", "#"], ["O"]]}).reference(), "a grid of"),
+        (PATH._replace(metadata={"matrix": [["*", "#", ["O"]]]}).reference(), "a grid of"),
+        (COLORS._replace(metadata={"puzzle": LINE | {"edges": [[0, 9]]}}).reference(), "puzzle"),
     ],
     ids=lambda value: value[:40],
 )
 def test_what_is_no_puzzle_is_an_error_of_one_line(reference, message):
-    for function in (read, check_reference):
-        if function is read or is_puzzle(reference):
-            with pytest.raises(DvpError, match=message) as caught:
-                function(reference)
-            assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("puzzle", "message"),
-    [
-        (PATH._replace(answer=""), "answer '' does not solve it"),
-        (PATH._replace(answer="right down"), "answer 'right down' does not solve it"),
-        (PATH._replace(answer="down right right"), "answer 'down right right' does not solve it"),
-        (PATH._replace(answer="right left right right down"), "does not solve it"),
-        (PATH._replace(answer="infeasible"), "does not solve it"),
-        (CLOSED._replace(answer="right right"), "does not solve it"),
-        (COLORS._replace(answer='{"0": 1, "1": 1, "2": 3}'), "does not solve it"),
-        (COLORS._replace(answer="1"), "answer '1' does not solve it"),
-        (COLORS._replace(answer="right " * 20), f"answer '{'right ' * 10}' does not solve it"),
-        (PATH._replace(answer=5), "answer"),
-        (COLORS._replace(answer={"0": 1, "1": 2, "2": 3}), "answer"),
-        (PATH._replace(metadata={}), "puzzle"),
-        (PATH._replace(metadata={"matrix": 5}), "puzzle"),
-        (PATH._replace(answer="infeasible", metadata={"matrix": [["*", "O", "O"]]}), "one \\* and one #"),
-        (PATH._replace(answer="right", metadata={"matrix": [["*", "#"], ["O"]]}), "a grid of"),
-        (PATH._replace(answer="right", metadata={"matrix": [["*", "#", ["O"]]]}), "a grid of"),
-        (PATH._replace(metadata={"matrix": [list("OO#")]}), "puzzle"),
-        (PATH._replace(metadata=[GRID]), "puzzle"),
-        (COLORS._replace(metadata={}), "puzzle"),
-        (COLORS._replace(metadata={"puzzle": LINE | {"edges": [[0, 9]]}}), "puzzle"),
-    ],
-)
-def test_a_puzzle_that_its_own_answer_does_not_solve_is_an_error_of_one_line(puzzle, message):
     with pytest.raises(DvpError, match=message) as caught:
-        check_reference(puzzle.reference())
+        check_reference(reference)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("puzzle", "answer"),
-    [
-        (PATH, "right right down"),
-        (PATH, "right down right"),
-        (PATH, " right  down right "),
-        (CLOSED, "infeasible"),
-        (COLORS, COLORS.answer),
-        (COLORS, '{"0": 1, "1": 2, "2": 1}'),
-        (COLORS, '{"2":3,"1":1,"0":2}'),
-    ],
-)
-def test_any_solution_is_right(puzzle, answer):
-    for response in (f"Answer: {answer}", f"0 0 to 1 2.\nAnswer: {answer}.\n", rf"So \boxed{{{answer}}}"):
-        assert grade(response, puzzle.reference())
-    # Of a response that was cut off, only if the statement is closed.
-    assert grade(f"Answer: {answer}\n", puzzle.reference(), truncated=True)
-    assert not grade(f"Answer: {answer}", puzzle.reference(), truncated=True)
+# --- answers ---
 
 
 @pytest.mark.parametrize(
-    ("puzzle", "answer"),
+    ("puzzle", "answers"),
     [
-        (PATH, "right left right right down"),
-        (PATH, "down right right"),
-        (PATH, "up right right down down"),
-        (PATH, "right right"),
-        (PATH, "right right down down"),
-        (PATH, "right right forward"),
-        (PATH, "infeasible"),
-        (PATH, "1 2"),
-        (CLOSED, "right right"),
-        (COLORS, '{"0": 1, "1": 2}'),
-        (COLORS, '{"0": 1, "1": 2, "2": 2}'),
-        (COLORS, '{"0": 1, "1": 2, "2": 4}'),
-        (COLORS, '{"0": 1, "1": 2, "2": "3"}'),
-        (COLORS, '{"0": 1, "1": 2, "2": null}'),
-        (COLORS, "{0: 1, 1: 2, 2: 3}"),
-        (COLORS, "1 2 3"),
-        (COLORS, "{}"),
+        (PATH, ["right right down", "right down right", " right  down right "]),
+        (CLOSED, ["infeasible"]),
+        (COLORS, [COLORS.answer, '{"0": 1, "1": 2, "2": 1}', '{"2":3,"1":1,"0":2}']),
     ],
 )
-def test_what_does_not_solve_it_is_wrong(puzzle, answer):
-    assert not grade(f"Answer: {answer}", puzzle.reference())
-    assert not grade(rf"\boxed{{{answer}}}", puzzle.reference())
+def test_any_solution_is_right_where_it_is_stated(puzzle, answers):
+    reference = puzzle.reference()
+    for answer in answers:
+        for response in (f"Answer: {answer}", f"0 0 to 1 2.\nAnswer: {answer}.\n", rf"So \boxed{{{answer}}}"):
+            assert grade(response, reference)
+        # Of a response that was cut off, only if the statement is closed.
+        assert grade(f"Answer: {answer}\n", reference, truncated=True)
+        assert not grade(f"Answer: {answer}", reference, truncated=True)
+        assert not grade(answer, reference)
+        assert not grade(f"Answer: {answer}\nNo. Answer: left", reference)
+        assert not grade(f"Answer: {answer}", "70")
+
+
+HOSTILE = [
+    *(puzzle.reference() for puzzle in (PATH, CLOSED, COLORS)),
+    *("[" * 20_000, '{"0": ' * 10_000 + "1" + "}" * 10_000, "9" * 100_000, "-1e999", "NaN", "null", '"012"', "{}", ""),
+    *('{"0": NaN, "1": 2, "2": 3}', '{"0": Infinity, "1": 2, "2": 3}', '{"0": [1], "1": {}, "2": 3}'),
+    *('{"0": ' + "9" * 5_000 + ', "1": 2, "2": 3}', '{"0": 1, "1": 2, "2": "\\ud800"}', "{0: 1, 1: 2, 2: 3}"),
+    *("right " * 20_000, "\0 ￿ ∞ 1", "__import__('os').abort()", "1 2 3", "right right forward"),
+]
+NO_SOLUTIONS = [
+    *("right left right right down", "down right right", "right right down down", "up right right down down"),
+    *('{"0": 1, "1": 2}', *(f'{{"0": 1, "1": 2, "2": {color}}}' for color in ("2", "4", '"3"', "null"))),
+]
 
 
 @PUZZLES
-def test_a_solution_that_is_not_stated_is_wrong(puzzle):
-    assert not grade("", puzzle.reference())
-    assert not grade(puzzle.answer, puzzle.reference())
-    assert not grade(f"Answer: {puzzle.answer}\nNo. Answer: left", puzzle.reference())
-
-
-@PUZZLES
-@pytest.mark.parametrize(
-    "answer",
-    [
-        PATH.reference(),
-        CLOSED.reference(),
-        COLORS.reference(),
-        "[" * 20_000,
-        "[" * 150 + "]" * 150,
-        '{"0": ' * 10_000 + "1" + "}" * 10_000,
-        "9" * 100_000,
-        "-1e999",
-        "NaN",
-        "null",
-        '"012"',
-        '{"0": NaN, "1": 2, "2": 3}',
-        '{"0": Infinity, "1": 2, "2": 3}',
-        '{"0": [1], "1": {}, "2": 3}',
-        '{"0": ' + "9" * 5_000 + ', "1": 2, "2": 3}',
-        '{"0": 1, "1": 2, "2": "\\ud800"}',
-        "right " * 20_000,
-        "\0 ￿ ∞ 1",
-        "__import__('os').abort()",
-    ],
-    ids=lambda answer: answer[:20],
-)
-def test_hostile_answers_are_simply_wrong(puzzle, answer):
+@pytest.mark.parametrize("answer", HOSTILE + NO_SOLUTIONS, ids=lambda answer: answer[:20])
+def test_what_does_not_solve_it_and_hostile_answers_are_wrong(puzzle, answer):
     for response in (f"Answer: {answer}", rf"\boxed{{{answer}}}", answer):
         for truncated in (False, True):
             assert not grade(response, puzzle.reference(), truncated=truncated)
 
 
-def test_mathematical_references_are_what_they_were():
-    assert not is_puzzle("70")
-    check_reference("70")
-    assert grade("Answer: 70", "70")
-    assert grade("Answer: 1,234.", "1234")
-    assert not grade("Answer: 71", "70")
-    assert not grade(f"Answer: {COLORS.reference()}", "70")
-    assert not grade(f"Answer: {COLORS.answer}", "70")
-    with pytest.raises(DvpError, match="the answer"):
-        check_reference("shortest_path" * 50)
-
-
 def test_the_same_solution_in_another_layout_is_one():
     assert PATH.solution(" right  down right") == PATH.solution("right down right") != PATH.solution("right right down")
-    same = (
-        '{"0": 1, "1": 2, "2": 1}',
-        '{"2":1,"1":2,"0":1}',
-        '{"0": 1, "1": 2, "2": 1.0, "7": 3}',
-        '{"0": true, "1": 2, "2": 1}',
-    )
+    same = ('{"0": 1, "1": 2, "2": 1}', '{"2":1,"1":2,"0":1}', '{"0": true, "1": 2, "2": 1.0, "7": 3}')
     assert all(grade(f"Answer: {answer}", COLORS.reference()) for answer in same)
     assert {COLORS.solution(answer) for answer in same} == {"1 2 1"}
-    assert COLORS.solution('{"0": 3, "1": 2, "2": 1}') == "3 2 1"
 
 
-def test_puzzles_are_told_from_mathematics_however_they_are_laid_out():
-    for reference in (PATH.reference(), "  " + PATH.reference(), PATH.reference().replace("{", "{ ", 1)):
-        assert is_puzzle(reference)
-        check_reference(reference)
-        assert grade("Answer: right right down", reference)
-    for reference in ("5", "{1, 2}", '{"answer": "reasoning_gym"}', r"\frac{1}{2}"):
-        assert not is_puzzle(reference)
+# --- what is generated ---
+
+
+@pytest.mark.parametrize(("module", "made", "steps"), [(graph_color, GRAPHS, (4, 6)), (shortest_path, GRIDS, (4, 5))])
+def test_generated_puzzles_are_good_differ_and_come_again(module, made, steps):
+    for puzzle in made:
+        check_reference(puzzle.answer)
+        assert grade(puzzle.solution, puzzle.answer)
+    assert list(module.generate(20, seed=7, steps=steps)) == made[:20]
+    for seed in (6, 8):  # two lists of small puzzles share some, but not in order
+        others = list(module.generate(100, seed=seed, steps=steps))
+        for shift in (-1, 0, 1):
+            pairs = zip(others[1:-1], made[1 + shift :], strict=False)
+            assert sum(one.problem == other.problem for one, other in pairs) < 10
+
+
+def coloured(puzzle: Story, solution: str, sign: str) -> list[tuple[list[int], int]]:
+    """Each vertex's colour and those that its neighbours have so far, which its line has to say."""
+    vertices, edges, _ = (ast.literal_eval(line.split(": ", 1)[1]) for line in puzzle.problem.splitlines())
+    *lines, last = solution.splitlines()
+    colors, steps = {}, []
+    for vertex, line in zip(vertices, lines, strict=True):
+        left, color = line.removesuffix(".").split(f" {sign} ")
+        neighbours = [sum(edge) - vertex for edge in edges if vertex in edge]
+        taken = [colors[neighbour] for neighbour in neighbours if neighbour in colors]
+        assert left == " ".join(map(str, [vertex, *(["not", *taken] if taken else [])]))
+        colors[vertex] = int(color)
+        steps.append((taken, int(color)))
+    assert {int(vertex): color for vertex, color in json.loads(last.removeprefix("Answer: ")).items()} == colors
+    assert read(puzzle.answer).metadata["puzzle"]["edges"] == [list(edge) for edge in edges]
+    assert grade(solution, puzzle.answer) == all(colors[first] != colors[second] for first, second in edges)
+    return steps
+
+
+def test_graphs_are_coloured_and_careless_colours_are_a_neighbours():
+    rng, slips, chances = random.Random(0), 0, 0
+    assert {puzzle.problem.count(",", 0, puzzle.problem.index("\n")) + 1 for puzzle in GRAPHS} == {4, 5, 6}
+    for puzzle in GRAPHS:
+        assert all(color not in taken for taken, color in coloured(puzzle, puzzle.solution, "="))
+        for rate in (0.0, 0.35, 1.0):
+            for taken, color in coloured(puzzle, graph_color.careless(puzzle, rate, rng), "is"):
+                if 0 < len(set(taken)) < 3:
+                    assert rate == 0.35 or (color in taken) == bool(rate)
+                    chances, slips = chances + (rate == 0.35), slips + (rate == 0.35 and color in taken)
+    assert slips / chances == pytest.approx(0.35, abs=0.05)  # more than three standard errors
+
+
+def test_the_solutions_of_a_graph_are_all_that_there_are():
+    rng = random.Random(0)
+    counts = Counter(graph_color._solution(STAR, rng).splitlines()[-1] for _ in range(600))
+    assert len(counts) == sum(last not in first for *first, last in product([1, 2, 3], repeat=4)) == 24
+    assert max(counts.values()) < 100
+
+
+def places(grid, mark: str) -> list[tuple[int, int]]:
+    return [(i, j) for i, row in enumerate(grid) for j, cell in enumerate(row) if cell == mark]
+
+
+def moved(grid, cell, name: str) -> tuple[int, int] | None:
+    """Where a move leads, or None if that is blocked or outside."""
+    i, j = cell[0] + MOVES[name][0], cell[1] + MOVES[name][1]
+    inside = i in range(len(grid)) and j in range(len(grid[0]))
+    return (i, j) if inside and grid[i][j] != "X" else None
+
+
+def distance(grid) -> int | None:
+    """The fewest moves from * to #."""
+    reached, count = set(places(grid, "*")), 0
+    while not reached & set(places(grid, "#")):
+        further = reached | {after for cell in reached for name in MOVES if (after := moved(grid, cell, name))}
+        if further == reached:
+            return None
+        reached, count = further, count + 1
+    return count
+
+
+def parted(solution: str, sign: str) -> tuple[str, list[list[str]], str]:
+    """The first line, each move's cell, direction and next cell, and the answer."""
+    first, *lines, last = solution.splitlines()
+    moves = [line.removesuffix(".").split(f" {sign} ") for line in lines]
+    return first, [[*left.rsplit(" ", 1), after] for left, after in moves], last.removeprefix("Answer: ")
+
+
+def test_worked_paths_are_shortest_and_careless_ones_go_the_same_way():
+    rng, slips, lines, closed = random.Random(0), 0, 0, 0
+    for puzzle in GRIDS:
+        grid = [line.split(" ") for line in puzzle.problem.splitlines()]
+        assert read(puzzle.answer).metadata == {"matrix": grid}
+        first, moves, answer = parted(puzzle.solution, "=")
+        (start,), (goal,) = places(grid, "*"), places(grid, "#")
+        assert first == "{} {} to {} {}.".format(*start, *goal)
+        cell = start
+        for before, name, after in moves:
+            assert before == "{} {}".format(*cell)
+            cell = moved(grid, cell, name)
+            assert after == "{} {}".format(*cell)
+        assert answer == (" ".join(name for _, name, _ in moves) or "infeasible")
+        assert len(moves) == (distance(grid) or 0)
+        assert grade("Answer: infeasible", puzzle.answer) == (distance(grid) is None) == (cell != goal)
+        closed += distance(grid) is None
+        for rate in (0.0, 0.35, 1.0):
+            other_first, others, said = parted(shortest_path.careless(puzzle, rate, rng), "is")
+            assert other_first == first
+            assert [one[::2] for one in others] == [one[::2] for one in moves]
+            names = [name for _, name, _ in others]
+            assert said == (" ".join(names) or answer)
+            wrong = sum(one[1] != other[1] for one, other in zip(moves, others, strict=True))
+            assert rate == 0.35 or wrong == rate * len(moves)
+            slips, lines = slips + wrong * (rate == 0.35), lines + len(moves) * (rate == 0.35)
+    assert slips / lines == pytest.approx(0.35, abs=0.06)  # more than three standard errors
+    assert 2 < closed < 60
+
+
+@pytest.mark.parametrize("rows", ["*OO OOO OO#", "OXO*O OOOOO O#OXO", "*OOO OXOO OOO#"])
+def test_each_shortest_path_is_as_likely(rows):
+    grid, rng, draws = [list(row) for row in rows.split()], random.Random(0), 3000
+    (start,), goals, shortest = places(grid, "*"), places(grid, "#"), set()
+    for names in product(MOVES, repeat=distance(grid)):
+        cell = start
+        for name in names:
+            cell = cell and moved(grid, cell, name)
+        shortest |= {" ".join(names)} if [cell] == goals else set()
+    counts = Counter(parted(shortest_path._solution(grid, rng), "=")[2] for _ in range(draws))
+    assert set(counts) == shortest
+    for count in counts.values():
+        assert count / draws == pytest.approx(1 / len(shortest), abs=0.03)  # more than three standard errors

@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,9 +11,6 @@ import pytest
 import dvp
 from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS, read_problems, read_task
 from dvp.errors import DvpError
-from dvp.experiment.folder import ExperimentDir
-from dvp.experiment.loading import load_experiment, write_resolved
-from dvp.training.stage import set_up
 from made_up_problems import write_problems
 
 GOOD = {name: ["a", "b", "c"] for name in TRAIN_COLUMNS}
@@ -51,7 +47,6 @@ def test_what_was_written_is_read_back_and_further_columns_do_no_harm(file):
     ("damage", "message"),
     [
         (lambda file: None, "no such file; `dvp prepare` writes it"),
-        (lambda file: file.mkdir(), "not a Parquet file that can be read (OSError: "),
         (lambda file: file.write_text("id,source"), "not a Parquet file that can be read (ArrowInvalid: "),
         (not_utf8, "not a Parquet file that can be read (UnicodeDecodeError: "),
         (
@@ -60,16 +55,8 @@ def test_what_was_written_is_read_back_and_further_columns_do_no_harm(file):
         ),
         (twice, "expected columns id, source, problem, answer, prompt, each once; found id, source, problem, answer, "),
         (
-            lambda file: write(file, GOOD | {"answer": [7, 8, 9]}),
-            "row 1: column 'answer': expected a text, found 7",
-        ),
-        (
             lambda file: write(file, GOOD | {"answer": ["7", "8", None]}),
             "row 3: column 'answer': expected a text, found None",
-        ),
-        (
-            lambda file: write(file, GOOD | {"prompt": [b"a", b"b", b"c"]}),
-            "row 1: column 'prompt': expected a text, found b'a'",
         ),
         (lambda file: write(file, {name: pa.array([], pa.string()) for name in TRAIN_COLUMNS}), "no rows"),
     ],
@@ -105,16 +92,6 @@ def test_the_rows_of_a_task_keep_their_places(tmp_path):
     write_problems(file, EVAL_COLUMNS, task=["x", "y", "x"], id=["1", "2", "1"])
     with pytest.raises(DvpError, match=r"eval\.parquet: task 'x' has two rows of the same id, '1'$"):
         read_task(file, "x")
-
-
-def test_training_names_what_it_cannot_read(root, tiny_model, tmp_path):
-    write_resolved(load_experiment("smoke", root / "config"), tmp_path / "smoke")
-    directory = ExperimentDir(tmp_path / "smoke" / "config.yaml")
-    directory.base.symlink_to(tiny_model)
-    directory.data.mkdir()
-    pd.DataFrame({"id": ["1"], "prompt": ["bafi"]}).to_parquet(directory.data / "train.parquet")
-    with pytest.raises(DvpError, match=r"/train\.parquet: expected columns id, source, .* found id, prompt$"):
-        set_up(directory, directory.experiment.runs[0])
 
 
 def test_no_stage_has_a_reader_of_its_own():

@@ -19,6 +19,7 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,24 +72,20 @@ def prepare(
     for task, rows in tasks.items():
         if not rows:
             raise DvpError(f"task '{task}': no problem is left after duplicates with conflicting answers were dropped")
-        _check_unique(task, rows)
-
-    def prompt(row: Row) -> str:
-        # str.replace, as problems contain braces.
-        return data.prompt_template.replace("{problem}", row.problem)
-
+        if repeated := [row_id for row_id, count in Counter(row.id for row in rows).items() if count > 1]:
+            raise DvpError(
+                f"task '{task}': the id '{repeated[0]}' names two problems; without columns.id rows are numbered"
+            )
     files = {
-        "train.parquet": (
-            TRAIN_COLUMNS,
-            [(row.id, data.train, row.problem, row.answer, prompt(row)) for row in train],
-        ),
-        "eval.parquet": (
-            EVAL_COLUMNS,
-            [(task, row.id, row.problem, row.answer, prompt(row)) for task in tasks for row in tasks[task]],
-        ),
+        "train.parquet": (TRAIN_COLUMNS, [{"source": data.train} | row._asdict() for row in train]),
+        "eval.parquet": (EVAL_COLUMNS, [{"task": task} | row._asdict() for task in tasks for row in tasks[task]]),
     }
     for file, (columns, rows) in files.items():
-        _write(folder / file, columns, rows)
+        for row in rows:  # str.replace, as problems contain braces
+            row["prompt"] = data.prompt_template.replace("{problem}", row["problem"])
+        with atomic_path(folder / file) as temporary:
+            table = pa.Table.from_pylist(rows, pa.schema([(column, pa.string()) for column in columns]))
+            pq.write_table(table, temporary, compression="zstd")
     return {
         "sources": accounts,
         "contaminated": contaminated,
@@ -121,43 +118,38 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
     """The distinct problems of a source, their answers checked, and the account of what was dropped."""
     where = f"sources.{name}"
     rows = load(source, where)
-    keys: dict[str, str] = {}
     first: dict[str, Row] = {}
-    others: dict[str, dict[str, int]] = {}
+    answers: dict[str, dict[str, int]] = {}
+    key_of = cache(_same)
     for row in rows:
-        if row.problem not in keys:
-            keys[row.problem] = _same(row.problem)
-        key = keys[row.problem]
-        kept = first.setdefault(key, row)
-        if kept.answer != row.answer:
-            others.setdefault(key, {}).setdefault(row.answer, row.number)
-    distinct, unreadable = len(first), []
-    for key, row in tqdm(list(first.items()), desc=f"checking {where}", unit=" answers", delay=3, mininterval=1):
+        key = key_of(row.problem)
+        first.setdefault(key, row)
+        answers.setdefault(key, {}).setdefault(row.answer, row.number)
+    kept, unreadable, conflicts = [], [], []
+    for key, row in tqdm(first.items(), desc=f"checking {where}", unit=" answers", delay=3, mininterval=1):
         try:
             check_reference(row.answer)
         except DvpError as error:
             unreadable.append({"id": row.id, "row": row.number, "answer": row.answer, "reason": str(error)})
-            del first[key]
-            others.pop(key, None)
-    if len(unreadable) / distinct > data.unreadable_answers:
+            continue
+        differing = {a: n for a, n in answers[key].items() if a == row.answer or not _agree(row.answer, a)}
+        if len(differing) > 1:
+            conflicts.append({"id": row.id, "answers": list(differing), "rows": list(differing.values())})
+        else:
+            kept.append(row)
+    if len(unreadable) / len(first) > data.unreadable_answers:
         raise DvpError(
-            f"{locate(source, where)}: {_named(unreadable)}; {len(unreadable)} of {distinct} problems have such an "
+            f"{locate(source, where)}: {_named(unreadable)}; {len(unreadable)} of {len(first)} problems have such an "
             f"answer, more than data.unreadable_answers allows ({data.unreadable_answers:g} of them)"
         )
-    conflicts = []
-    for key, answers in others.items():
-        differing = {answer: number for answer, number in answers.items() if not _agree(first[key].answer, answer)}
-        if differing:
-            row = first.pop(key)
-            answer_rows = {row.answer: row.number} | differing
-            conflicts.append({"id": row.id, "answers": list(answer_rows), "rows": list(answer_rows.values())})
-    return list(first.values()), {
-        "description": _description(source),
+    checksum = {"sha256": sha256_file(source.path)} if isinstance(source, FileSource) else {}
+    return kept, {
+        "description": source.model_dump(mode="json") | checksum,
         "rows_read": len(rows),
-        "duplicates_dropped": len(rows) - distinct,
+        "duplicates_dropped": len(rows) - len(first),
         "unreadable_answers": unreadable,
         "conflicting_answers": conflicts,
-        "distinct": len(first),
+        "distinct": len(kept),
     }
 
 
@@ -193,31 +185,7 @@ def _agree(answer: str, other: str) -> bool:
         puzzles.check(other)
     except DvpError:
         return False
-    return puzzles.read(answer).same_as(puzzles.read(other))
-
-
-def _description(source: GeneratedSource | HubSource | FileSource) -> dict:
-    """The source as configured, with the checksum of a file."""
-    description = source.model_dump(mode="json")
-    if isinstance(source, FileSource):
-        description["sha256"] = sha256_file(source.path)
-    return description
-
-
-def _check_unique(task: str, rows: list[Row]) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.id in seen:
-            raise DvpError(f"task '{task}': the id '{row.id}' names two problems; without columns.id rows are numbered")
-        seen.add(row.id)
-
-
-def _ngrams(problem: str, n: int | None) -> list[str]:
-    """The distinct n-grams of a problem's words; of a shorter problem, and without n, the whole, marked as such."""
-    if n is None:
-        return ["= " + normalised(problem)]
-    words = _words(problem)
-    return _runs(words, n) if len(words) >= n else ["= " + " ".join(words)]
+    return puzzles.read(answer)._replace(answer="") == puzzles.read(other)._replace(answer="")
 
 
 def _words(problem: str) -> list[str]:
@@ -228,6 +196,13 @@ def _runs(words: list[str], length: int) -> list[str]:
     return list(dict.fromkeys(" ".join(words[i : i + length]) for i in range(len(words) - length + 1)))
 
 
+def _ngrams(problem: str, n: int | None) -> list[str]:
+    """The distinct n-grams of a problem's words; of a shorter problem, and without n, the whole, marked as such."""
+    if n is None:
+        return ["= " + normalised(problem)]
+    return _runs(_words(problem), n) or ["= " + " ".join(_words(problem))]
+
+
 def _decontaminated(
     rows: list[Row], tasks: dict[str, list[Row]], n: int | None
 ) -> tuple[list[Row], list[dict], dict[str, int]]:
@@ -235,30 +210,24 @@ def _decontaminated(
     owners: dict[str, list[tuple[str, str]]] = {}
     sizes: dict[tuple[str, str], int] = {}
     short: set[int] = set()
-    for task, problems in tasks.items():
-        for problem in problems:
-            ngrams = _ngrams(problem.problem, n)
-            sizes[task, problem.id] = len(ngrams)
-            for ngram in ngrams:
-                owners.setdefault(ngram, []).append((task, problem.id))
-            if n is not None and SHORTEST <= (length := len(_words(problem.problem))) < n:
-                short.add(length)
-    shared: dict[int, list[str]] = {}
-    held: dict[int, list[str]] = {}
-    progress = tqdm(rows, desc="comparing with the tasks", unit=" problems", delay=3, mininterval=1)
-    for index, row in enumerate(progress):
-        if matching := [ngram for ngram in _ngrams(row.problem, n) if ngram in owners]:
-            shared[index] = matching
+    for task, problem in ((task, problem) for task, problems in tasks.items() for problem in problems):
+        ngrams = _ngrams(problem.problem, n)
+        sizes[task, problem.id] = len(ngrams)
+        for ngram in ngrams:
+            owners.setdefault(ngram, []).append((task, problem.id))
+        if n is not None and SHORTEST <= (length := len(_words(problem.problem))) < n:
+            short.add(length)
+    shared, held = [], []
+    for row in tqdm(rows, desc="comparing with the tasks", unit=" problems", delay=3, mininterval=1):
         words = _words(row.problem) if short else []
         runs = ("= " + run for length in sorted(short) if length < len(words) for run in _runs(words, length))
-        if whole := [run for run in runs if run in owners]:
-            held[index] = whole
-    counts = Counter(ngram for found in (shared, held) for matching in found.values() for ngram in matching)
+        shared.append([ngram for ngram in _ngrams(row.problem, n) if ngram in owners])
+        held.append([run for run in runs if run in owners])
+    counts = Counter(ngram for matching in shared + held for ngram in matching)
 
     clean, contaminated = [], []
-    for index, row in enumerate(rows):
-        matching = shared.get(index, [])
-        telling = [ngram for ngram in matching + held.get(index, []) if counts[ngram] <= COMMON]
+    for row, matching, whole in zip(rows, shared, held, strict=True):
+        telling = [ngram for ngram in matching + whole if counts[ngram] <= COMMON]
         overlap = Counter(owner for ngram in matching for owner in owners[ngram])
         copied = [owner for owner, count in overlap.items() if 2 * count >= sizes[owner]]
         if telling or copied:
@@ -269,10 +238,3 @@ def _decontaminated(
             clean.append(row)
     phrases = {ngram.removeprefix("= "): count for ngram, count in counts.items() if count > COMMON}
     return clean, contaminated, phrases
-
-
-def _write(path: Path, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    values = zip(*rows, strict=True)
-    table = pa.table({name: pa.array(column, pa.string()) for name, column in zip(columns, values, strict=True)})
-    with atomic_path(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")

@@ -34,10 +34,6 @@ class Puzzle(NamedTuple):
         fields = {"reasoning_gym": self.dataset, "answer": self.answer, "metadata": self.metadata}
         return json.dumps(fields, separators=(", ", ": "))
 
-    def same_as(self, other: "Puzzle") -> bool:
-        """Whether the two are one puzzle, whatever the solutions that they come with."""
-        return (self.dataset, self.metadata) == (other.dataset, other.metadata)
-
     def solution(self, answer: str) -> str:
         """What right answers share that are the same solution: another layout, or more than was asked for, is none."""
         if self.dataset == "graph_color":
@@ -82,35 +78,29 @@ def read(reference: str) -> Puzzle:
 
 def check(reference: str) -> None:
     """Raise DvpError unless the reference is a puzzle's and its own answer solves it."""
-    puzzle = read(reference)
-    if puzzle.dataset == "shortest_path":
-        _check_grid(puzzle.metadata.get("matrix"))
+    puzzle = searched = read(reference)
     try:
-        solved = _searched(puzzle).solved_by(puzzle.answer)
+        if puzzle.dataset == "shortest_path":
+            # The verifier takes the puzzle's answer at its word: whatever equals it is right, and none may be shorter.
+            moves = _dataset(puzzle.dataset)._get_answer(_checked_grid(puzzle.metadata.get("matrix")))
+            searched = puzzle._replace(answer=" ".join(moves) or "infeasible")
+        solved = searched.solved_by(puzzle.answer)
+    except DvpError:
+        raise
     except Exception as error:  # of the verifier, which trusts its metadata
         raise DvpError(f"reasoning-gym cannot verify the puzzle ({type(error).__name__}: {error})") from None
     if not solved:
         raise DvpError(f"the puzzle's own answer {puzzle.answer[:60]!r} does not solve it")
 
 
-def _check_grid(grid: object) -> None:
-    """Raise DvpError unless the verifier can follow any moves on it."""
+def _checked_grid(grid: Any) -> list[list[str]]:
+    """The grid. Raises DvpError unless the verifier can follow any moves on it."""
     rows = grid if isinstance(grid, list) and all(isinstance(row, list) for row in grid) else []
     cells = [cell for row in rows for cell in row]
     whole = rows and len({len(row) for row in rows}) == 1 and all(cell in ("*", "#", "O", "X") for cell in cells)
     if not whole or cells.count("*") != 1 or cells.count("#") != 1:
         raise DvpError("a puzzle of reasoning-gym: metadata.matrix: expected a grid of * # O X with one * and one #")
-
-
-def _searched(puzzle: Puzzle) -> Puzzle:
-    """With reasoning-gym's own solution in place of the answer.
-
-    Of shortest_path the verifier takes the answer at its word: whatever equals it is right, and none may be shorter.
-    """
-    if puzzle.dataset != "shortest_path":
-        return puzzle
-    moves = _dataset(puzzle.dataset)._get_answer(puzzle.metadata["matrix"])
-    return puzzle._replace(answer=" ".join(moves) or "infeasible")
+    return grid
 
 
 @cache

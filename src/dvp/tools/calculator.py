@@ -4,9 +4,10 @@ The grammar knows numbers and operators and nothing else, and a value is compute
 call can run code, nest too deeply, or take long: powers are refused before they are computed if they would be large.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 from lark import Lark, LarkError, Transformer, v_args
 
@@ -15,12 +16,16 @@ from dvp.tools.tool import Answer
 LONGEST = 200  # characters of an expression
 LARGEST_BITS = 4096  # of a numerator or a denominator
 DIGITS = 12  # of a result that is no integer
+OPERATIONS = {"+": add, "*": mul, "×": mul, "·": mul, "/": truediv, "÷": truediv, "-": sub, "−": sub}
 GRAMMAR = r"""
-?sum: product | sum "+" product -> add | sum ("-" | "−") product -> subtract
-?product: signed | product ("*" | "×" | "·") signed -> multiply | product ("/" | "÷") signed -> divide
-?signed: power | ("-" | "−") signed -> negative | "+" signed
-?power: atom | atom ("^" | "**") signed -> power
+?sum: product | sum SIGN product -> binary
+?product: signed | product TIMES signed -> binary
+?signed: power | SIGN signed -> unary
+?power: atom | atom POWER signed -> binary
 ?atom: NUMBER -> number | "(" sum ")"
+SIGN: /[-−+]/
+TIMES: /[*×·\/÷]/
+POWER: /\^|\*\*/
 NUMBER: /[0-9]+(\.[0-9]+)?|\.[0-9]+/
 %ignore /[ \t\r\n]+/
 """
@@ -30,48 +35,26 @@ class _RefusedError(Exception):
     """The expression cannot be computed; the message says why."""
 
 
-def _bounded(function: Callable[..., Fraction]) -> Callable[..., Fraction]:
-    def bounded(self: Transformer, *values: Fraction) -> Fraction:
-        result = function(self, *values)
-        if max(result.numerator.bit_length(), result.denominator.bit_length()) > LARGEST_BITS:
-            raise _RefusedError("the number is too large")
-        return result
-
-    return bounded
-
-
 @v_args(inline=True)
 class _Compute(Transformer):
     def number(self, digits: str) -> Fraction:
         return Fraction(digits)
 
-    def negative(self, value: Fraction) -> Fraction:
-        return -value
+    def unary(self, sign: str, value: Fraction) -> Fraction:
+        return value if sign == "+" else -value
 
-    @_bounded
-    def add(self, left: Fraction, right: Fraction) -> Fraction:
-        return left + right
+    def binary(self, left: Fraction, sign: str, right: Fraction) -> Fraction:
+        try:
+            result = self._power(left, right) if sign in ("^", "**") else OPERATIONS[sign](left, right)
+        except ZeroDivisionError:
+            raise _RefusedError("division by zero") from None
+        if max(result.numerator.bit_length(), result.denominator.bit_length()) > LARGEST_BITS:
+            raise _RefusedError("the number is too large")
+        return result
 
-    @_bounded
-    def subtract(self, left: Fraction, right: Fraction) -> Fraction:
-        return left - right
-
-    @_bounded
-    def multiply(self, left: Fraction, right: Fraction) -> Fraction:
-        return left * right
-
-    @_bounded
-    def divide(self, left: Fraction, right: Fraction) -> Fraction:
-        if not right:
-            raise _RefusedError("division by zero")
-        return left / right
-
-    @_bounded
-    def power(self, base: Fraction, exponent: Fraction) -> Fraction:
+    def _power(self, base: Fraction, exponent: Fraction) -> Fraction:
         if exponent.denominator != 1:
             raise _RefusedError("an exponent must be an integer")
-        if not base and exponent < 0:
-            raise _RefusedError("division by zero")
         bits = max(abs(base.numerator), base.denominator).bit_length() - 1
         if bits * abs(exponent) > LARGEST_BITS:
             raise _RefusedError("the number is too large")
@@ -100,12 +83,7 @@ class CalculatorTool:
             return Answer(f"error: {error}", failed=True)
         except LarkError:
             return Answer("error: expected numbers, + - * / ^ and parentheses", failed=True)
-        return Answer(_text(value))
-
-
-def _text(value: Fraction) -> str:
-    """An integer exactly, anything else to so many digits."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    with localcontext(prec=DIGITS):
-        return f"{(Decimal(value.numerator) / Decimal(value.denominator)).normalize()}"
+        if value.denominator == 1:
+            return Answer(str(value.numerator))
+        with localcontext(prec=DIGITS):
+            return Answer(f"{(Decimal(value.numerator) / Decimal(value.denominator)).normalize()}")

@@ -17,17 +17,15 @@ import shutil
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import PurePath
-from typing import Any, TypeVar
 
 from dvp.errors import DvpError
 from dvp.experiment.tools import Python
 from dvp.tools.seccomp import program as call_filter
 from dvp.tools.tool import Answer
 
-T = TypeVar("T")
 BWRAP = "bwrap"
 SHARED = "/tmp"
 HOME = f"{SHARED}/home"  # a folder below: this environment may lie in /tmp, and is then to be seen there
@@ -71,13 +69,12 @@ class PythonTool:
         self._bwrap = shutil.which(BWRAP)
         if self._bwrap is None:
             raise DvpError("tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine")
-        program = PROOF.format(processes=settings.processes)
-        answer = _run(self._answer(0, program, PROOF_SECONDS))
+        (answer,) = self.answers([PROOF.format(processes=settings.processes)], PROOF_SECONDS)
         if answer.text != "proved":
             said = " ".join(answer.text.split())[:200]
             raise DvpError(f"tools.kind: python: its sandbox does not work on this machine: {said}")
 
-    def answers(self, calls: Sequence[str]) -> list[Answer]:
+    def answers(self, calls: Sequence[str], seconds: float | None = None) -> list[Answer]:
         """See Tool.answers. As many calls run at a time as this process may use CPUs; whatever ends this ends them."""
 
         async def every() -> list[Answer]:
@@ -85,11 +82,13 @@ class PythonTool:
 
             async def one(slot: int, call: str) -> Answer:
                 async with free:
-                    return await self._answer(slot, call, self._settings.seconds)
+                    return await self._answer(slot, call, seconds or self._settings.seconds)
 
             return await asyncio.gather(*(one(slot, call) for slot, call in enumerate(calls)))
 
-        return _run(every())
+        # A loop of its own, which is nobody else's afterwards either.
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(every())
 
     async def _answer(self, slot: int, program: str, seconds: float) -> Answer:
         """What a program printed, and how it ended if not by itself."""
@@ -123,7 +122,9 @@ class PythonTool:
         status = process.returncode
         # bwrap says 128 + signal, as a shell does; of its own end Python says −signal.
         if not why and (status > 128 or status < 0):
-            why = f"ended by {_signal_name(status - 128 if status > 128 else -status)}"
+            number = status - 128 if status > 128 else -status
+            name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+            why = f"ended by {name}"
         text = bytes(output[:most]).decode("utf-8", errors="replace").strip()
         parts = [part for part in (text, f"({why})" if why else "") if part]
         return Answer("\n".join(parts) or "(it printed nothing)", failed=status != 0)
@@ -175,14 +176,8 @@ class PythonTool:
             *("--perms", "0444", "--file", FILE, PROGRAM, "--remount-ro", "/", "--seccomp", FILTER),
             *("--", "/bin/sh", "-c", BEGIN, "sh", *given_up),
             *("prlimit", *(f"--{name}={_allowed(name, value)}" for name, value in limits.items())),
-            *(_interpreter(), "-u", PROGRAM),
+            *(os.path.join(os.path.realpath(sys.prefix), "bin", os.path.basename(sys.executable)), "-u", PROGRAM),
         ]
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """In an event loop of its own, which is nobody else's afterwards either."""
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        return runner.run(work)
 
 
 def _visible() -> list[tuple[str, ...]]:
@@ -200,18 +195,7 @@ def _visible() -> list[tuple[str, ...]]:
     return [*folders, *places, *(("--ro-bind", folder, folder) for folder in sorted(pythons))]
 
 
-def _interpreter() -> str:
-    return os.path.join(os.path.realpath(sys.prefix), "bin", os.path.basename(sys.executable))
-
-
 def _allowed(name: str, value: int) -> int:
     """A limit that may be set: none above this process's own."""
     highest = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     return value if highest == resource.RLIM_INFINITY else min(value, highest)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

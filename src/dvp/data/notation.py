@@ -14,12 +14,15 @@ r"""How answers are written: brought to one notation, and what their text alone 
 import math
 import re
 import unicodedata
-from typing import NamedTuple
 
-FUNCTIONS = re.findall(
-    r"\w+",
-    "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc cis exp ln log sqrt pi oo "
-    "infty infinity",
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+FUNCTIONS = _words(
+    "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc cis exp ln log sqrt pi oo infty "
+    "infinity"
 )
 _FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTIONS)})[a-z]?")
 _SUBSCRIPT = r"\\text\s*\{[^{}]*\}|\{(?:[^{}]|\{[^{}]*\})*\}|[0-9]+|[a-z]"
@@ -31,10 +34,9 @@ _TEXT = re.compile(r"\\(?:text|mathbf|mathrm)(?![A-Za-z])")
 _LAYOUT = re.compile(r"[\s{}$]")
 _TIME = re.compile(r"(?<!\d)(\d{1,2}):([0-5]\d)(?::([0-5]\d))?([ap]m)?(?!\d)")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
-_NUMERALS = re.findall(
-    r"\w+",
+_NUMERALS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty",
+    "eighteen nineteen twenty"
 )
 
 CHARACTERS = str.maketrans(
@@ -49,6 +51,8 @@ CHARACTERS = str.maketrans(
         **{power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
+_SAME = {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lt": "<", "gt": ">", "ast": "*"}
+_SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty "}
 _STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|underline|text|boxed|fbox|ensuremath|emph"
 _REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -64,28 +68,17 @@ _REWRITTEN = [
         (r"(\.\d*)\\dot\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
         (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
-        (
-            r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])",
-            r"\\text",
-        ),
+        (r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
         (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\lbrack(?![A-Za-z])", "["),
-        (r"\\rbrack(?![A-Za-z])", "]"),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
         (r"\\neq?(?![A-Za-z])|!=", r"\\ne "),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
+        (rf"\\({'|'.join(_SAME)})(?![A-Za-z])", lambda match: _SAME[match[1]]),
         (r"\*\*", "^"),
-        (r"\\ast(?![A-Za-z])", "*"),
         (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime)(?![A-Za-z])", lambda match: "'" * match[0].count("prime")),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))", r"\\degree "),
-        (r"\\infinity(?![A-Za-z])|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
-        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+        (r"(?<![A-Za-z\\])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt(?=[A-Za-z])", r"\\sqrt "),
         (r"(?<![A-Za-z])per cent(?![A-Za-z])", "percent"),
     )
@@ -112,58 +105,40 @@ _UNITS = [
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(?([A-J])\)(?:\s+\}?|\s*\}\s+)(?:[\d.,/]+|\\frac\{\d+\}\{\d+\})$")
 """A choice and its value: (B) 12."""
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
-_CHANGES = set(_NUMERALS) | set(
-    re.findall(
-        r"\w+",
+_CHANGES = {
+    *_NUMERALS,
+    *_words(
         "thirty forty fifty sixty seventy eighty ninety twice thrice again only too also if unless however "
         "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter "
         "quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth "
         "hundredths thousandth thousandths squared cubed factorial root plus minus negative over under above "
         "below less fewer least most max min maximum minimum mod modulo base choose divided and or nor not no "
-        "none never is isn are was were be been if but than unless except between through to from by impossible "
+        "none never is isn are was were be been but than except between through to from by impossible "
         "wrong incorrect false undefined invalid infinite infinitely maybe perhaps possibly probably because "
         "since so when where then which that about approximately around roughly alpha beta gamma theta delta "
-        "lambda sigma omega phi",
-    )
-)
+        "lambda sigma omega phi"
+    ),
+}
 _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
 """What was done to a value, doubled or rejected, is no unit of it."""
 _STATES = re.compile(r"\b(?:is|are|equals)\s*:?\s*$")
 _DENIES = {"not", "no", "never", "neither", "nor", "cannot", "t"}
 _INTRODUCES = {
-    *re.findall(
-        r"\w+", "a an the this that answer final correct total result value is are was be must will would should of"
-    ),
-    *re.findall(
-        r"\w+", "equals equal to there about approximately around roughly exactly so thus hence therefore then"
-    ),
-    *re.findall(r"\w+", "we you i he she it they get have has find obtain"),
+    *_words("a an the this that answer final correct total result value is are was be must will would should of"),
+    *_words("equals equal to there about approximately around roughly exactly so thus hence therefore then"),
+    *_words("we you i he she it they get have has find obtain"),
 }
-_ABBREVIATED = {
-    **{"in": "inch", "ft": "foot", "feet": "foot", "yd": "yard", "mi": "mile", "m": "meter", "cm": "centimeter"},
-    **{
-        "mm": "millimeter",
-        "km": "kilometer",
-        "kg": "kilogram",
-        "g": "gram",
-        "lb": "pound",
-        "oz": "ounce",
-        "l": "liter",
-    },
-    **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "pct": "percent"},
-    **{"percentage": "percent", "sq": "square", "cu": "cubic", "inche": "inch", "ml": "milliliter"},
-    **{"mph": "mph", "am": "am", "pm": "pm", "ms": "ms", "kph": "kph", "mg": "mg", "metre": "meter", "litre": "liter"},
-}
+_UNIT_NAMES = dict(
+    pair.split("=")
+    for pair in _words(
+        "in=inch inche=inch ft=foot feet=foot yd=yard mi=mile m=meter metre=meter cm=centimeter mm=millimeter "
+        "km=kilometer kg=kilogram g=gram lb=pound oz=ounce l=liter litre=liter ml=milliliter s=second sec=second "
+        "min=minute h=hour hr=hour deg=degree pct=percent percentage=percent sq=square cu=cubic"
+    )
+)
 _LETTERS = set("mgshlLKNJWVAC")
 _VARIABLES = re.compile(r"[b-df-hj-np-tv-z]+|[a-dx-z]+")
 """Letters that make a product and no word: no vowel, or of the first and last of the alphabet."""
-
-
-class Based(NamedTuple):
-    """A number written with its base."""
-
-    digits: str
-    base: str
 
 
 def plain(text: str) -> str:
@@ -272,45 +247,38 @@ def _unit(text: str, power: str | None) -> str:
         return ""
     if len(words) == 1 and len(words[0]) == 1 and words[0] not in _LETTERS:
         return ""
-    singular = [
-        word if word in _ABBREVIATED or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)
-    ]
-    unit = " ".join(_ABBREVIATED.get(word, word) for word in singular)
+    names = [word if word in _UNIT_NAMES or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)]
+    unit = " ".join(_UNIT_NAMES.get(name, name) for name in names)
     for word, exponent in (("square ", "2"), ("cubic ", "3")):
         unit, power = unit.replace(word, ""), power or (exponent if word in unit else None)
     return unit + (f"^{power}" if power else "")
 
 
 def _canonical(match: re.Match) -> str:
-    based = _based(match)
-    return f"{based.digits}_{{{based.base}}}" if based else match[0]
-
-
-def _based(match: re.Match) -> Based | None:
+    """A number with its base as 52_{8}."""
     base = _reduced(match["base"]).strip("()").removeprefix("base").lower()
     if base in _NUMERALS:
         base = str(_NUMERALS.index(base))
     digits = re.sub(r"[,\s]", "", match["wrapped"] or match["digits"])
     # A letter is a digit of a base above ten; of a smaller one it is a name, as in 10C_5.
     if not base or (not digits.replace(".", "").isdecimal() and not (base.isdecimal() and int(base) > 10)):
-        return None
-    return Based(digits.lstrip("0") or "0", base)
-
-
-def _all_based(text: str) -> list[Based]:
-    return [based for match in _BASED.finditer(text) if (based := _based(match))]
+        return match[0]
+    return f"{digits.lstrip('0') or '0'}_{{{base}}}"
 
 
 def _same_base(reference: str, answer: str) -> bool | None:
     answer = _EQUALS.split(answer)[-1].strip() if "=" not in reference else answer  # 52_8 = 42 states 42
-    expected, stated = _all_based(reference), _all_based(answer)
+    expected, stated = (
+        [number for match in _BASED.finditer(text) if (number := _canonical(match)) == match[0]]
+        for text in (reference, answer)
+    )
     if not stated:
-        if len(expected) == 1 and _BASED.fullmatch(reference):
-            return (_reduced(answer).lstrip("0") or "0") == expected[0].digits
+        if expected == [reference]:
+            return (_reduced(answer).lstrip("0") or "0") == reference.partition("_")[0]
         return None
     if expected != stated:
         return False
-    return True if _BASED.fullmatch(reference) and _BASED.fullmatch(answer) else None
+    return True if [reference] == expected and [answer] == stated else None
 
 
 def _same_time(reference: str, answer: str) -> bool | None:

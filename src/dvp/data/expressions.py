@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -31,28 +31,19 @@ DIGITS = 6
 NOISE = 15
 """Digits to which a longer decimal is rounded: those of a float of 64 bits, as programs print it."""
 
-TRIGONOMETRY = {name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
+TRIGONOMETRY: dict[str, Callable] = {name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
+INVERSE = {name: getattr(sympy, "a" + name) for name in TRIGONOMETRY}
 TRIGONOMETRY["cis"] = lambda angle: sympy.exp(sympy.I * angle)
-INVERSE = {name: getattr(sympy, "a" + name) for name in TRIGONOMETRY if name != "cis"}
-FUNCTIONS: dict[str, Callable] = {
-    **TRIGONOMETRY,
-    **{"arc" + name: function for name, function in INVERSE.items()},
-    **{name: getattr(sympy, name) for name in ("sinh", "cosh", "tanh", "exp")},
-    "ln": sympy.log,
-    "log": sympy.log,
-}
-GREEK = set(
-    re.findall(
-        r"\w+",
-        "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
-        "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell",
-    )
+FUNCTIONS = TRIGONOMETRY | {"arc" + name: function for name, function in INVERSE.items()}
+FUNCTIONS |= {name: getattr(sympy, name) for name in ("sinh", "cosh", "tanh", "exp")} | dict.fromkeys(
+    ("ln", "log"), sympy.log
 )
-ACCENTS = set(
-    re.findall(
-        r"\w+", "text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle"
-    )
+GREEK = (
+    r"alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    r"upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell"
 )
+ACCENTS = "text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle"
+GREEK, ACCENTS = (set(re.findall(r"\w+", names)) for names in (GREEK, ACCENTS))
 STARTS = {"frac", "binom", "sqrt", "pi", "infty", "begin", *GREEK, *ACCENTS}
 """Commands before which a product needs no sign."""
 RELATIONS = {"\\in": "=", "\\approx": "≈", "\\equiv": "=", "\\le": "≤", "\\ge": "≥", "\\ne": "≠"}
@@ -180,9 +171,9 @@ class Parser:
         parts = [self._sum()]
         while self._take("\\cup"):
             parts.append(self._sum())
-        if len(parts) > 1 and not all(isinstance(part, Items) for part in parts):
-            raise Unparsed
-        return Items("∪", tuple(parts), "∪") if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        return Items("∪", tuple(parts), "∪") if all(isinstance(part, Items) for part in parts) else _refuse()
 
     def _sum(self) -> Any:
         value = None
@@ -399,18 +390,14 @@ class Parser:
             raise Unparsed
         if name == "array":
             self._raw()  # {cc}
-        rows, row = [], []
+        rows: list[list] = [[]]
         while True:
-            row.append(self._within(self._sum))
+            rows[-1].append(self._within(self._sum))
             token = self._expect("&", "\\\\", "\\end")
-            if token != "&":
-                rows.append(row)
-                row = []
-            if token == "\\\\" and self._take("\\end"):
-                token = "\\end"
-            if token == "\\end":
+            if token == "\\end" or (token == "\\\\" and self._take("\\end")):
                 matrix = sympy.ImmutableMatrix(rows)
                 return (matrix.det() if name == "vmatrix" else matrix) if self._raw() == name else _refuse()
+            rows += [[]] if token == "\\\\" else []
 
 
 def _refuse() -> Any:
@@ -463,8 +450,13 @@ class Comparison:
 
     def _same_relations(self, expected: Chain, stated: Chain) -> bool:
         """Whether the same holds: 2x + 2y < 6 is x + y < 3, by a constant factor."""
-        steps, others = _steps(expected), _steps(stated)
-        return steps is not None and others is not None and _matched(steps, others, self._same_step)
+        if any(
+            "≈" in chain.relations or not all(isinstance(side, sympy.Expr) for side in chain.sides)
+            for chain in (expected, stated)
+        ):
+            return False
+        steps, others = ([(a - b, relation) for a, b, relation in _ordered(chain)] for chain in (expected, stated))
+        return _matched(steps, others, self._same_step)
 
     def _same_step(self, step: tuple, other: tuple) -> bool:
         (f, relation), (g, other_relation) = step, other
@@ -524,17 +516,14 @@ class Comparison:
         """Whether one is a decimal, and rounds the other, which no decimal equals."""
         for decimal, exact in ((stated, expected), (expected, stated)):
             if decimal in self.decimals and exact.is_real and not exact.free_symbols and not _terminates(exact):
-                digits = len(str(abs(decimal) * 10 ** _places(decimal)))
+                places = max(sympy.multiplicity(prime, decimal.q) for prime in (2, 5))
+                digits = len(str(abs(decimal) * 10**places))
                 return digits >= DIGITS and bool(abs(decimal - exact) * 10**DIGITS <= abs(exact))
         return False
 
 
-def _places(decimal: Rational) -> int:
-    return next(places for places in count() if (decimal * 10**places).is_integer)
-
-
 def _terminates(number: sympy.Expr) -> bool:
-    return number.is_Rational and not set(sympy.factorint(number.q)) - {2, 5}
+    return number.is_Rational and pow(10, number.q.bit_length(), number.q) == 0
 
 
 def _is_name(side: Any) -> bool:
@@ -553,12 +542,6 @@ def _ordered(chain: Chain) -> list[tuple]:
     """(left, right, relation) of each step, with the smaller side on the left."""
     steps = zip(chain.sides, chain.sides[1:], chain.relations, strict=False)
     return [(b, a, {">": "<", "≥": "≤"}[r]) if r in ">≥" else (a, b, r) for a, b, r in steps]
-
-
-def _steps(chain: Chain) -> list[tuple] | None:
-    if any(not isinstance(side, sympy.Expr) for side in chain.sides) or "≈" in chain.relations:
-        return None
-    return [(a - b, relation) for a, b, relation in _ordered(chain)]
 
 
 def _is_equation(node: Any) -> bool:

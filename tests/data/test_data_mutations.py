@@ -15,6 +15,15 @@ from dvp.data.verifier import check_reference, grade
 INTEGER = re.compile(r"-?[\d,]+(\.0+)?")
 COMMAND = re.compile(r"\\(?:text|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.")
 PAIR = re.compile(r"(?P<open>[(\[])(?P<first>[^()\[\],]+),(?P<second>[^()\[\],]+)(?P<close>[)\]])")
+EXCHANGED = {
+    r"\sqrt": ("", r"\sqrt[3]"),
+    r"\pi": ("e", r"\theta", r"\pi^2"),
+    r"\cot": (r"\tan", r"\cos", ""),
+    r"\cup": (r"\cap", ","),
+    r"\pm": ("+", "-", r"\cdot"),
+    r"\infty": ("100", r"\pi"),
+    **{r"\in": (r"\notin",), "cents": ("dollars",), "inches": ("feet",), "cm": ("mm",)},
+}
 SAMPLE = 2000
 
 
@@ -81,27 +90,7 @@ def mutations(text: str) -> set[str]:
         changed.add(text.replace(match[0], rf"\{{{match['first']},{match['second']}\}}"))
     for start, end in terms(text) if is_math(text) else []:
         changed.add(text[:start] + text[end:])
-    for old, new in (
-        (r"\sqrt", ""),
-        (r"\sqrt", r"\sqrt[3]"),
-        (r"\pi", "e"),
-        (r"\pi", r"\theta"),
-        (r"\pi", r"\pi^2"),
-        (r"\cot", r"\tan"),
-        (r"\cot", r"\cos"),
-        (r"\cot", ""),
-        (r"\cup", r"\cap"),
-        (r"\cup", ","),
-        (r"\pm", "+"),
-        (r"\pm", "-"),
-        (r"\pm", r"\cdot"),
-        (r"\infty", "100"),
-        (r"\infty", r"\pi"),
-        (r"\in", r"\notin"),
-        ("cents", "dollars"),
-        ("inches", "feet"),
-        ("cm", "mm"),
-    ):
+    for old, new in ((old, new) for old, others in EXCHANGED.items() for new in others):
         if re.search(re.escape(old) + r"(?![A-Za-z])", text):
             changed.add(re.sub(re.escape(old) + r"(?![A-Za-z])", lambda _, new=new: new + " ", text, count=1))
     rows = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", text)
@@ -126,21 +115,11 @@ def mutations(text: str) -> set[str]:
         }
         changed |= {rf"{text}, 1234", rf"1234, {text}", rf"\{{x \mid x > {text}\}}", rf"{text} = 1234"}
     if is_scalar(text):
+        changed |= {form % text for form in ("-(%s)", "2(%s)", "(%s)+1", "(%s)^{2}", r"\sqrt{%s}", r"\frac{1}{%s}")}
         changed |= {
-            f"-({text})",
-            f"2({text})",
-            f"({text})+1",
-            f"({text})^{{2}}",
-            rf"\sqrt{{{text}}}",
-            rf"\frac{{1}}{{{text}}}",
+            form % text for form in (r"%s\cdot z", r"(%s)(1+\frac{1}{2^{70}})", r"%s+\frac{1}{30!}", "%s+0.0000001")
         }
-        changed |= {
-            rf"{text}\cdot z",
-            rf"({text})(1+\frac{{1}}{{2^{{70}}}})",
-            rf"{text}+\frac{{1}}{{30!}}",
-            f"{text}+0.0000001",
-        }
-        changed |= {rf"{text}\mathbf{{i}}", rf"{text} + \mathrm{{e}}", rf"z + y = {text}", rf"{text} < z"}
+        changed |= {form % text for form in (r"%s\mathbf{i}", r"%s + \mathrm{e}", "z + y = %s", "%s < z")}
     return {other for other in changed if normal(other) != normal(text)}
 
 
@@ -151,28 +130,16 @@ def normal(text: str) -> str:
 def rewritings(text: str) -> set[str]:
     """The answer in other notation, with its value."""
     changed = {rf"\{style}{{{text}}}" for style in ("mathbf", "boldsymbol", "bm", "underline", "text", "mathrm")}
-    changed |= {
-        f"${text}$",
-        rf"\({text}\)",
-        f"{{{text}}}",
-        f"{text}.",
-        f" {text} ",
-        rf"\color{{red}}{text}",
-        rf"\displaystyle {text}",
-    }
-    changed |= {rf"\boldsymbol{{${text}$}}.", rf"\textcolor{{blue}}{{{text}}}", f"~{text}", rf"\,{text}\;"}
+    changed |= {f"${text}$", rf"\({text}\)", f"{{{text}}}", f"{text}.", f" {text} ", f"~{text}", rf"\,{text}\;"}
+    changed |= {rf"\color{{red}}{text}", rf"\displaystyle {text}", rf"\textcolor{{blue}}{{{text}}}"}
+    changed.add(rf"\boldsymbol{{${text}$}}.")
     for size in (("", ""), (r"\left", r"\right"), (r"\bigl", r"\bigr"), (r"\Big", r"\Big")):
         bare = text.replace(r"\left", "").replace(r"\right", "")
         changed.add(sized(bare, *size))
     for kind in ("dfrac", "tfrac", "cfrac"):
         changed.add(re.sub(r"\\d?frac", lambda _, kind=kind: rf"\{kind}", text))
-    changed.add(
-        re.sub(
-            r"\\d?frac\s*(?:(\d)|\{([^{}]*)\})\s*(?:(\d)|\{([^{}]*)\})",
-            lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}",
-            text,
-        )
-    )
+    parts = r"\\d?frac\s*(?:(\d)|\{([^{}]*)\})\s*(?:(\d)|\{([^{}]*)\})"
+    changed.add(re.sub(parts, lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text))
     changed.add(text.replace(",", ",\\ ") if r",\!" not in text else text)
     changed.add(re.sub(r"(?<=[\w}])\s*([-+=])\s*(?=[\w\\])", r" \\, \1 \\, ", text) if is_math(text) else text)
     changed.add(re.sub(r"\\sqrt\{?(\d+)\}?", r"√\1", text))
@@ -183,19 +150,13 @@ def rewritings(text: str) -> set[str]:
         number = text.removesuffix(r"^\circ")
         changed |= {number, number + "°", number + r"\text{ degrees}", number + " degrees", number + r"^{\circ}"}
     elif is_scalar(text) and re.search(r"[\d}]$", text) and "$" not in text:
-        changed |= {
-            text + unit
-            for unit in (r"\text{ cm}", r"\ \mathrm{cm}", r"\text{ units}", r"\text{ square units}", r"\mbox{ m}")
-        }
+        units = (r"\text{ cm}", r"\ \mathrm{cm}", r"\text{ units}", r"\text{ square units}", r"\mbox{ m}")
+        changed |= {text + unit for unit in units}
     if re.search(r"\di$", text):
         changed |= {text[:-1] + other for other in (r"\mathrm{i}", r"\text{i}", r"\cdot i", r"\,i")}
     if word := re.fullmatch(r"\\text\{\(?(\w+)\)?\}", text):
-        changed |= {
-            word[1],
-            rf"\text{{{word[1]}}}",
-            rf"\mathrm{{{word[1]}}}",
-            *({word[1].upper()} if len(word[1]) > 1 else {f"({word[1]})"}),
-        }
+        changed |= {word[1], rf"\text{{{word[1]}}}", rf"\mathrm{{{word[1]}}}"}
+        changed.add(word[1].upper() if len(word[1]) > 1 else f"({word[1]})")
     return changed
 
 

@@ -37,7 +37,10 @@ def test_what_was_written_is_read_back_and_further_columns_do_no_harm(file):
             lambda file: file.write_text("id,source"),
             "not a Parquet file that can be read (ArrowInvalid: ",
         ),
-        (lambda file: pd.DataFrame({"id": ["1"]}).to_parquet(file), "not a Parquet file that can be read ("),
+        (
+            lambda file: pd.DataFrame({"id": ["1"]}).to_parquet(file),
+            "expected columns id, source, problem, answer, prompt; ",
+        ),
         (lambda file: pd.DataFrame({name: [] for name in TRAIN_COLUMNS}).to_parquet(file), "no rows"),
     ],
 )

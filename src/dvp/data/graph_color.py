@@ -17,7 +17,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
-from dvp.data.puzzles import Puzzle, entries, read
+from dvp.data.puzzles import Puzzle, generated, read
 from dvp.data.stories import Story
 
 EDGE = 0.4
@@ -26,19 +26,16 @@ COLORS = 3
 
 
 def generate(count: int, seed: int, steps: Sequence[int] = (5, 6)) -> Iterator[Story]:
-    """Yield `count` puzzles of steps[0] to steps[1] vertices.
+    """Puzzles of steps[0] to steps[1] vertices, coloured one after the other with any colour that neighbours leave."""
+    sizes = dict(zip(("min_num_vertices", "max_num_vertices"), steps, strict=True))
+    return generated("graph_color", count, seed, _story, num_colors=COLORS, edge_probability=EDGE, **sizes)
 
-    The worked solution colours one vertex after the other, with any of the colours that its neighbours leave. The same
-    arguments give the same puzzles in every process; a larger count extends a smaller one.
-    """
-    rng = random.Random(f"graph_color {seed}")
-    fewest, most = steps
-    sizes = {"min_num_vertices": fewest, "max_num_vertices": most}
-    for entry in entries("graph_color", count, rng, num_colors=COLORS, edge_probability=EDGE, **sizes):
-        graph = entry["metadata"]["puzzle"]
-        puzzle = Puzzle("graph_color", json.dumps(entry["metadata"]["possible_answer"]), {"puzzle": graph})
-        problem = f"Vertices: {graph['vertices']}\nEdges: {graph['edges']}\nPossible colors: {graph['color_options']}"
-        yield Story(problem, _solution(graph, rng), puzzle.reference())
+
+def _story(entry: dict, rng: random.Random) -> Story:
+    graph = entry["metadata"]["puzzle"]
+    puzzle = Puzzle("graph_color", json.dumps(entry["metadata"]["possible_answer"]), {"puzzle": graph})
+    problem = f"Vertices: {graph['vertices']}\nEdges: {graph['edges']}\nPossible colors: {graph['color_options']}"
+    return Story(problem, _solution(graph, rng), puzzle.reference())
 
 
 def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet as pq
 
 from dvp.data.sources import UNREADABLE, first_line
 from dvp.errors import DvpError
@@ -14,15 +15,16 @@ EVAL_COLUMNS = ("task", "id", "problem", "answer", "prompt")
 def read_problems(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     """One of the tables. Raises DvpError, naming the file, unless it has rows and these columns."""
     try:
-        problems = pd.read_parquet(path, columns=list(columns))
+        problems = pq.ParquetFile(path).read().to_pandas(ignore_metadata=True)
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file; `dvp prepare` writes it") from None
     except UNREADABLE as error:
-        expected = f"expected columns {', '.join(columns)}"
-        raise DvpError(f"{path}: not a Parquet file that can be read ({first_line(error)}); {expected}") from None
+        raise DvpError(f"{path}: not a Parquet file that can be read ({first_line(error)})") from None
+    if not set(columns) <= set(problems):
+        raise DvpError(f"{path}: expected columns {', '.join(columns)}; found {', '.join(problems)}")
     if problems.empty:
         raise DvpError(f"{path}: no rows")
-    return problems
+    return problems[list(columns)]
 
 
 def read_task(path: Path, task: str) -> pd.DataFrame:

@@ -8,10 +8,11 @@ The reference of such a problem is not an answer but what the verifier needs, as
 import json
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
+from dvp.data.stories import Story
 from dvp.errors import DvpError
 from dvp.files import expect_keys, parse_json
 
@@ -47,12 +48,19 @@ class Puzzle(NamedTuple):
         return _dataset(self.dataset).score_answer(answer, self._asdict()) == 1
 
 
-def entries(dataset: str, count: int, rng: random.Random, **settings: float) -> Iterable[dict[str, Any]]:
-    """So many puzzles of a data set, as reasoning-gym makes them."""
+def generated(
+    dataset: str, count: int, seed: int, story: Callable[[dict, random.Random], Story], **settings: float
+) -> Iterator[Story]:
+    """So many puzzles of a data set, as reasoning-gym makes them and `story` tells them.
+
+    The same arguments give the same puzzles in every process; a larger count extends a smaller one.
+    """
     import reasoning_gym  # two seconds, for those who have puzzles
 
+    rng = random.Random(f"{dataset} {seed}")
     # It adds a puzzle's number to its seed: neighbouring seeds would share all but a few.
-    return reasoning_gym.create_dataset(dataset, size=count, seed=rng.getrandbits(48), **settings)
+    for entry in reasoning_gym.create_dataset(dataset, size=count, seed=rng.getrandbits(48), **settings):
+        yield story(entry, rng)
 
 
 def is_puzzle(reference: str) -> bool:

@@ -20,7 +20,7 @@ import random
 import re
 from collections.abc import Container, Iterator, Sequence
 
-from dvp.data.puzzles import Puzzle, entries
+from dvp.data.puzzles import Puzzle, generated
 from dvp.data.stories import Story
 
 BLOCKED = 0.2
@@ -32,18 +32,16 @@ _MOVE = re.compile(r"(\d+ \d+) (\w+) = (\d+ \d+)\.")
 
 
 def generate(count: int, seed: int, steps: Sequence[int] = (4, 5)) -> Iterator[Story]:
-    """Yield `count` puzzles in grids of steps[0] to steps[1] rows, and of columns likewise.
-
-    The worked solution is one of the shortest paths, each as likely as another. The same arguments give the same
-    puzzles in every process; a larger count extends a smaller one.
-    """
-    rng = random.Random(f"shortest_path {seed}")
+    """Puzzles in grids of steps[0] to steps[1] rows, and columns; solved by any of the shortest paths alike."""
     fewest, most = steps
     sizes = {"min_rows": fewest, "max_rows": most, "min_cols": fewest, "max_cols": most}
-    for entry in entries("shortest_path", count, rng, p_blocked=BLOCKED, **sizes):
-        grid = entry["metadata"]["matrix"]
-        puzzle = Puzzle("shortest_path", entry["answer"], {"matrix": grid})
-        yield Story("\n".join(" ".join(row) for row in grid), _solution(grid, rng), puzzle.reference())
+    return generated("shortest_path", count, seed, _story, p_blocked=BLOCKED, **sizes)
+
+
+def _story(entry: dict, rng: random.Random) -> Story:
+    grid = entry["metadata"]["matrix"]
+    puzzle = Puzzle("shortest_path", entry["answer"], {"matrix": grid})
+    return Story("\n".join(" ".join(row) for row in grid), _solution(grid, rng), puzzle.reference())
 
 
 def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:

@@ -61,7 +61,6 @@ def test_a_chat_prompt_is_what_the_template_renders(tokenizer, capfd):
     "template",
     [
         "",
-        "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}Answer:",
         "{{ messages[0]['content'][:8] }}",
         "{{ messages[1:] | map(attribute='content') | join }}",
     ],
@@ -75,14 +74,11 @@ def test_a_template_that_drops_the_problem_is_refused(tokenizer, template):
 
 
 def test_a_template_that_raises_names_row_and_message(tokenizer):
-    tokenizer.chat_template = (
-        QWEN + "{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x here') }}{% endif %}"
-    )
+    tokenizer.chat_template = QWEN + "{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x') }}{% endif %}"
     line = refusal(tokenizer, "What is 1 + 1?", "What is x?")
-    assert line == "data/train.parquet: row 2 (id p1): the chat template fails: TemplateError: no x here"
-    for template in ("{{ messages[0].text.upper() }}", "{% for %}", "{{ messages[7]['content'] + 1 }}"):
-        tokenizer.chat_template = template
-        assert refusal(tokenizer, "What?").startswith("data/train.parquet: row 1 (id p0): the chat template fails: ")
+    assert line == "data/train.parquet: row 2 (id p1): the chat template fails: TemplateError: no x"
+    tokenizer.chat_template = "{% for %}"
+    assert refusal(tokenizer, "What?").startswith("data/train.parquet: row 1 (id p0): the chat template fails: ")
 
 
 def test_a_template_that_reads_the_clock_gives_one_date(tokenizer, capfd):
@@ -107,10 +103,9 @@ def test_an_end_token_after_every_text_is_left_out(tokenizer):
 
 
 def test_a_template_that_ends_in_the_end_token_is_refused(tokenizer):
-    for after in ("{{ eos_token }}", "{{ eos_token }}\n"):
-        tokenizer.chat_template = "{% for m in messages %}User: {{ m['content'] }}" + after + "{% endfor %}"
-        line = refusal(tokenizer, "What is 1 + 1?")
-        assert "row 1 (id p0): the chat template ends the prompt with the end token '<|endoftext|>'; change it" in line
+    tokenizer.chat_template = "{% for m in messages %}User: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    line = refusal(tokenizer, "What is 1 + 1?")
+    assert "row 1 (id p0): the chat template ends the prompt with the end token '<|endoftext|>'; change it" in line
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -81,7 +81,7 @@ print(json.dumps(measure("forward", torch.float32, variants, rounds=3, device="c
     ("name", "value", "met"),
     [("update", 1.0, True), ("update", 0.99, False), ("step", 1.05, True), ("step", 1.06, False)],
 )
-def test_the_table_of_a_step_says_whether_each_ratio_is_what_it_should_be(name, value, met):
+def test_the_table_of_a_step_says_whether_each_target_is_met(name, value, met):
     def ratio(median: float) -> dict:
         return {"median": median, "values": [median - 0.01, median, 3.0]}
 

@@ -148,7 +148,7 @@ def test_without_n_only_the_same_problem_is_contaminated(made):
     ("second", "conflicts"),
     [(ALSO, 0), (SOLVED._replace(answer="right down"), 1), (SOLVED._replace(metadata={"matrix": GRID[::-1]}), 1)],
 )
-def test_two_solutions_of_a_puzzle_are_no_conflict_and_two_puzzles_are(made, second, conflicts):
+def test_two_solutions_are_no_conflict_and_two_puzzles_are(made, second, conflicts):
     answers = {"a a": SOLVED, "a  a": second, "b": SOLVED, "c": SOLVED}
     manifest = made(named({text: puzzle.reference() for text, puzzle in answers.items()}), held_out=1)
     account = manifest["sources"]["s"]

@@ -20,7 +20,7 @@ def file(tmp_path) -> Path:
     return tmp_path / "train.parquet"
 
 
-def test_what_was_written_is_read_back_and_further_columns_do_no_harm(file):
+def test_what_was_written_is_read_back_by_its_columns(file):
     prompts = ["a {}", "b \u2028 ρ\n", ""]
     pd.DataFrame(GOOD | {"prompt": prompts, "__index_level_0__": [3, 1, 2]}).to_parquet(file)
     table = read_problems(file, TRAIN_COLUMNS)

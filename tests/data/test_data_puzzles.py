@@ -165,7 +165,7 @@ def coloured(puzzle: Story, solution: str, sign: str) -> list[tuple[list[int], i
     return steps
 
 
-def test_graphs_are_coloured_and_careless_colours_are_a_neighbours():
+def test_graphs_are_coloured_and_careless_ones_by_mistake():
     rng, slips, chances = random.Random(0), 0, 0
     assert {puzzle.problem.count(",", 0, puzzle.problem.index("\n")) + 1 for puzzle in GRAPHS} == {4, 5, 6}
     for puzzle in GRAPHS:
@@ -214,7 +214,7 @@ def parted(solution: str, sign: str) -> tuple[str, list[list[str]], str]:
     return first, [[*left.rsplit(" ", 1), after] for left, after in moves], last.removeprefix("Answer: ")
 
 
-def test_worked_paths_are_shortest_and_careless_ones_go_the_same_way():
+def test_worked_paths_are_shortest_and_careless_ones_go_alike():
     rng, slips, lines, closed = random.Random(0), 0, 0, 0
     for puzzle in GRIDS:
         grid = [line.split(" ") for line in puzzle.problem.splitlines()]

@@ -109,7 +109,7 @@ def test_careless_solutions_are_consistent_and_graded(kind, rate):
     assert not rate or different > 150
 
 
-def test_tales_are_stories_with_sentences_of_common_and_rare_words():
+def test_tales_are_stories_with_common_and_rare_words():
     adverbs, adjectives, nouns, verbs = lexicons(1)
     counts = Counter()
     for number, (tale, story) in enumerate(zip(MADE["tales"], MADE["stories"], strict=True)):

@@ -49,7 +49,7 @@ from dvp.measurement.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
-from dvp.training.probe import write_probe
+from dvp.training.weights import write_probe
 from dvp.training.stage import set_up
 from dvp.versions import STAGE_VERSIONS
 from made_up_problems import write_problems

@@ -34,7 +34,6 @@ from dvp.files import sha256_file
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
-from dvp.training.probe import write_probe
 from dvp.training.responses import RESPONSES, ResponseRecorder
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +79,7 @@ def make_loop(model: Path, name: str) -> Loop:
     options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text())
     if options["zero_optimization"]["stage"] == 3:
         options["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    loop = Loop(
+    return Loop(
         experiment,
         Run(method="own", engine="fp32", rho=None, seed=3),
         pd.DataFrame({"id": range(6), "answer": ["7"] * 6}),
@@ -90,8 +89,6 @@ def make_loop(model: Path, name: str) -> Loop:
         PartlyWrongEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
         ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(model)),
     )
-    loop.kept = [SETTINGS["steps"]]
-    return loop
 
 
 def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
@@ -100,9 +97,8 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         place = folder / name
         loop = make_loop(model, name)
         with recorded_hashes() as hashed:
-            final, _ = run_loop(loop, place, place / "checkpoints", lambda row: None)
+            run_loop(loop, place, place / "checkpoints", lambda row: None)
         (place / f"hashed-{ranks.rank()}.json").write_text(json.dumps(hashed))
-        write_probe(place / "probe.safetensors", loop.trainer, PROMPTS)
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
@@ -117,7 +113,7 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         if ranks.is_main():
             save_file(weights, place / "weights.safetensors")
             shutil.copytree(place / "checkpoints", place / "continued/checkpoints")
-            shutil.rmtree(place / "continued/checkpoints" / final.name)
+            shutil.rmtree(place / "continued/checkpoints/step-000003")
         ranks.gather(None)
         resumed = make_loop(model, name)
         run_loop(resumed, place / "continued", place / "continued/checkpoints", lambda row: None)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,16 +20,15 @@ import pytest
 import torch
 from test_loop import ScriptedEngine, make_loop  # noqa: F401
 
-from dvp import provenance
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
 from dvp.training import checkpoint, rollouts
 from dvp.training.loop import run_loop
 from dvp.training.responses import RESPONSES, read_responses
-from dvp.versions import STAGE_VERSIONS
 
 pytestmark = pytest.mark.slow
 TIMINGS = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync", "tokens_per_second")
+WORK = {"settings": "aaa", "data": {"train.parquet": "d"}, "base": {"model.safetensors": "b"}}
 
 
 def rows(folder: Path) -> list[dict]:
@@ -51,7 +51,11 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def on_call(monkeypatch, owner, name: str, number: int, act) -> None:
+def tell(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def on_call(monkeypatch, owner, name: str, number: int, act=tell) -> None:
     """Call `act` at the beginning of the n-th call of a method."""
     original, calls = getattr(owner, name), 0
 
@@ -70,12 +74,20 @@ def rollout_of(step: int, synchronise_every: int = 1) -> int:
     return step + 1 + (step > synchronise_every)
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole"), {}
+
+
 @pytest.fixture
-def whole(make_loop, tmp_path):
-    """The run that nothing happened to: its folder and its weights."""
-    loop = make_loop()
-    train(loop, tmp_path / "whole")
-    return tmp_path / "whole", weights(loop)
+def whole(make_loop, whole_run, tmp_path):
+    """A copy of the run that nothing happened to: its folder and its weights."""
+    folder, known = whole_run
+    if not known:
+        loop = make_loop()
+        train(loop, folder)
+        known |= weights(loop)
+    return shutil.copytree(folder, tmp_path / "whole"), known
 
 
 # --- signals ---
@@ -83,74 +95,62 @@ def whole(make_loop, tmp_path):
 
 MOMENTS = {
     # What is called, the call in which the signal arrives, the step that is finished by then.
-    "rollout": ("engine", "generate", rollout_of(2), 1),
-    "first rollout": ("engine", "generate", rollout_of(1), 0),
-    "comparison with the trainer": ("engine", "generate", rollout_of(1) + 1, 1),
-    "update": ("trainer", "forward_backward", 5, 3),
-    "checkpoint": ("trainer", "save", 1, 2),
+    "rollout": ("engine", "generate", rollout_of(2), 1, signal.SIGTERM),
+    "slurm's warning": ("engine", "generate", rollout_of(3), 2, signal.SIGUSR1),
+    "first rollout": ("engine", "generate", rollout_of(1), 0, signal.SIGTERM),
+    "comparison with the trainer": ("engine", "generate", rollout_of(1) + 1, 1, signal.SIGTERM),
+    "update": ("trainer", "forward_backward", 5, 3, signal.SIGTERM),
+    "checkpoint": ("trainer", "save", 1, 2, signal.SIGTERM),
 }
 
 
-@pytest.mark.parametrize(("part", "method", "call", "after"), MOMENTS.values(), ids=MOMENTS)
-def test_sigterm_saves_the_last_whole_step_and_leaves(
-    make_loop, tmp_path, monkeypatch, whole, part, method, call, after
+@pytest.mark.parametrize(("part", "method", "call", "after", "number"), MOMENTS.values(), ids=MOMENTS)
+def test_a_signal_saves_the_last_whole_step_and_leaves(
+    make_loop, tmp_path, monkeypatch, whole, part, method, call, after, number
 ):
     """A rollout is given up, an update is finished; the checkpoint off the grid changes nothing in the end."""
     stopped, folder = make_loop(), tmp_path / "stopped"
-
-    def twice():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # a nervous scheduler changes nothing
-
-    on_call(monkeypatch, getattr(stopped, part), method, call, twice)
-    with pytest.raises(Stopped, match=f"^stopped by SIGTERM after step {after}; run again to continue$") as raised:
+    # A nervous scheduler that tells it twice changes nothing.
+    on_call(monkeypatch, getattr(stopped, part), method, call, lambda: [tell(number) for _ in range(2)])
+    with pytest.raises(
+        Stopped, match=f"^stopped by {number.name} after step {after}; run again to continue$"
+    ) as raised:
         train(stopped, folder)
-    assert raised.value.code == 143
+    assert raised.value.code == 128 + number
     assert [row["step"] for row in rows(folder)] == list(range(1, after + 1))
     if after:
         assert checkpoint.checkpoints(folder / "checkpoints")[-1].name == f"step-{after:06d}"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    resumed = make_loop()
-    seen = []
+    assert signal.getsignal(number) is signal.SIG_DFL
+    resumed, seen = make_loop(), []
     train(resumed, folder, lambda row: seen.append(row["step"]))
     assert seen == [1, 2, 3, 4]
     assert rows(folder) == rows(whole[0])
     assert same(weights(resumed), whole[1])
 
 
-def test_slurms_warning_signal_is_sigterms_equal(make_loop, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_step_stops_nothing(make_loop, tmp_path, monkeypatch, whole):
     loop = make_loop()
-    on_call(monkeypatch, loop.engine, "generate", rollout_of(3), lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    with pytest.raises(Stopped, match="stopped by SIGUSR1 after step 2") as raised:
-        train(loop, tmp_path)
-    assert raised.value.code == 138
-
-
-def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_done(make_loop, tmp_path, monkeypatch, whole):
-    loop = make_loop()
-    on_call(monkeypatch, loop.trainer, "forward_backward", 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_call(monkeypatch, loop.trainer, "forward_backward", 8)
     train(loop, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(whole[0])
 
 
-def test_a_run_says_whether_there_is_time_to_leave_when_it_knows_and_when_that_changes(make_loop, tmp_path, capsys):
+def test_a_run_says_whether_there_is_time_to_leave(make_loop, tmp_path, capsys):
+    """When it knows, and when that changes; a checkpoint may take as long as the longest has."""
     loop = make_loop()
     loop.stop.seconds = 600
     train(loop, tmp_path)
     first = [line for line in capsys.readouterr().err.splitlines() if "scheduler" in line]
     assert len(first) == 1  # of two checkpoints
     assert first[0].startswith("finishing a step takes up to ")
-    assert loop.stop.seconds_save > 0
-    loop.stop.saved(500, 90)
-    assert capsys.readouterr().err == ""
-    loop.stop.saved(400, 101)  # a checkpoint may take as long as the longest has
-    assert capsys.readouterr().err == (
-        "warning: finishing a step takes up to 101 s and a checkpoint 500 s; 600 s lie between the scheduler's warning "
-        "and the end: a stop costs the steps since the last checkpoint; ask for stop_seconds: 780\n"
-    )
+    for seconds, expected in ((500, ""), (400, "warning: finishing a step takes up to 101 s and a checkpoint 500 s; ")):
+        loop.stop.saved(seconds, 90 if seconds == 500 else 101)
+        said = capsys.readouterr().err
+        assert said.startswith(expected)
+        assert said.endswith("ask for stop_seconds: 780\n" if expected else "")
 
 
-def test_a_rank_lost_while_a_checkpoint_is_written_is_not_taken_for_a_full_disk(make_loop, tmp_path, monkeypatch):
+def test_a_lost_rank_is_not_taken_for_a_full_disk(make_loop, tmp_path, monkeypatch):
     loop = make_loop()
 
     def lose():
@@ -164,25 +164,19 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_not_taken_for_a_full_disk(
 def test_between_two_updates_of_a_stale_engine_nothing_is_saved(make_loop, tmp_path, monkeypatch):
     """The engine has the weights of step 2, the trainer those of step 3: no checkpoint holds both."""
     loop = make_loop(synchronise_every=2)
-    on_call(
-        monkeypatch,
-        loop.engine,
-        "generate",
-        rollout_of(4, synchronise_every=2),
-        lambda: os.kill(os.getpid(), signal.SIGTERM),
-    )
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(4, synchronise_every=2))
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 3; run again to continue from step 2"):
         train(loop, tmp_path)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-000002"]
 
 
 @pytest.mark.parametrize("call", [rollout_of(2), rollout_of(1) + 1], ids=["rollout", "comparison with the trainer"])
-def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make_loop, tmp_path, monkeypatch, call):
+def test_workers_that_die_of_the_signal_are_part_of_the_stop(make_loop, tmp_path, monkeypatch, call):
     loop = make_loop()
 
-    def die(*_):
+    def die():
         with contextlib.suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
+            tell()
         raise RuntimeError("worker died")
 
     on_call(monkeypatch, loop.engine, "generate", call, die)
@@ -193,12 +187,11 @@ def test_an_engine_whose_workers_die_of_the_same_signal_is_part_of_the_stop(make
 RANK = """
 import os, signal, sys
 import torch
-from dvp.training.launch import reported
 from dvp.training.stopping import Abandoned, StopRequest
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-with reported(), StopRequest() as stop:  # as a rank of a run ends: in the ordinary way its group's threads may abort it
+with StopRequest() as stop:
     assert not stop.requested()
     try:
         with stop.abandonable():
@@ -207,7 +200,7 @@ with reported(), StopRequest() as stop:  # as a rank of a run ends: in the ordin
                 print("not abandoned")
         print("went on")
     except Abandoned:
-        stop.leave(5, 5)
+        os._exit(stop.signal)
 """
 
 
@@ -219,7 +212,7 @@ def test_ranks_leave_together_though_one_alone_was_told(tmp_path):
         for rank in range(2)
     ]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["", ""]
-    assert [rank.returncode for rank in ranks] == [143, 143]
+    assert [rank.returncode for rank in ranks] == [signal.SIGTERM] * 2
 
 
 def test_nothing_random_depends_on_a_generators_state(make_loop, tmp_path, whole):
@@ -227,10 +220,8 @@ def test_nothing_random_depends_on_a_generators_state(make_loop, tmp_path, whole
     loop = make_loop()
 
     def disturb(row):
-        seed = 1000 + row["step"]
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1000 + row["step"])
 
     train(loop, tmp_path / "disturbed", disturb)
     assert rows(tmp_path / "disturbed") == rows(whole[0])
@@ -238,12 +229,6 @@ def test_nothing_random_depends_on_a_generators_state(make_loop, tmp_path, whole
 
 
 # --- damaged checkpoints ---
-
-
-def _truncate(folder: Path) -> str:
-    file = next(folder.rglob("*optim_states.pt"))
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    return f"{file}: altered since it was written"
 
 
 def _flip(folder: Path) -> str:
@@ -275,24 +260,23 @@ def _other_settings(folder: Path) -> str:
     return f"{folder}: a checkpoint of other settings or data (elsewhere)"
 
 
-@pytest.mark.parametrize("damage", [_truncate, _flip, _remove, _no_manifest, _other_settings])
-def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_it_used(make_loop, tmp_path, whole, damage, capfd):
+@pytest.mark.parametrize("damage", [_flip, _remove, _no_manifest, _other_settings])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(make_loop, whole, damage, capfd):
     folder, expected = whole
     before = rows(folder)
     newest = folder / "checkpoints/step-000004"
     problem = damage(newest)
-    capfd.readouterr()
     resumed, seen = make_loop(), []
     train(resumed, folder, lambda row: seen.append((row["step"], newest.is_dir())))
-    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"warning: {problem}")
-    assert warnings[0].endswith("; going back to step-000002")
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith(f"warning: {problem}")
+    assert warning.endswith("; going back to step-000002")
     assert seen == [(1, False), (2, False), (3, False), (4, False)]
     assert rows(folder) == before
     assert same(weights(resumed), expected)
     # The damaged one was set aside, and went when a whole one had been written.
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == ["step-000002", "step-000004"]
+    assert not list((folder / "checkpoints").glob("*.damaged"))
 
 
 def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop, whole):
@@ -300,139 +284,70 @@ def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop
     for path in checkpoint.checkpoints(folder / "checkpoints"):
         _flip(path)
     before = checksums(folder)
-    with pytest.raises(
-        DvpError,
-        match=r"checkpoints: no checkpoint is intact, nothing was deleted.*step-000004.*altered.*step-000002.*altered",
-    ):
+    message = r"checkpoints: no checkpoint is intact, nothing was deleted.*step-000004.*altered.*step-000002.*altered"
+    with pytest.raises(DvpError, match=message):
         train(make_loop(), folder)
     assert checksums(folder) == before
-
-
-def test_a_trainer_that_does_not_have_the_weights_that_were_saved_refuses_to_go_on(make_loop, whole):
-    """As it would if DeepSpeed read its files otherwise than they were written."""
-    folder, _ = whole
-    newest = folder / "checkpoints/step-000004"
-    weights, manifest = (json.loads((newest / name).read_text()) for name in ("weights.json", "manifest.json"))
-    weights["model.norm.weight"]["sha256"] = "0" * 64
-    (newest / "weights.json").write_text(json.dumps(weights))
-    manifest["files"]["weights.json"] = checksums(newest)["weights.json"]
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DvpError, match=r"step-000004: .* has other weights: parameter 'model.norm.weight': SHA-256"):
-        train(make_loop(), folder)
 
 
 # --- checkpoints of other work ---
 
 
 def test_a_run_whose_outputs_snakemake_has_deleted_goes_on(make_loop, tmp_path, whole, monkeypatch):
-    """As it does before it starts a job again; meanwhile somebody has edited the code."""
+    """As it does before it starts a job again: stopped before the last step, and after it."""
     folder = tmp_path / "run"
-
-    def checkpoints() -> Path:
-        return checkpoint.folder_of(folder / "checkpoints", **WORK)
-
-    def delete_and_go_on() -> tuple[list[int], dict]:
-        for name in ("metrics.jsonl", "responses.parquet"):
+    loop = make_loop()
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(4))
+    with pytest.raises(Stopped, match="after step 3"):
+        train(loop, folder)
+    for expected in ([4], []):
+        for name in ("metrics.jsonl", RESPONSES):
             (folder / name).unlink()
         resumed, stepped = make_loop(), []
-        monkeypatch.setattr(resumed, "step", lambda step, run=resumed.step: stepped.append(step) or run(step))
-        run_loop(resumed, folder, checkpoints(), lambda row: None)
-        return stepped, weights(resumed)
-
-    loop = make_loop()
-    on_call(monkeypatch, loop.engine, "generate", rollout_of(4), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Stopped, match="after step 3"):
-        run_loop(loop, folder, checkpoints(), lambda row: None)
-    monkeypatch.setattr(provenance, "code_hash", lambda: "0" * 12)
-    for expected in ([4], []):  # stopped before the last step, and after it
-        stepped, weights_now = delete_and_go_on()
+        monkeypatch.setattr(resumed, "step", lambda step, run=resumed.step, to=stepped: to.append(step) or run(step))
+        train(resumed, folder)
         assert stepped == expected
         assert rows(folder) == rows(whole[0])
-        assert same(weights_now, whole[1])
-        assert (folder / "responses.parquet").read_bytes() == (whole[0] / "responses.parquet").read_bytes()
+        assert same(weights(resumed), whole[1])
+        assert (folder / RESPONSES).read_bytes() == (whole[0] / RESPONSES).read_bytes()
 
 
-WORK = {"settings": "aaa", "data": {"train.parquet": "d"}, "base": {"model.safetensors": "b"}}
-
-
-def test_checkpoints_of_other_work_are_named_with_what_differs_and_left_where_they_are(
-    make_loop, tmp_path, monkeypatch, capsys
-):
+def test_checkpoints_of_other_work_are_named_and_left(make_loop, tmp_path, capsys):
     def folder(**changes):
-        return checkpoint.folder_of(tmp_path / "checkpoints", **(WORK | changes))
+        found = checkpoint.folder_of(tmp_path / "checkpoints", **(WORK | changes))
+        return found, capsys.readouterr().err
 
-    first = folder()
-    assert folder() == first
-    assert capsys.readouterr().err == ""  # a folder without a checkpoint is not worth a word
-    run_loop(make_loop(), tmp_path, first, lambda row: None)
-    assert folder() == first
-    assert capsys.readouterr().err == ""
-    line = f"{first}: step-000004 is not continued: it differs in {{}}\n"
-    second = folder(settings="bbb")
-    assert capsys.readouterr().err == line.format("settings")
-    folder(settings="bbb", data={}, base={})
-    assert capsys.readouterr().err == line.format("settings, data, base model")
-    run_loop(make_loop(), tmp_path, second, lambda row: None)
+    first, said = folder()
+    assert said == ""  # a folder without a checkpoint is not worth a word
+    run_loop(make_loop(steps=2), tmp_path, first, lambda row: None)
     capsys.readouterr()
-    folder(settings="bbb")
-    assert capsys.readouterr().err == ""  # there are some to continue
-    monkeypatch.setitem(STAGE_VERSIONS, "train", STAGE_VERSIONS["train"] + 1)
-    folder()
-    assert line.format("stage version") in capsys.readouterr().err
-    first.with_name(f"{first.name}.json").unlink()
-    folder()
-    assert f"{first}: step-000004 is not continued: {first}.json: no such file" in capsys.readouterr().err
-    assert len(checkpoint.checkpoints(first)) == len(checkpoint.checkpoints(second)) == 2
+    assert folder() == (first, "")
+    line = f"{first}/step-000002 is not continued: it differs in {{}}\n"
+    assert folder(settings="bbb")[1] == line.format("settings")
+    assert folder(settings="bbb", data={}, base={})[1] == line.format("settings, data, base model")
+    assert len(checkpoint.checkpoints(first)) == 1
 
 
 # --- a full disk ---
 
 
-@pytest.fixture(params=["tmpfs", "file size limit"])
-def small_disk(request, tmp_path):
-    """A folder whose disk gets full, and a function that makes it full or roomy."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if request.param == "tmpfs":
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder]
-        done = subprocess.run(mount, check=False, capture_output=True)
-        if done.returncode:
-            pytest.skip("no right to mount; the limit on a file's size takes the same path")
-        filler = folder / "filler"
+def test_a_full_disk_ends_training_in_a_line_and_the_old_checkpoint_goes_on(make_loop, tmp_path, whole):
+    """Python ignores SIGXFSZ, so that writing beyond the limit fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = tmp_path / "run"
 
-        def fill(full: bool) -> None:
-            if full:
-                with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
-                    while True:
-                        file.write(bytes(2**16))
-                os.truncate(filler, filler.stat().st_size - 2**17)  # enough for the first files of a checkpoint
-            else:
-                filler.unlink()
+    def fill(row):
+        if row["step"] == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
 
-        yield folder, fill, "No space left on device"
-        subprocess.run(["umount", "--lazy", folder], check=True)  # torch maps what it has read
-    else:
-        # Python ignores SIGXFSZ, so that writing fails with EFBIG.
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-        def fill(full: bool) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**17 if full else soft, hard))
-
-        yield folder, fill, "MiB free"
-        fill(False)
-
-
-def test_a_full_disk_ends_training_in_a_line_and_the_old_checkpoint_goes_on(make_loop, small_disk, whole):
-    disk, fill, reason = small_disk
-    folder = disk / "run"
-    with pytest.raises(DvpError) as raised:
-        train(make_loop(), folder, lambda row: fill(True) if row["step"] == 4 else None)
-    assert f"{folder}/checkpoints/step-000004: the checkpoint cannot be written (" in str(raised.value)
-    assert reason in str(raised.value)
-    assert "\n" not in str(raised.value)
+    loop = make_loop()
+    loop.kept = []
+    try:
+        with pytest.raises(DvpError, match=rf"^{folder}/checkpoints/step-000004: the checkpoint cannot .*MiB free"):
+            train(loop, folder, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
-    checkpoint.verify(folder / "checkpoints/step-000002")
-    fill(False)
     resumed = make_loop()
     train(resumed, folder)
     assert rows(folder) == rows(whole[0])
@@ -466,10 +381,8 @@ def _poison_loss(loop):
 
 
 def _poison_log_probs(loop):
-    original = ScriptedEngine.generate
-
     def generate(*arguments):
-        groups = original(loop.engine, *arguments)
+        groups = ScriptedEngine.generate(loop.engine, *arguments)
         groups[0][0].log_probs[0] = float("nan")
         return groups
 
@@ -485,15 +398,9 @@ def _kill_engine(loop):
 
 ERRORS = {
     "NaN weights": (_poison_weights, "step 4: the trainer's log-probs are not finite: training diverged; lower"),
-    "NaN loss": (
-        _poison_loss,
-        "step 4: the gradient's norm is (nan|inf): training diverged; lower training.learning_rate",
-    ),
+    "NaN loss": (_poison_loss, "step 4: the gradient's norm is (nan|inf): training diverged; lower"),
     "NaN from the engine": (_poison_log_probs, "step 4: the engine's log-probs are not finite"),
-    "dead engine": (
-        _kill_engine,
-        r"step 4: the engine died in the rollout \(RuntimeError: EngineCore died with many lines\); run again",
-    ),
+    "dead engine": (_kill_engine, r"step 4: the engine died in the rollout \(RuntimeError: EngineCore died with many"),
 }
 
 
@@ -512,11 +419,13 @@ def test_an_error_in_a_step_is_a_line_that_names_it_and_nothing_is_lost(make_loo
     assert same(weights(resumed), whole[1])
 
 
-def test_weights_that_an_update_broke_are_in_no_checkpoint(make_loop, tmp_path):
+@pytest.mark.parametrize("kept", [[], [4]])
+def test_weights_that_an_update_broke_are_saved_nowhere(make_loop, tmp_path, kept):
     loop = make_loop()
+    loop.kept = kept
     with pytest.raises(DvpError, match=r"^step 4: its update left weights that are not finite; lower"):
         train(loop, tmp_path, lambda row: _poison_weights(loop) if row["step"] == 4 else None)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-000002"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-000002"]
 
 
 def test_a_verifier_that_raises_names_the_problem(make_loop, tmp_path, monkeypatch):
@@ -524,9 +433,6 @@ def test_a_verifier_that_raises_names_the_problem(make_loop, tmp_path, monkeypat
         raise RecursionError("maximum depth\nexceeded")
 
     monkeypatch.setattr(rollouts, "grade", grade)
-    with pytest.raises(
-        DvpError,
-        match=r"^step 1: data/train.parquet: row \d \(id \d\): the verifier failed on a response "
-        r"\(RecursionError: maximum depth exceeded\)$",
-    ):
+    message = r"^step 1: data/train.parquet: row \d \(id \d\): the verifier failed on a response \(RecursionError: max"
+    with pytest.raises(DvpError, match=message):
         train(make_loop(), tmp_path)

@@ -10,11 +10,11 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import whole_run
 from dvp.files import read_json
 from dvp.stage import kept_steps, run_stage
-from dvp.training.probe import PROBE
+from dvp.training.weights import PROBE
 
 
 def convert(config: Path, path: str, threads: int) -> None:
-    """A run's final checkpoint, or the weights it had after a step → models/RUN/ with conversion.json, the proof.
+    """The weights that a run had after a step, or at its end → models/RUN/ with conversion.json, the proof.
 
     path : of the run, or of the run after a step: RUN/step~16.
     """
@@ -41,10 +41,9 @@ def convert(config: Path, path: str, threads: int) -> None:
 
 
 def _trained(result: Path, step: int | None) -> tuple[Path, Path]:
-    """Of a training run the checkpoint, or the weights that it kept of a step, and their probe. Raises DvpError."""
-    if step is None:
-        return result.parent / read_json(result, "checkpoint")["checkpoint"], result.parent / PROBE
-    kept = kept_steps(read_json(result), result)
+    """The weights that a training run kept of a step, None for the last, and their probe. Raises DvpError."""
+    record = read_json(result, "steps")
+    step, kept = step or record["steps"], kept_steps(record, result)
     if str(step) not in kept:
         raise DvpError(f"{result}: the weights after step {step} were not kept; train the run again")
     folder = result.parent / kept[str(step)]

@@ -34,14 +34,13 @@ from dvp.preflight.checks import (
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.rollout.safe_vocabulary import needs_processor
-from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.rollout.vllm import VllmEngine, needs_processor, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
 from dvp.training.agreement import compare, kl_of_noise, precision_class, shortest
 from dvp.training.loop import Loop, run_loop
-from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
 from dvp.training.stage import sequences, set_up
 from dvp.training.stopping import StopRequest
+from dvp.training.weights import PROBE, PROBE_PROMPTS, write_probe
 
 LEARNING_RATE = 1e-4
 STEPS = 2
@@ -342,7 +341,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     with report.asking("convert"):
         started = time.time()
         proof = convert_checkpoint(
-            checkpoint.checkpoints(work / CHECKPOINTS)[-1],
+            checkpoint.kept_weights(work / CHECKPOINTS, experiment.training.steps),
             directory.base,
             work / PROBE,
             work / MODEL,

@@ -9,10 +9,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dvp.core.batch import Batch, unflatten_parts
 from dvp.core.head import TokenStatistics, dense_log_prob, token_statistics
@@ -21,11 +24,38 @@ from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
-from dvp.training.attention import ATTENTION
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
 OWN_TOLERANCE = 1e-3
+TAG = "deepspeed"
+ATTENTION = "sdpa_fp32"
+
+
+def attention(
+    module: torch.nn.Module,
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    *args,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """transformers' `sdpa`; in fp32 each of the H heads has its own copy of one of K keys and values.
+
+    Of PyTorch's kernels on CUDA the flash kernel takes no fp32, and the memory-efficient one no keys and values that
+    several heads share (`enable_gqa`, which transformers asks for). What is left computes a number for every pair of
+    tokens: 11 GB for 32 heads and 9,215 tokens, several times over.
+    """
+    groups = query_BHTD.shape[1] // key_BKTD.shape[1]
+    if groups > 1 and key_BKTD.dtype == torch.float32 and not torch.is_autocast_enabled(key_BKTD.device.type):
+        key_BKTD, value_BKTD = repeat_kv(key_BKTD, groups), repeat_kv(value_BKTD, groups)
+        # By the module transformers would see heads that share, and ask for `enable_gqa`.
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(module, query_BHTD, key_BKTD, value_BKTD, *args, **options)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class Head(torch.nn.Module):
@@ -74,18 +104,16 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
-        # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
-        hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
-        scored_BT = batch.response_BT[:, 1:]
+        hidden_NH, targets_N = self._scored(batch)
         return TokenStatistics(
             *self.model.get_output_embeddings()(
-                hidden_BTH[scored_BT],
-                batch.tokens_BT[:, 1:][scored_BT],
+                hidden_NH,
+                targets_N,
                 **_sets(batch, safe),
                 compared=_compared(batch, safe),
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
-                product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_BTH.device.type) else None,
+                product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_NH.device.type) else None,
                 logits_dtype=torch.float32 if self._head_dtype == "float32" else None,
             )
         )
@@ -94,15 +122,16 @@ class Policy(torch.nn.Module):
         self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float
     ) -> torch.Tensor:
         """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
+        hidden_NH, targets_N = self._scored(batch)
+        options = _sets(batch, safe) | {"temperature": temperature / self._logit_scale}
+        return dense_log_prob(hidden_NH, self.model.get_output_embeddings().weight, targets_N, **options)
+
+    def _scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states before the response tokens, and these."""
+        # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
         hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
         scored_BT = batch.response_BT[:, 1:]
-        return dense_log_prob(
-            hidden_BTH[scored_BT],
-            self.model.get_output_embeddings().weight,
-            batch.tokens_BT[:, 1:][scored_BT],
-            **_sets(batch, safe),
-            temperature=temperature / self._logit_scale,
-        )
+        return hidden_BTH[scored_BT], batch.tokens_BT[:, 1:][scored_BT]
 
     @torch.no_grad()
     def check(self, prompts: list[list[int]]) -> None:
@@ -181,14 +210,18 @@ class Trainer:
         """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed).
 
         prompts : token ids that the policy is held against the model's own forward pass with.
-        Raises DvpError if torchrun started another number of ranks than `config` asks for; as `Policy` and its `check`.
+        Raises DvpError as `Policy` and its `check`.
         """
-        _configure_environment(config.ranks)
+        on_gpu = torch.cuda.is_available()
+        # A process that torchrun has not started is alone. Port 0: the store that listens takes a free one. One that
+        # was looked for before could be gone by then, as two trainings that start at the same moment have shown.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for key, value in (alone if on_gpu else alone | {"DS_ACCELERATOR": "cpu"}).items():
+            os.environ.setdefault(key, value)
         import deepspeed
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        on_gpu = torch.cuda.is_available()
         if not on_gpu:
             # It serves inference only; and a process that is killed while it is built or looked up leaves a lock behind
             # for which every later one of this user waits for ever. On a GPU DeepSpeed does not look for it, and to ask
@@ -328,22 +361,3 @@ class Trainer:
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise DvpError(f"{folder}: DeepSpeed finds no checkpoint here")
-
-
-TAG = "deepspeed"
-
-
-def _configure_environment(expected: int) -> None:
-    """One process of its own where torchrun has not said otherwise. Raises DvpError unless there are as many."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != str(expected):
-        raise DvpError(
-            f"WORLD_SIZE is {started}, but training.gpus × nodes is {expected}: `dvp train` starts its ranks itself"
-        )
-    # Port 0: the store that listens takes a free one. One that was looked for before could be gone by then, as two
-    # trainings that start at the same moment have shown.
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if not torch.cuda.is_available():
-        defaults["DS_ACCELERATOR"] = "cpu"
-    for key, value in defaults.items():
-        os.environ.setdefault(key, value)

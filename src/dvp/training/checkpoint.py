@@ -1,24 +1,19 @@
 """Checkpoints that are whole or absent, and are verified before a byte of them is unpickled.
 
-A checkpoint is a folder `step-000020` with DeepSpeed's files, what the weights in them are to the last bit
-(weights.json), metrics and responses so far, state.json, and a manifest of their SHA-256 sums. It is written under a
-temporary name, synced, and renamed; a killed process leaves the previous one intact.
-
-The weights of a step that is evaluated (evaluation.at) are kept beside the checkpoints, in a folder `weights-000016`:
-as safetensors, a third or a quarter of a checkpoint, with weights.json, the probe of that step and a manifest. No
-training goes on from them, and they stay when checkpoints go.
+A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
+of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
+one intact. The weights of a step that is evaluated are kept beside the checkpoints (dvp.training.weights).
 
 It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
 and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
 forward pass has no dropout. Feedback and collapse follow from the metrics.
 """
 
-import errno
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -27,8 +22,7 @@ from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import TAG, Trainer
-from dvp.training.probe import PROBE, write_probe
-from dvp.training.weights import MODEL, WEIGHTS, Fingerprint, difference, fingerprints, write_weights
+from dvp.training.weights import MODEL, PROBE, finite_shapes, write_probe, write_weights
 from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
@@ -47,10 +41,10 @@ ALLOWED_GLOBALS = {
 def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str, str]) -> Path:
     """Where below `folder` a run keeps its checkpoints: by settings, data, base model and version of the stage.
 
-    `settings` is the config hash; data and base model are given by the checksums of their files. A JSON file beside the
-    run's checkpoints says what they belong to. If there are none to continue, each folder of others is named on
-    standard error, with what it differs in. The number of ranks is no part of it: `restore` refuses another one.
-    The caller holds the run's lock; all ranks call this, once they know of each other.
+    `settings` is the config hash; data and base model are given by the checksums of their files. If there are none to
+    continue, each folder of others is named on standard error, with what it differs in. The number of ranks is no part
+    of it: `restore` refuses another one. The caller holds the run's lock; all ranks call this, once they know of each
+    other.
     """
     belongs_to = {
         "settings": settings,
@@ -60,24 +54,14 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
     }
     path = folder / sha256_json(belongs_to)[:12]
     if ranks.is_main():
-        if not checkpoints(path):
-            for other in sorted(file for file in folder.glob("*") if file != path and checkpoints(file)):
-                newest = checkpoints(other)[-1].name
-                print(f"{other}: {newest} is not continued: {_difference(other, belongs_to)}", file=sys.stderr)
-        write_json(_label(path), belongs_to)
+        for label in sorted(folder.glob("*.json")) if not checkpoints(path) else ():
+            other = label.with_suffix("")
+            if other != path and checkpoints(other):
+                there = read_json(label)
+                differs = ", ".join(name for name in belongs_to if there.get(name) != belongs_to[name])
+                print(f"{checkpoints(other)[-1]} is not continued: it differs in {differs}", file=sys.stderr)
+        write_json(path.with_suffix(".json"), belongs_to)
     return path
-
-
-def _label(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
-def _difference(folder: Path, belongs_to: dict) -> str:
-    try:
-        there = read_json(_label(folder), *belongs_to)
-    except DvpError as error:
-        return str(error)
-    return f"it differs in {', '.join(name for name in belongs_to if there[name] != belongs_to[name])}"
 
 
 def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: int) -> Path:
@@ -89,35 +73,22 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
     run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
     Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
-    weights = _finite_weights(trainer, step)
-    path = folder / f"step-{step:06d}"
-    try:
-        if not ranks.is_main():
-            _write_parts(trainer, path)
-            ranks.gather(None)
-            return path
-        for abandoned in folder.glob(".step-*"):
-            shutil.rmtree(abandoned)
-        with atomic_path(path) as temporary:
-            temporary.mkdir()
-            sums = _write_parts(trainer, temporary)
+    finite_shapes(trainer, step)
+
+    def write(temporary: Path) -> dict[str, str]:
+        sums = _write_parts(trainer, temporary)
+        if ranks.is_main():
             # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
             for script in temporary.glob("*.py"):
                 script.unlink()
             for file in growing:
                 shutil.copyfile(file, temporary / file.name)
-            write_json(temporary / WEIGHTS, weights)
-            state = {"step": step, "ranks": ranks.count(), "fingerprint": folder.name}
-            write_json(temporary / STATE, state)
-            write_json(temporary / MANIFEST, {"files": checksums(temporary, known=sums)})
-    except (OSError, RuntimeError) as error:
-        # torch's own way to say that a file cannot be written; any other may be the end of another rank.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise
-        raise _not_written(path, error) from error
-    for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
-        shutil.rmtree(old)
-    ranks.gather(None)
+        return sums
+
+    path = _written(folder / f"step-{step:06d}", step, write)
+    if ranks.is_main():
+        for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
+            shutil.rmtree(old)
     return path
 
 
@@ -129,26 +100,47 @@ def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[i
     All ranks call this; the caller holds the run's lock. Weights that are there are written again.
     Raises DvpError if they are not finite or cannot be written.
     """
-    weights = _finite_weights(trainer, step)
-    path = kept_weights(folder, step)
+    shapes = finite_shapes(trainer, step)
+
+    def write(temporary: Path) -> dict[str, str]:
+        if ranks.is_main():
+            write_weights(temporary / MODEL, shapes, trainer.weights())
+        else:
+            for _ in trainer.weights():  # gathered by all
+                pass
+        write_probe(temporary / PROBE, trainer, prompts)
+        return {}
+
+    return _written(kept_weights(folder, step), step, write)
+
+
+def _written(path: Path, step: int, write: Callable[[Path], dict[str, str]]) -> Path:
+    """A folder that is whole when this returns, by all ranks: what `write` puts there, state.json and the manifest.
+
+    `write` returns SHA-256 sums that are known already, by relative path.
+    """
     if not ranks.is_main():
-        for _ in trainer.weights():  # gathered by all
-            pass
-        write_probe(path, trainer, prompts)
+        write(path)
         ranks.gather(None)
         return path
     try:
-        for abandoned in folder.glob(f".{KEPT}*"):
+        for abandoned in path.parent.glob(f".{path.name.partition('-')[0]}-*"):
             shutil.rmtree(abandoned)
         with atomic_path(path) as temporary:
             temporary.mkdir()
-            write_weights(temporary / MODEL, weights, trainer.weights())
-            write_probe(temporary / PROBE, trainer, prompts)
-            write_json(temporary / WEIGHTS, weights)
-            write_json(temporary / STATE, {"step": step, "ranks": ranks.count(), "fingerprint": folder.name})
-            write_json(temporary / MANIFEST, {"files": checksums(temporary)})
-    except OSError as error:
-        raise _not_written(path, error) from error
+            sums = write(temporary)
+            state = {"step": step, "ranks": ranks.count(), "fingerprint": path.parent.name}
+            write_json(temporary / STATE, state)
+            write_json(temporary / MANIFEST, {"files": checksums(temporary, known=sums)})
+    except (OSError, RuntimeError) as error:
+        # torch's own way to say that a file cannot be written; any other may be the end of another rank.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free"
+        raise DvpError(
+            f"{path}: the checkpoint cannot be written ({getattr(error, 'strerror', None) or free}); older ones are "
+            "intact; run again to continue from there"
+        ) from error
     ranks.gather(None)
     return path
 
@@ -168,82 +160,51 @@ def check_kept(folder: Path, steps: Iterable[int]) -> None:
             )
 
 
-def _finite_weights(trainer: Trainer, step: int) -> dict[str, Fingerprint]:
-    weights, broken = fingerprints(trainer)
-    if broken:
-        # A step measures before it updates: what the last update broke would be seen in the next step only.
-        raise DvpError(
-            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
-        )
-    return weights
-
-
-def _not_written(path: Path, error: Exception) -> DvpError:
-    return DvpError(
-        f"{path}: the checkpoint cannot be written ({_reason(error, path.parent)}); older ones are intact; solve "
-        "this and run again to continue from there"
-    )
-
-
 def _write_parts(trainer: Trainer, folder: Path) -> dict[str, str]:
     """DeepSpeed's files, by all ranks; what each has written is on the disk. Their SHA-256, by relative path."""
     folder = trainer.save(folder)
     sums = {}
     for file in sorted((folder / TAG).iterdir()):
-        if part_of(file) == ranks.rank():
+        known = re.search(r"pp_rank_(\d+)_", file.name)  # files without a number are rank 0's
+        if int(known[1] if known else 0) == ranks.rank():
             sync(file)
             sums[str(file.relative_to(folder))] = sha256_file(file)
     return {name: digest for share in ranks.gather(sums) for name, digest in share.items()}
-
-
-def part_of(file: Path) -> int:
-    """The rank that wrote a file of DeepSpeed's; those without a number are rank 0's."""
-    known = re.search(r"pp_rank_(\d+)_", file.name)
-    return int(known[1]) if known else 0
 
 
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
 
     A damaged one is named on standard error and set aside until another one has been written. All ranks call this.
-    Raises DvpError if all are damaged, the newest is of another number of ranks, or the trainer does not have the
-    weights that were saved once it has read them; they stay as they are.
+    Raises DvpError if all are damaged, or the newest is of another number of ranks; they stay as they are.
     """
     newest = ranks.gather(_newest(folder) if ranks.is_main() else None)[0]
     if newest is not None:
         trainer.load(newest[0])
-        differs = difference(read_json(newest[0] / WEIGHTS), fingerprints(trainer)[0])
-        if differs is not None:
-            raise DvpError(f"{newest[0]}: the trainer that has read it has other weights: {differs}")
     return newest
 
 
 def _newest(folder: Path) -> tuple[Path, str] | None:
-    damaged: list[Path] = []
-    problems: list[DvpError] = []
+    damaged: dict[Path, DvpError] = {}
     for path in reversed(checkpoints(folder)):
         try:
             state = verify(path)
-            metrics = (path / METRICS).read_text(encoding="utf-8")
-            if len(metrics.splitlines()) != state["step"]:
-                raise DvpError(f"{path}: expected {state['step']} rows of metrics")
         except DvpError as error:
-            damaged.append(path)
-            problems.append(error)
+            damaged[path] = error
             continue
         if state["ranks"] != ranks.count():
             raise DvpError(
                 f"{path}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
                 f"{state['ranks']}, or move {folder} away to start anew"
             )
-        for broken, problem in zip(damaged, problems, strict=True):
+        for broken, problem in damaged.items():
             print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
             os.replace(broken, broken.with_name(broken.name + DAMAGED))
-        return path, metrics
+        return path, (path / METRICS).read_text(encoding="utf-8")
     if damaged:
         raise DvpError(
             f"{folder}: no checkpoint is intact, nothing was deleted; to train from the start, move the folder away "
-            f"({'; '.join(map(str, problems))})"
+            f"({'; '.join(map(str, damaged.values()))})"
         )
     return None
 
@@ -259,22 +220,16 @@ def verify(path: Path) -> dict:
     Raises DvpError, naming the file, if one is missing, was altered, is of another run, or holds code that a
     checkpoint has no need of.
     """
-    if not path.is_dir():
-        raise DvpError(f"{path}: no such checkpoint")
+    listed = read_json(path / MANIFEST, "files")["files"]
+    for name in (STATE, *((MODEL, PROBE) if path.name.startswith(KEPT) else (METRICS,))):
+        if name not in listed:
+            raise DvpError(f"{path / MANIFEST}: does not list {name}")
     try:
-        return _verify(path)
+        verify_checksums(path, listed)
     except OSError as error:
         raise DvpError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
-
-
-def _verify(path: Path) -> dict:
-    manifest = read_json(path / MANIFEST, "files")
-    for name in (STATE, WEIGHTS, *((MODEL, PROBE) if path.name.startswith(KEPT) else (METRICS,))):
-        if name not in manifest["files"]:
-            raise DvpError(f"{path / MANIFEST}: does not list {name}")
-    verify_checksums(path, manifest["files"])
     for file in sorted(path.rglob("*.pt")):
-        if str(file.relative_to(path)) not in manifest["files"]:
+        if str(file.relative_to(path)) not in listed:
             raise DvpError(f"{file}: not listed in the checkpoint's manifest")
         try:
             foreign = set(get_unsafe_globals_in_checkpoint(file)) - ALLOWED_GLOBALS
@@ -286,13 +241,3 @@ def _verify(path: Path) -> dict:
     if state["fingerprint"] != path.parent.name:
         raise DvpError(f"{path}: a checkpoint of other settings or data ({state['fingerprint']})")
     return state
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    """Why a write failed, in a few words; torch's own are about its streams."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    free = shutil.disk_usage(folder).free
-    if free < 2**20:
-        return os.strerror(errno.ENOSPC)
-    return f"{' '.join(str(error).split())[:100]}; {free / 2**20:.0f} MiB free"

@@ -1,12 +1,12 @@
 """Starting a run on several ranks: torchrun on every node, srun to start it there, and one line if it fails.
 
 `dvp train` starts itself again as the ranks. torchrun ends all of them when one has failed, and would say so in thirty
-lines; instead each rank reports why it failed, and the one that failed first is heard.
+lines; instead each rank writes why it failed into torchrun's folder of logs, and the one that failed first is heard.
 """
 
 import json
+import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,14 +28,11 @@ WAIT = timedelta(minutes=30)
 A rank that was told finishes its update and saves: at eight billion parameters 100 GB. torchrun's own 30 s would kill
 it in the middle; whoever has less time to give, as Slurm has, ends the job itself.
 """
-# torchrun puts this before every line of a rank; what comes without it is torchrun's own.
-PREFIX = "\x1erank ${rank}\x1e"
-OF_RANK = re.compile("\x1erank (\\d+)\x1e(.*)", re.DOTALL)
-REPORT = "\x1dreport "
+REPORT = "error.json"  # torchrun's name for what a rank says of its end
 OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID")
-NOT_FROM_OTHERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # does not follow from another rank's end
-# In torchrun's account of what failed.
-ENDED = re.compile(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+KINDS = ("error", "killed", "other", "ended", "told")
+"""Of ends, what is heard before what: an error in the input; a signal that follows from no other rank's end; a bug or a
+stop, which may be of a rank that lost another one; a signal that may follow from that; torchrun's to the others."""
 
 
 def is_rank() -> bool:
@@ -48,9 +45,10 @@ def on_ranks(
 ) -> None:
     """`work` on every rank of `training`: in this process if it is alone or a rank, else in ranks that it starts.
 
-    folder : as `run` has it.
+    folder : where all nodes can write, for the ranks' reports on their way here.
     arguments : of `dvp`, that come to this same call in a rank; `--threads` is added.
-    Raises what `run` does.
+    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug; Stopped when they were
+    told to stop, or when this process was, which passes it on.
     """
     if training.ranks == 1:
         work()
@@ -59,7 +57,9 @@ def on_ranks(
             work()
         leave()
     else:
-        run(training, folder, [*arguments, "--threads", str(max(1, threads // training.gpus))])
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".ranks-") as logs:
+            _run(command(training, Path(logs), [*arguments, "--threads", str(max(1, threads // training.gpus))]), logs)
 
 
 def leave() -> None:
@@ -74,55 +74,74 @@ def leave() -> None:
     os._exit(0)
 
 
-def run(training: TrainingConfig, folder: Path, arguments: list[str]) -> None:
-    """Run `dvp ARGUMENTS` as all ranks of `training` and pass on what they print, until they are done.
+@contextmanager
+def reported() -> Iterator[None]:
+    """End a rank that fails: tell the launcher why, and leave at once.
 
-    folder : where all nodes can write, for the ranks' output on its way here.
-    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug; Stopped when they were
-    told to stop, or when this process was, which passes it on.
+    Leaving in the ordinary way would wait for other ranks, which wait for this one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=".ranks-") as logs:
-        process = subprocess.Popen(
-            command(training, Path(logs), arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            pass_fds=held(),
-            # What Slurm says of the step that this process is in would confine the ranks' step to its node.
-            env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
-            | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX, "PYTHONUNBUFFERED": "1"}
-            # One thread a rank unless somebody has said otherwise: torchrun would warn of it.
-            | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-        )
-        try:
-            reports, others = _listen(process)
-            status = process.wait()
-        except Stopped:
-            # SIGTERM is what torchrun passes on to the ranks, which save what is done.
-            process.send_signal(signal.SIGTERM)
-            reports, _ = _listen(process)
-            process.wait()
-            for report in reports:
-                if report["signal"] is not None:
-                    raise Stopped(report["message"], report["signal"]) from None
-            raise
-        except BaseException:
-            # torchrun passes this on to the ranks, which leave in the same way.
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-            raise
+    try:
+        yield
+    except (Stopped, Exception) as error:
+        stopped, known = isinstance(error, Stopped), isinstance(error, Stopped | DvpError)
+        message = str(error) if known else disk_trouble(error)
+        report = {
+            "kind": "other" if stopped or message is None else "error",
+            "signal": error.code - 128 if stopped else None,
+            "message": message or f"{type(error).__name__}: {error}",
+            "traceback": "" if message else traceback.format_exc(),
+            "timestamp": time.time(),
+        }
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
+        os._exit(error.code if stopped else 1 if message is None else 2)
+    except KeyboardInterrupt:
+        os._exit(130)  # the launcher was interrupted as well, and says so
+
+
+def _run(command: list[str], logs: str) -> None:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=held(),
+        # What Slurm says of the step that this process is in would confine the ranks' step to its node.
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
+        | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ", "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        status = process.wait()
+    except BaseException as error:
+        # torchrun passes this on to the ranks, which save what is done.
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        for report in _reports(logs) if isinstance(error, Stopped) else ():
+            if report["signal"] is not None:
+                raise Stopped(report["message"], report["signal"]) from None
+        raise
     if status:
-        _raise(reports, others)
+        raise_first(_reports(logs))
+
+
+def _reports(logs: str) -> list[dict]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in Path(logs).rglob(f"*{REPORT}")]
+
+
+def raise_first(reports: list[dict]) -> None:
+    """Raise what went wrong first; a rank that loses another one fails as well."""
+    if not reports:
+        raise DvpError("the ranks did not start, or ended without a word; expected a line above that says why")
+    first = min(reports, key=lambda report: (KINDS.index(report["kind"]), report["timestamp"]))
+    if first["kind"] in ("other", "told") and first["signal"] is not None:
+        raise Stopped(first["message"], first["signal"])
+    if first["kind"] == "other":
+        print(first["traceback"], end="", file=sys.stderr)
+        raise RuntimeError(first["message"])
+    raise DvpError(first["message"])
 
 
 def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[str]:
     """The processes' command line. Raises DvpError if several nodes are wanted outside a Slurm allocation."""
-    if training.nodes == 1:
-        start, rendezvous = [], ["--standalone"]
-    else:
+    start, rendezvous = [], ["--standalone"]
+    if training.nodes > 1:
         job = os.environ.get("SLURM_JOB_ID")
         if job is None:
             raise DvpError(
@@ -138,7 +157,7 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
         rendezvous += [f"--rdzv-endpoint={address}", f"--rdzv-id=dvp-{job}"]
     return [
         *start,
-        *(sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={training.gpus}"),
+        *(sys.executable, "-m", "dvp.training.launch", str(logs), *rendezvous, f"--nproc-per-node={training.gpus}"),
         *("--max-restarts=0", "--redirects=3", "--tee=3", f"--log-dir={logs}"),
         f"--shutdown-timeout={WAIT.seconds}",
         *("-m", "--", "dvp.cli", *arguments),  # after --, or torchrun takes our options for its own
@@ -148,81 +167,44 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
 def _first_node(job: str) -> str:
     """The allocation's first node. Asked of Slurm: its plugin for Snakemake hides SLURM_JOB_NODELIST from a job."""
     nodes = job
-    for question in (["squeue", "--noheader", "--format=%N", "--job"], ["scontrol", "show", "hostnames"]):
-        try:
-            answer = subprocess.run([*question, nodes], capture_output=True, text=True, check=True, timeout=60)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise DvpError(f"Slurm does not name the nodes of job {job} ({' '.join(str(error).split())})") from None
-        nodes = answer.stdout.strip()
-    if not nodes:
-        raise DvpError(f"Slurm does not name the nodes of job {job}")
-    return nodes.split()[0]
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """End a rank that fails: tell the launcher why, and leave at once.
-
-    Leaving in the ordinary way would wait for other ranks, which wait for this one.
-    """
     try:
-        yield
-    except (Stopped, Exception) as error:
-        known = str(error) if isinstance(error, Stopped | DvpError) else disk_trouble(error)
-        report = {
-            "time": time.time(),
-            "bug": known is None,
-            "signal": error.code - 128 if isinstance(error, Stopped) else None,
-            "message": f"{type(error).__name__}: {error}" if known is None else known,
-            "traceback": traceback.format_exc() if known is None else "",
-        }
-        sys.stderr.write(f"{REPORT}{json.dumps(report)}\n")  # at once: torchrun would cut a line that comes in parts
-        sys.stderr.flush()
-        os._exit(error.code if isinstance(error, Stopped) else 1 if report["bug"] else 2)
-    except KeyboardInterrupt:
-        os._exit(130)  # the launcher was interrupted as well, and says so
+        for question in (["squeue", "--noheader", "--format=%N", "--job"], ["scontrol", "show", "hostnames"]):
+            nodes = subprocess.run(
+                [*question, nodes], capture_output=True, text=True, check=True, timeout=60
+            ).stdout.strip()
+        return nodes.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise DvpError(f"Slurm does not name the nodes of job {job} ({' '.join(str(error).split())})") from None
 
 
-def _listen(process: subprocess.Popen) -> tuple[list[dict], list[str]]:
-    """Print what the ranks print. Returns the reports of those that failed, and the lines of nobody."""
-    reports, others = [], []
-    for line in process.stdout:
-        match = OF_RANK.search(line)
-        if match is None:
-            others.append(line)
-            continue
-        rank, text = match.groups()
-        if text.startswith(REPORT):
-            reports.append(json.loads(text.removeprefix(REPORT)) | {"rank": rank})
-        else:
-            print(text if rank == "0" else f"[rank {rank}] {text}", end="", file=sys.stderr, flush=True)
-    return reports, others
+def torchrun(logs: Path, arguments: list[str]) -> int:
+    """A node's torchrun: its exit status, and a report of each rank here that a signal has ended; nothing printed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable()
+    try:
+        run.main(arguments)
+    except SignalException:
+        return 1
+    except ChildFailedError as failed:
+        for rank, failure in failed.failures.items():
+            if failure.exitcode < 0:
+                report = _ended(rank, signal.Signals(-failure.exitcode)) | {"timestamp": failure.timestamp}
+                (logs / f"{rank}-{REPORT}").write_text(json.dumps(report), encoding="utf-8")
+        return 1
+    return 0
 
 
-def _raise(reports: list[dict], others: list[str]) -> None:
-    """Raise what went wrong first; a rank that loses another one fails as well."""
-    errors = [report for report in reports if not report["bug"] and report["signal"] is None]
-    # These may follow from another rank's end, after which torchrun tells the others to stop.
-    consequences = [report for report in reports if report not in errors]
-    if errors:
-        raise DvpError(min(errors, key=lambda report: report["time"])["message"])
-    text = "".join(others)
-    codes = ENDED.findall(text)
-    ended = [(rank, signal.Signals(-int(code))) for rank, code in codes if code.startswith("-")]
-    if codes and not reports and all(-int(code) in STOP_SIGNALS for _, code in codes):  # before they could say so
-        raise Stopped(f"stopped by {ended[0][1].name}; run again to go on", ended[0][1])
-    for rank, number in ended:
-        if not consequences or number in NOT_FROM_OTHERS:
-            remedy = "; was there too little memory?" if number == signal.SIGKILL else ""
-            raise DvpError(f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}){remedy}")
-    if consequences:
-        first = min(consequences, key=lambda report: report["time"])
-        if first["signal"] is not None:
-            raise Stopped(first["message"], first["signal"])
-        print(first["traceback"], end="", file=sys.stderr)
-        raise RuntimeError(f"rank {first['rank']}: {first['message']}")
-    for line in others:
-        if line.startswith("srun: error:"):
-            raise DvpError(line.strip())
-    print(text, end="", file=sys.stderr)
-    raise RuntimeError("the ranks did not start, or ended without a word")
+def _ended(rank: int, number: signal.Signals) -> dict:
+    if number in STOP_SIGNALS:  # before it could say so
+        return {"kind": "told", "signal": number, "message": f"stopped by {number.name}; run again to go on"}
+    remedy = "; was there too little memory?" if number == signal.SIGKILL else ""
+    killed = number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+    message = f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}){remedy}"
+    return {"kind": "killed" if killed else "ended", "signal": None, "message": message}
+
+
+if __name__ == "__main__":
+    sys.exit(torchrun(Path(sys.argv[1]), sys.argv[2:]))

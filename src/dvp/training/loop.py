@@ -11,9 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +26,7 @@ from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import rollout_metrics, self_noise
 from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
-from dvp.core.objective import Loss, policy_loss, zero_outside_safe
+from dvp.core.objective import policy_loss, zero_outside_safe
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -39,10 +38,10 @@ from dvp.rollout.turns import turn_metrics
 from dvp.training import checkpoint, ranks
 from dvp.training.agreement import Agreement
 from dvp.training.backend import Trainer
-from dvp.training.probe import PROBE_PROMPTS
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows
 from dvp.training.stopping import Abandoned, StopRequest
+from dvp.training.weights import PROBE_PROMPTS
 
 UPDATE_METRICS = (
     *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
@@ -60,10 +59,10 @@ def run_loop(
 
     folder : the run's folder, where metrics.jsonl and responses.parquet grow.
     on_step : called with each row, restored ones included.
-    Returns the final checkpoint and all rows. Stopped by a signal, the loop gives up a rollout or finishes an
+    Returns where the final weights are, and all rows. Stopped by a signal, the loop gives up a rollout or finishes an
     update, saves what is done and raises Stopped.
     Raises DvpError, naming the step, for what goes wrong in one, with the responses up to it beside the checkpoints; if
-    all checkpoints are damaged; if the disk is full; if engine and trainer do not agree (see `Agreement`).
+    all checkpoints are damaged; if engine and trainer do not agree (see `Agreement`).
     """
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
@@ -75,29 +74,20 @@ def run_loop(
     loop.engine.load_weights(loop.trainer.weights())
     loop.agreement.check()
     folder.mkdir(parents=True, exist_ok=True)
-    saved, seconds_keep = len(rows), 0.0
-
-    def keep() -> None:
-        nonlocal seconds_keep
-        began = time.perf_counter()
-        checkpoint.keep_weights(checkpoints, len(rows), loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
-        seconds_keep = max(seconds_keep, time.perf_counter() - began)
+    saved = len(rows)
 
     def save() -> None:
         nonlocal saved
         if ranks.is_main():
             loop.recorder.write(responses_file)
             # Whole, as another Snakemake deletes a run's files before its job learns that the run goes on.
-            _write_rows(metrics_file, rows)
-        growing = [metrics_file, responses_file]
+            write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
         began = time.perf_counter()
-        checkpoint.save(checkpoints, len(rows), loop.trainer, growing, config.keep_checkpoints)
+        checkpoint.save(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file], config.keep_checkpoints)
         saved = len(rows)
         given_up = loop.engine.ranks == 1  # a rollout is, at once
-        stop.saved(
-            time.perf_counter() - began,
-            max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows) + seconds_keep,
-        )
+        seconds_step = max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows)
+        stop.saved(time.perf_counter() - began, seconds_step)
 
     with stop:
         while len(rows) < config.steps:
@@ -116,7 +106,7 @@ def run_loop(
                 on_step(row)
                 # Before the checkpoint: a run that goes on from there has them.
                 if len(rows) in loop.kept:
-                    keep()
+                    checkpoint.keep_weights(checkpoints, len(rows), loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
                     save()
             if stop.requested() and len(rows) < config.steps:
@@ -125,7 +115,7 @@ def run_loop(
                 if len(rows) > saved and len(rows) % config.synchronise_every == 0:
                     save()
                 stop.leave(len(rows), saved)
-    return checkpoint.checkpoints(checkpoints)[-1], rows
+    return checkpoint.kept_weights(checkpoints, config.steps), rows
 
 
 class Loop:
@@ -149,7 +139,8 @@ class Loop:
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)
-        self.kept = experiment.evaluated_steps(run)
+        self.kept = [*experiment.evaluated_steps(run), self.config.steps]
+        """Steps after which the weights are evaluated."""
         self.run = run
         method = experiment.methods[run.method]
         self.safe = method.sides(run.rho_value, self.config.max_response_tokens)
@@ -180,8 +171,6 @@ class Loop:
         times.append(time.perf_counter())
 
         rollout = self.problems.graded(rows, completions)
-        if rollout.batch.kept is None and self.config.sets_reported(self.safe):
-            raise DvpError("the engine did not report the sets that it sampled from, for which training asks")
         times.append(time.perf_counter())
 
         metrics = self.learn(step, rows, rollout)
@@ -269,13 +258,8 @@ class Loop:
         """The trainer's statistics of every response token, each (B, T), 0 elsewhere.
 
         A pass of its own, although the update's forward pass makes the same numbers again: it says which responses the
-        update needs, a share k of all. Let a forward pass cost a of a forward and backward pass: 1/3, or 1/4 with
-        gradient checkpointing, which makes the forward pass again, as the head always does with its logits. Scoring
-        and update then cost a + k. One pass over all responses would cost 1, which is less for k > 1 − a. One over the
-        share g of responses that have an advantage, while the others are scored, would cost a(1 − g) + g, which is
-        less as long as the correction rejects fewer than a of them: k > g(1 − a). `make bench` measures both.
-        MIS rejects more than that of any long responses, and OTB needs the weights of the whole group before any
-        gradient, so the two passes stay.
+        update needs. MIS rejects so many of any long ones that one pass over all of them would cost more (`make bench`
+        measures both), and OTB needs the weights of the whole group before any gradient.
         """
         statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
         if not statistics["log_prob"].isfinite().all():
@@ -348,34 +332,34 @@ class Loop:
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
         rounds = ranks.rounds(len(micro_batches))
         mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
-        losses = []
+        counts = {"clipped": 0, "left": 0}
         for index, (rows_b, weight_BT) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
-            mask_bT, old_bT, weight_bT, advantage_bT = (
-                values_BT[rows_b, : batch.tokens_BT.shape[1]].to(self.trainer.device)
-                for values_BT in (
-                    rollout.batch.response_BT,
-                    statistics["pruned_log_prob"],
-                    weight_BT,
-                    update.advantage_BT,
-                )
-            )
             # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by
             # rounding, in bf16 by more than GSPO's bounds.
-            loss = _MicroLoss(
-                self.loss, mask_bT, old_bT if moved else None, weight_bT, advantage_bT, update.weights.denominator
-            )
+            old_BT = statistics["pruned_log_prob"] if moved else None
+            parts = {
+                "mask": rollout.batch.response_BT,
+                "old": old_BT,
+                "weight": weight_BT,
+                "advantage": update.advantage_BT,
+            }
+            cut = {
+                f"{name}_bT": None
+                if values_BT is None
+                else values_BT[rows_b, : batch.tokens_BT.shape[1]].to(self.trainer.device)
+                for name, values_BT in parts.items()
+            }
+            loss = partial(self._loss, **cut, denominator=update.weights.denominator, counts=counts)
             self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
-            losses.append(loss)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
-        tokens = rollout.batch.response_BT.sum().item()
+        tokens, every = rollout.batch.response_BT.sum().item(), ranks.gather(counts)
         result = {
             "gradient_norm": norm,
-            "clipped_fraction": sum(ranks.gather(sum(loss.clipped for loss in losses))) / tokens,
-            "left_safe_fraction": (gone_BT.sum().item() + sum(ranks.gather(sum(loss.left for loss in losses))))
-            / tokens,
+            "clipped_fraction": sum(of_rank["clipped"] for of_rank in every) / tokens,
+            "left_safe_fraction": (gone_BT.sum().item() + sum(of_rank["left"] for of_rank in every)) / tokens,
         }
         if self.loss.by_token:
             # OTB's read-outs are of the mean over all responses.
@@ -383,31 +367,27 @@ class Loop:
             result |= otb_variance_readouts(update.advantage_BT, update.weight_BT, update.responses, mean_norm)
         return result
 
+    def _loss(
+        self,
+        now: TokenStatistics,
+        *,
+        mask_bT: torch.Tensor,
+        old_bT: torch.Tensor | None,
+        weight_bT: torch.Tensor,
+        advantage_bT: torch.Tensor,
+        denominator: int,
+        counts: dict[str, int],
+    ) -> torch.Tensor:
+        """The loss of one micro-batch. To `counts` come its tokens that are clipped, and those that are outside the V_S
+        of now, which has moved with the weights since the scoring, or its rounding with the batch.
 
-@dataclass
-class _MicroLoss:
-    """The loss of one micro-batch, and how many of its tokens it cut off."""
-
-    loss: Loss
-    mask_bT: torch.Tensor
-    old_bT: torch.Tensor | None
-    """log π_old; None where that is the policy of now."""
-    weight_bT: torch.Tensor
-    advantage_bT: torch.Tensor
-    denominator: int
-    clipped: int = 0
-    left: int = 0
-    """Outside the V_S of now, which has moved with the weights since the scoring, or its rounding with the batch."""
-
-    def __call__(self, now: TokenStatistics) -> torch.Tensor:
-        mask_bT, log_prob_bT = self.mask_bT, unflatten(now.pruned_log_prob, self.mask_bT)
-        safe_bT = unflatten(now.target_in_safe, mask_bT)
-        self.left = (mask_bT & (self.weight_bT != 0) & ~safe_bT).sum().item()
-        weight_bT = zero_outside_safe(self.weight_bT, safe_bT)
-        old_bT = log_prob_bT.detach() if self.old_bT is None else self.old_bT
-        constants = (old_bT, weight_bT, self.advantage_bT)
-        result = policy_loss(self.loss, log_prob_bT, *constants, mask_bT, self.denominator)
-        self.clipped = result.clipped_BT.sum().item()
+        old_bT : log π_old; None where that is the policy of now.
+        """
+        log_prob_bT, safe_bT = (unflatten(values, mask_bT) for values in (now.pruned_log_prob, now.target_in_safe))
+        counts["left"] += (mask_bT & (weight_bT != 0) & ~safe_bT).sum().item()
+        constants = (log_prob_bT.detach() if old_bT is None else old_bT, zero_outside_safe(weight_bT, safe_bT))
+        result = policy_loss(self.loss, log_prob_bT, *constants, advantage_bT, mask_bT, denominator)
+        counts["clipped"] += result.clipped_BT.sum().item()
         return result.loss
 
 
@@ -424,29 +404,17 @@ def _step(loop: Loop, step: int) -> dict:
 
 
 def _append(metrics_file: Path, row: dict) -> None:
-    if not ranks.is_main():
-        return
-    with _told(metrics_file):
-        append_line(metrics_file, _line(row))
-
-
-def _write_rows(metrics_file: Path, rows: list[dict]) -> None:
-    with _told(metrics_file):
-        write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
-
-
-def _line(row: dict) -> str:
-    return json.dumps(row, allow_nan=False)
-
-
-@contextmanager
-def _told(metrics_file: Path) -> Iterator[None]:
     try:
-        yield
+        if ranks.is_main():
+            append_line(metrics_file, _line(row))
     except OSError as error:
         raise DvpError(
             f"{metrics_file}: cannot be written ({error.strerror}); run again to continue from the last checkpoint"
         ) from error
+
+
+def _line(row: dict) -> str:
+    return json.dumps(row, allow_nan=False)
 
 
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:

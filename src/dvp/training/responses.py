@@ -24,39 +24,35 @@ if TYPE_CHECKING:  # whoever reads the file needs no torch
     from dvp.core.update import Update
 
 RESPONSES = "responses.parquet"
+# A row is a response. Log-probs are in nats. `infer_log_prob` is the engine's log q, `log_prob` the trainer's over the
+# full vocabulary and `pruned_log_prob` over the safe one, as in dvp.core.head. `chosen` says why this response of the
+# step's: one of the first, or one with the largest |log p − log q|. `rejected` is what dropped all of it, if anything.
+PER_RESPONSE = {
+    **{"step": pa.int32(), "index": pa.int32(), "chosen": pa.string(), "problem": pa.string(), "prompt": pa.string()},
+    **{"answer": pa.string(), "reward": pa.float32(), "truncated": pa.bool_(), "rejected": pa.string()},
+}
 # Of each token; all lists of a row have the same length.
 PER_TOKEN = {
     "token_id": pa.int32(),
     "text": pa.string(),
-    "infer_log_prob": pa.float32(),
-    "log_prob": pa.float32(),
-    "pruned_log_prob": pa.float32(),
+    **dict.fromkeys(("infer_log_prob", "log_prob", "pruned_log_prob"), pa.float32()),
     "in_safe": pa.bool_(),
-    "weight": pa.float32(),
-    "advantage": pa.float32(),
+    **dict.fromkeys(("weight", "advantage"), pa.float32()),
 }
-# A row is a response. Log-probs are in nats. `infer_log_prob` is the engine's log q, `log_prob` the trainer's over the
-# full vocabulary and `pruned_log_prob` over the safe one, as in dvp.core.head. `chosen` says why this response of the
-# step's: one of the first, or one with the largest |log p − log q|. `rejected` is what dropped all of it, if anything.
+
+
+def _list(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+
+
 SCHEMA = pa.schema(
     [
-        pa.field("step", pa.int32(), nullable=False),
-        pa.field("index", pa.int32(), nullable=False),
-        pa.field("chosen", pa.string(), nullable=False),
-        pa.field("problem", pa.string(), nullable=False),
-        pa.field("prompt", pa.string(), nullable=False),
-        pa.field("answer", pa.string(), nullable=False),
-        pa.field("reward", pa.float32(), nullable=False),
-        pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("rejected", pa.string()),
-        *(
-            pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
-            for name, kind in PER_TOKEN.items()
-        ),
+        *(pa.field(name, kind, nullable=name == "rejected") for name, kind in PER_RESPONSE.items()),
+        *(_list(name, kind) for name, kind in PER_TOKEN.items()),
     ]
 )
-# Of each token, in a run with a tool: whether the model wrote it. What a tool's token has no value of is 0.
-WRITTEN = pa.field("written", pa.list_(pa.field("element", pa.bool_(), nullable=False)), nullable=False)
+# In a run with a tool: whether the model wrote a token. What a tool's token has no value of is 0.
+WRITTEN = _list("written", pa.bool_())
 FIRST, WORST = "first", "worst"
 VETO, TRUST_REGION, K3, BOUNDS = "veto", "trust_region", "k3", "bounds"
 # A character is at most four bytes, so at most four tokens.
@@ -85,18 +81,17 @@ class Pieces:
         Where a character is spread over several tokens it is the first one's, and the others' text is empty. Bytes
         that make no character are U+FFFD.
         """
-        pieces = [self._piece(token_id) for token_id in token_ids]
-        start = 0
-        while start < len(pieces):
-            end = start + 1
-            if REPLACEMENT in pieces[start]:
-                for stop in range(start + 2, min(start + LONGEST_CHARACTER, len(pieces)) + 1):
-                    joined = self._behind_anchor(token_ids[start:stop])
-                    if REPLACEMENT not in joined:
-                        pieces[start:stop] = [joined, *[""] * (stop - start - 1)]
-                        end = stop
-                        break
-            start = end
+        pieces: list[str] = []
+        while (start := len(pieces)) < len(token_ids):
+            spread = range(2, min(LONGEST_CHARACTER, len(token_ids) - start) + 1)
+            first = self._piece(token_ids[start])
+            for count in spread if REPLACEMENT in first else ():
+                joined = self._behind_anchor(token_ids[start : start + count])
+                if REPLACEMENT not in joined:
+                    pieces += [joined, *[""] * (count - 1)]
+                    break
+            else:
+                pieces.append(first)
         return pieces
 
     def _piece(self, token_id: int) -> str:
@@ -148,14 +143,17 @@ class ResponseRecorder:
         for index in largest_B.argsort(descending=True, stable=True).tolist():
             if len(chosen) < count:
                 chosen.setdefault(index, WORST)
+        per_token = {
+            "infer_log_prob": rollout.infer_log_prob_BT,
+            "log_prob": statistics["log_prob"],
+            "pruned_log_prob": statistics["pruned_log_prob"],
+            "weight": update.weight_BT,
+            "advantage": update.advantage_BT,
+        }
         for index in sorted(chosen):
             positions = mask_BT[index].nonzero()[:, 0].tolist()
             part = slice(positions[0], positions[-1] + 1)
             written_t = mask_BT[index, part]
-
-            def own(values_BT: "torch.Tensor", index=index, part=part, written_t=written_t) -> list[float]:
-                return values_BT[index, part].masked_fill(~written_t, 0.0).tolist()
-
             token_ids = rollout.batch.tokens_BT[index]
             response = token_ids[part].tolist()
             problem, answer = problems[index]
@@ -172,13 +170,12 @@ class ResponseRecorder:
                     "rejected": _rejected(update, index),
                     "token_id": response,
                     "text": self._pieces.of(response),
-                    "infer_log_prob": own(rollout.infer_log_prob_BT),
-                    "log_prob": own(statistics["log_prob"]),
-                    "pruned_log_prob": own(statistics["pruned_log_prob"]),
+                    **{
+                        name: values_BT[index, part].masked_fill(~written_t, 0.0).tolist()
+                        for name, values_BT in per_token.items()
+                    },
                     # What the model did not write was not pruned.
                     "in_safe": (statistics["target_in_safe"][index, part] | ~written_t).tolist(),
-                    "weight": own(update.weight_BT),
-                    "advantage": own(update.advantage_BT),
                     "written": written_t.tolist(),
                 }
             )
@@ -196,14 +193,9 @@ class ResponseRecorder:
         return until - self._settings.before_collapse <= recorded <= until
 
     def write(self, path: Path) -> None:
-        """Write the file atomically, with the steps that are held back. Raises DvpError if it cannot be written."""
-        try:
-            with atomic_path(path) as temporary:
-                pq.write_table(pa.Table.from_pylist(self.rows, schema=self._schema), temporary, compression="zstd")
-        except OSError as error:
-            raise DvpError(
-                f"{path}: cannot be written ({error.strerror or error}); run again to continue from the last checkpoint"
-            ) from error
+        """Write the file atomically, with the steps that are held back."""
+        with atomic_path(path) as temporary:
+            pq.write_table(pa.Table.from_pylist(self.rows, schema=self._schema), temporary, compression="zstd")
 
     def restore(self, path: Path) -> None:
         """Go on from what `write` wrote. Raises DvpError if it is no such file."""
@@ -214,19 +206,15 @@ def read_responses(path: Path) -> pa.Table:
     """A responses.parquet, as in SCHEMA and with WRITTEN. Raises DvpError for any other file."""
     try:
         table = pq.read_table(path)
-    except FileNotFoundError:
-        raise DvpError(f"{path}: no such file; `dvp train` writes it") from None
-    except (OSError, pa.ArrowException) as error:
-        raise DvpError(f"{path}: not a parquet file that can be read ({' '.join(str(error).split())[:100]})") from None
-    for field in (*SCHEMA, WRITTEN):
-        if field is WRITTEN and field.name not in table.schema.names:  # of a run without a tool
+        if WRITTEN.name not in table.schema.names:  # of a run without a tool
             every = [[True] * length for length in pc.list_value_length(table["token_id"]).to_pylist()]
             table = table.append_column(WRITTEN, pa.array(every, WRITTEN.type))
-        if field.name not in table.schema.names or table.schema.field(field.name).type != field.type:
-            raise DvpError(f"{path}: column '{field.name}': expected {field.type}")
-        if not field.nullable and table[field.name].null_count:
-            raise DvpError(f"{path}: column '{field.name}': a value is missing")
-    table = table.select([*SCHEMA.names, WRITTEN.name])
+        table = table.select([*SCHEMA.names, WRITTEN.name]).cast(SCHEMA.append(WRITTEN))
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file; `dvp train` writes it") from None
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        problem = " ".join(str(error).split())[:100]
+        raise DvpError(f"{path}: expected the responses that `dvp train` records ({problem})") from None
     lengths = [pc.list_value_length(table[name]) for name in (*PER_TOKEN, WRITTEN.name)]
     if not len(table) or any(other != lengths[0] for other in lengths) or pc.any(pc.equal(lengths[0], 0)).as_py():
         raise DvpError(f"{path}: expected rows with as many {', '.join(PER_TOKEN)} as tokens, at least one")

@@ -1,6 +1,7 @@
 """The stages `base` and `train`."""
 
 import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,8 +76,8 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
 
     from dvp.training import checkpoint
     from dvp.training.loop import run_loop
-    from dvp.training.probe import PROBE, PROBE_PROMPTS, write_probe
     from dvp.training.responses import RESPONSES
+    from dvp.training.weights import PROBE, PROBE_PROMPTS
 
     torch.set_num_threads(threads)
     experiment, settings = directory.experiment, directory.experiment.training_of(run)
@@ -132,15 +133,16 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
 
         checkpoints = checkpoint.folder_of(folder / "checkpoints", config_hash, data_files, base_files)
         final, rows = run_loop(loop, folder, checkpoints, on_step)
-        write_probe(folder / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
         if stage is None:
             return
+        shutil.copyfile(final / PROBE, folder / PROBE)
         if loop.collapse.collapsed_at is not None:
             stage.tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
         stage.tracked.flush()
         stage.tracked.log_file(folder / "metrics.jsonl")
         stage.tracked.log_final()
-        stage.tracked.log_model(final, "checkpoint")
+        last = checkpoint.checkpoints(checkpoints)[-1]
+        stage.tracked.log_model(last, "checkpoint")
         stage.finish(
             {
                 "run": run.path,
@@ -151,18 +153,14 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                 "collapse_reason": loop.collapse.reason,
                 "seconds_training": sum(row["seconds"] for row in rows),
                 "seconds_checkpoint": loop.stop.seconds_save,
-                "checkpoint": str(final.relative_to(folder)),
-                **({"kept": kept} if (kept := _kept(loop, folder, checkpoints)) else {}),
+                "checkpoint": str(last.relative_to(folder)),
+                # A step is text, as in JSON.
+                "kept": {
+                    str(step): str(checkpoint.kept_weights(checkpoints, step).relative_to(folder)) for step in loop.kept
+                },
                 "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )
-
-
-def _kept(loop: "Loop", folder: Path, checkpoints: Path) -> dict[str, str]:
-    """Where, relative to the run's folder, the weights of each evaluated step are; a step is text, as in JSON."""
-    from dvp.training.checkpoint import kept_weights
-
-    return {str(step): str(kept_weights(checkpoints, step).relative_to(folder)) for step in loop.kept}
 
 
 def sequences(training: TrainingConfig, engine: EngineConfig) -> int:

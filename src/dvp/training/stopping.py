@@ -103,8 +103,7 @@ class StopRequest:
         if not self.seconds or not ranks.is_main():
             return
         needed = seconds_step + self.seconds_save
-        enough = needed <= self.seconds
-        if enough == self._enough:
+        if (enough := needed <= self.seconds) == self._enough:
             return
         self._enough = enough
         line = (

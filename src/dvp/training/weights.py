@@ -1,57 +1,57 @@
-"""Weights, known by name, type, shape and SHA-256: trainer, checkpoint and converted model have the same ones."""
+"""The weights of a step that is evaluated, the last one among them: what becomes a model, and is asked to score alike.
 
-import hashlib
+A folder `weights-000016` beside the checkpoints: the weights as safetensors, a third or a quarter of a checkpoint, and
+a probe: what the trainer says of fixed prompts, which the converted model must say too. No training goes on from them,
+and they stay when checkpoints go.
+"""
+
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from dvp.core.batch import Batch
+from dvp.errors import DvpError
+from dvp.files import atomic_path
 from dvp.training import ranks
 from dvp.training.backend import Trainer
 
-WEIGHTS = "weights.json"
 MODEL = "model.safetensors"
-Fingerprint = dict[str, str | list[int]]
+PROBE = "probe.safetensors"
+PROBE_PROMPTS = 16
 
 
-def fingerprint(value: torch.Tensor) -> Fingerprint:
-    """Type, shape and SHA-256 of a tensor's bytes, in the order of its elements."""
-    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
+def finite_shapes(trainer: Trainer, step: int) -> dict[str, list[int]]:
+    """Of every parameter, by its name in the Hugging Face model. By all ranks. Raises DvpError for one with a NaN."""
+    shapes, broken = {}, []
+    for name, value in trainer.weights():
+        shapes[name] = list(value.shape)
+        if not value.isfinite().all():
+            broken.append(name)
+    if broken:
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        raise DvpError(
+            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
+        )
+    return shapes
 
 
-def fingerprints(trainer: Trainer) -> tuple[dict[str, Fingerprint], list[str]]:
-    """Of every parameter, by its name in the Hugging Face model; and the names of those that are not finite.
-
-    All ranks call this, and each of them hashes its share.
-    """
-    mine: dict[str, tuple[Fingerprint, bool]] = {}
-    names = []
-    for index, (name, value) in enumerate(trainer.weights()):
-        names.append(name)
-        if index % ranks.count() == ranks.rank():
-            mine[name] = fingerprint(value), bool(value.isfinite().all())
-    known = {name: of_one for share in ranks.gather(mine) for name, of_one in share.items()}
-    return {name: known[name][0] for name in names}, [name for name in names if not known[name][1]]
-
-
-def write_weights(file: Path, known: Mapping[str, Fingerprint], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write_weights(file: Path, shapes: Mapping[str, list[int]], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write fp32 weights as safetensors, each as soon as it is there.
 
-    known : of all of them, in the order in which they come.
+    shapes : of all of them, in the order in which they come.
 
     The library's own writer wants all of them in memory. The format: https://github.com/huggingface/safetensors#format
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, of_one in known.items():
-        begin, end = end, end + 4 * math.prod(of_one["shape"])
-        header[name] = {"dtype": "F32", "shape": of_one["shape"], "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with open(file, "wb") as out:
@@ -60,14 +60,32 @@ def write_weights(file: Path, known: Mapping[str, Fingerprint], weights: Iterabl
             out.write(value.detach().cpu().contiguous().view(-1).numpy())
 
 
-def difference(expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint]) -> str | None:
-    """In which parameter two models differ first, and how; None if they are the same to the last bit."""
-    for name in [*expected, *(name for name in actual if name not in expected)]:
-        if name not in actual:
-            return f"parameter '{name}' is missing"
-        if name not in expected:
-            return f"parameter '{name}' is one too many"
-        for key, what in (("dtype", "type"), ("shape", "shape"), ("sha256", "SHA-256")):
-            if actual[name][key] != expected[name][key]:
-                return f"parameter '{name}': {what} {actual[name][key]}, expected {expected[name][key]}"
-    return None
+def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
+    """Score prompts (token ids), all but their first tokens, with the live trainer in fp32; keep the log-probs."""
+    # A prompt of one token would have nothing to score.
+    prompts = [prompt * 2 if len(prompt) == 1 else prompt for prompt in prompts]
+    batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
+    log_prob_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]  # by all ranks
+    if not ranks.is_main():
+        return
+    tensors = {"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"device": trainer.device.type})
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Fixed prompts, the log-probability that the trainer gave each of the N scored tokens, and where."""
+
+    name: str
+    batch: Batch
+    log_prob_N: torch.Tensor
+    device: str
+    """cpu or cuda."""
+
+
+def read_probe(path: Path) -> Probe:
+    """What `write_probe` wrote."""
+    with safe_open(path, "pt") as known:
+        batch = Batch(known.get_tensor("tokens"), known.get_tensor("scored"))
+        return Probe(path.name, batch, known.get_tensor("log_prob"), known.metadata()["device"])

@@ -27,20 +27,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(rows, data):
 def test_pass_at_k_of_many_samples_is_finite_and_ordered():
     correct_PK = np.zeros((1, 2048), dtype=bool)
     correct_PK[0, 0] = True
-    values = [pass_at_k(correct_PK, k).item() for k in powers_of_two(2048)]
-    assert values == pytest.approx([k / 2048 for k in powers_of_two(2048)])
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_pass_at_k_needs_k_samples(k):
-    with pytest.raises(ValueError, match="k = "):
-        pass_at_k(np.ones((1, 2), dtype=bool), k)
-
-
-def test_powers_of_two_end_with_all_samples():
-    assert powers_of_two(1) == [1]
-    assert powers_of_two(8) == [1, 2, 4, 8]
-    assert powers_of_two(12) == [1, 2, 4, 8, 12]
+    ks = powers_of_two(2048)
+    assert [pass_at_k(correct_PK, k).item() for k in ks] == pytest.approx([k / 2048 for k in ks])
+    for k in (0, 2049):
+        with pytest.raises(ValueError, match="k = "):
+            pass_at_k(correct_PK, k)
 
 
 ANSWERS = st.lists(st.lists(st.sampled_from([None, "1", "2", "x"]), min_size=5, max_size=5), min_size=1, max_size=4)
@@ -55,12 +46,6 @@ def test_maj_at_k_is_the_expectation_over_the_most_frequent_answers(answers):
         leading = [answer for answer, count in counts.items() if count == max(counts.values())]
         expected.append(leading.count("1") / len(leading) if leading else 0)
     assert maj_at_k(correct_PK, votes(answers)).mean() == pytest.approx(np.mean(expected))
-
-
-def test_maj_at_k_does_not_depend_on_the_order_of_tied_answers():
-    for row in (["7", "8", None], ["8", None, "7"]):
-        correct_PK = np.array([[answer == "7" for answer in row]])
-        assert maj_at_k(correct_PK, votes([row])) == 0.5
 
 
 def test_equal_integers_vote_together():
@@ -89,13 +74,6 @@ def test_intervals_cover_the_truth():
         assert 0.9 <= hits[name] / repetitions <= 0.98, (name, hits[name] / repetitions)
 
 
-@pytest.mark.parametrize("value", [False, True])
-def test_without_variation_an_interval_has_no_width(value):
-    correct_PK = np.full((5, 4), value)
-    summary = summarise(correct_PK, [["1"] * 4] * 5, resamples=100, seed=0)
-    assert all(entry == {"value": value, "low": value, "high": value} for entry in summary.values())
-
-
 @settings(max_examples=25)
 @given(MATRIX, st.integers(0, 2**32))
 def test_an_interval_contains_its_estimate_and_repeats(rows, seed):
@@ -108,10 +86,10 @@ def test_an_interval_contains_its_estimate_and_repeats(rows, seed):
 
 
 def test_pass_at_1_is_avg_at_k_with_the_same_interval():
-    correct_PK = np.random.default_rng(0).random((20, 8)) < 0.3
+    correct_PK = np.random.default_rng(0).random((20, 12)) < 0.3
     summary = summarise(correct_PK, np.where(correct_PK, "1", "2").tolist(), resamples=200, seed=0)
-    assert list(summary) == ["avg@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@8"]
-    assert summary["pass@1"] == pytest.approx(summary["avg@8"])
+    assert list(summary) == ["avg@12", "pass@1", "pass@2", "pass@4", "pass@8", "pass@12", "maj@12"]
+    assert summary["pass@1"] == pytest.approx(summary["avg@12"])
 
 
 def test_pass_at_8_is_without_bias_and_inside_its_interval():

@@ -30,7 +30,7 @@ from typing import Literal
 
 import numpy as np
 from scipy import stats
-from scipy.special import stdtrit
+from scipy.special import expit, stdtrit
 
 FEWEST_SEEDS = 3
 TAILS = (0.025, 0.975)
@@ -136,7 +136,7 @@ def ends(value: float, reach: float, scale: Scale) -> tuple[float, float]:
     """
     if scale == "share" and 0 < value < 1:
         logit, reach = math.log(value / (1 - value)), reach / (value * (1 - value))
-        return _expit(logit - reach), _expit(logit + reach)
+        return float(expit(logit - reach)), float(expit(logit + reach))
     if scale == "ratio" and value > 0:
         low, high = value * _exp(-reach / value), value * _exp(reach / value)
         return (low, high) if math.isfinite(high) else (math.nan, math.nan)
@@ -152,7 +152,3 @@ def _counts(drawn_RN: np.ndarray, units: int) -> np.ndarray:
 def _exp(exponent: float) -> float:
     """Infinite instead of an overflow."""
     return math.exp(exponent) if exponent < 700 else math.inf
-
-
-def _expit(logit: float) -> float:
-    return 1 / (1 + _exp(-logit))

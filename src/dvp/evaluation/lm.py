@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import encode_prompt
 from dvp.data.thinking import before_response
 from dvp.errors import DvpError
@@ -36,46 +35,34 @@ class Response(str):
 class EngineLM(LM):
     """lm-eval's model interface over an Engine: generation only."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        *,
-        data: DataConfig,
-        seed: int,
-        safe_vocabulary: SafeVocabulary | None = None,
-    ):
+    def __init__(self, engine: Engine, tokenizer: Any, sampling: Sampling, *, data: DataConfig, seed: int):
         """`data` says what is a prompt, and which part of a response is graded."""
         super().__init__()
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._chat = data.chat
-        self._thinking = before_response(tokenizer, data)
-        self._seed = seed
-        self._safe_vocabulary = safe_vocabulary
+        self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
+        self._chat, self._thinking = data.chat, before_response(tokenizer, data)
 
     def generate_until(self, requests: list[Instance]) -> list[Response]:
         """A response to each request, all in one call of the engine.
 
         lm-eval repeats a document's request k times; its samples differ by their seed, which depends on
         nothing but the seed of the evaluation, the task, the problem's id and the sample's number.
-        Raises DvpError if requests differ in their sampling, ask for stop strings, or do not fit the engine.
+        What the requests ask of sampling is what the task file says, and not looked at.
+        Raises DvpError if one does not fit the engine.
         """
-        sampling = _sampling([request.args[1] for request in requests], self._safe_vocabulary)
         encoded: dict[str, list[int]] = {}
         prompts, seeds, samples = [], [], {}
         for request in requests:
             prompt, problem = request.args[0], request.doc["id"]
             if prompt not in encoded:
                 encoded[prompt] = encode_prompt(self._tokenizer, prompt, self._chat)
-                self._check_length(len(encoded[prompt]), sampling.max_tokens, f"{request.task_name}: '{problem}'")
+                self._check_length(len(encoded[prompt]), f"{request.task_name}: '{problem}'")
             sample = samples.setdefault((request.task_name, problem), 0)
             samples[request.task_name, problem] += 1
             prompts.append(encoded[prompt])
             seeds.append(sample_seed(self._seed, request.task_name, problem, sample))
         label = ", ".join(sorted({request.task_name for request in requests}))
         print(f"sampling {len(requests)} responses to {label}", file=sys.stderr, flush=True)
-        completions = self._engine.generate(prompts, sampling, seeds)
+        completions = self._engine.generate(prompts, self._sampling, seeds)
         return [
             Response(completion.text, completion=completion, seed=seed, thinking=self._thinking)
             for (completion,), seed in zip(completions, seeds, strict=True)
@@ -85,14 +72,12 @@ class EngineLM(LM):
         """Not offered: the engine samples."""
         raise DvpError("this model generates responses; tasks that need log-likelihoods cannot be run with it")
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
-        """Not offered: the engine samples."""
-        self.loglikelihood(requests)
+    loglikelihood_rolling = loglikelihood
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int, where: str) -> None:
-        if prompt_tokens + max_tokens > self._engine.max_model_len:
+    def _check_length(self, prompt_tokens: int, where: str) -> None:
+        if prompt_tokens + self._sampling.max_tokens > self._engine.max_model_len:
             raise DvpError(
-                f"{where}: the prompt has {prompt_tokens} tokens; with {max_tokens} of response "
+                f"{where}: the prompt has {prompt_tokens} tokens; with {self._sampling.max_tokens} of response "
                 f"(evaluation.max_response_tokens) it exceeds the engine's {self._engine.max_model_len}"
             )
 
@@ -100,23 +85,3 @@ class EngineLM(LM):
 def sample_seed(seed: int, task: str, problem: str, sample: int) -> int:
     """The seed (60 bits) of one sample."""
     return int(sha256_json([seed, task, problem, sample])[:15], 16)
-
-
-def _sampling(kwargs: list[dict[str, Any]], safe_vocabulary: SafeVocabulary | None) -> Sampling:
-    """lm-eval's generation arguments, which must be the same for all requests."""
-    first = kwargs[0]
-    if any(other != first for other in kwargs):
-        raise DvpError("requests with different generation_kwargs cannot share a call of the engine")
-    known = {"do_sample", "temperature", "top_p", "max_gen_toks", "until"}
-    unknown = sorted(first.keys() - known)
-    if unknown or first.get("until"):
-        raise DvpError(f"generation_kwargs: the engine knows no {', '.join(unknown) or 'stop strings (until)'}")
-    if "max_gen_toks" not in first:
-        raise DvpError("generation_kwargs: max_gen_toks is missing")
-    temperature = first.get("temperature", 1.0) if first.get("do_sample", True) else 0.0
-    return Sampling(
-        max_tokens=first["max_gen_toks"],
-        temperature=temperature,
-        top_p=first.get("top_p", 1.0),
-        safe_vocabulary=safe_vocabulary,
-    )

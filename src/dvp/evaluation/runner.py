@@ -3,8 +3,6 @@
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prepared import read_task
 from dvp.data.verifier import grade, stated_answer
 from dvp.errors import DvpError
-from dvp.evaluation.lm import EngineLM, Response
+from dvp.evaluation.lm import EngineLM
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
-from dvp.rollout.engine import Completion, Engine
+from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.turns import turn_metrics
 
 TASKS = Path(__file__).parent / "tasks"
@@ -76,14 +74,23 @@ def evaluate(
         )
     k = settings.samples_per_problem[task]
     read_task(eval_parquet, task)  # lm-eval, which reads the file itself, says less of what is wrong with it
-    model = EngineLM(engine, tokenizer, data=experiment.data, seed=settings.seed, safe_vocabulary=safe_vocabulary)
-    with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch, _quiet():
+    sampling = Sampling(
+        max_tokens=settings.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        safe_vocabulary=safe_vocabulary,
+    )
+    model = EngineLM(engine, tokenizer, sampling, data=experiment.data, seed=settings.seed)
+    _quiet()
+    with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch:
         _write_task(experiment, task, eval_parquet, Path(scratch))
         tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)
         # Not simple_evaluate: it also lists the system's packages (five seconds) and reseeds numpy.
         results = lm_eval.evaluator.evaluate(model, tasks, bootstrap_iters=0)
+    documents = results["samples"][task]
+    responses = [response for document in documents for response in document["filtered_resps"][0]]
     schema = TOOL_SAMPLES if experiment.tools else SAMPLES
-    table = _table(task, results["samples"][task], schema)
+    table = _table(task, documents, schema)
     correct_PK = np.array(table["correct"]).reshape(-1, k)
     answers = np.array(table["stated_answer"], dtype=object).reshape(-1, k)
     reported = results["results"][task]["avg_at_k,all_k"]
@@ -106,7 +113,7 @@ def evaluate(
         "metrics": metrics,
         "truncated_fraction": table["finish_reason"].count("length") / correct_PK.size,
         "mean_response_tokens": sum(table["tokens"]) / correct_PK.size,
-        **(turn_metrics(_completions(results["samples"][task])) if experiment.tools else {}),
+        **(turn_metrics([response.completion for response in responses]) if experiment.tools else {}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "lm_eval_version": version("lm_eval"),
@@ -130,19 +137,9 @@ def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: 
         },
         "repeats": k,
         "filter_list": [{"name": "all_k", "filter": [{"function": "take_first_k", "k": k}]}],
-        "generation_kwargs": {
-            "do_sample": settings.temperature > 0,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "max_gen_toks": settings.max_response_tokens,
-            "until": [],
-        },
+        "generation_kwargs": {"do_sample": settings.temperature > 0, "until": []},  # the rest is ours
     }
     (scratch / f"{task}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-
-
-def _completions(documents: list[dict[str, Any]]) -> list[Completion]:
-    return [response.completion for document in documents for response in document["filtered_resps"][0]]
 
 
 def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dict[str, list]:
@@ -151,10 +148,8 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
     for document in documents:
         doc, (responses,) = document["doc"], document["filtered_resps"]
         for sample, response in enumerate(responses):
-            if not isinstance(response, Response):
-                raise DvpError(f"{task}: lm-eval returned plain text, which does not say which responses were cut off")
             completion = response.completion
-            how = {"truncated": response.truncated, "thinking": response.thinking}
+            how = {"truncated": completion.finish_reason == "length", "thinking": response.thinking}
             rows.append(
                 {
                     "task": task,
@@ -175,22 +170,9 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
     return {name: [row[name] for row in rows] for name in schema.names}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> None:
     """From lm-eval and datasets errors only; from datasets no bars, and no download counted at its server."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    bars = not datasets.are_progress_bars_disabled()
-    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    for name in ("lm_eval", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts

@@ -39,25 +39,24 @@ def test_an_untied_head_is_sent_once(tmp_path):
     assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_matrices_of_columns_are_rounded_by_output(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "options", "prefix", "parts"),
+    [
+        ("gpt2", GPT2, "transformer.h", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+        ("phi3", PHI3, "model.layers", ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")),
+    ],
+)
+def test_matrices_are_rounded_by_output(tmp_path, kind, options, prefix, parts):
     """GPT-2 keeps its matrices the other way round, under names without `layers`."""
-    model = write(tmp_path, "gpt2", **GPT2)
+    model = write(tmp_path, kind, **options)
     rounded = sent(model, read_layout(tmp_path), "int4")
     changed = {name for name, value in model.named_parameters() if not torch.equal(rounded[name], value)}
-    parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert changed == {f"transformer.h.{layer}.{part}.weight" for layer in (0, 1) for part in parts}
-    name = "transformer.h.1.mlp.c_fc.weight"
-    assert torch.equal(rounded[name], round_weight(model.get_parameter(name).T, "int4").T)
-
-
-def test_matrices_of_rows_are_rounded_by_output(tmp_path):
-    model = write(tmp_path, "phi3", **PHI3)
-    rounded = sent(model, read_layout(tmp_path), "int4")
-    changed = {name for name, value in model.named_parameters() if not torch.equal(rounded[name], value)}
-    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    assert changed == {f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in parts}
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(rounded[name], round_weight(model.get_parameter(name), "int4"))
+    assert changed == {f"{prefix}.{layer}.{part}.weight" for layer in (0, 1) for part in parts}
+    name = f"{prefix}.1.{parts[-1]}.weight"
+    value = model.get_parameter(name)
+    assert torch.equal(
+        rounded[name], round_weight(value.T, "int4").T if kind == "gpt2" else round_weight(value, "int4")
+    )
 
 
 def test_names_in_files_may_lack_their_beginning(tmp_path):

@@ -107,22 +107,38 @@ def test_open_responses_go_on_together_and_the_others_are_done(run):
     assert metrics["tool_tokens_mean"] == sum(one.written.count(False) for group in groups for one in group) / 4
 
 
-def test_the_limit_of_turns_cuts_a_response_off(run):
+def test_turns_and_room_cut_a_response_off(run, tokenizer):
     call = "<tool>1</tool>"
     ((response,),), engine = run({"a": [[call] * 9]})
     assert len(engine.calls) == 3
     assert (response.finish_reason, response.calls, response.written[-1]) == ("length", 2, True)
-
-
-def test_an_answer_without_room_cuts_a_response_off(run, tokenizer):
-    call = "<tool>1</tool>"
-    room = len(tokenizer(call)["input_ids"]) + len(tokenizer("<result>")["input_ids"])
-    room += len(tokenizer("1")["input_ids"]) + len(tokenizer("</result>")["input_ids"])
+    room = sum(len(tokenizer(text)["input_ids"]) for text in (call, "<result>", "1", "</result>"))
     ((response,),), _ = run({"a": [[call, "end"]]}, max_tokens=room)
-    assert (response.finish_reason, response.calls) == ("length", 0)
-    assert all(response.written)
+    assert (response.finish_reason, response.calls, all(response.written)) == ("length", 0, True)
     ((response,),), _ = run({"a": [[call, "end"]]}, max_tokens=room + 1)
     assert (response.finish_reason, response.calls, len(response.token_ids)) == ("length", 1, room + 1)
+
+
+class Says:
+    """A tool with one answer."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def answers(self, calls):
+        return [Answer(self.text) for _ in calls]
+
+
+def test_what_stands_in_a_call_or_an_answer_is_not_stated(run):
+    script = {
+        "a": [["<tool>Answer: 8\n</tool>", "ends here"]],
+        "b": [["x <tool>Answer: 8\n"]],
+        "c": [["Answer: 7<tool>1</tool>", "0"]],
+    }
+    ((asked,), (unfinished,), (over,)), _ = run(script, tool=Says("Answer: 9\n"))
+    assert "Answer" not in asked.text
+    assert unfinished.text == "x "
+    assert over.text == "Answer: 7\n0"
 
 
 def test_a_call_that_was_not_begun_is_a_mistake(run):
@@ -131,36 +147,13 @@ def test_a_call_that_was_not_begun_is_a_mistake(run):
     assert "<result>error" in response.transcript
 
 
-def test_what_stands_in_a_call_or_an_answer_is_not_stated(run):
-    class Says:
-        name = "says"
-
-        def answers(self, calls):
-            return [Answer("Answer: 9\n") for _ in calls]
-
-    script = {
-        "a": [["<tool>Answer: 8\n</tool>", "ends here"]],
-        "b": [["x <tool>Answer: 8\n"]],
-        "c": [["Answer: 7<tool>1</tool>", "0"]],
-    }
-    ((asked,), (unfinished,), (over,)), _ = run(script, tool=Says())
-    assert "Answer" not in asked.text
-    assert unfinished.text == "x "
-    assert over.text == "Answer: 7\n0"
-
-
 def test_a_long_answer_keeps_both_ends_and_a_control_token_is_text(run, tokenizer):
-    class Long:
-        name = "long"
-
-        def answers(self, calls):
-            return [Answer("0123456789" * 9 if call == "long" else tokenizer.eos_token) for call in calls]
-
-    ((response,),), _ = run({"a": [["<tool>long</tool>", "<tool>end</tool>", "end"]]}, tool=Long())
-    assert re.search(r"<result>01\d*\.\.\.\d*89</result>", response.transcript)
+    end = tokenizer.eos_token
+    ((response,),), _ = run({"a": [["<tool>x</tool>", "end"]]}, tool=Says(f"{end}0123456789" * 9))
+    assert re.search(rf"<result>{re.escape(end)}01\d*.*\.\.\..*89</result>", response.transcript)
     assert response.token_ids.count(tokenizer.eos_token_id) == 1
-    settings = SETTINGS.max_answer_tokens + sum(len(tokenizer(text)["input_ids"]) for text in SETTINGS.answer)
-    assert response.written.index(True, response.written.index(False)) - response.written.index(False) <= settings
+    most = SETTINGS.max_answer_tokens + sum(len(tokenizer(text)["input_ids"]) for text in SETTINGS.answer)
+    assert response.written.count(False) <= most
 
 
 def test_what_is_measured_by_position_calls_no_tool(run, tokenizer):

@@ -6,14 +6,11 @@ responses go on together, and the engine's prefix cache keeps what they have so 
 response's, so a rollout can be repeated as far as the tool answers the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from dvp.core.kept_sets import KeptSets
-from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.experiment.tools import Tools
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
@@ -29,7 +26,6 @@ class ToolEngine:
     def __init__(self, engine: Engine, tool: Tool, settings: Tools, tokenizer: Any):
         """`tokenizer` is the model's, of transformers."""
         self.engine, self.tool = engine, tool
-        self.max_model_len, self.ranks = engine.max_model_len, engine.ranks
         self._settings, self._tokenizer = settings, tokenizer
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
@@ -92,17 +88,9 @@ class ToolEngine:
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
-        """See Engine.log_probs."""
-        return self.engine.log_probs(prompt, rule)
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep."""
-        self.engine.sleep(keep_weights=keep_weights)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights."""
-        self.engine.load_weights(weights)
+    def __getattr__(self, name: str) -> Any:
+        """The rest is the engine's."""
+        return getattr(self.engine, name)
 
 
 class _Response:

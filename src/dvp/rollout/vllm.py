@@ -19,12 +19,12 @@ import torch
 from safetensors import safe_open
 
 from dvp.core.kept_sets import KeptSets
-from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.layout import Layout, read_layout, weight_files
-from dvp.rollout.rounding import round_cached, round_weight
+from dvp.rollout.rounding import round_weight
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
@@ -111,6 +111,11 @@ def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int
     return min(blocks * CPU_BLOCK * token, CPU_CACHE)
 
 
+def needs_processor(rule: SafeVocabulary | None) -> bool:
+    """Whether vLLM needs a logits processor of ours for it: a fixed ρ is its own min_p."""
+    return rule is not None and not isinstance(rule, FixedRho)
+
+
 class VllmEngine:
     """An Engine (see engine.py) over vllm.LLM."""
 
@@ -138,9 +143,9 @@ class VllmEngine:
         """
         from vllm import LLM
 
-        from dvp.rollout.noise import NoiseProcessor
-        from dvp.rollout.safe_vocabulary import SafeVocabularyProcessor, needs_processor
+        from dvp.rollout import private
 
+        private.check_version()
         logging.getLogger("vllm").setLevel(logging.ERROR)
         _allow_amx()
         # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
@@ -154,7 +159,7 @@ class VllmEngine:
             # A fixed ρ is vLLM's own min_p, which its default model runner (V2) applies after temperature too, before
             # it samples and reports. But V2 calls logits processors before temperature, and through another interface.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-            options["logits_processors"] = [NoiseProcessor, SafeVocabularyProcessor]
+            options["logits_processors"] = [private.NoiseProcessor, private.SafeVocabularyProcessor]
         if not torch.cuda.is_available():
             options["kv_cache_memory_bytes"] = _cache_bytes(model, config, max_num_seqs, max_model_len)
         self._layout = read_layout(model)
@@ -199,7 +204,7 @@ class VllmEngine:
                 f"{config.kv_cache_dtype}, as it would, and kept in {config.dtype}",
                 file=sys.stderr,
             )
-            self.llm.collective_rpc(_round_cache, args=(config.kv_cache_dtype,))
+            self.llm.collective_rpc(private.round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are. Each of its processes reads them again for itself.
             self.llm.collective_rpc(_reload_rounded, args=(str(model), config.weight_rounding, self._layout))
@@ -208,12 +213,8 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
-        from dvp.rollout.safe_vocabulary import take_sets
+        from dvp.rollout.private import take_sets
 
-        if sampling.report_sets and not (self._reports_sets and sampling.safe_vocabulary is not None):
-            raise DvpError("the engine was not started to report sets, or has none to report; see VllmEngine")
-        if sampling.report_sets and sampling.top_p != 1:
-            raise DvpError("with top_p a token is not sampled from the set that is reported: vLLM cuts it after that")
         limits = sampling.limits or (sampling.max_tokens,) * len(prompts)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             if len(prompt) + limit > self.max_model_len:
@@ -284,15 +285,17 @@ class VllmEngine:
 
         report_as : the prompt's number, under which its responses' sets are reported; None if they are not.
         """
-        from dvp.rollout.noise import noise_arguments
-        from dvp.rollout.safe_vocabulary import REPORTED, needs_processor, sampling_arguments
+        from dvp.rollout.private import NOISE, REPORTED, RULE
 
         if needs_processor(rule) and not self._by_state:
             raise DvpError(f"the engine was not started for {rule}; name it in VllmEngine(rules=…)")
+        arguments: dict[str, Any] = {}
+        extra = {} if self._config.noise is None else {NOISE: self._config.noise}
         # What is proved must be what samples, also where nothing is reported.
-        arguments = sampling_arguments(rule, by_processor=self._reports_sets)
-        extra = {} if report_as is None else {REPORTED: report_as}
-        extra |= noise_arguments(self._config.noise) | arguments.pop("extra_args", {})
+        if needs_processor(rule) or (rule is not None and self._reports_sets):
+            extra |= {RULE: rule} if report_as is None else {RULE: rule, REPORTED: report_as}
+        elif rule is not None:
+            arguments["min_p"] = rule.rho
         return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:
@@ -313,22 +316,24 @@ class VllmEngine:
         Raises DvpError if vLLM does not take a weight; or if the engine slept without its weights and `weights` leave
         one of them out, or hold a NaN.
         """
+        from dvp.rollout import private
+
         discarded = self._asleep == 2
         self._wake(loading=True)
         if discarded:
             # vLLM has restored buffers (rotary tables, scales of a quantised cache), and only warns of a parameter that
             # gets no value.
-            self.llm.collective_rpc(_fill_with_nan)
+            self.llm.collective_rpc(private.fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
         prepared = _prepared(weights, self._config.weight_rounding, self._layout)
         try:
-            self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=prepared))
+            self.llm.collective_rpc(private.load_weights, args=(prepared,))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise DvpError(
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
             ) from error
         self.llm.reset_prefix_cache()
-        for name in self.llm.collective_rpc(_first_nan) if discarded else []:
+        for name in self.llm.collective_rpc(private.first_nan) if discarded else []:
             if name is not None:
                 raise DvpError(
                     f"the engine's weight {name} is NaN after loading: it was left out, or is NaN in training"
@@ -392,26 +397,6 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> bool:
     return bool(outside_V.any())
 
 
-def _round_cache(worker: Any, form: str) -> None:
-    """Round all keys and values before attention stores them and computes with them.
-
-    Raises DvpError for a model of which no layer has them: nothing would be rounded.
-    """
-    from vllm.model_executor.layers.attention import Attention
-
-    def rounded(layer: torch.nn.Module, inputs: tuple) -> tuple:
-        query, key, value, *others = inputs
-        return query, round_cached(key, form), round_cached(value, form), *others
-
-    layers = [module for module in worker.model_runner.model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise DvpError(
-            f"kv_cache_dtype: {form} needs AVX-512 here, as the model's attention has no keys and values to round"
-        )
-    for layer in layers:
-        layer.register_forward_pre_hook(rounded)
-
-
 def _prepared(
     weights: Iterable[tuple[str, torch.Tensor]], form: str, layout: Layout
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -436,18 +421,9 @@ def _prepared(
 
 
 def _reload_rounded(worker: Any, model: str, form: str, layout: Layout) -> None:
-    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, layout))
+    from dvp.rollout.private import load_weights
 
-
-def _fill_with_nan(worker: Any) -> None:
-    with torch.no_grad():
-        for parameter in worker.model_runner.model.parameters():
-            parameter.fill_(torch.nan)
-
-
-def _first_nan(worker: Any) -> str | None:
-    parameters = worker.model_runner.model.named_parameters()
-    return next((name for name, parameter in parameters if parameter.isnan().any()), None)
+    load_weights(worker, _prepared(_weights(Path(model)), form, layout))
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

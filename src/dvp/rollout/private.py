@@ -1,0 +1,186 @@
+"""What is private in vLLM, in the version that it is known of: logits processors, and what is done within its workers.
+
+NoiseProcessor adds Gaussian noise to the logits, new at every position: the engine of the paper's Proposition 4.3. With
+z the logits before temperature, the engine samples from, and reports, softmax((z + σ ξ) / T) with ξ ~ N(0, 1)
+independent for each entry, position and response; or with σ = 0 where an entry is likely. The noise follows from the
+request's seed and the position in the response, so that the same request gives the same response, whatever else is in
+the batch.
+
+SafeVocabularyProcessor applies a safe vocabulary that vLLM has not: one whose ρ depends on the state, or whose sets are
+to be reported. A fixed ρ alone needs none of this: it is vLLM's own min_p.
+
+Both need vLLM's V1 model runner. Import this only after dvp.rollout.vllm.configure_environment.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from dvp.core.kept_sets import KeptSets
+from dvp.core.safe_vocabulary import SafeVocabulary, safe_mask
+from dvp.errors import DvpError
+from dvp.experiment.training import Noise
+from dvp.rollout.rounding import round_cached
+from dvp.rollout.seeds import derived_seed
+
+VERSION = "0.32."
+# Keys in SamplingParams.extra_args: a Noise; a SafeVocabulary; the prompt's number, under which its sets are kept.
+NOISE, RULE, REPORTED = "noise", "safe_vocabulary", "report_sets_as"
+
+Response = tuple[int, int]
+"""The number of its prompt, and its seed."""
+
+
+def check_version() -> None:
+    """Raise DvpError for a vLLM whose insides may be others."""
+    if not vllm.__version__.startswith(VERSION):
+        raise DvpError(f"vLLM is {vllm.__version__}; expected {VERSION}x, as in the lock (envs/): others differ within")
+
+
+class _Processor(LogitsProcessor):
+    """Knows, by row, what the requests ask for, as they enter, leave and change rows."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self._requests: dict[int, Any] = {}
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """See LogitsProcessor.update_state."""
+
+        def entry(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Any:
+            return self.entry(params.extra_args or {}, params.seed, output)
+
+        process_dict_updates(self._requests, batch_update, entry)
+
+
+class NoiseProcessor(_Processor):
+    """Adds the noise that a request asks for; called before temperature."""
+
+    def is_argmax_invariant(self) -> bool:
+        """Noise may change the most likely entry."""
+        return False
+
+    def entry(self, asked: dict, seed: int, output: list[int]) -> tuple[Noise, int, list[int]] | None:
+        """The noise, the request's seed, and the tokens that it has so far, a list that vLLM extends."""
+        return (asked[NOISE], seed, output) if NOISE in asked else None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Add noise to the rows (one a request) of the requests that ask for it, in place."""
+        for row, (noise, seed, output) in self._requests.items():
+            logits[row] = with_noise(logits[row], noise, seed, len(output))
+        return logits
+
+
+def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -> torch.Tensor:
+    """z + σ ξ at a position (0 is the first) of the response that is sampled with this seed, fp32."""
+    generator = torch.Generator(logits_V.device).manual_seed(derived_seed(seed, position))
+    noise_V = noise.sigma * torch.randn(logits_V.shape, generator=generator, device=logits_V.device)
+    if noise.below is not None:
+        noise_V = noise_V.where(logits_V - logits_V.max() < math.log(noise.below), 0.0)
+    return logits_V.float() + noise_V
+
+
+class SafeVocabularyProcessor(_Processor):
+    """Sets the logits of the entries outside a request's safe vocabulary to −inf, and remembers the sets if asked to.
+
+    It comes after temperature, where min_p does, because it leaves the argmax alone.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        # A step of the engine each: its responses with the position that they are at, and their sets.
+        self._sets: list[tuple[list[tuple[Response, int]], KeptSets]] = []
+
+    def is_argmax_invariant(self) -> bool:
+        """The most likely entry is always safe."""
+        return True
+
+    def entry(
+        self, asked: dict, seed: int, output: list[int]
+    ) -> tuple[SafeVocabulary, Response | None, list[int]] | None:
+        """The rule; the response, if its sets are to be reported; and its tokens so far, a list that vLLM extends."""
+        return (asked[RULE], (asked[REPORTED], seed) if REPORTED in asked else None, output) if RULE in asked else None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask the rows (one a request) of the requests that have a rule, in place."""
+        for rule in {rule for rule, *_ in self._requests.values()}:
+            requests = [
+                (row, response, output) for row, (own, response, output) in self._requests.items() if own == rule
+            ]
+            rows = torch.tensor([row for row, *_ in requests], device=logits.device)
+            logits_NV = logits[rows]
+            safe_NV = safe_mask(logits_NV, rule)
+            pruned_NV = logits_NV.masked_fill(~safe_NV, -torch.inf)
+            logits[rows] = pruned_NV
+            asked = [place for place, (_, response, _) in enumerate(requests) if response is not None]
+            if asked:
+                log_mass_N = (pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1))[asked].float()
+                sizes_N, ids_M = safe_NV[asked].sum(dim=1), safe_NV[asked].nonzero()[:, 1].int()
+                places = [(response, len(output)) for _, response, output in requests if response is not None]
+                self._sets.append((places, KeptSets(ids_M, sizes_N, log_mass_N).to(torch.device("cpu"))))
+        return logits
+
+    def take_sets(self) -> dict[Response, KeptSets]:
+        """Of every response since the last call the sets of its positions, from the first one on."""
+        every = KeptSets.cat([sets for _, sets in self._sets])
+        # The last one counts: vLLM may come to a position again, when it goes on with a request that it had put off.
+        states: dict[Response, dict[int, int]] = {}
+        for state, (response, position) in enumerate(place for places, _ in self._sets for place in places):
+            states.setdefault(response, {})[position] = state
+        self._sets.clear()
+        order = [of_response[position] for of_response in states.values() for position in sorted(of_response)]
+        parts = every.states(torch.tensor(order, dtype=torch.long)).split([len(part) for part in states.values()])
+        return dict(zip(states, parts, strict=True))
+
+
+# --- within a worker: sent by LLM.collective_rpc ---
+
+
+def take_sets(worker: Any) -> dict[Response, KeptSets]:
+    """`SafeVocabularyProcessor.take_sets`."""
+    processors = worker.model_runner.input_batch.logitsprocs.all
+    return next(one for one in processors if isinstance(one, SafeVocabularyProcessor)).take_sets()
+
+
+def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace the weights of the live model."""
+    worker.reload_weights(weights_iterator=weights)
+
+
+def fill_with_nan(worker: Any) -> None:
+    """Every parameter, so that `first_nan` finds one that the next weights leave out."""
+    with torch.no_grad():
+        for parameter in worker.model_runner.model.parameters():
+            parameter.fill_(torch.nan)
+
+
+def first_nan(worker: Any) -> str | None:
+    """The name of a parameter that has one."""
+    parameters = worker.model_runner.model.named_parameters()
+    return next((name for name, parameter in parameters if parameter.isnan().any()), None)
+
+
+def round_cache(worker: Any, form: str) -> None:
+    """Round all keys and values before attention stores them and computes with them.
+
+    Raises DvpError for a model of which no layer has them: nothing would be rounded.
+    """
+
+    def rounded(layer: torch.nn.Module, inputs: tuple) -> tuple:
+        query, key, value, *others = inputs
+        return query, round_cached(key, form), round_cached(value, form), *others
+
+    layers = [module for module in worker.model_runner.model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise DvpError(
+            f"kv_cache_dtype: {form} needs AVX-512 here, as the model's attention has no keys and values to round"
+        )
+    for layer in layers:
+        layer.register_forward_pre_hook(rounded)

@@ -16,42 +16,27 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import pandas as pd
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param
 from safetensors.torch import save_file
-from test_loop import ScriptedEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from test_loop import PROMPTS, ScriptedEngine, build_loop
+from test_loop import SETTINGS as ONE_RANK
 
 from dvp import files
 from dvp.cli import quiet
 from dvp.core.batch import Batch
-from dvp.experiment.grid import Run
-from dvp.experiment.loading import load_experiment
-from dvp.experiment.methods import Method
-from dvp.experiment.training import TrainingConfig
 from dvp.files import sha256_file
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
-from dvp.training.responses import RESPONSES, ResponseRecorder
+from dvp.training.responses import RESPONSES
 
 ROOT = Path(__file__).parents[2]
 # Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.
-SETTINGS = {
-    "steps": 3,
-    "prompts_per_step": 3,
-    "group_size": 4,
-    "tokens_per_micro_batch": 45,
-    "learning_rate": 1e-3,
-    "warmup_steps": 2,
-    "max_response_tokens": 12,
-    "checkpoint_every": 2,
-}
+SETTINGS = ONE_RANK | {"steps": 3, "prompts_per_step": 3, "tokens_per_micro_batch": 45}
 # Every advantage and the denominator depend on the whole batch.
 METHOD = {"advantage": "reinforce_pp", "importance": "mis"}
 REJECTED = 5
-PROMPTS = [[10 + i, 20 + i, 30 + i][: 2 + i % 2] for i in range(6)]
 
 
 class PartlyWrongEngine(ScriptedEngine):
@@ -67,28 +52,12 @@ class PartlyWrongEngine(ScriptedEngine):
 
 def make_loop(model: Path, name: str) -> Loop:
     """A loop on a tiny model. Under ZeRO-3 even its small parameters are split."""
-    training = TrainingConfig(
-        **SETTINGS,
-        gpus=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=name,
-        gradient_checkpointing="bf16" in name,
-    )
-    experiment = load_experiment("smoke", ROOT / "config").model_copy(
-        update={"training": training, "methods": {"own": Method(label="own", **METHOD)}}
-    )
-    options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text())
-    if options["zero_optimization"]["stage"] == 3:
-        options["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return Loop(
-        experiment,
-        Run(method="own", engine="fp32", rho=None, seed=3),
-        pd.DataFrame({"id": range(6), "answer": ["7"] * 6}),
-        PROMPTS,
-        1,
-        Trainer(model, training, options),
-        PartlyWrongEngine(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
-        ResponseRecorder(training.keep_responses, training.steps, AutoTokenizer.from_pretrained(model)),
-    )
+    options = {}
+    if "zero3" in name:
+        zero = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text())["zero_optimization"]
+        options["zero_optimization"] = zero | {"stage3_param_persistence_threshold": 0}
+    settings = SETTINGS | {"gpus": int(os.environ.get("WORLD_SIZE", "1")), "gradient_checkpointing": "bf16" in name}
+    return build_loop(model, ROOT, METHOD, engine=PartlyWrongEngine, options=options, **settings | {"deepspeed": name})
 
 
 def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from transformers import (
 
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
-from dvp.training.backend import Policy
+from dvp.training.backend import ATTENTION, Policy
 
 SIZES = {
     "vocab_size": 61,
@@ -47,33 +47,25 @@ def make(model_type: str, **options) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_policy_scores_as_the_model_itself(model_type, temperature):
-    model = make(model_type, **SUPPORTED[model_type])
+def test_the_policy_scores_as_the_model_itself(model_type):
+    model, temperature = make(model_type, **SUPPORTED[model_type]), 0.7
     expected = []
-    with torch.no_grad():
-        for prompt in PROMPTS:
-            log_prob_TV = (model(torch.tensor([prompt])).logits[0, :-1] / temperature).log_softmax(dim=1)
-            expected.append(log_prob_TV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    for prompt in PROMPTS:
+        log_prob_TV = (model(torch.tensor([prompt])).logits[0, :-1] / temperature).log_softmax(dim=1)
+        expected.append(log_prob_TV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    expected_N = torch.cat(expected)
+    expected_N.sum().backward()
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
     batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
     policy = Policy(model)
     log_prob_N = policy(batch, safe=None, temperature=temperature).log_prob
-    assert torch.cat(expected).min() < -4  # not a flat distribution, of which any scale would be right
-    torch.testing.assert_close(log_prob_N, torch.cat(expected), atol=1e-5, rtol=0)
-    policy.check(PROMPTS)
-
-
-@pytest.mark.parametrize("model_type", SUPPORTED)
-def test_its_gradients_are_those_of_the_model_itself(model_type):
-    model = make(model_type, **SUPPORTED[model_type])
-    prompt = torch.tensor(PROMPTS[:1])
-    model(prompt).logits[0, :-1].log_softmax(dim=1).gather(1, prompt[0, 1:, None]).sum().backward()
-    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
-    model.zero_grad()
-    batch = Batch.collate([PROMPTS[0][:1]], [PROMPTS[0][1:]], pad=0)
-    Policy(model)(batch, safe=None, temperature=1.0).log_prob.sum().backward()
+    assert expected_N.min() < -4  # not a flat distribution, of which any scale would be right
+    torch.testing.assert_close(log_prob_N, expected_N, atol=1e-5, rtol=0)
+    log_prob_N.sum().backward()
     for name, value in model.named_parameters():
-        torch.testing.assert_close(value.grad, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+        torch.testing.assert_close(value.grad, gradients[name], atol=1e-4, rtol=1e-4, msg=name)
+    policy.check([*PROMPTS[:1], [7]])  # a prompt of one token too
 
 
 @pytest.mark.parametrize(
@@ -106,10 +98,6 @@ def test_a_model_that_does_something_else_is_refused_when_its_prompts_are_scored
         policy.check(PROMPTS)
 
 
-def test_a_prompt_of_one_token_is_checked_too():
-    Policy(make("llama")).check([[7]])
-
-
 def test_a_head_in_fp32_does_not_round_its_logits():
     """Under autocast, where the head's factors are bf16 all the same."""
     batch = Batch.collate([prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS], pad=0)
@@ -121,3 +109,52 @@ def test_a_head_in_fp32_does_not_round_its_logits():
     assert torch.equal(logits["auto"], logits["auto"].bfloat16().float())
     assert not torch.equal(logits["float32"], logits["float32"].bfloat16().float())
     torch.testing.assert_close(logits["float32"].bfloat16().float(), logits["auto"])
+
+
+# --- attention in fp32, with keys and values that heads share ---
+
+
+BATCH = Batch.collate([[5], [8]], [[9, 2, 31, 44, 7], [60, 13]], pad=0)
+
+
+def shared(attention: str | None) -> Policy:
+    """Four heads share one key and value."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **SIZES | {"num_attention_heads": 4})
+    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Of each call of PyTorch's attention `enable_gqa`, the keys' heads, the mask, and whether it is causal."""
+    calls, original = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, **options):
+        calls.append((options.get("enable_gqa", False), key.shape[1], options["attn_mask"], options["is_causal"]))
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    return calls
+
+
+def test_in_fp32_no_head_shares_keys_and_the_numbers_are_the_same(asked):
+    plain, ours = shared(None), shared(ATTENTION)
+    asked.clear()
+    expected_N = plain(BATCH, safe=None, temperature=1.0).log_prob
+    assert asked == [(True, 1, None, True)] * 2  # what transformers does, and the reason for all this
+    asked.clear()
+    log_prob_N = ours(BATCH, safe=None, temperature=1.0).log_prob
+    assert asked == [(False, 4, None, True)] * 2
+    torch.testing.assert_close(log_prob_N, expected_N, atol=1e-5, rtol=0)
+    expected_N.sum().backward()
+    log_prob_N.sum().backward()
+    for (name, value), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value.grad, other.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_in_bf16_the_flash_kernel_takes_shared_keys_as_they_are(asked):
+    ours = shared(ATTENTION)
+    asked.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(BATCH, safe=None, temperature=1.0)
+    assert asked == [(True, 1, None, True)] * 2

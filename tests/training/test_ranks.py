@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from dvp import cli
 from dvp.conversion.convert import convert
 from dvp.errors import DvpError, Stopped
-from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
+from dvp.experiment.training import BF16_AUTOCAST, EngineConfig, TrainingConfig
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
+from dvp.training.stage import sequences
 from dvp.training.weights import MODEL, PROBE
 
 pytestmark = pytest.mark.slow
@@ -133,17 +134,25 @@ def test_a_run_of_two_ranks_does_not_go_on_as_one(runs, tiny_model, tmp_path):
     assert len(checkpoint.checkpoints(checkpoints)) == 2
 
 
-def test_shares_are_disjoint_and_come_back_in_order(monkeypatch):
-    """Five prompts on four ranks, as two engines of two ranks each or as four engines."""
-    for span in (1, 2):
-        shares = []
-        for rank in range(4):
-            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-            monkeypatch.setattr(ranks, "count", lambda: 4)
-            shares.append(ranks.share("abcde", span))
-        assert max(map(len, shares)) == -(-5 // (4 // span))
-        monkeypatch.setattr(ranks, "gather", lambda mine, shares=shares: shares)
-        assert ranks.join(shares[0], 5, span) == list("abcde")
+@pytest.mark.parametrize(
+    ("gpu", "count", "parallel", "expected"),
+    [(True, 1, 1, 40), (True, 4, 1, 16), (True, 4, 2, 24), (True, 8, 2, 16), (False, 4, 2, 16)],
+)
+def test_shares_are_disjoint_and_an_engine_has_room_for_its_own(monkeypatch, gpu, count, parallel, expected):
+    """Five prompts of eight responses; on a CPU each rank has an engine."""
+    settings = training(gpus=count, prompts_per_step=5, group_size=8)
+    span = parallel if gpu else 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(ranks, "count", lambda: count)
+    shares = []
+    for rank in range(count):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        shares.append(ranks.share("abcde", span))
+    assert (
+        sequences(settings, EngineConfig(dtype="bfloat16", tensor_parallel=parallel)) == expected == 8 * len(shares[0])
+    )
+    monkeypatch.setattr(ranks, "gather", lambda mine: shares)
+    assert ranks.join(shares[0], 5, span) == list("abcde")
 
 
 # --- the command line ---
@@ -212,30 +221,7 @@ RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 
 
 @pytest.fixture(scope="module")
-def speaking_model(untied_model, tmp_path_factory) -> Path:
-    """A tiny model after a few steps of learning to say `Answer: 7` or `Answer: 8`, so that rewards differ."""
-    folder = tmp_path_factory.mktemp("speaking-model")
-    model = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(untied_model)
-    texts = [f"{prompt}\nAnswer: {answer}\n{tokenizer.eos_token}" for prompt in problems() for answer in (7, 8)]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimizer.zero_grad()
-        model(**batch, labels=labels).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def problems() -> list[str]:
-    return [f"bada {chr(97 + i)} mete" for i in range(12)]
-
-
-@pytest.fixture(scope="module")
-def experiment(speaking_model, tmp_path_factory, root) -> Path:
+def experiment(untied_model, tmp_path_factory, root) -> Path:
     """An experiment as one of eight billion parameters is: two ranks, ZeRO-3, products in bf16, recomputed activations.
 
     Prepared for `dvp train`; its config.yaml.
@@ -243,10 +229,10 @@ def experiment(speaking_model, tmp_path_factory, root) -> Path:
     folder = tmp_path_factory.mktemp("experiment")
     config = yaml.safe_load((root / "config/experiments/smoke.yaml").read_text())
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"q": text, "a": "7"}) + "\n" for text in problems()))
+    file.write_text("".join(json.dumps({"q": f"bada {letter} mete", "a": "7"}) + "\n" for letter in "abcdefghijkl"))
     config["sources"]["rows"] = {"kind": "file", "path": str(file), "columns": {"problem": "q", "answer": "a"}}
     config["data"] |= {"train": "rows", "held_out": 2}
-    config["base"] = {"kind": "local", "path": str(speaking_model)}
+    config["base"] = {"kind": "local", "path": str(untied_model)}
     config["training"] |= {"gpus": 2, "steps": 12, "prompts_per_step": 3, "tokens_per_micro_batch": 40}
     config["training"] |= {"deepspeed": "zero3_bf16", "max_response_tokens": 12, "gradient_checkpointing": True}
     config["grid"] = [{"method": "rloo", "engine": "fp32"}]
@@ -313,15 +299,20 @@ def test_an_error_on_one_rank_ends_both_with_one_line(experiment):
     assert "Traceback" not in errors
 
 
-def test_sigterm_to_dvp_train_makes_all_ranks_save_and_leave(experiment):
-    folder = experiment.parent / "runs" / RUN
-    process = start(experiment)
+def wait_for(process: subprocess.Popen, there) -> list[psutil.Process]:
+    """All of its processes, once `there` is true."""
     until = time.monotonic() + PATIENCE
-    while not (folder / "metrics.jsonl").exists() or not rows(folder):
+    while not there():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.05)
-    everyone = psutil.Process(process.pid).children(recursive=True)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_sigterm_to_dvp_train_makes_all_ranks_save_and_leave(experiment):
+    folder = experiment.parent / "runs" / RUN
+    process = start(experiment)
+    everyone = wait_for(process, lambda: (folder / "metrics.jsonl").exists() and rows(folder))
     process.send_signal(signal.SIGTERM)
     errors = ended(process, everyone)
     assert process.returncode == 143, errors
@@ -332,18 +323,12 @@ def test_sigterm_to_dvp_train_makes_all_ranks_save_and_leave(experiment):
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_to_its_evaluation(experiment, dvp):
+def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(experiment):
     """It began with the checkpoint of the run that was stopped above."""
     folder = experiment.parent / "runs" / RUN
     process = start(experiment)
-    until = time.monotonic() + PATIENCE
-    while not list(folder.glob("checkpoints/*/step-000004")):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    everyone = psutil.Process(process.pid).children(recursive=True)
-    second = [one for one in everyone if rank_of(one) == "1"]
-    second[0].send_signal(signal.SIGKILL)
+    everyone = wait_for(process, lambda: list(folder.glob("checkpoints/*/step-000004")))
+    next(one for one in everyone if rank_of(one) == "1").send_signal(signal.SIGKILL)
     errors = ended(process, everyone)
     assert process.returncode == 2, errors
     assert errors.splitlines()[-1].startswith("dvp train: rank 1 was ended by SIGKILL (Killed)")
@@ -360,18 +345,8 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on_to_its_evaluat
     # The engines, in fp32, have the trainer's weights: its products in bf16 are all that differs, as it says itself.
     noise = metrics[0]["self_noise_max_abs_log_ratio_bf16"]
     assert metrics[0]["max_abs_log_ratio"] == pytest.approx(noise, rel=1e-2)
-    assert max(row["max_abs_log_ratio"] for row in metrics) < 10 * noise
-    assert sum(not row["skipped"] for row in metrics) > 6
-    assert sum(row["reward"] for row in metrics[-4:]) > sum(row["reward"] for row in metrics[:4])
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         cli.convert(experiment, RUN, threads=1)
-    model = experiment.parent / "models" / RUN
-    proof = json.loads((model / "conversion.json").read_text())
+    proof = json.loads((experiment.parent / "models" / RUN / "conversion.json").read_text())
     assert proof["max_abs_delta_log_prob"] <= proof["tolerance"]
-    assert "lm_head.weight" in load_file(model / MODEL)
-    arguments = ["--config", experiment, "--run", RUN, "--task", "held_out"]
-    status, _, errors = dvp("evaluate", *arguments, cwd=experiment.parents[2])
-    assert status == 0, errors
-    scores = json.loads((experiment.parent / "evals" / RUN / "held_out/scores.json").read_text())
-    assert scores["problems"] == 2

@@ -129,31 +129,27 @@ def test_a_tools_answer_is_recorded_as_such(step, tmp_path):
     assert again.rows == taken.rows
 
 
-def test_no_response_is_taken_twice_and_no_more_than_there_are(step):
-    taken = recorder(per_step=50)
-    taken.record(1, *step)
-    assert [row["index"] for row in taken.rows] == list(range(6))
-
-
-def kept_steps(step, steps, collapsed_at=None, until=None, **settings) -> list[int]:
-    taken = recorder(steps, per_step=1, **settings)
-    for number in range(1, (until or steps) + 1):
+def kept_steps(step, until, collapsed_at, **settings) -> list[int]:
+    taken = recorder(23, per_step=1, every=10, **settings)
+    for number in range(1, until + 1):
         taken.record(number, *step)
         taken.settle(number, collapsed_at if collapsed_at and number >= collapsed_at else None)
     return [row["step"] for row in taken.rows]
 
 
-def test_the_steps_that_are_kept(step):
-    assert kept_steps(step, 23, every=10) == [1, 10, 20, 23]
-    assert kept_steps(step, 23, every=50) == [1, 23]
-    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=17) == [1, 10, 14, 15, 16, 17, 20, 23]
-    assert kept_steps(step, 23, every=10, before_collapse=0, collapsed_at=17) == [1, 10, 17, 20, 23]
-    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=2) == [1, 2, 10, 20, 23]
-    assert kept_steps(step, 23, every=10, before_collapse=3, collapsed_at=23) == [1, 10, 20, 21, 22, 23]
-
-
-def test_the_latest_steps_are_held_back_while_nothing_has_collapsed(step):
-    assert kept_steps(step, 23, every=10, before_collapse=3, until=17) == [1, 10, 14, 15, 16, 17]
+@pytest.mark.parametrize(
+    ("before", "until", "collapsed_at", "kept"),
+    [
+        (5, 23, None, [1, 10, 20, 23]),
+        (3, 17, None, [1, 10, 14, 15, 16, 17]),  # held back while nothing has collapsed
+        (3, 23, 17, [1, 10, 14, 15, 16, 17, 20, 23]),
+        (0, 23, 17, [1, 10, 17, 20, 23]),
+        (3, 23, 2, [1, 2, 10, 20, 23]),
+        (3, 23, 23, [1, 10, 20, 21, 22, 23]),
+    ],
+)
+def test_the_steps_that_are_kept(step, before, until, collapsed_at, kept):
+    assert kept_steps(step, until, collapsed_at, before_collapse=before) == kept
 
 
 @given(
@@ -179,11 +175,10 @@ def test_a_run_that_was_cut_off_ends_with_the_same_rows(steps, every, before, cu
 
 
 def test_what_is_written_is_read_back_and_written_again_the_same(step, tmp_path):
-    taken = recorder()
+    taken, again = recorder(), recorder()
     taken.record(1, *step)
     taken.record(2, *step)
     taken.write(tmp_path / "responses.parquet")
-    again = recorder()
     again.restore(tmp_path / "responses.parquet")
     assert again.rows == taken.rows
     again.write(tmp_path / "again.parquet")
@@ -191,27 +186,25 @@ def test_what_is_written_is_read_back_and_written_again_the_same(step, tmp_path)
 
 
 def test_other_files_are_refused_by_name(step, tmp_path):
-    taken = recorder()
+    taken, path = recorder(), tmp_path / "responses.parquet"
     taken.record(1, *step)
-    rows, path = taken.rows, tmp_path / "responses.parquet"
+    whole = pa.Table.from_pylist(taken.rows, schema=SCHEMA)
     with pytest.raises(DvpError, match="no such file"):
         read_responses(path)
     path.write_text("not parquet")
-    with pytest.raises(DvpError, match="not a parquet file"):
+    with pytest.raises(DvpError, match="expected the responses that `dvp train` records"):
         read_responses(path)
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA).drop(["weight"]), path)
-    with pytest.raises(DvpError, match=r"responses\.parquet: column 'weight': expected list"):
-        read_responses(path)
-    recorder().write(path)
-    with pytest.raises(DvpError, match="expected rows"):
-        read_responses(path)
-    rows[1]["weight"] = rows[1]["weight"][:-1]
-    taken.write(path)
-    with pytest.raises(DvpError, match="expected rows with as many token_id, text"):
-        read_responses(path)
-    pq.write_table(pa.Table.from_pylist([{"step": 1}], pa.schema([*SCHEMA][:1])), path)
-    with pytest.raises(DvpError, match="column 'index'"):
-        read_responses(path)
+    taken.rows[1]["weight"] = taken.rows[1]["weight"][:-1]
+    uneven = pa.Table.from_pylist(taken.rows, schema=SCHEMA)
+    for table, message in (
+        (whole.drop(["weight"]), "weight"),
+        (whole.set_column(0, "step", pa.nulls(len(whole), pa.int32())), "step"),
+        (whole.slice(0, 0), "expected rows"),
+        (uneven, "expected rows with as many token_id, text"),
+    ):
+        pq.write_table(table, path)
+        with pytest.raises(DvpError, match=message):
+            read_responses(path)
 
 
 TEXT = "Ein Apfel, 12 naïve 日本語 🦊👩‍🚀 √2 ≈ 1.41\n\tEnde"
@@ -230,18 +223,12 @@ def test_the_pieces_of_a_byte_level_tokenizer_make_up_the_text(tiny_model):
 
 def test_bytes_that_make_no_character_are_marked_and_do_no_harm(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    fox = tokenizer("🦊", add_special_tokens=False)["input_ids"]
-    good = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    fox, good = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("🦊", "ab"))
     cut_off = Pieces(tokenizer).of([*good, *fox[:-1]])
     assert "".join(cut_off[: len(good)]) == "ab"
     assert set("".join(cut_off[len(good) :])) == {"\ufffd"}
-    mixed = Pieces(tokenizer).of([*fox[1:], *good, *fox])
-    assert "".join(mixed).endswith("ab🦊")
-
-
-def test_special_tokens_are_shown(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    assert Pieces(tokenizer).of([tokenizer.eos_token_id]) == [tokenizer.eos_token]
+    mixed = Pieces(tokenizer).of([*fox[1:], *good, *fox, tokenizer.eos_token_id])
+    assert "".join(mixed).endswith(f"ab🦊{tokenizer.eos_token}")
 
 
 def test_a_space_at_the_beginning_of_a_piece_is_not_lost():

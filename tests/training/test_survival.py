@@ -7,15 +7,11 @@ The engine is scripted and lives in this process; tests/pipeline/test_bad_night.
 import contextlib
 import json
 import os
-import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from test_loop import ScriptedEngine, make_loop  # noqa: F401
@@ -150,17 +146,6 @@ def test_a_run_says_whether_there_is_time_to_leave(make_loop, tmp_path, capsys):
         assert said.endswith("ask for stop_seconds: 780\n" if expected else "")
 
 
-def test_a_lost_rank_is_not_taken_for_a_full_disk(make_loop, tmp_path, monkeypatch):
-    loop = make_loop()
-
-    def lose():
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31537")
-
-    on_call(monkeypatch, loop.trainer, "save", 1, lose)
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        train(loop, tmp_path)
-
-
 def test_between_two_updates_of_a_stale_engine_nothing_is_saved(make_loop, tmp_path, monkeypatch):
     """The engine has the weights of step 2, the trainer those of step 3: no checkpoint holds both."""
     loop = make_loop(synchronise_every=2)
@@ -182,50 +167,6 @@ def test_workers_that_die_of_the_signal_are_part_of_the_stop(make_loop, tmp_path
     on_call(monkeypatch, loop.engine, "generate", call, die)
     with pytest.raises(Stopped, match="after step 1"):
         train(loop, tmp_path)
-
-
-RANK = """
-import os, signal, sys
-import torch
-from dvp.training.stopping import Abandoned, StopRequest
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-with StopRequest() as stop:
-    assert not stop.requested()
-    try:
-        with stop.abandonable():
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-                print("not abandoned")
-        print("went on")
-    except Abandoned:
-        os._exit(stop.signal)
-"""
-
-
-def test_ranks_leave_together_though_one_alone_was_told(tmp_path):
-    """The rank that was not told finishes its rollout, and then hears of it."""
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["", ""]
-    assert [rank.returncode for rank in ranks] == [signal.SIGTERM] * 2
-
-
-def test_nothing_random_depends_on_a_generators_state(make_loop, tmp_path, whole):
-    """Which is why a checkpoint holds none: every global generator is disturbed after every step."""
-    loop = make_loop()
-
-    def disturb(row):
-        for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(1000 + row["step"])
-
-    train(loop, tmp_path / "disturbed", disturb)
-    assert rows(tmp_path / "disturbed") == rows(whole[0])
-    assert same(weights(loop), whole[1])
 
 
 # --- damaged checkpoints ---

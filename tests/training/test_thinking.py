@@ -27,10 +27,7 @@ OPENED = PLAIN + "{% if add_generation_prompt %}<think>\n{% endif %}"
         (PLAIN, {"chat": True}, None),
         (CLOSED, {"chat": True}, ""),
         (OPENED, {"chat": True}, "<think>"),
-        (OPENED, {}, None),
         (OPENED, {"chat": True, "answer_after_thinking": False}, None),
-        (PLAIN, {"chat": True, "answer_after_thinking": True}, ""),
-        (None, {"answer_after_thinking": True}, ""),
         (None, {"answer_after_thinking": True, "prompt_template": "{problem}\n<think>\n"}, "<think>"),
     ],
 )

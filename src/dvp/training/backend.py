@@ -174,27 +174,15 @@ def _compared(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> KeptSet
     return KeptSets.cat(batch.kept)
 
 
-class _Known(torch.nn.Module):
-    """A head whose logits are known: it shows what the model does to them."""
-
-    def __init__(self, logits_V: torch.Tensor):
-        super().__init__()
-        self.logits_V = logits_V
-
-    def forward(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        return self.logits_V.expand(*hidden_BTH.shape[:-1], -1)
-
-
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
     """What the model multiplies its head's logits by. Raises DvpError if it does anything else to them."""
     known_V = torch.ones(len(weight_VH))  # on the CPU, also where the model has shapes alone (dvp.training.models)
     known_V[1::2] = 64.0  # far into any soft-capping
-    head = model.get_output_embeddings()
-    model.set_output_embeddings(_Known(known_V))
     width = model.get_input_embeddings().weight.shape[1]
+    hook = model.get_output_embeddings().register_forward_hook(lambda *call: known_V.expand(call[-1].shape))
     made_V = model(inputs_embeds=torch.zeros(1, 1, width, device=weight_VH.device)).logits[0, 0].float()
-    model.set_output_embeddings(head)
+    hook.remove()
     scale = made_V[0].item()
     if not (scale > 0.0 and torch.allclose(made_V, scale * known_V, rtol=1e-5)):
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -148,16 +148,6 @@ def _written(path: Path, step: int, write: Callable[[Path], dict[str, str]]) -> 
 def kept_weights(folder: Path, step: int) -> Path:
     """Where below `folder` the weights of a step are kept."""
     return folder / f"{KEPT}{step:06d}"
-
-
-def check_kept(folder: Path, steps: Iterable[int]) -> None:
-    """Raise DvpError, naming the first, unless the weights of all these steps are kept below `folder`."""
-    for step in steps:
-        if not kept_weights(folder, step).is_dir():
-            raise DvpError(
-                f"{kept_weights(folder, step)}: missing, although the run was trained beyond this step; to train "
-                f"from the start, move {folder} away"
-            )
 
 
 def _write_parts(trainer: Trainer, folder: Path) -> dict[str, str]:

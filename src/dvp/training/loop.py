@@ -67,7 +67,6 @@ def run_loop(
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
-    checkpoint.check_kept(checkpoints, [step for step in loop.kept if step <= len(rows)])
     for row in rows:
         loop.observe(row)
         on_step(row)

@@ -58,13 +58,7 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     folder, training = directory.result("train", path).parent, directory.experiment.training_of(run)
     if training.nodes == 1:  # several are Slurm's to hand out
         claim(training.gpus)
-    launch.on_ranks(
-        training,
-        folder,
-        command,
-        threads,
-        lambda: _train(directory, run, threads, stop_seconds),
-    )
+    launch.on_ranks(training, folder, command, threads, lambda: _train(directory, run, threads, stop_seconds))
 
 
 def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) -> None:
@@ -92,18 +86,9 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
         stage = None
         if os.environ.get("RANK", "0") == "0":
             stack.enter_context(only_writer(folder, "training this run"))
-            stage = stack.enter_context(
-                run_stage(
-                    "train",
-                    directory,
-                    result,
-                    config_hash,
-                    inputs,
-                    verify=False,  # every rank has done it
-                    run=run.path,
-                    metrics=folder / "metrics.jsonl",
-                )
-            )
+            # Every rank has verified the inputs.
+            options = {"verify": False, "run": run.path, "metrics": folder / "metrics.jsonl"}
+            stage = stack.enter_context(run_stage("train", directory, result, config_hash, inputs, **options))
             if settings.ranks == 1 and stage.reuse():
                 return
             stage.tracked.log_params(

@@ -22,7 +22,7 @@ from dvp.errors import DvpError
 from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import TAG, Trainer
-from dvp.training.weights import MODEL, PROBE, finite_shapes, write_probe, write_weights
+from dvp.training.weights import MODEL, PROBE, check_finite, write_probe, write_weights
 from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
@@ -73,7 +73,7 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
     run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
     Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
-    finite_shapes(trainer, step)
+    check_finite(trainer, step)
 
     def write(temporary: Path) -> dict[str, str]:
         sums = _write_parts(trainer, temporary)
@@ -100,14 +100,10 @@ def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[i
     All ranks call this; the caller holds the run's lock. Weights that are there are written again.
     Raises DvpError if they are not finite or cannot be written.
     """
-    shapes = finite_shapes(trainer, step)
+    check_finite(trainer, step)
 
     def write(temporary: Path) -> dict[str, str]:
-        if ranks.is_main():
-            write_weights(temporary / MODEL, shapes, trainer.weights())
-        else:
-            for _ in trainer.weights():  # gathered by all
-                pass
+        write_weights(temporary / MODEL, trainer)
         write_probe(temporary / PROBE, trainer, prompts)
         return {}
 

@@ -5,9 +5,6 @@ a probe: what the trainer says of fixed prompts, which the converted model must 
 and they stay when checkpoints go.
 """
 
-import json
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,38 +23,21 @@ PROBE = "probe.safetensors"
 PROBE_PROMPTS = 16
 
 
-def finite_shapes(trainer: Trainer, step: int) -> dict[str, list[int]]:
-    """Of every parameter, by its name in the Hugging Face model. By all ranks. Raises DvpError for one with a NaN."""
-    shapes, broken = {}, []
-    for name, value in trainer.weights():
-        shapes[name] = list(value.shape)
-        if not value.isfinite().all():
-            broken.append(name)
+def check_finite(trainer: Trainer, step: int) -> None:
+    """Raise DvpError, naming a parameter, if one has a NaN. By all ranks."""
+    broken = [name for name, value in trainer.weights() if not value.isfinite().all()]
     if broken:
         # A step measures before it updates: what the last update broke would be seen in the next step only.
         raise DvpError(
             f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
         )
-    return shapes
 
 
-def write_weights(file: Path, shapes: Mapping[str, list[int]], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write fp32 weights as safetensors, each as soon as it is there.
-
-    shapes : of all of them, in the order in which they come.
-
-    The library's own writer wants all of them in memory. The format: https://github.com/huggingface/safetensors#format
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(file, "wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, value in weights:
-            out.write(value.detach().cpu().contiguous().view(-1).numpy())
+def write_weights(file: Path, trainer: Trainer) -> None:
+    """Write all parameters, fp32, by their names in the Hugging Face model. By all ranks; rank 0 holds them all."""
+    weights = {name: value.to("cpu", copy=True) for name, value in trainer.weights() if ranks.is_main()}
+    if ranks.is_main():
+        save_file(weights, file, metadata={"format": "pt"})
 
 
 def write_probe(path: Path, trainer: Trainer, prompts: list[list[int]]) -> None:

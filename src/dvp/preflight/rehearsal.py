@@ -341,7 +341,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     with report.asking("convert"):
         started = time.time()
         proof = convert_checkpoint(
-            checkpoint.kept_weights(work / CHECKPOINTS, experiment.training.steps),
+            max((work / CHECKPOINTS).glob(f"{checkpoint.KEPT}*")),
             directory.base,
             work / PROBE,
             work / MODEL,

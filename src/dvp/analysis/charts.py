@@ -31,7 +31,7 @@ MOST_WITH_SEEDS = 8  # lines of a panel, above which their seeds would hide them
 DODGE = 0.04  # of an axis, over which the bars of lines stand side by side
 LEVELS = ((0, (4, 1.5)), (0, (1, 1.5)), "-.")
 RING = {"marker": "o", "markersize": 11, "color": "none", "markeredgecolor": DARK, "markeredgewidth": 1}
-VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 0}
+VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
 REFERENCE = {"color": "black", "linestyle": "-"}
 VALUES = ["value", "low", "high"]
 

@@ -124,7 +124,9 @@ def _densities(group: Group) -> Iterator[pd.DataFrame]:
     table = group.tables["histogram"].query("source == @ENGINE")
     for low, high in PARTS:
         rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
-        if rows.empty:
+        part = f"{low:g} < p ≤ {high:g}" if low else f"p ≤ {high:g}"
+        if rows.empty:  # its place stays free
+            yield _curve("density", group.where | {"weighting": "infer", "part": part}, [np.nan], np.nan)
             continue
         densities = {name: Density(group, rows, name) for name in WEIGHTINGS}
         left = min(density.central[0] for density in densities.values())
@@ -134,7 +136,7 @@ def _densities(group: Group) -> Iterator[pd.DataFrame]:
         every = np.concatenate([even, *(density.points_G[::4] for density in densities.values())])
         points = np.unique(every[(every >= even[0]) & (every <= even[-1])])
         for name, density in densities.items():
-            where = group.where | {"weighting": name, "part": f"{low:g} < p ≤ {high:g}" if low else f"p ≤ {high:g}"}
+            where = group.where | {"weighting": name, "part": part}
             height = density.at(points)[0]
             yield _curve("density", where, points, height / height.max())
             yield _curve("density_mode", where, [density.mode()] * 2, [0.0, 1.0])

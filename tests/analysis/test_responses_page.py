@@ -231,15 +231,9 @@ def test_of_a_long_response_the_ends_and_the_worst_tokens_are_shown(make_run):
     [run] = page_data([make_run([long])], 10**6)["runs"]
     [shown] = run["responses"]
     assert shown["ranges"] == [(0, 500), (1750, 1851), (2450, 2581), (3500, 4000)]
-    assert shown["length"] == length
     places = [place for low, high in shown["ranges"] for place in range(low, high)]
-    assert len(shown["tokens"]) == len(shown["log_ratio"]) == len(places)
-    assert [place for place, value in zip(places, shown["log_ratio"], strict=True) if value == 5.0] == [
-        200,
-        1800,
-        2500,
-        2530,
-    ]
+    large = [place for place, value in zip(places, shown["log_ratio"], strict=True) if value == 5.0]
+    assert large == [200, 1800, 2500, 2530]
     assert [places[place] for place in shown["outside"]] == [place for place in places if place % 10 == 9]
 
 
@@ -312,18 +306,20 @@ def test_what_is_asked_for_is_shown(make_run, rows):
         choose(runs, 10, 3)
 
 
-@pytest.mark.parametrize("colour", ["log_ratio", "p", "safe", "weight", "advantage"])
-def test_a_terminal_gets_colours_and_a_legend(make_run, rows, colour):
+@pytest.mark.parametrize(
+    ("colour", "meaning"),
+    [
+        ("log_ratio", " −0.1  −0.025  0  +0.025  +0.1   log p − log q, nats;"),
+        ("p", " 1  0.1  0.01  0.001  0.0001   p of the trainer"),
+        ("safe", " in the safe vocabulary  pruned   by the trainer;"),
+        ("weight", " ½  1  2   importance weight;"),
+        ("advantage", " −0.5  −0.25  0  +0.25  +0.5   advantage;"),
+    ],
+)
+def test_a_terminal_gets_colours_and_a_legend(make_run, rows, colour, meaning):
     shown, one = choose([make_run(rows)], None, None)
     text = printed(shown, one, colour, force_terminal=True, color_system="truecolor")
-    meaning = {
-        "log_ratio": "log p − log q, nats",
-        "p": "p of the trainer",
-        "safe": "by the trainer",
-        "weight": "importance weight",
-        "advantage": "advantage;",
-    }
-    assert meaning[colour] in text
+    assert meaning in re.sub(r"\x1b\[[\d;]*m", "", text)
     assert re.search(r"\x1b\[[\d;]*48;2;", text)
 
 

@@ -22,12 +22,17 @@ def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
     def point(match: re.Match) -> str:
         parts = [(labels or {}).get(match["method"], match["method"]), match["engine"]]
         if match["rho"] != "none":
-            exponent = re.fullmatch(r"(?:exp|e)(-[0-9.]+)", match["rho"])
-            parts.append("ρ " + (f"e{exponent[1].translate(_SUPERSCRIPT)}" if exponent else match["rho"]))
+            parts.append(f"ρ {rho_as_read(match['rho'])}")
         return " · ".join(parts)
 
     text = _SETTING.sub(lambda match: f" · {setting_as_read(match[1], match[2])}", _POINT.sub(point, text))
     return re.sub(r"/(by|on|seed)~", r" · \1 ", text)
+
+
+def rho_as_read(rho: str) -> str:
+    """ρ for a person: e⁻¹³ for exp(-13), which is exp-13 in a path; other values as they are written."""
+    exponent = re.fullmatch(r"exp(-[\d.]+)", re.sub("[()]", "", rho))
+    return f"e{exponent[1].translate(_SUPERSCRIPT)}" if exponent else rho
 
 
 def setting_as_read(key: str, value: str = "") -> str:

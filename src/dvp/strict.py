@@ -3,12 +3,18 @@
 import re
 import unicodedata
 from difflib import get_close_matches
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, core_schema
-from typing_extensions import is_typeddict
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
@@ -64,6 +70,25 @@ def _one_line(text: str) -> str:
 Line = Annotated[str, AfterValidator(_one_line)]
 
 
+def distinct(values: list) -> list:
+    """The list. Raises ValueError for what it has twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{value} is listed twice")
+    return values
+
+
+T = TypeVar("T")
+Distinct = Annotated[list[T], AfterValidator(distinct)]
+Several = Annotated[Distinct[T], Field(min_length=1)]
+OneOrMany = Annotated[Several[T], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
+
+
+def optional(default: Any = None) -> Any:
+    """A key that is written down only where it is not as by default."""
+    return Field(default, exclude_if=lambda value: value == default)
+
+
 class Told:
     """Beside Field(discriminator=key): says which key is missing and what it may be, which pydantic does not."""
 
@@ -99,103 +124,40 @@ class Strict(BaseModel):
         return type(self).model_validate(self.model_dump() | changes)
 
 
-# What pydantic says in the words of its own code.
-_PLAIN = {
-    "union_tag_invalid": "{discriminator}: expected one of {expected_tags}, found {tag}",
-    "too_short": "expected at least {min_length} of them, found {actual_length}",
-    "missing": "is missing",
-}
-
-
 def first_problem(
     error: ValidationError, value: dict, model: type[Strict], more: tuple[str, ...] = ()
 ) -> tuple[tuple, str]:
     """The key's path, and one line: the path, what was expected, what was found.
 
     An unknown key comes before all else, as it may be the missing one, misspelt. `model` has refused `value`;
-    `more` are keys that a file may have at its top beside the model's.
+    `more` are keys that a file may have beside the model's.
     """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
-    location = _without_kinds(first["loc"], value)
+    location = _as_written(first, value)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        known = _known_keys(first["loc"], model, more)
-        meant = get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.65)
-        message = f"unknown key; did you mean {meant[0]}?" if meant else f"unknown key; known are {', '.join(known)}"
-    elif first["type"] in _PLAIN:
-        message = _PLAIN[first["type"]].format(**first.get("ctx", {})).replace("'", "")
-    elif first["type"] != "value_error" and not isinstance(first["input"], dict):
+        schema = model.model_json_schema()
+        known = {
+            *more,
+            *(key for part in (schema, *schema.get("$defs", {}).values()) for key in part.get("properties", ())),
+        }
+        meant = get_close_matches(str(location[-1]), sorted(known - {location[-1]}), n=1, cutoff=0.65)
+        message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
+    elif first["type"] not in ("value_error", "missing") and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    key = ".".join(str(part) for part in location)
-    line = f"{key}: {message}{others}" if location else f"{message}{others}"
-    return location, " ".join(line.split())
+    return location, " ".join(f"{'.'.join(map(str, location))}: {message}{others}".removeprefix(": ").split())
 
 
-def _known_keys(location: tuple, model: type[Strict], more: tuple[str, ...]) -> list[str]:
-    """The keys that can stand where an unknown one of this path does."""
-    kinds: list[Any] = [model]
-    for part in location[:-1]:
-        kinds = [inner for kind in kinds for inner in _inside(kind, part)]
-    keys = [key for kind in kinds for member in _members(kind) if _is_mapping(member) for key in _types(member)]
-    keys += more if len(location) == 1 else ()
-    return list(dict.fromkeys(keys))
-
-
-def _inside(kind: Any, part: Any) -> list[Any]:
-    """The types that a path comes to by its next part; those that it is at for a part that pydantic adds to it."""
-    members = _members(kind)
-    if members != [kind]:
-        tagged = [member for member in members if _is_mapping(member) and _has_tag(member, part)]
-        return tagged or [inner for member in members for inner in _inside(member, part)]
-    if get_origin(kind) in (dict, list):
-        return [get_args(kind)[-1]]  # whatever the entry is called
-    if not _is_mapping(kind):
-        return []
-    return [_types(kind)[part]] if part in _types(kind) else [kind]
-
-
-def _members(kind: Any) -> list[Any]:
-    """The types that a union is of; a type that is none by itself."""
-    if get_origin(kind) is Annotated:
-        return _members(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return [member for argument in get_args(kind) for member in _members(argument)]
-    return [kind]
-
-
-def _is_mapping(kind: Any) -> bool:
-    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
-
-
-def _has_tag(mapping: type, part: Any) -> bool:
-    """Whether it is the model of a union that a `kind` or a `rule` of this value stands for."""
-    return any(get_origin(kind) is Literal and part in get_args(kind) for kind in _types(mapping).values())
-
-
-def _types(mapping: type) -> dict[str, Any]:
-    """The types of the keys of a model or of a TypedDict."""
-    if issubclass(mapping, BaseModel):
-        return {key: field.annotation for key, field in mapping.model_fields.items()}
-    return mapping.__annotations__
-
-
-def _without_kinds(location: tuple, value: Any) -> tuple:
-    """The path as it is written in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
+def _as_written(problem: Any, value: Any) -> tuple:
+    """The path as it is in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
     kept = []
-    for index, part in enumerate(location):
-        if isinstance(value, dict):
-            # The last key may be one that the file lacks.
-            last = index == len(location) - 1
-            kind = part not in value and (not last or part in (value.get("kind"), value.get("rule")))
-        else:
-            kind = part == value
-        if isinstance(part, str) and kind:
-            continue
-        kept.append(part)
+    for part in problem["loc"]:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
-            value = None
+            if problem["type"] != "missing" or part != problem["loc"][-1]:
+                continue
+        kept.append(part)
     return tuple(kept)

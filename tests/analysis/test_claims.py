@@ -55,7 +55,7 @@ claims:
         ("{id: a, text: t, not_testable: m, figure: e/f}", "figure: belongs to a claim with conditions"),
         (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),
         (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
-        (CONDITION % "rho: e-13, above: 0", r"claims.0.conditions.0.where: ρ: write exp\(-13\), or 1e-13 if"),
+        (CONDITION % "rho: e-13, above: 0", r"claims.0.conditions.0.where: ρ must lie in \(0, 1\)"),
         (CONDITION % "control: true, above: 0", "expected one that is not a control"),
         (CONDITION % "as: gain, above: 0", "claims: expected lists of claims by source; KeyError: 'gain'"),
         ("{id: a, text: t, not_testable: n}, {id: a, text: u, not_testable: n}", "id 'a' is given twice"),

@@ -6,17 +6,19 @@ an entry). `load_experiment` resolves the two into one self-contained `Experimen
 names that are not defined are refused with one line.
 """
 
+import re
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import pairwise, product
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from dvp.core.advantages import NEED_A_GROUP
 from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_stage
-from dvp.experiment.data import DataConfig, GeneratedSource, HubSource, Source
+from dvp.experiment.data import DataConfig, GeneratedSource, Source
 from dvp.experiment.evaluation import TRAINING, EvaluationConfig, Further, ReportConfig
 from dvp.experiment.grid import (
     BiasConfig,
@@ -24,17 +26,16 @@ from dvp.experiment.grid import (
     GridPoint,
     Measurement,
     MismatchConfig,
+    Rho,
     Run,
     Sampler,
-    parse_rho,
-    setting_as_written,
     whole_run,
 )
 from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
-from dvp.strict import Line, Name, Seed, Strict
+from dvp.strict import Line, Name, Seed, Several, Strict, distinct, optional
 
 
 class Experiment(Strict):
@@ -46,7 +47,7 @@ class Experiment(Strict):
     """What it compares, in a sentence; it stands over the report."""
     scale: Line
     """One sentence on what differs from the paper's scale; it stands beside every published value."""
-    seeds: Annotated[list[Seed], Field(min_length=1)]
+    seeds: Several[Seed]
     """Of training runs and measurements: each grid point is trained once for each."""
     data: DataConfig
     """Problems and prompts."""
@@ -58,9 +59,9 @@ class Experiment(Strict):
     """How models are scored."""
     report: ReportConfig
     """The main table."""
-    grid: Annotated[list[GridEntry], Field(min_length=1)]
+    grid: Several[GridEntry]
     """What is trained."""
-    tools: Tools | None = Field(default=None, exclude_if=lambda tools: tools is None)
+    tools: Tools | None = optional()
     """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
     """Whether the whole path is rehearsed before the grid is trained; auto: where the base model is not trained here.
@@ -80,33 +81,43 @@ class Experiment(Strict):
     """What the file named by training.deepspeed holds; filled in when the experiment is resolved."""
 
     @model_validator(mode="after")
-    def _check_data(self) -> "Experiment":
-        _distinct("seeds:", self.seeds)
-        _defined("data.train", self.data.train, self.sources)
-        for name in self.data.evaluation:
-            _defined("data.evaluation", name, self.sources)
-        _distinct("data.evaluation:", self.data.evaluation)
-        if "held_out" in self.data.evaluation:
-            raise ValueError("data.evaluation: 'held_out' is reserved for the rows split off the training source")
+    def _check_names(self) -> "Experiment":
+        """That every name leads somewhere."""
+        for key, names, table in self._named():
+            for name in names:
+                if name not in table:
+                    meant = get_close_matches(name, table, n=1, cutoff=0.65)
+                    hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(sorted(table))}"
+                    raise ValueError(f"{key}: '{name}' is not defined; {hint}")
+        for name, key in (("held_out", "data.evaluation"), (TRAINING, "engines")):
+            if name in (self.data.evaluation if name == "held_out" else self.engines):
+                raise ValueError(f"{key}: the name '{name}' is reserved")
         if not self.data.tasks:
-            raise ValueError("data: no evaluation task; set data.held_out or data.evaluation")
-        for name in [self.data.train, *self.data.evaluation]:
-            source = self.sources[name]
-            if isinstance(source, HubSource) and source.revision is None:
-                raise ValueError(
-                    f"sources.{name}.revision: not pinned; set it to the 40-digit commit shown under "
-                    f"'Files and versions' of huggingface.co/datasets/{source.path}"
-                )
+            raise ValueError("data: no evaluation task; expected held_out or evaluation")
+        if set(self.data.tasks) != set(self.evaluation.samples_per_problem):
+            raise ValueError(f"evaluation.samples_per_problem: expected a number for {', '.join(self.data.tasks)} each")
         return self
 
+    def _named(self) -> Iterator[tuple[str, Iterable[str], Iterable[str]]]:
+        """Where names stand, the names, and what there is of these names."""
+        made = [name for name, source in self.sources.items() if isinstance(source, GeneratedSource)]
+        yield "data.train", [self.data.train], self.sources
+        yield "data.evaluation", self.data.evaluation, self.sources
+        yield "base.source", [self.base.source] if isinstance(self.base, TrainedBase) else [], made
+        yield "report.task", [self.report.task], self.data.tasks
+        yield "evaluation", self._sampling_engines, self.engines
+        yield "grid.engine", [point.engine for point in self.points], self.engines
+        yield "grid.method", [point.method for point in self.points], self.methods
+        yield "report.reference", [self.report.reference], {point.method: point for point in self.points}
+        for stage in ("mismatch", "bias"):
+            yield f"{stage}.engines", getattr(self, stage).engines if getattr(self, stage) else [], self.engines
+        yield "bias.tasks", self.bias.tasks if self.bias else [], self.data.tasks
+        yield "bias.estimators", [method for method, _ in self.estimators], self.methods
+
     @model_validator(mode="after")
-    def _check_base(self) -> "Experiment":
-        if isinstance(self.base, TrainedBase):
-            _defined("base.source", self.base.source, self.sources)
-            if not isinstance(self.sources[self.base.source], GeneratedSource):
-                raise ValueError(f"base.source: expected a generated source, '{self.base.source}' is not one")
-            if self.data.chat:
-                raise ValueError("data.chat: a base model that is trained here has no chat template; expected false")
+    def _check_lengths(self) -> "Experiment":
+        if isinstance(self.base, TrainedBase) and self.data.chat:
+            raise ValueError("data.chat: a base model that is trained here has no chat template; expected false")
         self._check_context("training", self.training.max_prompt_tokens or 1, self.training.max_response_tokens)
         self._check_context("evaluation", 1, self.evaluation.max_response_tokens)
         return self
@@ -120,146 +131,69 @@ class Experiment(Strict):
             )
 
     @model_validator(mode="after")
-    def _check_evaluation(self) -> "Experiment":
-        for name in (TRAINING, "own"):
-            if name in self.engines:
-                raise ValueError(f"engines.{name}: this name is reserved, as evaluation.also has a meaning for it")
-        _defined("evaluation.engine", self.evaluation.engine, self.engines)
-        for index, entry in enumerate(self.evaluation.also):
-            if entry.engine not in (None, TRAINING):
-                _defined(f"evaluation.also[{index}].engine", entry.engine, self.engines)
-        tasks = dict.fromkeys(self.data.tasks)
-        for task in tasks:
-            if task not in self.evaluation.samples_per_problem:
-                raise ValueError(
-                    f"evaluation.samples_per_problem: '{task}' is missing; expected a number for each of "
-                    f"{', '.join(tasks)}"
-                )
-        for task in self.evaluation.samples_per_problem:
-            _defined("evaluation.samples_per_problem", task, tasks)
-        _defined("report.task", self.report.task, tasks)
-        _defined("report.reference", self.report.reference, self.methods)
+    def _check_grid(self) -> "Experiment":
+        seen: dict[tuple, GridPoint] = {}
+        for point in self.points:
+            where = f"grid: {point.path}"
+            try:
+                training = self.training.changed(**point.training)
+                self.evaluated_steps(point)
+            except ValidationError as error:
+                raise ValueError(f"{where}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+            except ValueError as error:
+                raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
+            self._check_context(where, training.max_prompt_tokens or 1, training.max_response_tokens)
+            self._check_method(where, point.method, point.rho, training)
+            spread, method = self.engines[point.engine].tensor_parallel, self.methods[point.method]
+            if training.gpus % spread:
+                raise ValueError(f"{where}: tensor_parallel ({spread}) must divide training.gpus ({training.gpus})")
+            if training.group_size == 1 and method.advantage in NEED_A_GROUP:
+                raise ValueError(f"{where}: advantage {method.advantage} compares a group; expected group_size above 1")
+            if method.true_norms:
+                raise ValueError(f"{where}: method '{point.method}' needs true norms, which only bias.estimators has")
+            same = seen.setdefault((point.method, point.engine, point.rho_value, str(training)), point)
+            if same is not point:
+                raise ValueError(f"grid: {point.path} and {same.path} have the same settings; remove one of them")
+        if len(self._references) != 1:
+            found = " or ".join(point.path for point in self._references) or "none"
+            raise ValueError(
+                "report.reference: expected one point of the grid, chosen by reference_engine and reference_training, "
+                f"found {found}"
+            )
         return self
 
     @model_validator(mode="after")
-    def _check_grid(self) -> "Experiment":
-        for index, entry in enumerate(self.grid):
-            for name in entry.engine:
-                _defined(f"grid[{index}].engine", name, self.engines)
-                if self.training.gpus % self.engines[name].tensor_parallel:
-                    raise ValueError(
-                        f"grid[{index}].engine: tensor_parallel of '{name}' ({self.engines[name].tensor_parallel}) "
-                        f"must divide training.gpus ({self.training.gpus})"
-                    )
-            for settings in entry.settings:
-                training = self._changed_training(f"grid[{index}].training", settings)
-                for name in entry.method:
-                    self._check_method(f"grid[{index}]", name, entry.rho, training)
-                    if training.group_size == 1 and self.methods[name].advantage in NEED_A_GROUP:
-                        raise ValueError(
-                            f"grid[{index}]: method '{name}' learns nothing with group_size 1, as its advantage "
-                            f"{self.methods[name].advantage} compares a prompt's responses"
-                        )
-                    if self.methods[name].true_norms:
-                        raise ValueError(
-                            f"grid[{index}]: method '{name}' needs the true norms of gradients, which only "
-                            "bias.estimators can have"
-                        )
-        _distinct("grid: run", [run.path for run in self.runs])
-        seen: dict[tuple, GridPoint] = {}
-        for point in self.points:
-            same = seen.setdefault((point.method, point.engine, point.rho_value, str(self.training_of(point))), point)
-            if same is not point:
-                raise ValueError(f"grid: {point.path} and {same.path} have the same settings; remove one of them")
-        for point in self.points:
-            try:
-                self.evaluated_steps(point)
-            except ValueError as error:
-                raise ValueError(f"evaluation.at: {error}, of {point.path}") from None
-        if self.evaluation.at is not None and not self.snapshots:
-            raise ValueError("evaluation.at: it has no step but the last, which is evaluated in any case; remove it")
-        if missing := self.problems_missing(self._most_problems):
-            raise ValueError(missing)
-        self._check_reference()
-        self._check_samplers()
-        self._check_reports()
-        return self
-
-    def _check_reports(self) -> None:
-        """That sets are not asked for where no engine of the grid has any."""
-        asked = [point for point in self.points if self.training_of(point).report_sets]
-        if asked and not any(
-            self.training_of(point).sets_reported(
-                self.methods[point.method].sides(point.rho_value, self.training_of(point).max_response_tokens)
-            )
-            for point in asked
-        ):
-            raise ValueError("training.report_sets: no method of the grid prunes in the engine; there are no sets")
-
-    def _check_samplers(self) -> None:
-        """That what models are sampled with at their ρ is what they were trained with, and no entry is for nothing."""
+    def _check_samplers(self) -> "Experiment":
+        """That models are sampled at their ρ as they were trained, and no entry is for nothing."""
         for index, entry in enumerate(self.evaluation.also):
             samplers = [sampler for point in [None, *self.points] for sampler in self.samplers_of(entry, point)]
-            if not samplers:
-                raise ValueError(f"evaluation.also[{index}].rho: the grid has no ρ at which models could be sampled")
             if all(sampler == self.sampler for sampler in samplers):
                 raise ValueError(
-                    f"evaluation.also[{index}]: expected another engine than {self.evaluation.engine}, or rho; "
-                    "this is what is evaluated in any case"
+                    f"evaluation.also[{index}]: expected another engine than {self.evaluation.engine}, or a ρ that the "
+                    "grid has; this is what is evaluated in any case"
                 )
             for point in self.points if entry.rho else []:
                 rule = self.methods[point.method].safe_vocabulary
                 if rule is not None and not rule.engine_at_rho:
                     raise ValueError(
-                        f"evaluation.also[{index}].rho: method '{point.method}' has the rule '{rule.rule}'; "
-                        "expected methods with min-p at a fixed ρ, or none"
+                        f"evaluation.also[{index}].rho: expected methods with min-p at a fixed ρ, or none; found "
+                        f"'{point.method}' with the rule '{rule.rule}'"
                     )
-
-    def _changed_training(self, where: str, settings: dict[str, Any]) -> TrainingConfig:
-        """The training section with these settings on top, all of it checked."""
-        try:
-            training = self.training.changed(**settings)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{where}: {', '.join(_written(settings))}: {message}") from None
-        self._check_context(where, training.max_prompt_tokens or 1, training.max_response_tokens)
-        return training
-
-    def _check_reference(self) -> None:
-        """That report.reference and what stands beside it name one point."""
-        method, settings = self.report.reference, self.report.reference_training
-        own = [point for point in self.points if point.method == method]
-        if not own:
-            raise ValueError(f"report.reference: method '{method}' is not in the grid")
-        engine = self.report.reference_engine
-        if engine is not None:
-            own = [point for point in own if point.engine == engine]
-            if not own:
-                raise ValueError(f"report.reference_engine: the grid has no '{method}' with engine '{engine}'")
-        if not any(self.has_settings(point, settings) for point in own):
-            asked = ", ".join([*_written(settings), *([f"engine '{engine}'"] if engine else [])])
-            raise ValueError(f"report.reference_training: the grid has no '{method}' with {asked}")
-        found = self._references
-        if len(found) == 1:
-            return
-        which = " or ".join(point.path for point in found)
-        if len({point.engine for point in found}) > 1:
-            raise ValueError(f"report.reference_engine: expected the engine that is meant, of {which}")
-        if len({point.rho for point in found}) > 1:
-            raise ValueError(f"report.reference: expected a method with one ρ on its engine, found {which}")
-        raise ValueError(f"report.reference_training: expected the settings that are meant, of {which}")
+        return self
 
     @property
     def _references(self) -> list[GridPoint]:
         """The points that `report` may mean by its reference."""
-        engine, settings = self.report.reference_engine, self.report.reference_training
+        report = self.report
         own = [
             point
             for point in self.points
-            if point.method == self.report.reference and self.has_settings(point, settings)
+            if point.method == report.reference
+            and report.reference_engine in (None, point.engine)
+            and self.has_settings(point, report.reference_training)
         ]
-        if engine is not None:
-            return [point for point in own if point.engine == engine]
+        if report.reference_engine is not None or not own:
+            return own
         own = [point for point in own if not self.is_control(point)] or own
         engines = [point.engine for point in self.points]
         most = max(engines.count(point.engine) for point in own)
@@ -284,102 +218,64 @@ class Experiment(Strict):
     def _check_tools(self) -> "Experiment":
         if self.tools is None:
             return self
-        for stage in ("mismatch", "bias"):
-            if getattr(self, stage) is not None:
-                raise ValueError(f"{stage}: it measures responses without tools; remove `{stage}` or `tools`")
-        for name in dict.fromkeys([*self._sampling_engines, *(run.engine for run in self.runs)]):
+        if self.mismatch or self.bias:
+            raise ValueError("tools: `mismatch` and `bias` measure responses without tools; remove one of them")
+        for name in [*self._sampling_engines, *(point.engine for point in self.points)]:
             if self.engines[name].tensor_parallel > 1:
                 # The ranks of an engine make the same calls, but a program need not print the same on each of them.
                 raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
+        longest, answer = self.tools.max_answer_tokens, "an answer is a part of the response"
         for section in ("training", "evaluation"):
-            longest = getattr(self, section).max_response_tokens
-            if self.tools.max_answer_tokens >= longest:
+            if longest >= getattr(self, section).max_response_tokens:
                 raise ValueError(
-                    f"tools.max_answer_tokens ({self.tools.max_answer_tokens}) must be below "
-                    f"{section}.max_response_tokens ({longest}): an answer is a part of the response"
+                    f"tools.max_answer_tokens ({longest}) must be below {section}.max_response_tokens: {answer}"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_measurements(self) -> "Experiment":
-        trained = {run.path for run in self.runs}
         for stage in ("mismatch", "bias"):
-            settings = getattr(self, stage)
-            if settings is None:
-                continue
-            for name in settings.engines:
-                _defined(f"{stage}.engines", name, self.engines)
-            for policy in settings.policies:
+            for policy in getattr(self, stage).policies if getattr(self, stage) else []:
                 if policy == "base":
                     continue
-                if policy.run(self.seeds[0]).path not in trained:
+                if policy not in self.points:
                     raise ValueError(f"{stage}.policies: {policy.path} is not in the grid, which must train it")
-                own, measured = self.training_of(policy).temperature, self.training.temperature
-                if own != measured:
+                if self.training_of(policy).temperature != self.training.temperature:
                     raise ValueError(
-                        f"{stage}.policies: {policy.path} is trained at temperature {own:g}, but would be measured at "
-                        f"{measured:g} (training.temperature)"
+                        f"{stage}.policies: {policy.path}: expected the temperature of its training to be "
+                        f"{self.training.temperature:g} (training.temperature), with which it is measured"
                     )
-            _distinct(f"{stage}:", [measurement.path for measurement in self.measurements(stage)])
-        for name in self.bias.tasks if self.bias else []:
-            if name not in self.data.tasks:
-                raise ValueError(f"bias.tasks: '{name}' is not evaluated; tasks are {', '.join(self.data.tasks)}")
+            distinct([f"{stage}: {measurement.path}" for measurement in self.measurements(stage)])
         if self.mismatch and self.training.temperature != 1.0:
-            raise ValueError(
-                f"training.temperature: `mismatch` measures at temperature 1, found {self.training.temperature:g}"
-            )
-        for index, entry in enumerate(self.bias.estimators if self.bias else []):
-            for name in entry.method:
-                self._check_method(f"bias.estimators[{index}]", name, entry.rho, self.training)
-                if not self.methods[name].at_fixed_policy:
-                    raise ValueError(
-                        f"bias.estimators[{index}]: method '{name}': expected loss reinforce, a rule for ρ that "
-                        "needs no training and no decay of the learning rate; the others cannot be compared at a fixed "
-                        "policy"
-                    )
-        if self.bias:
-            available = self.bias.reference_batches * self.bias.problems * self.training.group_size
-            if self.bias.norm_responses > available:
+            raise ValueError(f"training.temperature: expected 1 for `mismatch`, found {self.training.temperature:g}")
+        if self.bias is None:
+            return self
+        distinct([f"bias.estimators: {method}, ρ {rho}" for method, rho in self.estimators])
+        for name, rho in self.estimators:
+            self._check_method("bias.estimators", name, rho, self.training)
+            if not self.methods[name].at_fixed_policy:
                 raise ValueError(
-                    f"bias.norm_responses: {self.bias.norm_responses} are more than the reference has ({available}: "
-                    "bias.reference_batches × bias.problems × training.group_size)"
+                    f"bias.estimators: method '{name}': expected loss reinforce, "
+                    "no rule for ρ that needs training and no decay of the learning rate"
                 )
-        if self.bias and self.bias.position_bins[-1:] >= [self.training.max_response_tokens]:
-            raise ValueError(
-                f"bias.position_bins: {self.bias.position_bins[-1]} must be below training.max_response_tokens "
-                f"({self.training.max_response_tokens})"
-            )
-        _distinct("bias.estimators:", [f"{method}, ρ {rho}" if rho else method for method, rho in self.estimators])
+        available = self.bias.reference_batches * self.bias.problems * self.training.group_size
+        for key, value, most in (
+            ("norm_responses", self.bias.norm_responses, available),
+            ("position_bins", max(self.bias.position_bins, default=0), self.training.max_response_tokens - 1),
+        ):
+            if value > most:
+                raise ValueError(f"bias.{key}: expected {most} at most, found {value}")
         return self
 
-    def _check_method(self, where: str, name: str, rho: list[str] | None, training: TrainingConfig) -> None:
-        _defined(f"{where}.method", name, self.methods)
-        if self.methods[name].takes_rho != (rho is not None):
-            expected = "needs" if self.methods[name].takes_rho else "takes no"
-            raise ValueError(f"{where}: method '{name}' {expected} rho")
-        decay = self.methods[name].learning_rate_decay
-        if decay is not None and decay.patience >= training.steps:
-            raise ValueError(
-                f"{where}: method '{name}': learning_rate_decay.patience ({decay.patience}) must be below "
-                f"training.steps ({training.steps}): no surge would be seen"
-            )
-        for value in rho or [None]:
-            try:
-                self.methods[name].sides(value and parse_rho(value), training.max_response_tokens)
-            except DvpError as error:
-                raise ValueError(f"{where}: method '{name}': {error}") from None
-
-    @property
-    def _most_problems(self) -> dict[str | None, int]:
-        """What `problems_missing` takes, where the settings say how many problems there can be at most."""
-        data, most = self.data, {}
-        for name in [data.train, *data.evaluation]:
-            source = self.sources[name]
-            most[name] = source.count if isinstance(source, GeneratedSource) else getattr(source, "problems", None)
-        of_source = most.pop(data.train)
-        bounds = [data.limit, None if of_source is None else max(0, of_source - data.held_out)]
-        most |= {None: min((bound for bound in bounds if bound is not None), default=None), "held_out": data.held_out}
-        return {name: count for name, count in most.items() if count is not None}
+    def _check_method(self, where: str, name: str, rho: Rho | None, training: TrainingConfig) -> None:
+        """That the method takes this ρ."""
+        method = self.methods[name]
+        if method.takes_rho != (rho is not None):
+            raise ValueError(f"{where}: method '{name}' {'needs' if method.takes_rho else 'takes no'} rho")
+        try:
+            method.sides(rho and rho.value, training.max_response_tokens)
+        except DvpError as error:
+            raise ValueError(f"{where}: method '{name}': {error}") from None
 
     def problems_missing(self, available: dict[str | None, int]) -> str | None:
         """One line if a step or a measurement needs more problems than there are of a task, or (None) to train on."""
@@ -469,20 +365,16 @@ class Experiment(Strict):
 
     def samplers_of(self, entry: Further, point: GridPoint | None) -> list[Sampler]:
         """What an entry of evaluation.also means for the models of a point, or for the base model (None)."""
+        engines = [entry.engine or self.evaluation.engine]
         if entry.engine == TRAINING:
-            engines = list(dict.fromkeys(other.engine for other in self.points)) if point is None else [point.engine]
-        else:
-            engines = [entry.engine or self.evaluation.engine]
-        return [Sampler(engine=engine, rho=rho) for engine in engines for rho in self._rhos(entry, engine, point)]
-
-    def _rhos(self, entry: Further, engine: str, point: GridPoint | None) -> list[str | None]:
-        if entry.rho is None:
-            return [None]
-        if point is not None and point.rho is not None:
-            return [point.rho]
-        beside = point.engine if point is not None else engine if entry.engine == TRAINING else None
-        others = [other for other in self.points if other.rho is not None and beside in (None, other.engine)]
-        return list(dict.fromkeys(other.rho for other in others))
+            engines = list(dict.fromkeys(other.engine for other in ([point] if point else self.points)))
+        made = []
+        for engine in engines:
+            beside = point.engine if point else engine if entry.engine == TRAINING else None
+            others = [point] if point and point.rho else self.points
+            at = [other.rho for other in others if other.rho and beside in (None, other.engine)]
+            made += [Sampler(engine=engine, rho=rho) for rho in (dict.fromkeys(at) if entry.rho else [None])]
+        return made
 
     def samplers(self, point: GridPoint | None) -> list[Sampler]:
         """With what else (evaluation.also) the models of a point, or the base model (None), are scored; each once."""
@@ -571,20 +463,13 @@ class Experiment(Strict):
     @property
     def used(self) -> "Experiment":
         """The same experiment without the sources, engines and methods of the catalogue that it does not name."""
-        sources = {self.data.train, *self.data.evaluation}
-        if isinstance(self.base, TrainedBase):
-            sources.add(self.base.source)
-        engines = {*self._sampling_engines, *(run.engine for run in self.runs)}
-        for settings in filter(None, (self.mismatch, self.bias)):
-            engines.update(settings.engines)
-        methods = {run.method for run in self.runs} | {method for method, _ in self.estimators}
-        tables = {"sources": sources, "engines": engines, "methods": methods}
-        return self.model_copy(
-            update={
-                table: {name: entry for name, entry in getattr(self, table).items() if name in names}
-                for table, names in tables.items()
-            }
-        )
+        tables = ("sources", "engines", "methods")
+        rest = self.model_dump_json(exclude={*tables, "deepspeed"})
+        kept = {
+            table: {name: entry for name, entry in getattr(self, table).items() if re.search(f'"{name}"(?!:)', rest)}
+            for table in tables
+        }
+        return self.model_copy(update=kept)
 
     def config_hash(
         self,
@@ -597,20 +482,3 @@ class Experiment(Strict):
     ) -> str:
         """Hash (12 hex digits) of all settings on which a stage depends (see dvp.experiment.config_hash)."""
         return sha256_json(settings_of_stage(self, stage, run, task, measurement, engine, sampler))[:12]
-
-
-def _defined(key: str, name: str, table: dict) -> None:
-    if name not in table:
-        meant = get_close_matches(name, table, n=1, cutoff=0.65)
-        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(sorted(table))}"
-        raise ValueError(f"{key}: '{name}' is not defined; {hint}")
-
-
-def _written(settings: dict[str, Any]) -> list[str]:
-    return [f"{key} {setting_as_written(value)}" for key, value in settings.items()]
-
-
-def _distinct(key: str, values: list) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"{key} {value} is listed twice")

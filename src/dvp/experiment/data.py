@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dvp.strict import Fraction, Name, Positive, Seed, Strict, Text, Told
+from dvp.strict import Distinct, Fraction, Name, Positive, Seed, Strict, Text, Told
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 """A commit of a repository on the hub."""
@@ -84,8 +84,8 @@ class HubSource(_Table):
     """Its configuration, where it has several."""
     split: str
     """Such as train or test."""
-    revision: Revision | None = None
-    """The commit of the data set's repository. Without one the source is refused when an experiment uses it."""
+    revision: Revision
+    """The commit of the data set's repository."""
     problems: Positive | None = None
     """How many problems it has; `dvp plan` uses it until `dvp prepare` has counted them."""
 
@@ -119,7 +119,7 @@ class DataConfig(Strict):
     """A source."""
     held_out: Annotated[int, Field(ge=0)] = 0
     """Problems split off the training source; they become the task `held_out`."""
-    evaluation: list[Name] = []
+    evaluation: Distinct[Name] = []
     """Sources, each a task of the same name."""
     limit: Positive | None = None
     """The largest number of training problems."""

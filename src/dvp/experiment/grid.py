@@ -4,24 +4,15 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import product
-from operator import not_
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
-from dvp.progress import setting_as_read
-from dvp.strict import Name, Positive, PositiveFloat, Strict
+from dvp.progress import rho_as_read, setting_as_read
+from dvp.strict import Distinct, Name, OneOrMany, Positive, PositiveFloat, Several, Strict, optional
 
 # Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
 NO_AXES = ("adam_betas", "collapse", "keep_responses", "gpus", "nodes", "deepspeed")
@@ -29,87 +20,73 @@ NO_AXES = ("adam_betas", "collapse", "keep_responses", "gpus", "nodes", "deepspe
 WHOLE = "all"  # tokens of a response, beside bins of positions
 
 
-def parse_rho(value: object) -> float:
-    """ρ from `0.01`, `"1e-2"` or `"exp(-13)"`. Raises ValueError outside (0, 1)."""
-    number = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
-    exponent = re.fullmatch(rf"exp\(-{number}\)", str(value))
-    if exponent:
-        rho = math.exp(-float(exponent[1]))
-    else:
-        rho = float(str(value)) if re.fullmatch(rf"{number}([eE][-+]?[0-9]+)?", str(value)) else math.nan
-    if isinstance(value, bool) or not 0 < rho < 1:
-        mistaken = re.fullmatch(rf"(e|exp)-({number})", str(value))
-        if mistaken:
-            raise ValueError(f"ρ: write exp(-{mistaken[2]}), or 1e-{mistaken[2]} if that is meant; found {value!r}")
-        raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or exp(-13); found {value!r}")
-    return rho
+class Rho(str):
+    """ρ as an experiment keeps it: exp(-13) as it is, 1e-2 as 0.01, quoted or not. Raises ValueError for no ρ."""
+
+    value: float
+
+    def __new__(cls, written: object) -> Self:
+        """A text or a number of (0, 1)."""
+        number = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+        exponent = re.fullmatch(rf"exp\(-{number}\)", str(written))
+        if not exponent and not re.fullmatch(rf"{number}([eE][-+]?[0-9]+)?", str(written)):
+            value = math.nan
+        else:
+            value = math.exp(-float(exponent[1])) if exponent else float(written)
+        if not 0 < value < 1:
+            raise ValueError(f"ρ must lie in (0, 1), written like 0.01 or exp(-13); found {written!r}")
+        rho = super().__new__(cls, written if exponent else repr(value))
+        rho.value = value
+        return rho
+
+    @property
+    def in_path(self) -> str:
+        """As part of a path, which a shell takes without quotes: `exp-13` for exp(-13)."""
+        return self.replace("(", "").replace(")", "")
+
+    @property
+    def as_read(self) -> str:
+        """For a person: e⁻¹³ for exp(-13); other values as they are written."""
+        return rho_as_read(self)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> core_schema.CoreSchema:
+        """A text, made by `Rho`."""
+        text = core_schema.to_string_ser_schema()
+        return core_schema.no_info_plain_validator_function(
+            cls, serialization=text, json_schema_input_schema=core_schema.str_schema()
+        )
+
+
+rho_as_written = Rho
+
+
+def parse_rho(rho: object) -> float:
+    """ρ as a number. Raises ValueError as `Rho`."""
+    return Rho(rho).value
 
 
 def rho_in_path(rho: str | None) -> str:
-    """ρ as part of a path, which a shell takes without quotes: `exp-13` for exp(-13), `none` without a ρ."""
-    return "none" if rho is None else rho.replace("(", "").replace(")", "")
+    """ρ as part of a path, `none` without one."""
+    return "none" if rho is None else Rho(rho).in_path
 
 
-def rho_as_read(rho: str) -> str:
-    """ρ for a person: e⁻¹³ for `exp(-13)`; other values as they are written."""
-    if match := re.fullmatch(r"exp\(-([\d.]+)\)", rho):
-        return "e⁻" + match[1].translate(str.maketrans("0123456789.", "⁰¹²³⁴⁵⁶⁷⁸⁹·"))
-    return rho
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def rho_as_written(value: Any) -> str:
-    """ρ as an experiment keeps it: exp(-13) as it is, 1e-2 as 0.01, quoted or not. Raises ValueError as `parse_rho`."""
-    rho = parse_rho(value)
-    return value if str(value).startswith("exp") else repr(rho)
-
-
-def _all_as_written(value: Any) -> list[str]:
-    rhos = [rho_as_written(item) for item in (value if isinstance(value, list) else [value])]
-    seen = set()
-    for rho in rhos:
-        if parse_rho(rho) in seen:
-            raise ValueError(f"ρ {rho} is listed twice")
-        seen.add(parse_rho(rho))
-    return rhos
-
-
-def _may_differ(value: Any) -> Any:
-    for key in NO_AXES:
-        if isinstance(value, dict) and key in value:
-            raise ValueError(f"{key} is the same for the whole grid; set it in `training`")
-    return value
-
-
-def _of_training(name: str, *, listed: bool) -> Any:
+def _of_training(listed: bool) -> Any:
     """Some keys of `training` as a dict: each with a value, or with a value or a list of them."""
-    types = {}
-    for key, field in TrainingConfig.model_fields.items():
-        if key not in NO_AXES:
-            kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-            if listed:
-                kind = Annotated[list[kind], Field(min_length=1), BeforeValidator(_one_or_several)]
-            types[key] = kind
-    keys = TypedDict(name, types, total=False)
+    kinds = {
+        key: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        for key, field in TrainingConfig.model_fields.items()
+        if key not in NO_AXES
+    }
+    keys = TypedDict("Settings", {key: OneOrMany[kind] if listed else kind for key, kind in kinds.items()}, total=False)
     keys.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     value = {"type": "value"}
-    schema = {"type": "object", "additionalProperties": {"anyOf": [value, {"type": "array", "items": value}]}}
-    shown = schema if listed else {"type": "object", "additionalProperties": value}
-    return Annotated[keys, BeforeValidator(_may_differ), WithJsonSchema(shown)]
+    value = {"anyOf": [value, {"type": "array", "items": value}]} if listed else value
+    return Annotated[keys, WithJsonSchema({"type": "object", "additionalProperties": value})]
 
 
-def _one_or_several(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
-Listed = Annotated[list[Name], Field(min_length=1), BeforeValidator(_as_list)]
-Rho = Annotated[str, BeforeValidator(rho_as_written)]
-Rhos = Annotated[list[str], Field(min_length=1), BeforeValidator(_all_as_written)]
-Settings = _of_training("Settings", listed=False)
-Axes = _of_training("Axes", listed=True)
+Settings = _of_training(listed=False)
+Axes = _of_training(listed=True)
 
 
 def whole_run(path: str) -> str:
@@ -124,9 +101,7 @@ def settings_path(settings: dict[str, Any]) -> str:
 
 def setting_as_written(value: bool | float | str | None) -> str:
     """A training setting as text, also as part of a path, which a shell takes without quotes."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def settings_as_read(settings: dict[str, Any]) -> list[str]:
@@ -134,37 +109,35 @@ def settings_as_read(settings: dict[str, Any]) -> list[str]:
     return [setting_as_read(key, setting_as_written(value)) for key, value in settings.items()]
 
 
+class Estimators(Strict):
+    """Every combination of its lists: methods whose gradient estimates are compared, at each ρ if they take one."""
+
+    method: OneOrMany[Name]
+    """A method or a list of methods."""
+    rho: OneOrMany[Rho] | None = None
+    """One ρ or a list, for methods that take one."""
+
+
 class GridEntry(Strict):
     """Every combination of its lists, for every seed."""
 
-    method: Listed
+    method: OneOrMany[Name]
     """A method or a list of methods."""
-    engine: Listed
+    engine: OneOrMany[Name]
     """An engine or a list of engines."""
-    rho: Rhos | None = None
+    rho: OneOrMany[Rho] | None = None
     """One ρ or a list, for methods that take one: 0.01, 1e-2 or exp(-13)."""
-    training: Axes = Field({}, exclude_if=not_)
+    training: Axes = optional({})
     """Numbers, texts and switches of `training` for these runs alone, each a value or a list: axes of the grid."""
-
-    @property
-    def settings(self) -> list[dict[str, Any]]:
-        """Every combination of `training`, one without any key if there is none."""
-        return [dict(zip(self.training, values, strict=True)) for values in product(*self.training.values())]
 
     @property
     def points(self) -> Iterator["GridPoint"]:
         """Its grid points, in the order of the file."""
-        for method, engine, rho, settings in product(self.method, self.engine, self.rho or [None], self.settings):
-            yield GridPoint(method=method, engine=engine, rho=rho, training=settings)
-
-
-class Estimators(Strict):
-    """Every combination of its lists: methods whose gradient estimates are compared, at each ρ if they take one."""
-
-    method: Listed
-    """A method or a list of methods."""
-    rho: Rhos | None = None
-    """One ρ or a list, for methods that take one."""
+        for method, engine, rho, *values in product(
+            self.method, self.engine, self.rho or [None], *self.training.values()
+        ):
+            training = dict(zip(self.training, values, strict=True))
+            yield GridPoint(method=method, engine=engine, rho=rho, training=training)
 
 
 class GridPoint(Strict):
@@ -176,7 +149,7 @@ class GridPoint(Strict):
     """The engine that it was trained with."""
     rho: Rho | None = None
     """Its ρ, for a method that takes one."""
-    training: Settings = Field({}, exclude_if=not_)
+    training: Settings = optional({})
     """Its training settings, those of the grid's entry that names it."""
 
     def __hash__(self) -> int:
@@ -192,7 +165,7 @@ class GridPoint(Strict):
     @property
     def rho_value(self) -> float | None:
         """ρ as a number, None without a safe vocabulary."""
-        return None if self.rho is None else parse_rho(self.rho)
+        return None if self.rho is None else self.rho.value
 
     @property
     def preflight(self) -> str:
@@ -208,7 +181,7 @@ class Run(GridPoint):
     """One grid point with one seed: the whole run, or as it was after one of its steps."""
 
     seed: int
-    step: int | None = Field(None, exclude_if=lambda step: step is None)
+    step: int | None = optional()
     """Of a run as it was after this step; None after the last, with which a run ends."""
 
     @property
@@ -246,7 +219,7 @@ class Sampler(Strict):
     @property
     def rho_value(self) -> float | None:
         """ρ as a number, None without a safe vocabulary."""
-        return None if self.rho is None else parse_rho(self.rho)
+        return None if self.rho is None else self.rho.value
 
 
 class Measurement(Strict):
@@ -275,26 +248,18 @@ class Measurement(Strict):
         return None if self.policy == "base" else self.policy.run(self.seed)
 
 
-def _policy(value: Any) -> Any:
-    """Refuse what is neither form in one line; of a union pydantic says what is wrong with each form."""
-    if value != "base" and not isinstance(value, dict | GridPoint):
-        raise ValueError(f"expected base, or a grid point as {{method: NAME, engine: NAME}}, found {value!r}")
-    return value
-
-
 Policy = Annotated[
     Annotated[Literal["base"], Tag("base")] | Annotated[GridPoint, Tag("point")],
     Discriminator(lambda value: "base" if value == "base" else "point"),
-    BeforeValidator(_policy),
 ]
 
 
 class _MeasurementConfig(Strict):
     """What is measured at fixed policies: every policy with every engine, for every seed."""
 
-    policies: Annotated[list[Policy], Field(min_length=1)]
+    policies: Several[Policy]
     """The base model, or a grid point at the end of its training."""
-    engines: Listed
+    engines: OneOrMany[Name]
     """An engine or a list of engines."""
     problems: Positive
     """Problems whose prompts are used, the same for all; training problems unless `bias.tasks` names others."""
@@ -305,18 +270,10 @@ class MismatchConfig(_MeasurementConfig):
 
     responses: Positive
     """Responses to each problem."""
-    rhos: Rhos
+    rhos: OneOrMany[Rho]
     """At which safe vocabularies are compared."""
-    margins: Annotated[list[PositiveFloat], Field(min_length=1)]
+    margins: Several[PositiveFloat]
     """ε̂ of the margin rule, nats."""
-
-    @field_validator("margins")
-    @classmethod
-    def _distinct(cls, value: list[float]) -> list[float]:
-        for margin in value:
-            if value.count(margin) > 1:
-                raise ValueError(f"{margin} is listed twice")
-        return value
 
 
 class BiasConfig(_MeasurementConfig):
@@ -326,32 +283,23 @@ class BiasConfig(_MeasurementConfig):
     """Batches an estimator: all problems, training.group_size responses each."""
     reference_batches: Annotated[int, Field(ge=4)]
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
-    estimators: Annotated[list[Estimators], Field(min_length=1)]
+    estimators: Several[Estimators]
     """What is compared."""
-    tasks: list[Name] = Field([], exclude_if=not_)
+    tasks: Distinct[Name] = optional([])
     """Evaluated tasks whose problems are used instead of training problems, each task by itself. From two on the report
     has the bias over the length of responses. Not with position_bins."""
-    position_bins: list[Positive] = Field([], exclude_if=not_)
+    position_bins: list[Positive] = optional([])
     """Variance by position in the response: the last token of each bin but the last, as [8, 16, 32]."""
-    norm_responses: Annotated[int, Field(ge=0)] = Field(0, exclude_if=not_)
+    norm_responses: Annotated[int, Field(ge=0)] = optional(0)
     """Responses of the trainer's own policy, at the tokens of which OTB's proxy is held against the true norms of the
     gradients; 0 measures none."""
 
     @model_validator(mode="after")
-    def _both_or_none(self) -> "BiasConfig":
+    def _bins(self) -> "BiasConfig":
         if bool(self.position_bins) != bool(self.norm_responses):
             raise ValueError("position_bins and norm_responses go together; give both or none")
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_divide(self) -> "BiasConfig":
         if self.position_bins and self.tasks:
             raise ValueError("tasks and position_bins cannot be combined; give one")
+        if self.position_bins != sorted(set(self.position_bins)):
+            raise ValueError(f"position_bins: expected ascending numbers, found {self.position_bins}")
         return self
-
-    @field_validator("position_bins")
-    @classmethod
-    def _ascending(cls, value: list[int]) -> list[int]:
-        if value != sorted(set(value)):
-            raise ValueError(f"expected ascending numbers, found {value}")
-        return value

@@ -71,11 +71,11 @@ class Experiment(Strict):
     """Measurements of the mismatch at fixed policies."""
     bias: BiasConfig | None = None
     """Measurements of gradient estimators at fixed policies."""
-    sources: dict[Name, Source]
+    sources: dict[Name, Source] = {}
     """Added to the catalogue's, or in place of one."""
-    engines: dict[Name, EngineConfig]
+    engines: dict[Name, EngineConfig] = {}
     """Added to the catalogue's, or in place of one."""
-    methods: dict[Name, Method]
+    methods: dict[Name, Method] = {}
     """Added to the catalogue's, or in place of one."""
     deepspeed: dict[str, Any] = {}
     """What the file named by training.deepspeed holds; filled in when the experiment is resolved."""

@@ -24,12 +24,9 @@ class Columns(Strict):
     """The data set's own name of the row."""
 
 
-MOST_ROUNDS = 13
-"""Of a chain. With 17 or more no three changes keep its numbers in their range, and with 16 hardly any."""
-
-
-PUZZLE_SIZES = (2, 12)
-"""A grid of one cell has no goal, and of 20 vertices at random hardly any have a colouring."""
+MOST_STEPS = {"chains": 13, "shortest_path": 12, "graph_color": 12}
+"""Of chains of 17 rounds or more no three changes keep the numbers in their range, and of 16 hardly any; of 20 vertices
+at random hardly any have a colouring."""
 
 
 class GeneratedSource(Strict):
@@ -54,14 +51,10 @@ class GeneratedSource(Strict):
         return self.generator in ("shortest_path", "graph_color")
 
     @model_validator(mode="after")
-    def _ordered(self) -> "GeneratedSource":
-        if self.steps[0] > self.steps[1]:
-            raise ValueError(f"steps: expected [fewest, most], found {self.steps}")
-        if self.generator == "chains" and self.steps[1] > MOST_ROUNDS:
-            raise ValueError(f"steps: chains have at most {MOST_ROUNDS} rounds, found {self.steps}")
-        smallest, largest = PUZZLE_SIZES
-        if self.several_solutions and not smallest <= self.steps[0] <= self.steps[1] <= largest:
-            raise ValueError(f"steps: puzzles have sizes of {smallest} to {largest}, found {self.steps}")
+    def _in_range(self) -> "GeneratedSource":
+        fewest, most = 1 + self.several_solutions, MOST_STEPS.get(self.generator, self.steps[1])
+        if not fewest <= self.steps[0] <= self.steps[1] <= most:
+            raise ValueError(f"steps: expected [fewest, most] within {fewest} and {most}, found {self.steps}")
         return self
 
 
@@ -138,18 +131,14 @@ class DataConfig(Strict):
     @field_validator("prompt_template")
     @classmethod
     def _has_problem(cls, value: str) -> str:
-        if "{problem}" not in value:
-            raise ValueError("expected a text that contains {problem}")
-        if "{{problem}}" in value:
-            raise ValueError("expected {problem} in one pair of braces; of two, one would stay in the prompt")
+        if "{problem}" not in value or "{{problem}}" in value:
+            raise ValueError("expected a text that contains {problem}, in one pair of braces")
         return value
 
     @model_validator(mode="after")
     def _trains_on_other_problems(self) -> "DataConfig":
         if self.train in self.evaluation:
-            raise ValueError(
-                f"evaluation: '{self.train}' is the source that is trained on; held_out splits problems off it"
-            )
+            raise ValueError(f"evaluation: '{self.train}' is trained on; held_out splits problems off it")
         return self
 
     @property

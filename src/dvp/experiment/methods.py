@@ -4,10 +4,9 @@ Each part is a strict model, or for an advantage a name, that stands in dvp.core
 """
 
 from collections.abc import Iterable
-from operator import not_
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.importance import PRESETS, Correction, ImportanceRule
@@ -15,7 +14,7 @@ from dvp.core.length_decay import LengthDecay
 from dvp.core.masks import Mask
 from dvp.core.objective import LOSSES, Loss, Reinforce
 from dvp.core.safe_vocabulary import Rule, SafeVocabularies
-from dvp.strict import Line, Strict
+from dvp.strict import Line, Strict, optional
 
 
 class Method(Strict):
@@ -23,71 +22,43 @@ class Method(Strict):
 
     label: Line
     """How figures and tables call it."""
-    advantage: str
+    advantage: Literal[tuple(ADVANTAGES)]
     """A name in dvp.core.advantages."""
     safe_vocabulary: Rule | None = None
     """To what trainer and engine are restricted (dvp.core.safe_vocabulary); None restricts neither."""
     importance: Correction = ImportanceRule()
     """dvp.core.importance: a correction by its settings or by the name of a preset, which `preset` changes."""
-    mask: Mask | None = Field(None, exclude_if=lambda mask: mask is None)
+    mask: Mask | None = optional()
     """dvp.core.masks: tokens that are left out by the sign of their advantage; None leaves none out."""
     loss: Loss = Reinforce()
     """dvp.core.objective: a loss by its settings or by its name."""
-    learning_rate_decay: LengthDecay | None = Field(None, exclude_if=lambda decay: decay is None)
+    learning_rate_decay: LengthDecay | None = optional()
     """dvp.core.length_decay: a learning rate that falls once responses grow longer; None keeps it."""
-    true_norms: bool = Field(False, exclude_if=not_)
+    true_norms: bool = optional(False)
     """Whether OTB weighs tokens by the true squared norms of their gradients instead of its proxy: an oracle, which
     `bias` can measure and nothing can train with."""
 
-    @field_validator("advantage")
+    @field_validator("safe_vocabulary", "importance", "loss", mode="before")
     @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in ADVANTAGES:
-            raise ValueError(f"no advantage is called '{value}'; known are {', '.join(sorted(ADVANTAGES))}")
-        return value
-
-    @field_validator("safe_vocabulary", mode="before")
-    @classmethod
-    def _rule(cls, value: Any) -> Any:
-        """A bare name says it all: `safe_vocabulary: fixed`."""
-        return {"rule": value} if isinstance(value, str) else value
-
-    @field_validator("importance", mode="before")
-    @classmethod
-    def _correction(cls, value: Any) -> Any:
-        """`importance: mis`, `{preset: mis, veto: 1e-4}`, or settings without a preset."""
-        value = {"preset": value} if isinstance(value, str) else value
-        if isinstance(value, dict) and "preset" in value:
-            return _changed("correction", PRESETS, "preset", value)
-        return {"kind": "ratio"} | value if isinstance(value, dict) else value
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _loss(cls, value: Any) -> Any:
-        """`loss: clip_higher` or `{kind: clip_higher, clip_low: 0.1}`."""
-        value = {"kind": value} if isinstance(value, str) else value
-        if isinstance(value, dict) and "kind" not in value:
-            raise ValueError(f"kind is missing; expected one of {', '.join(sorted(LOSSES))}")
-        return _changed("loss", LOSSES, "kind", value) if isinstance(value, dict) else value
+    def _spelled_out(cls, value: Any, info: ValidationInfo) -> Any:
+        """A bare name says it all (`mis`, `clip_higher`, `fixed`); what stands beside a name changes its settings."""
+        key, named = {"importance": ("preset", PRESETS), "loss": ("kind", LOSSES)}.get(info.field_name, ("rule", None))
+        value = {key: value} if isinstance(value, str) else value
+        if named is None or not isinstance(value, dict) or key not in value:
+            return value
+        name = value[key]
+        if not isinstance(name, str) or name not in named:
+            raise ValueError(f"no {info.field_name} is called {name!r}; known are {', '.join(sorted(named))}")
+        return named[name].model_dump() | {other: given for other, given in value.items() if other != key}
 
     @model_validator(mode="after")
-    def _weighs_tokens(self) -> "Method":
+    def _fits_together(self) -> "Method":
         if self.true_norms and self.advantage not in BY_TOKEN:
-            raise ValueError(
-                f"true_norms: advantage {self.advantage} weighs no tokens; {', '.join(sorted(BY_TOKEN))} do"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_value_a_sequence(self) -> "Method":
+            raise ValueError(f"true_norms: expected an advantage that weighs tokens: {', '.join(sorted(BY_TOKEN))}")
         if not self.loss.by_token and self.importance.by_token:
-            raise ValueError(
-                f"loss {self.loss.kind} takes an importance correction of level none, sequence or geometric"
-            )
+            raise ValueError(f"loss {self.loss.kind} takes a correction of level none, sequence or geometric")
         if not self.loss.by_token and self.advantage in BY_TOKEN:
-            raise ValueError(
-                f"loss {self.loss.kind} takes one advantage a sequence; {self.advantage} gives one a token"
-            )
+            raise ValueError(f"loss {self.loss.kind} takes one advantage a sequence; {self.advantage} has one a token")
         return self
 
     def like(self, other: "Method", *, but: Iterable[str]) -> bool:
@@ -121,11 +92,3 @@ class Method(Strict):
         if self.safe_vocabulary is None:
             return SafeVocabularies(None, None)
         return self.safe_vocabulary.sides(rho, max_response_tokens)
-
-
-def _changed(what: str, presets: dict[str, Strict], key: str, value: dict) -> dict:
-    """The settings of a preset with those that stand beside its name on top."""
-    name = value[key]
-    if not isinstance(name, str) or name not in presets:
-        raise ValueError(f"no {what} is called {name!r}; known are {', '.join(sorted(presets))}")
-    return presets[name].model_dump() | {other: given for other, given in value.items() if other != key}

@@ -1,12 +1,11 @@
 """Settings of the inference engine and of the RL loop."""
 
-from operator import not_
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from dvp.core.safe_vocabulary import SafeVocabularies
-from dvp.strict import LOWEST_TEMPERATURE, LearningRate, Name, Positive, PositiveFloat, Strict
+from dvp.strict import LOWEST_TEMPERATURE, LearningRate, Name, Positive, PositiveFloat, Strict, optional
 
 BF16_AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
 """`torch_autocast` of a DeepSpeed file: the trainer multiplies in bf16, and all else stays fp32.
@@ -38,9 +37,9 @@ class EngineConfig(Strict):
     """Of keys and values; auto is `dtype`. vLLM rounds them to the nearest number on a GPU, toward zero on a CPU."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
-    head_dtype: Literal["auto", "float32"] = Field("auto", exclude_if=lambda dtype: dtype == "auto")
+    head_dtype: Literal["auto", "float32"] = optional("auto")
     """Of its logits. auto: as `dtype`. float32: the sums of the head's products are not rounded."""
-    noise: Noise | None = Field(None, exclude_if=lambda noise: noise is None)
+    noise: Noise | None = optional()
     """Added to its logits; log-probs are those of what is sampled from."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a GPU's memory that the engine may take; unused on a CPU."""
@@ -97,7 +96,7 @@ class TrainingConfig(Strict):
     """Of sampling; trainer and engine both divide logits by it."""
     max_response_tokens: Positive
     """Longest response."""
-    report_sets: bool = Field(False, exclude_if=not_)
+    report_sets: bool = optional(False)
     """Where the engine prunes, it reports the set that each token was sampled from, with log Z', so that the run has k3
     and ESS of the unpruned policies too; vLLM then samples through a logits processor and not by its own min-p. Mask
     replay needs the sets, and has them without being asked."""
@@ -138,21 +137,15 @@ class TrainingConfig(Strict):
 
     @model_validator(mode="after")
     def _divides(self) -> "TrainingConfig":
-        batch = self.prompts_per_step * self.group_size
-        if batch % self.ranks:
-            raise ValueError(f"gpus × nodes ({self.ranks}) must divide prompts_per_step × group_size ({batch})")
         longest = (self.max_prompt_tokens or 0) + self.max_response_tokens
         if self.tokens_per_micro_batch < longest:
-            parts = "max_prompt_tokens + max_response_tokens" if self.max_prompt_tokens else "max_response_tokens"
-            raise ValueError(
-                f"tokens_per_micro_batch ({self.tokens_per_micro_batch}) must be at least {parts} ({longest}): a "
-                "response is never cut"
-            )
-        if self.prompts_per_step % self.minibatches:
-            raise ValueError(f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step})")
-        if self.checkpoint_every % self.synchronise_every:
-            raise ValueError(
-                f"checkpoint_every ({self.checkpoint_every}) must be a multiple of synchronise_every "
-                f"({self.synchronise_every}): a continued run starts with the engine's weights equal to the trainer's"
-            )
+            raise ValueError(f"tokens_per_micro_batch: expected a prompt and a response, {longest}, at least")
+        for name, value, of, whole in (
+            ("gpus × nodes", self.ranks, "prompts_per_step × group_size", self.prompts_per_step * self.group_size),
+            ("minibatches", self.minibatches, "prompts_per_step", self.prompts_per_step),
+            # A continued run starts with the engine's weights equal to the trainer's.
+            ("synchronise_every", self.synchronise_every, "checkpoint_every", self.checkpoint_every),
+        ):
+            if whole % value:
+                raise ValueError(f"{name} ({value}) must divide {of} ({whole})")
         return self

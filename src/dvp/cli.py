@@ -10,6 +10,10 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -33,6 +37,21 @@ app = typer.Typer(
 
 LARGEST = 1e9  # of a price, a length or megabytes: more is a slip, and what follows from it may be infinite
 LARGEST_SEED = 2**32 - 1  # of dvp.strict.Seed
+EXPERIMENT, MODELS, RESULTS = "Experiment", "Data and models", "Results"
+MEASUREMENT = "Evaluation and measurement"
+
+
+def verb(panel: str, module: str) -> Callable[[Callable], Callable]:
+    """A verb that calls the function of its name in a module, which is imported when it is called."""
+
+    def register(declared: Callable) -> Callable:
+        @wraps(declared)
+        def call(**options: Any) -> None:
+            getattr(import_module(module), declared.__name__)(*signature(declared).bind(**options).args)
+
+        return app.command(rich_help_panel=panel)(call)
+
+    return register
 
 
 def _above_zero(value: float | None) -> float | None:
@@ -42,8 +61,7 @@ def _above_zero(value: float | None) -> float | None:
 
 
 def _to_path(text: str) -> Path:
-    # What a variable that is not set leaves; Path("") would be the current folder.
-    if not text:
+    if not text:  # what a variable that is not set leaves; Path("") would be the current folder
         raise typer.BadParameter("expected a path, found an empty text.")
     return Path(text)
 
@@ -57,22 +75,18 @@ def _path(metavar: str, help: str, **more: Any) -> Any:
 
 
 CONFIG = _path("FILE", "results/E/config.yaml")
-Config = Annotated[Path, CONFIG]
-RunPath = Annotated[
-    str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
-]
 MEASURED = _option(
     "MEASUREMENT",
     "POLICY/by~ENGINE/seed~N (of a task: POLICY/by~ENGINE/on~TASK/seed~N); POLICY is base, or RUN without its seed",
 )
+Config = Annotated[Path, CONFIG]
+RunPath = Annotated[
+    str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
+]
 Threads = Annotated[int, _option("N", "CPU threads", min=1)]
+StopSeconds = Annotated[int, _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)]
 # Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
 More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
-
-EXPERIMENT = "Experiment"
-MODELS = "Data and models"
-MEASUREMENT = "Evaluation and measurement"
-RESULTS = "Results"
 
 
 @app.command(rich_help_panel=EXPERIMENT)
@@ -133,31 +147,24 @@ def plan(
     print(dump_json(made) if json else render(made))
 
 
-@app.command(rich_help_panel=MODELS)
+@verb(MODELS, "dvp.data.stage")
 def prepare(config: Config) -> None:
     """Turn sources into training and evaluation problems.
 
     Loads, deduplicates, decontaminates, splits and renders prompts; writes data/train.parquet, data/eval.parquet and
     data/manifest.json, which says what was dropped and why.
     """
-    from dvp.data import stage
-
-    stage.prepare(config)
 
 
-@app.command(rich_help_panel=MODELS)
+@verb(MODELS, "dvp.training.stage")
 def base(config: Config, threads: Threads = 1) -> None:
     """Make the base model.
 
     Trains the tiny tokenizer and model, or fetches a pinned revision of the hub; writes base/, an ordinary Hugging Face
     directory.
     """
-    from dvp.training import stage
-
-    stage.base(config, threads)
 
 
-STOP = _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)
 MEMORY = _option(
     "MB",
     "memory of a training job on a node, as Slurm counts it",
@@ -171,7 +178,7 @@ def preflight(
     config: Config,
     engine: Annotated[str, _option("NAME", "an engine of the grid; with /KEY~VALUE where the grid gives settings")],
     threads: Threads = 1,
-    stop_seconds: Annotated[int, STOP] = 0,
+    stop_seconds: StopSeconds = 0,
     memory_mb: Annotated[float | None, MEMORY] = None,
     process: Annotated[Literal["train", "resume", "convert", "evaluate"] | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -187,63 +194,44 @@ def preflight(
     stage.preflight(config, engine, threads, stop_seconds, memory, process)
 
 
-@app.command(rich_help_panel=MODELS)
-def train(
-    config: Config,
-    run: RunPath,
-    threads: Threads = 1,
-    stop_seconds: Annotated[int, STOP] = 0,
-) -> None:
+@verb(MODELS, "dvp.training.stage")
+def train(config: Config, run: RunPath, threads: Threads = 1, stop_seconds: StopSeconds = 0) -> None:
     """Train one run with RL.
 
     Rollouts by vLLM, updates by DeepSpeed. Writes runs/RUN/metrics.jsonl as it goes, checkpoints to continue from when
     it is run again, and runs/RUN/train.json at the end.
     """
-    from dvp.training import stage
-
-    stage.train(config, run, threads, stop_seconds)
 
 
-@app.command(rich_help_panel=MODELS)
+@verb(MODELS, "dvp.conversion.stage")
 def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """Turn a run's checkpoint into a Hugging Face model, with proof.
 
     Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if a weight is not the trainer's to the last
     bit, or fixed prompts score differently by more than rounding.
     """
-    from dvp.conversion import stage
-
-    stage.convert(config, run, threads)
 
 
-@app.command(rich_help_panel=MEASUREMENT)
-def evaluate(
-    config: Config,
-    run: RunPath,
-    task: Annotated[str, _option("TASK", "held_out, or an evaluation source of the experiment")],
-    threads: Threads = 1,
-) -> None:
+TASK = _option("TASK", "held_out, or an evaluation source of the experiment")
+
+
+@verb(MEASUREMENT, "dvp.evaluation.stage")
+def evaluate(config: Config, run: RunPath, task: Annotated[str, TASK], threads: Threads = 1) -> None:
     """Sample a model on a task and score it.
 
     Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
     with intervals). RUN `base` is the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
     the safe vocabulary at ρ, if evaluation.also of the experiment asks for that.
     """
-    from dvp.evaluation import stage
-
-    stage.evaluate(config, run, task, threads)
 
 
-@app.command(rich_help_panel=MEASUREMENT)
+@verb(MEASUREMENT, "dvp.measurement.stage")
 def mismatch(config: Config, measurement: Annotated[str, MEASURED], threads: Threads = 1) -> None:
     """Measure the mismatch between engine and trainer at a fixed policy.
 
     Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes
     mismatch/MEASUREMENT/*.parquet and mismatch.json.
     """
-    from dvp.measurement import stage
-
-    stage.mismatch(config, measurement, threads)
 
 
 PROBLEMS = _path("FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on")
@@ -285,15 +273,12 @@ def bias(
     print(f"\nfull precision, and what the intervals are made from: {output}")
 
 
-@app.command(rich_help_panel=RESULTS)
+@verb(RESULTS, "dvp.analysis.stage")
 def report(config: Config) -> None:
     """Make tables and figures of all that was trained, evaluated and measured.
 
     Writes tables/, figures/, provenance.json and report/.
     """
-    from dvp.analysis import stage
-
-    stage.report(config)
 
 
 ANSWERING = _option(
@@ -360,16 +345,13 @@ def show(
     stage.show(config)
 
 
-@app.command(rich_help_panel=RESULTS)
+@verb(RESULTS, "dvp.tracking.track")
 def track(config: Config) -> None:
     """Bring the tracking store up to date from the files.
 
     Reads tracking/ and runs/RUN/metrics.jsonl, and adds to the MLflow store what it lacks of every stage that has
     begun: after an outage of the store, or into an empty one. Changes no file.
     """
-    from dvp.tracking.track import track
-
-    track(config)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -377,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = sys.unraisablehook
     _stopped.clear()
     try:
-        return _run(arguments)
+        return _run(sys.argv[1:] if arguments is None else list(arguments))
     finally:
         # What is cleaned up at exit, and a signal then, is no stage's any more.
         dropped.heard()
@@ -409,7 +391,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
         raise _stopped[-1]
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal or a pipe that has no ρ; standard error has its own way
         sys.stdout.reconfigure(errors="replace")
     quiet()
@@ -419,44 +401,49 @@ def _run(arguments: list[str] | None) -> int:
     # Read when torch is loaded. By default threads that wait for each other keep their cores busy, and a stage beside
     # another one takes twice as long; alone it takes as long as before.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     name = f"dvp {arguments[0]}" if arguments[:1] and arguments[0] in command.commands else "dvp"
     try:
         stoppable()  # until here, and while Python starts, a stop is the system's own
         # What `app()` does, but for its own way with exceptions.
-        with command.make_context("dvp", list(arguments)) as context:
+        with command.make_context("dvp", arguments) as context:
             command.invoke(context)
         sys.stdout.flush()
+        return 0
     except typer.Exit as ended:  # --help
         return ended.exit_code
-    except typer.TyperException as error:
-        message = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
-        return _say(f"{name}: {message}; see `{name} --help`", error.exit_code)
-    except DvpError as error:
-        return _say(f"{name}: {error}", 2)
-    except Stopped as stopped:
-        return _say(f"{name}: {stopped}", stopped.code)
-    except KeyboardInterrupt:
-        return _say(f"{name}: interrupted", 130)
     except BrokenPipeError:
         _drop_output()  # `dvp plan | head`: its reader has seen enough
         return 141
-    except Exception as error:
-        # Some libraries make an error of their own of a stop that comes while they are imported.
-        if _stopped:
-            return _say(f"{name}: {_stopped[-1]}", _stopped[-1].code)
-        if (trouble := disk_trouble(error)) is not None:
-            try:
-                sys.stdout.flush()
-            except OSError:  # it goes to that disk
-                _drop_output()
-            return _say(f"{name}: {trouble}", 2)
-        if isinstance(error, OSError) and error.filename is not None:  # a folder that is not ours
-            return _say(f"{name}: {error.filename}: {error.strerror}", 2)
-        traceback.print_exc()
-        return _say(f"{name}: a bug, please report it with the lines above: {type(error).__name__}: {error}", 1)
-    return 0
+    except (Exception, Stopped, KeyboardInterrupt) as error:
+        line, status = _ending(error, name)
+        print(f"{name}: {line}", file=sys.stderr)
+        return status
+
+
+def _ending(error: BaseException, name: str) -> tuple[str, int]:
+    """What is said of an error, and the exit status."""
+    if isinstance(error, typer.TyperException):
+        message = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+        return f"{message}; see `{name} --help`", error.exit_code
+    if isinstance(error, DvpError):
+        return str(error), 2
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    # Some libraries make an error of their own of a stop that comes while they are imported.
+    if isinstance(error, Stopped) or _stopped:
+        stopped = error if isinstance(error, Stopped) else _stopped[-1]
+        return str(stopped), stopped.code
+    if (trouble := disk_trouble(error)) is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:  # it goes to that disk
+            _drop_output()
+        return trouble, 2
+    if isinstance(error, OSError) and error.filename is not None:  # a folder that is not ours
+        return f"{error.filename}: {error.strerror}", 2
+    traceback.print_exception(error)
+    return f"a bug, please report it with the lines above: {type(error).__name__}: {error}", 1
 
 
 def _drop_output() -> None:
@@ -464,30 +451,27 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(line: str, status: int) -> int:
-    print(line, file=sys.stderr)
-    return status
+QUIET = {
+    "GLOG_minloglevel": "2",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 def quiet() -> None:
     """Keep the libraries' chatter off the terminal, where progress and reasons are to be seen."""
-    defaults = {
-        "DS_ACCELERATOR": "" if Path("/dev/nvidiactl").exists() else "cpu",
-        "GLOG_minloglevel": "2",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOGGING_LEVEL": "CRITICAL",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TQDM_DISABLE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    for key, value in defaults.items():
-        if value:
-            os.environ.setdefault(key, value)
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # By name: what numpy says of an overflow, for one, is to be seen.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     for name in ("alembic", "deepspeed", "DeepSpeed", "lm_eval", "urllib3", "vllm"):

@@ -154,10 +154,9 @@ def _as_written(problem: Any, value: Any) -> tuple:
     """The path as it is in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
     kept = []
     for part in problem["loc"]:
-        try:
+        if (isinstance(value, list) and isinstance(part, int)) or (isinstance(value, dict) and part in value):
             value = value[part]
-        except (KeyError, IndexError, TypeError):
-            if problem["type"] != "missing" or part != problem["loc"][-1]:
-                continue
+        elif problem["type"] != "missing" or part != problem["loc"][-1]:
+            continue
         kept.append(part)
     return tuple(kept)

@@ -27,9 +27,9 @@ class _Loader(yaml.SafeLoader):
     """No duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
+        keys = [key for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key.value in [before.value for before in keys[:place]]:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
         return super().construct_mapping(node, deep)
 

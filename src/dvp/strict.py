@@ -3,6 +3,8 @@
 import re
 import unicodedata
 from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
@@ -138,11 +140,10 @@ def first_problem(
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         schema = model.model_json_schema()
-        known = {
-            *more,
-            *(key for part in (schema, *schema.get("$defs", {}).values()) for key in part.get("properties", ())),
-        }
-        meant = get_close_matches(str(location[-1]), sorted(known - {location[-1]}), n=1, cutoff=0.65)
+        groups = [{*group.get("properties", ())} for group in (schema, *schema.get("$defs", {}).values())]
+        beside = {*reduce(getitem, location[:-1], value)} - {problem["loc"][-1] for problem in problems}
+        known = {*more}.union(*([group for group in groups if beside <= group] or groups)) - {location[-1]}
+        meant = get_close_matches(str(location[-1]), sorted(known), n=1, cutoff=0.65)
         message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
     elif first["type"] not in ("value_error", "missing") and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dvp.core.advantages import NEED_A_GROUP
 from dvp.errors import DvpError
@@ -59,7 +59,7 @@ class Experiment(Strict):
     """How models are scored."""
     report: ReportConfig
     """The main table."""
-    grid: Several[GridEntry]
+    grid: Annotated[list[GridEntry], Field(min_length=1)]
     """What is trained."""
     tools: Tools | None = optional()
     """The tool that responses may call, in training and in evaluation."""
@@ -92,10 +92,9 @@ class Experiment(Strict):
         for name, key in (("held_out", "data.evaluation"), (TRAINING, "engines")):
             if name in (self.data.evaluation if name == "held_out" else self.engines):
                 raise ValueError(f"{key}: the name '{name}' is reserved")
-        if not self.data.tasks:
-            raise ValueError("data: no evaluation task; expected held_out or evaluation")
         if set(self.data.tasks) != set(self.evaluation.samples_per_problem):
-            raise ValueError(f"evaluation.samples_per_problem: expected a number for {', '.join(self.data.tasks)} each")
+            tasks = ", ".join(self.data.tasks)
+            raise ValueError(f"evaluation.samples_per_problem: expected a number for each of {tasks} and no other")
         return self
 
     def _named(self) -> Iterator[tuple[str, Iterable[str], Iterable[str]]]:
@@ -105,7 +104,7 @@ class Experiment(Strict):
         yield "data.evaluation", self.data.evaluation, self.sources
         yield "base.source", [self.base.source] if isinstance(self.base, TrainedBase) else [], made
         yield "report.task", [self.report.task], self.data.tasks
-        yield "evaluation", self._sampling_engines, self.engines
+        yield "evaluation.engine", self._sampling_engines, self.engines
         yield "grid.engine", [point.engine for point in self.points], self.engines
         yield "grid.method", [point.method for point in self.points], self.methods
         yield "report.reference", [self.report.reference], {point.method: point for point in self.points}

@@ -283,7 +283,7 @@ class BiasConfig(_MeasurementConfig):
     """Batches an estimator: all problems, training.group_size responses each."""
     reference_batches: Annotated[int, Field(ge=4)]
     """Batches sampled from the trainer's own policy, from which the exact gradient is estimated."""
-    estimators: Several[Estimators]
+    estimators: Annotated[list[Estimators], Field(min_length=1)]
     """What is compared."""
     tasks: Distinct[Name] = optional([])
     """Evaluated tasks whose problems are used instead of training problems, each task by itself. From two on the report

@@ -170,7 +170,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 class _Zero(Strict, extra="allow"):
-    stage: Literal[1, 2, 3]
+    stage: Annotated[int, Field(ge=1, le=3)]
     compute_grad_norm: Literal[True] = True  # a step reports it
 
 

@@ -175,7 +175,10 @@ def test_a_verb_calls_its_function_with_its_options(monkeypatch):
         (["plan", "--response-tokens", "-1"], "Invalid value for '--response-tokens': -1 is not a number above zero"),
         (["plan", "--gpus", "0"], "Invalid value for '--gpus': "),
         (["plan", "--gpu", "abacus"], "Invalid value for '--gpu': "),
-        (["plan", "--config", "experimnt=smoke"], "--config experimnt=smoke: expected KEY=VALUE with one of the keys"),
+        (
+            ["plan", "--config", "experimnt=smoke"],
+            "config/config.yaml or --config: experimnt: unknown key; did you mean",
+        ),
         (["plan", "--config", "experiment=nope"], "config/experiments/nope.yaml: no such experiment"),
         (["bias", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0; see"),
         (

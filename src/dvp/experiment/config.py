@@ -189,7 +189,7 @@ class Experiment(Strict):
             for point in self.points
             if point.method == report.reference
             and report.reference_engine in (None, point.engine)
-            and self.has_settings(point, report.reference_training)
+            and report.reference_training.items() <= dict(self.training_of(point)).items()
         ]
         if report.reference_engine is not None or not own:
             return own
@@ -321,11 +321,6 @@ class Experiment(Strict):
         """A point's values of `axes`: what tables and figures show of its training settings."""
         training = self.training_of(point)
         return {key: getattr(training, key) for key in self.axes}
-
-    def has_settings(self, point: GridPoint, settings: dict[str, Any]) -> bool:
-        """Whether a point is trained with these settings."""
-        training = self.training_of(point)
-        return all(getattr(training, key) == value for key, value in settings.items())
 
     def run(self, path: str) -> Run:
         """The run of this path. Raises DvpError if the grid has none."""

@@ -219,14 +219,10 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
 
     Raises DvpError.
     """
+    given = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
     file = config / "config.yaml"
-    settings = _parse(Settings, read_yaml(file), file).model_dump()
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if not value or key not in ("experiment", "results"):
-            raise DvpError(f"--config {pair}: expected KEY=VALUE with one of the keys experiment, results")
-        settings[key] = value
-    return _parse(Settings, settings, "--config").model_dump(exclude={"evidence"})
+    settings = _parse(Settings, read_yaml(file) | given, f"{file} or --config")
+    return settings.model_dump(exclude={"evidence"})
 
 
 def read_resolved(path: Path) -> Experiment:

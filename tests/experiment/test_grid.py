@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.errors import DvpError
-from dvp.experiment.grid import NO_AXES, GridPoint, Rho, Run, Settings, setting_as_written, settings_as_read
+from dvp.experiment.grid import NO_AXES, GridPoint, Rho, Settings, setting_as_written, settings_as_read
 from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.progress import readable
 from dvp.tracking.names import policy_params, policy_title
@@ -63,15 +63,6 @@ def test_a_runs_path_says_what_it_is_and_finds_it(name):
         assert made.run(run.path) == run
         assert (run.rho_value is not None) == made.methods[run.method].takes_rho
     assert len({run.path for run in made.runs}) == len(made.runs)
-
-
-def test_runs_of_tiny():
-    runs = load_experiment("tiny", CONFIG).runs
-    assert len(runs) == 10
-    assert runs[0] == Run(method="rloo", engine="fp32", rho=None, seed=0)
-    assert [run.path for run in runs if run.rho == "exp(-13)"] == [
-        f"method~{method}/engine~coarse/rho~exp-13/seed~{seed}" for method in ("dvp", "dvp_mis") for seed in (0, 1)
-    ]
 
 
 # --- training settings as axes ---

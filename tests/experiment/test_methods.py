@@ -89,19 +89,6 @@ def test_all_of_the_core_is_in_the_catalogue_and_smoke_tested():
     assert {run.method for run in experiment.runs} == trained - {"otb_mass"}
 
 
-def test_every_correction_of_otb_is_there_with_and_without_dvp():
-    methods = load_experiment("smoke_methods", ROOT / "config").methods
-    for pruned, start in ((False, "otb"), (True, "dvp_otb")):
-        for correction in ("", "_tis", "_mis"):
-            used, alike = methods[start + correction], methods[("dvp" if pruned else "rloo") + correction]
-            assert used.advantage == "otb"
-            assert (used.safe_vocabulary, used.importance, used.loss) == (
-                alike.safe_vocabulary,
-                alike.importance,
-                alike.loss,
-            )
-
-
 def test_bins_of_positions_are_named_by_their_ends():
     made = experiment(name="smoke_evidence", bias__norm_responses=4, bias__position_bins=[1, 8])
     assert made.positions == ["1-1", "2-8", f"9-{made.training.max_response_tokens}"]

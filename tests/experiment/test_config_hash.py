@@ -62,7 +62,7 @@ def test_a_stage_depends_on_its_own_parts_and_no_other(changes, changed):
     assert differ(experiment(*GRID), experiment(*GRID, **changes)) == changed
 
 
-def test_the_base_models_source_counts_where_nothing_is_trained_on_it():
+def test_the_base_models_source_counts_where_no_run_trains_on_it():
     other = {"base.source": "stories"}
     assert differ(experiment(*GRID, **other), experiment(*GRID, **other, sources__stories__seed=7)) == ALL - {"prepare"}
 
@@ -103,7 +103,7 @@ def test_runs_tasks_steps_and_samplers_have_hashes_of_their_own():
     assert more.config_hash("evaluate", RUN, "aime25") != made.config_hash("evaluate", RUN, "aime25")
 
 
-def test_a_run_depends_on_its_own_settings_wherever_they_are_written():
+def test_a_run_depends_on_its_settings_wherever_they_stand():
     axes = {"method": "otb", "engine": "fp32", "training": {"group_size": [2, 8], "steps": [7]}}
     given = experiment(RLOO, axes)
     section = experiment(RLOO, {"method": "otb", "engine": "fp32"}, training__group_size=8, training__steps=7)
@@ -146,7 +146,7 @@ def test_a_run_depends_on_reported_sets_where_they_are_asked_for():
     assert others == {"dvp", "dvp_mis"}  # and not mask replay, nor what has no safe vocabulary
 
 
-def test_the_matrix_of_the_evidence_trains_and_scores_nothing_again():
+def test_the_evaluation_matrix_trains_and_scores_nothing_again():
     grid, matrix = load_experiment("training_grid"), load_experiment("evaluation_matrix")
     assert matrix.runs == grid.runs
     for run in [None, *grid.runs[::7]]:

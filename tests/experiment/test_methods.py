@@ -118,7 +118,7 @@ bias:
 
 
 @pytest.mark.slow
-def test_the_recipes_for_an_advantage_and_a_rule_are_one_file_each(tmp_path, tiny_model):
+def test_the_recipes_for_an_advantage_and_a_rule_are_followed(tmp_path, tiny_model):
     """docs/extend.md, followed to the letter in a copy of the package: read without torch, trained for two steps."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "config", tmp_path / "config")

@@ -303,12 +303,9 @@ def evidence(
     stage.evidence([*experiments, *(more or [])], output)
 
 
-@app.command(rich_help_panel=RESULTS)
+@verb(RESULTS, "dvp.analysis.stage")
 def redraw(results: Annotated[Path, _path("FOLDER", "results, or what is kept of some")]) -> None:
     """Draw tables, figures and the page of claims again, from the estimates in FOLDER/E/report."""
-    from dvp.analysis import stage
-
-    stage.redraw(results)
 
 
 FARTHEST = "where the mismatch is largest"

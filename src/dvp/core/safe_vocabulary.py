@@ -9,11 +9,11 @@ together, and the set is the same for `logits` as for `logits − max`. A rule t
 number of entries) has its threshold half-way between the least likely entry that it keeps and the next one: whoever
 makes the logits again, as the head's backward pass does, gets them with other last bits, and still the same set.
 
-A new rule for ρ is two classes here: a subclass of `SafeVocabulary` (what ρ is in each state, which trainer and engine
-then both apply) and a subclass of `RhoRule` (its settings, with a `rule` of its own), which joins `Rule`. Experiments
-ask for it by its `rule`.
+A new rule is a subclass of `SafeVocabulary` (what ρ is in each state, which trainer and engine then both apply) and one
+of `RhoRule` (its settings, with a `rule` of its own, and `safe`), which joins `Rule`. Experiments ask for it by its
+`rule`.
 
-Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
+Shape suffixes: N flattened tokens, V vocabulary, K trials.
 """
 
 from __future__ import annotations
@@ -49,14 +49,6 @@ class SafeVocabulary:
         """A rule of the same kind that prunes at about `rho`: what an engine is proved with, beside the rule itself."""
         return replace(self, rho=rho)
 
-    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is certain, if any logit may be off by that much, of the gaps that come of it.
-
-        Those from the second value up are safe, those below the first are not; (N,) each, both log ρ if it is constant.
-        """
-        log_rho_N = self.log_rho(logits_NV)
-        return log_rho_N, log_rho_N
-
 
 @no_grad
 def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
@@ -75,22 +67,29 @@ def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
     return gap_NV >= rule.log_rho(gap_NV)[:, None]
 
 
+@no_grad
+def settled(logits_V: torch.Tensor, rule: SafeVocabulary, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which entries are safe, and which are not, although every logit may be off by so much: bool (V,) each.
+
+    By trial: every logit moves by ±nats, at random; or all above some level one way and all below it the other way,
+    which is what moves an entropy, a mass or the gap to the largest one most.
+    """
+    generator = torch.Generator().manual_seed(0)
+    gap_V = _gaps(logits_V)
+    random_KV = torch.randint(2, (16, len(gap_V)), generator=generator).to(gap_V) * 2 - 1
+    level_K = -torch.logspace(-1, 1.5, 16, device=gap_V.device)
+    tilted_KV = torch.where(gap_V >= level_K[:, None], 1.0, -1.0)
+    safe_KV = safe_mask(gap_V + nats * torch.cat([random_KV, tilted_KV, -tilted_KV]), rule)
+    return safe_KV.all(dim=0), ~safe_KV.any(dim=0)
+
+
 @dataclass(frozen=True)
 class FixedRho(SafeVocabulary):
-    """The same ρ in every state: min-p, the paper's rule.
-
-    Raises:
-        DvpError: ρ outside (0, 1).
-    """
+    """The same ρ in every state: min-p, the paper's rule."""
 
     rho: float
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.rho < 1.0:
-            raise DvpError(f"rho: expected a number strictly between 0 and 1, got {self.rho}")
-
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho."""
         return torch.full(logits_NV.shape[:1], math.log(self.rho), dtype=torch.float32, device=logits_NV.device)
 
 
@@ -102,126 +101,67 @@ class MassBudget(SafeVocabulary):
 
     Sums run in float64 from the least likely entry up, so 1 − Z is good to a relative 1e-11 at V = 150,000. Entries
     of equal probability that do not fit into the budget together are all kept. One sort a row: O(V log V).
-
-    Raises:
-        DvpError: a budget outside [0, 1).
     """
 
     budget: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.budget < 1.0:
-            raise DvpError(f"budget: expected a probability in [0, 1), got {self.budget}")
+    """In [0, 1)."""
 
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho."""
         rows = max(1, SORTED_AT_ONCE // logits_NV.shape[1])
-        gaps = map(_gaps, logits_NV.split(rows))
-        return torch.cat([_half_way_down(gap_NV, self._least(gap_NV)) for gap_NV in gaps])
+        return torch.cat([self._log_rho(_gaps(logits_nV)) for logits_nV in logits_NV.split(rows)])
 
-    def _least(self, gap_NV: torch.Tensor) -> torch.Tensor:
-        """The gap of the least likely entry that is kept, (N,)."""
-        gap_NV = gap_NV.sort(dim=-1).values
-        weight_NV = gap_NV.double().exp_()
+    def _log_rho(self, gap_NV: torch.Tensor) -> torch.Tensor:
+        sorted_NV = gap_NV.sort(dim=-1).values
+        weight_NV = sorted_NV.double().exp_()
         # A finite logit has some mass, however far below float64's smallest: a budget of 0 prunes none of them.
-        weight_NV = torch.where(gap_NV.isinf(), 0.0, weight_NV.clamp_(min=torch.finfo(torch.float64).tiny))
+        weight_NV = torch.where(sorted_NV.isinf(), 0.0, weight_NV.clamp_(min=torch.finfo(torch.float64).tiny))
         mass_NV = weight_NV.cumsum_(dim=-1)
         # Never all V of them, as budget < 1; if the next entry ties with the last one counted, it keeps both.
         pruned_N1 = (mass_NV <= self.budget * mass_NV[:, -1:]).sum(dim=-1, keepdim=True)
-        return gap_NV.gather(1, pruned_N1).squeeze(1)
+        return _half_way_down(gap_NV, sorted_NV.gather(1, pruned_N1).squeeze(1))
 
     def control(self, rho: float) -> MassBudget:
-        """See SafeVocabulary.control."""
         return MassBudget(rho)
-
-    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SafeVocabulary.log_rho_range. A gap, and the log of a ratio of two masses, move by up to 2 · nats."""
-        gap_NV = _gaps(logits_NV)
-        low, high = (MassBudget(min(self.budget * math.exp(move), 1 - 1e-9)) for move in (-2 * nats, 2 * nats))
-        return low._least(gap_NV) - 2 * nats, (high._least(gap_NV) + 2 * nats).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
 class EntropyScaled(SafeVocabulary):
-    """log ρ(s) = log ρ₀ + α(H̄ − H(s)), clipped: with α > 0, an uncertain state keeps a wider vocabulary.
-
-    Raises:
-        DvpError: ρ₀ outside the settings' range.
-    """
+    """log ρ(s) = log ρ₀ + α(H̄ − H(s)), clipped: with α > 0, an uncertain state keeps a wider vocabulary."""
 
     rho: float
     """ρ₀, what a state of entropy H̄ gets."""
     settings: Entropy
 
-    def __post_init__(self) -> None:
-        self.settings.check(self.rho)
-
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """See SafeVocabulary.log_rho. H is that of the full distribution."""
-        return self._log_rho(torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1))
-
-    def _log_rho(self, entropy_N: torch.Tensor) -> torch.Tensor:
-        log_rho_N = math.log(self.rho) + self.settings.alpha * (self.settings.target_entropy - entropy_N)
-        return log_rho_N.clamp_(math.log(self.settings.lowest), math.log(self.settings.highest))
+        settings = self.settings
+        entropy_N = torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1)
+        log_rho_N = math.log(self.rho) + settings.alpha * (settings.target_entropy - entropy_N)
+        return log_rho_N.clamp_(math.log(settings.lowest), math.log(settings.highest))
 
     def control(self, rho: float) -> EntropyScaled:
-        """See SafeVocabulary.control. Still a function of the entropy, but never far below `rho`."""
-        highest = max(self.settings.highest, rho)
-        return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=highest))
-
-    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SafeVocabulary.log_rho_range.
-
-        dH = −Σ p (log p + H) dz. On the way to the other logits p grows by at most e^{2 nats}, and log p moves by at
-        most 2 nats: H moves by m ≤ nats e^{2 nats} (Σ p |log p + H| + 2 nats + m), and never by more than log V.
-        """
-        log_p_NV = logits_NV.double().log_softmax(dim=-1)
-        p_NV = log_p_NV.exp()
-        entropy_N = torch.special.entr(p_NV).sum(dim=-1)
-        spread_N = torch.where(p_NV > 0, p_NV * (log_p_NV + entropy_N[:, None]).abs(), 0.0).sum(dim=-1)
-        share, most = nats * math.exp(2 * nats), math.log(logits_NV.shape[1])
-        moved_N = torch.full_like(entropy_N, most)
-        if share < 1:
-            moved_N = (share * (spread_N + 2 * nats) / (1 - share)).clamp(max=most)
-        one_N, other_N = (self._log_rho(entropy_N + sign * moved_N).float() for sign in (-1, 1))
-        return torch.minimum(one_N, other_N), torch.maximum(one_N, other_N)
+        """Still a function of the entropy, but never far below `rho`."""
+        return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=max(self.settings.highest, rho)))
 
 
 @dataclass(frozen=True)
 class TopK(SafeVocabulary):
-    """The `k` most likely entries, and those as likely as the last of them; none that cannot be sampled.
-
-    Raises:
-        DvpError: k that is not a whole number of at least 1.
-    """
+    """The `k` most likely entries, and those as likely as the last of them; none that cannot be sampled."""
 
     k: int
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
-            raise DvpError(f"k: expected a whole number of at least 1, got {self.k}")
-
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho."""
         gap_NV = _gaps(logits_NV)
-        return _half_way_down(gap_NV, self._least(gap_NV))
-
-    def _least(self, gap_NV: torch.Tensor) -> torch.Tensor:
-        """The gap of the least likely entry that is kept, (N,); below them all where fewer than k can be sampled."""
         least_N = gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
-        return least_N.clamp(min=torch.finfo(torch.float32).min)
+        # Below them all where fewer than k can be sampled.
+        return _half_way_down(gap_NV, least_N.clamp(min=torch.finfo(torch.float32).min))
 
     def control(self, rho: float) -> TopK:
-        """See SafeVocabulary.control. About ρ is where the second one lies: it prunes everywhere."""
+        """About ρ is where the second one lies: it prunes everywhere."""
         return TopK(min(self.k, 2))
-
-    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SafeVocabulary.log_rho_range. The k-th largest and the largest move by up to `nats` each."""
-        least_N = self._least(_gaps(logits_NV))
-        return least_N - 2 * nats, (least_N + 2 * nats).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
@@ -229,20 +169,12 @@ class TopNSigma(SafeVocabulary):
     """log ρ(s) = −n · σ(s), with σ the standard deviation of the state's logits: top-nσ (arXiv 2411.07641).
 
     σ is that of the population (divisor the number of entries), over those that can be sampled, with a finite logit.
-
-    Raises:
-        DvpError: n that is not a finite number above 0.
     """
 
     n: float
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.n < math.inf:
-            raise DvpError(f"n: expected a finite number above 0, got {self.n}")
-
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho."""
         gap_NV = _gaps(logits_NV)
         finite_NV = gap_NV.isfinite()
         count_N1 = finite_NV.sum(dim=-1, keepdim=True)
@@ -251,13 +183,8 @@ class TopNSigma(SafeVocabulary):
         return -self.n * (square_NV.sum(dim=-1) / count_N1[:, 0]).sqrt()
 
     def control(self, rho: float) -> TopNSigma:
-        """See SafeVocabulary.control. Entries further than σ below the largest exist in every state but a flat one."""
+        """Entries further than σ below the largest exist in every state but a flat one."""
         return TopNSigma(min(self.n, 1.0))
-
-    def log_rho_range(self, logits_NV: torch.Tensor, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SafeVocabulary.log_rho_range. σ changes by up to `nats`, and a gap by twice that."""
-        log_rho_N, most = self.log_rho(logits_NV), (self.n + 2) * nats
-        return log_rho_N - most, (log_rho_N + most).clamp(max=0.0)
 
 
 @dataclass(frozen=True)
@@ -284,65 +211,31 @@ def with_margin(rho: float, epsilon: float) -> FixedRho:
       sampled tokens outside V_S have ratio 0.
 
     Raises:
-        DvpError: ρ outside (0, 1), ε̂ negative, or so large that nothing would be pruned at any logits.
+        DvpError: ε̂ so large that nothing would be pruned at any logits.
     """
-    if not 0.0 <= epsilon < math.inf:
-        raise DvpError(f"epsilon: expected a finite number of nats, at least 0, got {epsilon}")
-    return FixedRho(rho * math.exp(-2.0 * epsilon))
-
-
-class FeedbackRho:
-    """A controller of ρ between steps: prune more while the mismatch is high, less while it is low.
-
-    It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands
-    where it stood.
-
-    Raises:
-        DvpError: ρ outside the settings' range.
-    """
-
-    def __init__(self, rho: float, settings: Feedback):
-        """Start at `rho`."""
-        settings.check(rho)
-        self.rho = rho
-        self._settings = settings
-        self._side = 0
-        self._steps = 0
-
-    def observe(self, metrics: dict) -> None:
-        """Take in the metrics row of a finished step. A signal that is not a number counts as between the bounds.
-
-        Raises:
-            DvpError: the row lacks the signal.
-        """
-        settings = self._settings
-        if settings.signal not in metrics:
-            raise DvpError(f"feedback.signal: the step's metrics have no '{settings.signal}'")
-        value = metrics[settings.signal]
-        side = 0 if value is None else (value > settings.high) - (value < settings.low)
-        self._steps = self._steps + 1 if side == self._side else 1
-        self._side = side
-        if side != 0 and self._steps >= settings.patience:
-            self.rho = min(max(self.rho * settings.factor**side, settings.lowest), settings.highest)
-            self._steps = 0
+    wider = rho * math.exp(-2.0 * epsilon)
+    if not wider > 0.0:
+        raise DvpError(f"epsilon: expected a margin with which something is pruned, got {epsilon} nats")
+    return FixedRho(wider)
 
 
 class SafeVocabularies:
     """The safe vocabularies of a run's two sides, as they are at the present step; None restricts nothing.
 
-    With `feedback` they change from step to step. It sees nothing but the metrics of finished steps, so a run that goes
-    on from a checkpoint hands them in again.
+    With `feedback` ρ changes between steps: it prunes more while the mismatch is high, less while it is low. It sees
+    nothing but the metrics of finished steps, so a run that goes on from a checkpoint hands them in again.
     """
 
     def __init__(
         self,
         trainer: SafeVocabulary | EngineSets | None,
         engine: SafeVocabulary | None,
-        feedback: FeedbackRho | None = None,
+        feedback: Feedback | None = None,
     ):
         self.trainer = trainer
         self.engine = engine
         self._feedback = feedback
+        self._side = self._steps = 0
 
     @property
     def rho(self) -> float | None:
@@ -355,10 +248,18 @@ class SafeVocabularies:
         return isinstance(self.trainer, EngineSets)
 
     def observe(self, metrics: dict) -> None:
-        """Take in the metrics of a finished step."""
-        if self._feedback is not None:
-            self._feedback.observe(metrics)
-            self.trainer = self.engine = FixedRho(self._feedback.rho)
+        """Take in the metrics of a finished step. A signal that is not a number counts as between the bounds."""
+        settings = self._feedback
+        if settings is None:
+            return
+        value = metrics[settings.signal]
+        side = 0 if value is None else (value > settings.high) - (value < settings.low)
+        self._steps = self._steps + 1 if side == self._side else 1
+        self._side = side
+        if side != 0 and self._steps >= settings.patience:
+            rho = min(max(self.rho * settings.factor**side, settings.lowest), settings.highest)
+            self.trainer = self.engine = FixedRho(rho)
+            self._steps = 0
 
 
 class RhoRule(Strict):
@@ -368,23 +269,39 @@ class RhoRule(Strict):
     """Whether ρ comes from the grid."""
     needs_training: ClassVar[bool] = False
     """Whether it says nothing at a fixed policy."""
-    engine_at_rho: ClassVar[bool] = False
-    """Whether the engine samples by min-p at the grid's ρ all along: then a model can be evaluated so."""
+
+    @property
+    def engine_at_rho(self) -> bool:
+        """Whether the engine samples by min-p at the grid's ρ all along: then a model can be evaluated so."""
+        return False
+
+    def safe(self, rho: float | None, max_response_tokens: int) -> SafeVocabulary:
+        """That of either side; `rho` is the grid's, None if the rule takes none. Raises DvpError."""
+        raise NotImplementedError
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """Those of both sides; `rho` is the grid's, None if the rule takes none. Raises DvpError."""
-        raise NotImplementedError
+        """Those of both sides. Raises DvpError as `safe`."""
+        safe = self.safe(rho, max_response_tokens)
+        return SafeVocabularies(safe, safe)
 
 
 class Fixed(RhoRule):
-    """The paper's rule: min-p with the grid's ρ on both sides."""
+    """Min-p with the grid's ρ: the paper's rule, on both sides (`fixed`), and three that differ from it on one side.
 
-    engine_at_rho = True
-    rule: Literal["fixed"]
+    `replay` is mask replay: the trainer renormalises over the engine's sets. Two are controls: `engine_only`, where the
+    ratio is p/q^mp, and `trainer_only`, where it is p^mp/q, and 0 outside V_S.
+    """
+
+    rule: Literal["fixed", "engine_only", "trainer_only", "replay"]
+
+    @property
+    def engine_at_rho(self) -> bool:
+        return self.rule in ("fixed", "replay")
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(FixedRho(rho), FixedRho(rho))
+        pruned = FixedRho(rho)
+        trainer = {"engine_only": None, "replay": EngineSets(pruned)}.get(self.rule, pruned)
+        return SafeVocabularies(trainer, None if self.rule == "trainer_only" else pruned)
 
 
 class Margin(RhoRule):
@@ -397,77 +314,8 @@ class Margin(RhoRule):
     """Which side has the margin: the trainer's leaves no sampled token outside V_S, the engine's no bias."""
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
         wide, narrow = with_margin(rho, self.epsilon), FixedRho(rho)
         return SafeVocabularies(wide, narrow) if self.side == "trainer" else SafeVocabularies(narrow, wide)
-
-
-class EngineOnly(RhoRule):
-    """A control: min-p with the grid's ρ on the engine's side alone. The ratio is p/q^mp."""
-
-    rule: Literal["engine_only"]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(None, FixedRho(rho))
-
-
-class TrainerOnly(RhoRule):
-    """A control: min-p with the grid's ρ on the trainer's side alone. The ratio is p^mp/q, and 0 outside V_S."""
-
-    rule: Literal["trainer_only"]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(FixedRho(rho), None)
-
-
-class Replay(RhoRule):
-    """Mask replay: min-p with the grid's ρ on the engine's side; the trainer renormalises over the engine's sets."""
-
-    engine_at_rho = True
-    rule: Literal["replay"]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(EngineSets(FixedRho(rho)), FixedRho(rho))
-
-
-class TopKRule(RhoRule):
-    """The k most likely tokens of each state, on both sides. Takes no ρ."""
-
-    takes_rho = False
-    rule: Literal["top_k"]
-    k: Annotated[int, Field(ge=1, le=2**31 - 1)]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(TopK(self.k), TopK(self.k))
-
-
-class TopPRule(RhoRule):
-    """The fewest most likely tokens of each state that hold `p` of its probability, on both sides. Takes no ρ."""
-
-    takes_rho = False
-    rule: Literal["top_p"]
-    p: Annotated[float, Field(gt=0, lt=1)]
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        budget = MassBudget(1 - self.p)
-        return SafeVocabularies(budget, budget)
-
-
-class TopNSigmaRule(RhoRule):
-    """Tokens at most n standard deviations of the state's logits below the likeliest, on both sides. Takes no ρ."""
-
-    takes_rho = False
-    rule: Literal["top_n_sigma"]
-    n: PositiveFloat
-
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        return SafeVocabularies(TopNSigma(self.n), TopNSigma(self.n))
 
 
 class Mass(RhoRule):
@@ -478,10 +326,44 @@ class Mass(RhoRule):
     delta: PositiveFloat
     """δ, probability a response may lose; the bias of J is at most R_max times it."""
 
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        budget = MassBudget(self.delta / max_response_tokens)
-        return SafeVocabularies(budget, budget)
+    def safe(self, rho: float | None, max_response_tokens: int) -> MassBudget:
+        budget = self.delta / max_response_tokens
+        if not budget < 1.0:
+            raise DvpError(f"delta: expected less than max_response_tokens, {max_response_tokens}, got {self.delta}")
+        return MassBudget(budget)
+
+
+class TopPRule(RhoRule):
+    """The fewest most likely tokens of each state that hold `p` of its probability, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_p"]
+    p: Annotated[float, Field(gt=0, lt=1)]
+
+    def safe(self, rho: float | None, max_response_tokens: int) -> MassBudget:
+        return MassBudget(1 - self.p)
+
+
+class TopKRule(RhoRule):
+    """The k most likely tokens of each state, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_k"]
+    k: Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+    def safe(self, rho: float | None, max_response_tokens: int) -> TopK:
+        return TopK(self.k)
+
+
+class TopNSigmaRule(RhoRule):
+    """Tokens at most n standard deviations of the state's logits below the likeliest, on both sides. Takes no ρ."""
+
+    takes_rho = False
+    rule: Literal["top_n_sigma"]
+    n: PositiveFloat
+
+    def safe(self, rho: float | None, max_response_tokens: int) -> TopNSigma:
+        return TopNSigma(self.n)
 
 
 class _Ranged(RhoRule):
@@ -494,10 +376,10 @@ class _Ranged(RhoRule):
             raise ValueError(f"lowest ({self.lowest}) must not exceed highest ({self.highest})")
         return self
 
-    def check(self, rho: float) -> None:
-        """Raises DvpError unless lowest ≤ rho ≤ highest."""
+    def _within(self, rho: float) -> float:
         if not self.lowest <= rho <= self.highest:
             raise DvpError(f"rho: expected lowest ≤ rho ≤ highest, got {self.lowest}, {rho} and {self.highest}")
+        return rho
 
 
 class Entropy(_Ranged):
@@ -509,10 +391,8 @@ class Entropy(_Ranged):
     target_entropy: Annotated[float, Field(ge=0)]
     """H̄, nats."""
 
-    def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        scaled = EntropyScaled(rho, self)
-        return SafeVocabularies(scaled, scaled)
+    def safe(self, rho: float | None, max_response_tokens: int) -> EntropyScaled:
+        return EntropyScaled(self._within(rho), self)
 
 
 class Feedback(_Ranged):
@@ -535,23 +415,12 @@ class Feedback(_Ranged):
         return self
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """See RhoRule.sides."""
-        feedback = FeedbackRho(rho, self)
-        return SafeVocabularies(FixedRho(rho), FixedRho(rho), feedback)
+        safe = FixedRho(self._within(rho))
+        return SafeVocabularies(safe, safe, self)
 
 
 Rule = Annotated[
-    Fixed
-    | Margin
-    | EngineOnly
-    | TrainerOnly
-    | Replay
-    | Mass
-    | TopPRule
-    | TopKRule
-    | TopNSigmaRule
-    | Entropy
-    | Feedback,
+    Fixed | Margin | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback,
     Field(discriminator="rule"),
     Told("rule"),
 ]

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.core.advantages import ADVANTAGES, NEED_A_GROUP, Responses, optimal_token_proxy, otb_variance_readouts
-from dvp.errors import DvpError
 
 NAMES = list(ADVANTAGES)
 PER_RESPONSE = ["rloo", "grpo", "dr_grpo", "opo", "reinforce_pp"]
@@ -104,45 +103,6 @@ def test_every_advantage_is_its_formula_and_zero_outside_the_mask(name, response
     np.testing.assert_allclose(ADVANTAGES[name](responses), reference(name, responses), rtol=1e-9, atol=1e-9)
 
 
-def test_opo_leaves_rejected_responses_out_of_its_baseline():
-    """Two kept responses of lengths 1 and 3 with rewards 0 and 1; the third, of reward 8, was rejected."""
-    mask = [[True, False, False], [True, True, True], [True, True, True]]
-    ratio = [[1.0] * 3, [1.0] * 3, [0.0] * 3]
-    advantage = ADVANTAGES["opo"](build([0, 1, 8], mask, 3, ratio=ratio))
-    assert advantage[:, 0].tolist() == [-0.75, 0.25, 7.25]
-
-
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
-@settings(max_examples=30)
-@given(responses=batches(min_group=2, full=True))
-def test_a_group_sums_to_zero(name, responses):
-    advantage_PG = ADVANTAGES[name](responses)[:, 0].reshape(-1, responses.group_size)
-    np.testing.assert_allclose(advantage_PG.sum(dim=1), 0, atol=1e-9)
-
-
-@settings(max_examples=30)
-@given(responses=batches(min_group=2, full=True))
-def test_reinforce_pp_is_white_over_the_batch(responses):
-    advantage_B = ADVANTAGES["reinforce_pp"](responses)[:, 0]
-    assert advantage_B.mean().item() == pytest.approx(0, abs=1e-9)
-    if advantage_B.any():
-        assert advantage_B.std().item() == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
-@given(responses=batches(rejecting=True), seed=st.integers(0, 1000))
-def test_order_of_responses_and_of_groups_is_immaterial(name, responses, seed):
-    rng = np.random.default_rng(seed)
-    count, size = len(responses.rewards_B), responses.group_size
-    order = np.arange(count).reshape(-1, size)[rng.permutation(count // size)]
-    order = rng.permuted(order, axis=1).flatten()
-    shuffled = replaced(
-        responses, **{field: getattr(responses, field)[order] for field in vars(responses) if field != "group_size"}
-    )
-    torch.testing.assert_close(ADVANTAGES[name](shuffled), ADVANTAGES[name](responses)[order])
-
-
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30)
 @given(responses=batches(min_group=2))
@@ -161,29 +121,6 @@ def test_what_stands_outside_the_mask_is_immaterial(name, responses):
 
 
 @pytest.mark.parametrize("name", PER_RESPONSE)
-@settings(max_examples=30)
-@given(responses=batches(min_group=2), shift=st.floats(-3, 3))
-def test_a_constant_added_to_all_rewards_changes_no_advantage(name, responses, shift):
-    shifted = replaced(responses, rewards_B=responses.rewards_B + shift)
-    # GRPO divides a group's rounding errors by as little as 1e-6.
-    torch.testing.assert_close(ADVANTAGES[name](shifted), ADVANTAGES[name](responses), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(max_examples=60)
-@given(responses=batches(), shift=st.floats(-3, 3))
-def test_a_constant_added_to_all_rewards_reaches_the_tail_of_otb_and_nothing_else(name, responses, shift):
-    """Past the second-longest response B = 0: what the longest learns there depends on where 0 lies."""
-    shifted = ADVANTAGES[name](replaced(responses, rewards_B=responses.rewards_B + shift))
-    length_PG = responses.mask_BT.sum(dim=1).reshape(-1, responses.group_size)
-    second_P = length_PG.sort(dim=1).values[:, -2] if responses.group_size > 1 else torch.zeros(len(length_PG))
-    nth_BT = responses.mask_BT.cumsum(dim=1)  # 1 at the first model token
-    tail_BT = responses.mask_BT & (nth_BT > second_P.repeat_interleave(responses.group_size)[:, None])
-    # 3e-6: the published 1e-8 beside W ≥ 0.01 · e^{-2.5}
-    torch.testing.assert_close(shifted - ADVANTAGES[name](responses), shift * tail_BT.double(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", PER_RESPONSE)
 def test_a_group_that_agrees_teaches_nothing_even_in_floats(name):
     """In float32 the mean of seven 0.7 is not 0.7, and GRPO would divide the difference by 1e-6."""
     ones = torch.ones(14, 2)
@@ -191,23 +128,6 @@ def test_a_group_that_agrees_teaches_nothing_even_in_floats(name):
     advantage_BT = ADVANTAGES[name](Responses(rewards, ones.bool(), 7, ones, ones))
     assert torch.equal(advantage_BT[:7], torch.zeros(7, 2))
     assert advantage_BT[7:].all()
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-def test_a_group_that_agrees_gives_otb_nothing_before_the_tail_and_the_reward_in_it(name):
-    mask = torch.tensor([[True, True, False, False], [True, True, True, True], [True, False, False, False]])
-    responses = Responses(torch.full((3,), 0.1), mask, 3, torch.full((3, 4), 0.5), torch.ones(3, 4))
-    expected = torch.zeros(3, 4)
-    expected[1, 2:] = 0.1
-    torch.testing.assert_close(ADVANTAGES[name](responses), expected, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_group_of_one_keeps_its_reward_or_is_its_own_mean(name):
-    responses = build([1.0, 0.0, -2.0], [[True, True], [True, False], [True, False]], 1)
-    keeps = name in {"rloo", "otb", "otb_leave_one_out"}
-    expected = [[1.0, 1.0], [0.0, 0.0], [-2.0, 0.0]] if keeps else [[0.0, 0.0]] * 3
-    assert ADVANTAGES[name](responses).tolist() == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -224,76 +144,6 @@ def test_the_rewards_type_is_kept(name):
     wide = torch.rand(4, 3, dtype=torch.float64)
     responses = Responses(torch.rand(4), torch.ones(4, 3, dtype=torch.bool), 2, wide, wide)
     assert ADVANTAGES[name](responses).dtype == torch.float32
-
-
-@settings(max_examples=30)
-@given(responses=batches(min_group=2, full=True))
-def test_with_equal_weights_otb_is_the_group_mean_and_leave_one_out_is_rloo(responses):
-    proxy_BT = torch.zeros_like(responses.proxy_BT)
-    proxy_BT[:, 0] = 1.0  # W ≡ 1
-    flat = replaced(responses, proxy_BT=proxy_BT, ratio_BT=torch.ones_like(proxy_BT))
-    torch.testing.assert_close(ADVANTAGES["otb"](flat), ADVANTAGES["dr_grpo"](flat), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(ADVANTAGES["otb_leave_one_out"](flat), ADVANTAGES["rloo"](flat))
-
-
-@settings(max_examples=30)
-@given(responses=batches(min_group=2))
-def test_with_lengths_for_weights_otb_is_opo_while_all_are_alive(responses):
-    """OPO weighs by whole responses, so W must reach the length before the first member ends: at token 1."""
-    first_BT = responses.mask_BT & (responses.mask_BT.cumsum(dim=1) == 1)
-    length_BT = responses.mask_BT.sum(dim=1, keepdim=True).expand_as(first_BT).double()
-    weighed = replaced(
-        responses, proxy_BT=torch.where(first_BT, length_BT, 0.0), ratio_BT=torch.ones_like(responses.ratio_BT)
-    )
-    shortest_P = length_BT[:, 0].reshape(-1, responses.group_size).min(dim=1).values
-    all_alive_BT = responses.mask_BT.cumsum(dim=1) <= shortest_P.repeat_interleave(responses.group_size)[:, None]
-    torch.testing.assert_close(
-        ADVANTAGES["otb"](weighed) * all_alive_BT, ADVANTAGES["opo"](weighed) * all_alive_BT, rtol=1e-6, atol=1e-7
-    )
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(max_examples=40)
-@given(responses=batches(min_group=2))
-def test_a_multi_turn_batch_equals_the_same_batch_without_the_environments_tokens(name, responses):
-    mask = responses.mask_BT
-    length_B = mask.sum(dim=1)
-    alone_BK = torch.arange(int(length_B.max())) < length_B[:, None]
-
-    model_first_BK = (~mask).int().argsort(dim=1, stable=True)[:, : alone_BK.shape[1]]
-    without = replaced(
-        responses,
-        mask_BT=alone_BK,
-        proxy_BT=responses.proxy_BT.gather(1, model_first_BK),
-        ratio_BT=responses.ratio_BT.gather(1, model_first_BK),
-    )
-    torch.testing.assert_close(ADVANTAGES[name](responses)[mask], ADVANTAGES[name](without)[alone_BK])
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10_000))
-def test_a_single_turn_batch_with_prompts_of_any_length_gives_the_plain_formula(name, seed):
-    rng = np.random.default_rng(seed)
-    group, width = 3, 9
-    lengths, offsets = rng.integers(1, 5, group), rng.integers(0, 5, group)
-    rewards = rng.normal(size=group)
-    proxies = [rng.uniform(0.01, 1.9, n) for n in lengths]
-    mask, proxy = np.zeros((group, width), bool), np.full((group, width), math.nan)
-    for i in range(group):
-        mask[i, offsets[i] : offsets[i] + lengths[i]] = True
-        proxy[i][mask[i]] = proxies[i]
-    advantage = ADVANTAGES[name](build(rewards, mask, group, proxy)).numpy()
-
-    for i in range(group):
-        for t in range(lengths[i]):
-            if sum(lengths > t) == 1:
-                baseline = 0.0
-            else:
-                others = [j for j in range(group) if lengths[j] > t and (name == "otb" or j != i)]
-                cumulative = np.array([proxies[j][: t + 1].sum() for j in others])
-                baseline = (cumulative * rewards[others]).sum() / (cumulative.sum() + (1e-8 if name == "otb" else 0))
-            assert advantage[i, offsets[i] + t] == pytest.approx(rewards[i] - baseline, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
@@ -321,19 +171,6 @@ def test_a_rejected_response_changes_nothing_for_the_others(name, responses, see
             tensors = {key: value[members] for key, value in vars(spoiled).items() if key != "group_size"}
             alone = Responses(**tensors, group_size=len(members))
             torch.testing.assert_close(advantage_BT[members], ADVANTAGES[name](alone), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-def test_the_only_response_that_was_not_rejected_keeps_its_reward(name):
-    weights = [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-    responses = build([1.0, 0.0, 0.0, 0.0], np.ones((4, 2), bool), 4, ratio=weights)
-    assert ADVANTAGES[name](responses)[0].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", TOKEN_BASELINES)
-def test_without_any_weight_the_baseline_is_zero(name):
-    responses = build([1.0, 0.5], np.ones((2, 2), bool), 2, ratio=np.zeros((2, 2)))
-    assert ADVANTAGES[name](responses).tolist() == [[1.0, 1.0], [0.5, 0.5]]
 
 
 @settings(max_examples=60)
@@ -378,35 +215,6 @@ def test_readouts_against_a_loop(responses):
         assert readouts["otb_noise"] is None
     else:
         assert readouts["otb_noise"] == pytest.approx((power - 0.25) / (count - 1))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
-        ({"group_size": -1}, "group_size: expected at least 1, got -1"),
-        ({"group_size": 4}, "group_size: 6 responses do not divide into groups of 4"),
-        ({"rewards_B": torch.zeros(6, 1)}, r"rewards_B: expected floats of shape \(B,\)"),
-        ({"rewards_B": torch.zeros(6, dtype=torch.long)}, "rewards_B: expected floats"),
-        ({"mask_BT": torch.ones(6, 3)}, r"mask_BT: expected bool of shape \(6, T\), got torch.float32"),
-        ({"mask_BT": torch.ones(6, dtype=torch.bool)}, r"mask_BT: .*got torch.bool of shape \(6,\)"),
-        ({"mask_BT": torch.ones(5, 3, dtype=torch.bool)}, r"mask_BT: .*got torch.bool of shape \(5, 3\)"),
-        ({"proxy_BT": torch.ones(6, 2)}, r"proxy_BT: expected floats of shape \(6, 3\)"),
-        ({"ratio_BT": torch.ones(6)}, r"ratio_BT: expected floats of shape \(6, 3\)"),
-        ({"ratio_BT": torch.ones(6, 3, dtype=torch.bool)}, "ratio_BT: expected floats"),
-    ],
-)
-def test_responses_that_do_not_fit_together(changes, message):
-    ones = torch.ones(6, 3)
-    valid = {
-        "rewards_B": torch.zeros(6),
-        "mask_BT": torch.ones(6, 3, dtype=torch.bool),
-        "group_size": 3,
-        "proxy_BT": ones,
-        "ratio_BT": ones,
-    }
-    with pytest.raises(DvpError, match=message):
-        Responses(**{**valid, **changes})
 
 
 def test_those_that_compare_responses_are_0_for_one_alone_and_no_others():

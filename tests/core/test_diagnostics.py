@@ -39,11 +39,6 @@ def test_against_numpy(log_ratio, mask):
     assert metrics["k3"] >= -1e-15
 
 
-def test_sampled_tokens_the_engine_overrates_have_positive_k1():
-    """d = log q − log p > 0 is the signature of failure; k1 is its mean."""
-    assert mismatch_metrics(torch.tensor([[-0.5]]), torch.tensor([[True]]))["k1"] == 0.5
-
-
 def test_estimates_enumerate_to_kl_and_chi2():
     log_p, log_q = torch.tensor([[0.1, 0.2, 0.7], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
     # Tokens in the proportions of q: 1, 1 and 2 of them.
@@ -54,12 +49,6 @@ def test_estimates_enumerate_to_kl_and_chi2():
     assert metrics["k1"] == pytest.approx(kl)
     assert metrics["k3"] == pytest.approx(kl)
     assert metrics["chi2"] == pytest.approx(chi2)
-
-
-def test_equal_policies():
-    metrics = mismatch_metrics(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))
-    assert metrics.pop("ess") == 1.0
-    assert set(metrics.values()) == {0.0}
 
 
 @pytest.mark.parametrize("log_ratio", [1e6, -1e6])
@@ -73,25 +62,12 @@ def test_extreme_ratios_stay_finite(log_ratio):
         assert metrics["chi2"] == pytest.approx(math.exp(700))
 
 
-def test_statistics_are_not_clamped():
-    metrics = mismatch_metrics(torch.tensor([[30.0]]), torch.tensor([[True]]))
-    assert metrics["k3"] == pytest.approx(math.exp(30) - 31)
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_no_tokens_give_zeros(shape):
     values, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     metrics = mismatch_metrics(values, mask)
     assert set(metrics.values()) == {0.0}
     assert metrics.keys() == mismatch_metrics(torch.zeros(1, 1), torch.tensor([[True]])).keys()
-
-
-def test_padding_and_empty_sequences_do_not_count():
-    log_ratio = torch.tensor([[0.0, math.nan], [0.0, math.inf], [math.nan, math.nan]])
-    mask = torch.tensor([[True, False], [True, False], [False, False]])
-    metrics = mismatch_metrics(log_ratio, mask)
-    assert metrics.pop("ess") == 1.0
-    assert set(metrics.values()) == {0.0}
 
 
 def test_a_sequence_with_a_token_that_the_trainer_never_samples_has_no_weight():
@@ -120,13 +96,6 @@ def test_chi2_is_that_of_all_sampled_tokens():
     assert metrics["chi2"] == pytest.approx(exact)
     # The others have no value where p is 0.
     assert metrics["k1"] == pytest.approx(-np.log(0.5 / 0.49) * 490 / 990)
-
-
-def test_where_the_trainer_samples_none_of_the_tokens_all_ratios_are_0():
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    metrics = mismatch_metrics(torch.full((2, 3), -40.0), ~mask, mask)
-    assert (metrics.pop("chi2"), metrics.pop("ratio_below_1e-4_fraction")) == (-1.0, 1.0)
-    assert set(metrics.values()) == {0.0}
 
 
 # Other read-outs of one batch

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from dense import assert_gradients, assert_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +13,7 @@ from dvp.core.batch import Batch, Rollout
 from dvp.core.diagnostics import set_metrics
 from dvp.core.head import dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
-from dvp.core.safe_vocabulary import FixedRho, safe_mask
-from dvp.errors import DvpError
+from dvp.core.safe_vocabulary import FixedRho
 
 N, V, H = 9, 41, 6
 RULE = FixedRho(0.1)
@@ -77,81 +77,26 @@ def problem(seed=0):
     return hidden, weight, targets, mask
 
 
-def reference(hidden, weight, targets, mask, temperature):
-    """In float64 over whole logits."""
-    z = hidden @ weight.T / temperature
-    p, at = z.softmax(1), targets[:, None]
-    inside = z.masked_fill(~mask, -torch.inf)
-    q, log_q = inside.softmax(1), inside.log_softmax(1).masked_fill(~mask, 0)
+def overlap(hidden, weight, mask, temperature):
+    z = hidden.double() @ weight.double().T / temperature
     own = z - z.amax(1, keepdim=True) >= math.log(RULE.rho)
-    return {
-        "log_prob": z.log_softmax(1).gather(1, at)[:, 0],
-        "pruned_log_prob": log_q.gather(1, at)[:, 0],
-        "entropy": -(p * p.log()).sum(1),
-        "pruned_entropy": -(q * log_q).sum(1),
-        "sum_p_squared": p.square().sum(1),
-        "pruned_sum_p_squared": q.square().sum(1),
-        "pruned_mass": p.masked_fill(mask, 0).sum(1),
-        "safe_size": mask.sum(1),
-        "target_in_safe": torch.ones(N),
-        "max_logit": z.amax(1),
-        "set_overlap": (mask & own).sum(1) / (mask | own).sum(1),
-    }
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_every_statistic_over_the_sets_against_float64(chunk_size):
-    hidden, weight, targets, mask = problem()
-    options = {"safe": RULE, "kept": of_mask(mask), "temperature": 0.7}
-    actual = token_statistics(hidden, weight, targets, chunk_size=chunk_size, **options)
-    expected = reference(hidden.double(), weight.double(), targets, mask, 0.7)
-    for name, values in expected.items():
-        torch.testing.assert_close(getattr(actual, name).double(), values.double(), rtol=2e-6, atol=2e-6, msg=name)
-    dense = dense_log_prob(hidden, weight, targets, **options)
-    torch.testing.assert_close(dense.double(), expected["pruned_log_prob"], rtol=2e-6, atol=2e-6)
+    return (mask & own).sum(1) / (mask | own).sum(1)
 
 
 @pytest.mark.parametrize(
     "which", [("pruned_log_prob",), ("pruned_entropy",), ("log_prob", "pruned_log_prob", "entropy")]
 )
 @pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_gradients_over_the_sets_against_float64(which, chunk_size):
-    hidden, weight, targets, mask = problem(1)
-    coefficients = torch.linspace(-1, 1, N)  # one of them is 0
-
-    def gradients(statistics, *leaves):
-        return torch.autograd.grad(sum((statistics[name] * coefficients).sum() for name in which), leaves)
-
-    made = token_statistics(
-        hidden, weight, targets, safe=RULE, kept=of_mask(mask), temperature=0.7, chunk_size=chunk_size
-    )
-    actual = gradients({name: getattr(made, name) for name in which}, hidden, weight)
-    hidden64, weight64 = (leaf.detach().double().requires_grad_() for leaf in (hidden, weight))
-    expected = gradients(reference(hidden64, weight64, targets, mask, 0.7), hidden64, weight64)
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=5e-6, atol=5e-6)
-
-
-def test_outside_the_sets_nothing_is_learnt():
-    hidden, weight, targets, mask = problem(2)
-    mask = mask[:4]
-    statistics = token_statistics(hidden[:4], weight, targets[:4], safe=RULE, kept=of_mask(mask))
-    [gradient] = torch.autograd.grad(statistics.pruned_log_prob.sum(), weight)
-    outside = ~mask.any(dim=0)
-    assert outside.any()
-    assert (gradient[outside] == 0).all()
-
-
-def test_the_rules_own_sets_give_what_the_rule_gives():
-    hidden, weight, targets, _ = problem(3)
-    own = safe_mask((hidden @ weight.T).detach(), RULE)
-    targets = torch.where(own.gather(1, targets[:, None])[:, 0], targets, own.int().argmax(dim=1))
-    by_rule = token_statistics(hidden, weight, targets, safe=RULE)
-    replayed = token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(own))
-    for name in ("log_prob", "pruned_log_prob", "pruned_entropy", "pruned_mass", "safe_size", "set_overlap"):
-        torch.testing.assert_close(getattr(replayed, name), getattr(by_rule, name), rtol=1e-6, atol=1e-6, msg=name)
-    one, other = (torch.autograd.grad(made.pruned_log_prob.sum(), [hidden, weight]) for made in (by_rule, replayed))
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+def test_statistics_and_gradients_over_the_sets_against_float64(which, chunk_size):
+    hidden, weight, targets, mask = problem()
+    options = {"safe": RULE, "kept": of_mask(mask), "temperature": 0.7}
+    found = token_statistics(hidden, weight, targets, chunk_size=chunk_size, **options)
+    assert_statistics(found, hidden, weight, targets, mask, 0.7)
+    torch.testing.assert_close(found.set_overlap, overlap(hidden, weight, mask, 0.7))
+    coefficients = dict.fromkeys(which, torch.linspace(-1, 1, N))  # one of them is 0
+    assert_gradients(found, hidden, weight, targets, coefficients, mask, 0.7, atol=5e-6)
+    dense = dense_log_prob(hidden, weight, targets, **options)
+    torch.testing.assert_close(dense, found.pruned_log_prob, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, None])
@@ -163,24 +108,9 @@ def test_sets_that_are_compared_change_nothing_but_the_overlap(chunk_size):
         if field.name != "set_overlap":
             assert torch.equal(getattr(plain, field.name), getattr(compared, field.name)), field.name
     assert (plain.set_overlap == 1).all()
-    expected = reference(hidden.double(), weight.double(), targets, mask, 0.7)["set_overlap"]
-    torch.testing.assert_close(compared.set_overlap.double(), expected.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compared.set_overlap, overlap(hidden, weight, mask, 0.7))
     one, other = (torch.autograd.grad(made.pruned_log_prob.sum(), [hidden, weight]) for made in (plain, compared))
     assert all(map(torch.equal, one, other))
-
-
-def test_sets_are_replayed_or_compared():
-    hidden, weight, targets, mask = problem()
-    with pytest.raises(DvpError, match="compared: expected a set for each of 9 rows, got 8"):
-        token_statistics(hidden, weight, targets, safe=RULE, compared=of_mask(mask[:8]))
-    with pytest.raises(DvpError, match="compared: the sets of `kept` are compared already"):
-        token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(mask), compared=of_mask(mask))
-
-
-def test_a_set_for_each_row():
-    hidden, weight, targets, mask = problem()
-    with pytest.raises(DvpError, match="kept: expected a set for each of 9 rows, got 8"):
-        token_statistics(hidden, weight, targets, safe=RULE, kept=of_mask(mask[:8]))
 
 
 def test_no_rows_keep_the_graph():

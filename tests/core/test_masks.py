@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout
-from dvp.core.importance import PRESETS, ImportanceRule
+from dvp.core.importance import PRESETS
 from dvp.core.masks import DivergenceMask, Mask, OffPolicyMask, SpuriousMask
 from dvp.core.update import make_update
 
@@ -99,15 +99,6 @@ def test_a_mask_takes_tokens_out_and_changes_no_other_coefficient(advantage, mas
     assert 0 < gone_BT.sum() < gone_BT.numel()
     expected_BT = torch.where(gone_BT, 0.0, plain.coefficients())
     torch.testing.assert_close(masked.coefficients(), expected_BT, rtol=0, atol=0)
-
-
-def test_a_divergence_mask_without_a_bound_stops_what_would_go_further_apart_and_nothing_else():
-    plain, masked = updates("rloo", ImportanceRule(), DivergenceMask(kind="divergence", delta=1e-6))
-    rollout, statistics = eight_responses()
-    ahead_BT = statistics["pruned_log_prob"].exp() - rollout.infer_log_prob_BT.exp()
-    apart_BT = ahead_BT * plain.advantage_BT > 0
-    assert 0 < apart_BT.sum() < apart_BT.numel()
-    assert torch.equal(masked.weight_BT == 0, apart_BT)
 
 
 @pytest.mark.parametrize(

@@ -206,14 +206,15 @@ def test_the_head_on_tritons_kernels_has_the_gradients_of_confident_tokens():
     interpreted("""
 import torch
 from dvp.core import head, rows_triton
-from test_head import CONFIDENT, confident_problem, dense_float64, off_by
+from dense import dense_statistics
+from test_head import CONFIDENT, confident_problem, off_by
 head.row_sums, head.row_gradient_ = rows_triton.row_sums, rows_triton.row_gradient_
 rows_triton.SUMS_BLOCK = rows_triton.GRADIENT_BLOCK = 64
 hidden, weight, targets = confident_problem(CONFIDENT)
 statistics = head.token_statistics(hidden, weight, targets, safe=None, chunk_size=4)
 (gradient,) = torch.autograd.grad(statistics.log_prob.sum(), hidden)
 inside = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-(exact,) = torch.autograd.grad(dense_float64(*inside, targets, None, 1.0)["log_prob"].sum(), inside[:1])
+(exact,) = torch.autograd.grad(dense_statistics(*inside, targets)["log_prob"].sum(), inside[:1])
 # The rounding of the logits, as in test_head, and bf16 cut off instead of rounded.
 assert off_by(gradient, exact).mean() < 0.05, off_by(gradient, exact)
 print("agreed")

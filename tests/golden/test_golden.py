@@ -49,6 +49,7 @@ from dvp.measurement.paired_bias import paired_squared_bias, weight_diagnostics
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
+from dvp.training.rollouts import Problems
 from dvp.training.weights import write_probe
 from dvp.training.stage import set_up
 from dvp.versions import STAGE_VERSIONS
@@ -279,12 +280,11 @@ def test_mismatch(root, tiny_model, tmp_path):
     result = measure_mismatch(
         experiment,
         experiment.measurements("mismatch")[0],
-        problems=pd.DataFrame({"id": ["a", "b", "c"], "answer": ["7", "7", "8"]}),
-        prompts=PROMPTS,
-        pad=tokenizer.pad_token_id,
-        model=model,
-        engine=NoisyEngine(model, tokenizer, 0.4),
-        folder=tmp_path,
+        ["a", "b", "c"],
+        Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
+        model,
+        NoisyEngine(model, tokenizer, 0.4),
+        tmp_path,
     )
     sets = pd.read_parquet(tmp_path / "safe_sets.parquet")
     means = sets.select_dtypes("number").replace([np.inf, -np.inf], np.nan).mean()

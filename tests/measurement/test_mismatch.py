@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.data.prepared import TRAIN_COLUMNS
-from dvp.errors import DvpError
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
 from dvp.measurement import mismatch
 from dvp.measurement.files import SOURCES, TABLES
+from dvp.measurement.problems import drawn
+from dvp.training.rollouts import Problems
 from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
 
@@ -58,12 +59,11 @@ def measure(root, tiny_model, model, tmp_path_factory):
             result = mismatch.measure_mismatch(
                 experiment,
                 experiment.measurements("mismatch")[0],
-                problems=pd.DataFrame({"id": ["a", "b", "c"], "answer": ["7", "7", "8"]}),
-                prompts=PROMPTS,
-                pad=tokenizer.pad_token_id,
-                model=model,
-                engine=engine,
-                folder=folder,
+                ["a", "b", "c"],
+                Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
+                model,
+                engine,
+                folder,
             )
             assert result["files"] == checksums(folder)
             known[sigma] = result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
@@ -167,12 +167,9 @@ def test_a_margin_on_either_side_widens_that_side(measure):
 
 
 def test_problems_are_drawn_by_the_seed_without_repetition():
-    drawn = mismatch.drawn_problems(50, 20, 3)
-    assert drawn == mismatch.drawn_problems(50, 20, 3)
-    assert drawn != mismatch.drawn_problems(50, 20, 4)
-    assert len(set(drawn)) == 20
-    with pytest.raises(DvpError, match=r"data/train.parquet: 5 problems that are short enough, 6 are to be measured"):
-        mismatch.drawn_problems(5, 6, 0)
+    draws = [drawn(50, 20, seed) for seed in (3, 3, 4)]
+    assert draws[0] == draws[1] != draws[2]
+    assert len(set(draws[0])) == 20
 
 
 @pytest.fixture(scope="module")

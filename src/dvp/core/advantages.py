@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dvp.core.lazy import no_grad, torch
-from dvp.errors import DvpError
 
 ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {}
 """Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
@@ -43,11 +42,7 @@ def by_token(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Respon
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """B graded responses; the G responses to a prompt are consecutive rows.
-
-    Raises:
-        DvpError: G below 1, B not a multiple of G, or a tensor of another shape or kind than stated here.
-    """
+    """B graded responses; the G responses to a prompt are consecutive rows."""
 
     rewards_B: torch.Tensor
     """One float reward a response."""
@@ -62,21 +57,6 @@ class Responses:
     ratio_BT: torch.Tensor
     """The importance weights r_t that the loss applies, which enter W as squares; ones when there is no correction.
     Any value, NaN too, where mask_BT is False."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise DvpError(f"group_size: expected at least 1, got {self.group_size}")
-        if self.rewards_B.dim() != 1 or not self.rewards_B.is_floating_point():
-            raise DvpError(f"rewards_B: expected floats of shape (B,), got {_described(self.rewards_B)}")
-        responses = len(self.rewards_B)
-        if responses % self.group_size:
-            raise DvpError(f"group_size: {responses} responses do not divide into groups of {self.group_size}")
-        if self.mask_BT.dim() != 2 or len(self.mask_BT) != responses or self.mask_BT.dtype != torch.bool:
-            raise DvpError(f"mask_BT: expected bool of shape ({responses}, T), got {_described(self.mask_BT)}")
-        for name in ("proxy_BT", "ratio_BT"):
-            value = getattr(self, name)
-            if value.shape != self.mask_BT.shape or not value.is_floating_point():
-                raise DvpError(f"{name}: expected floats of shape {tuple(self.mask_BT.shape)}, got {_described(value)}")
 
 
 @no_grad
@@ -269,7 +249,3 @@ def _at_tokens(responses: Responses, advantage_PGK: torch.Tensor, alive_PGK: tor
     mask_BT = responses.mask_BT
     zeros_BT = torch.zeros(mask_BT.shape, dtype=advantage_PGK.dtype, device=mask_BT.device)
     return zeros_BT.masked_scatter(mask_BT, advantage_PGK[alive_PGK])
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

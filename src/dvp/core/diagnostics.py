@@ -185,15 +185,12 @@ def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> 
         pruned_mass_per_response_max of Σ_t (1 − Z_t), over the sequences that have a token. All 0 with no token.
     """
     mass_BT = torch.where(mask_BT, pruned_mass_BT, 0.0).double()[mask_BT.any(dim=1)]
-    names = ("mean", "max", "per_response_mean", "per_response_max")
-    if len(mass_BT) == 0:
-        values = [0.0] * len(names)
-    else:
-        mass_B = mass_BT.sum(dim=1)
-        values = [
-            (mass_B.sum() / mask_BT.sum()).item(),
-            mass_BT.max().item(),
-            mass_B.mean().item(),
-            mass_B.max().item(),
-        ]
-    return {f"pruned_mass_{name}": value for name, value in zip(names, values, strict=True)}
+    # Without a token, as of one that loses nothing.
+    mass_BT = mass_BT if len(mass_BT) else mass_BT.new_zeros(1, 1)
+    mass_B = mass_BT.sum(dim=1)
+    return {
+        "pruned_mass_mean": (mass_B.sum() / mask_BT.sum().clamp(min=1)).item(),
+        "pruned_mass_max": mass_BT.max().item(),
+        "pruned_mass_per_response_mean": mass_B.mean().item(),
+        "pruned_mass_per_response_max": mass_B.max().item(),
+    }

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dvp.core.rows import RowCoefficients, RowSums, row_gradient_, row_sums
-from dvp.errors import DvpError
 
 if TYPE_CHECKING:
     from dvp.core.kept_sets import KeptSets
@@ -105,31 +104,11 @@ def token_statistics(
         logits_dtype: `product_dtype` or float32, what the products' fp32 sums are rounded to; None takes
             `product_dtype`.
         chunk_size: rows of logits held at once, ≥ 1; None chooses by device and vocabulary.
-
-    Raises:
-        DvpError: shapes that do not match, or temperature, chunk size or types out of range.
     """
-    if hidden_NH.shape[:1] != targets_N.shape:
-        raise DvpError(
-            f"targets_N: expected one target for each of {len(hidden_NH)} rows, got {tuple(targets_N.shape)}"
-        )
-    for name, sets in (("kept", kept), ("compared", compared)):
-        if sets is not None and len(sets) != len(targets_N):
-            raise DvpError(f"{name}: expected a set for each of {len(targets_N)} rows, got {len(sets)}")
-    if kept is not None and compared is not None:
-        raise DvpError("compared: the sets of `kept` are compared already")
-    if not temperature > 0.0:
-        raise DvpError(f"temperature: expected a number above 0, got {temperature}")
     product_dtype = product_dtype or hidden_NH.dtype
     logits_dtype = logits_dtype or product_dtype
-    if product_dtype not in (torch.float32, torch.bfloat16):
-        raise DvpError(f"product_dtype: expected float32 or bfloat16, got {product_dtype}")
-    if logits_dtype not in (torch.float32, product_dtype):
-        raise DvpError(f"logits_dtype: expected float32 or the products' {product_dtype}, got {logits_dtype}")
     if chunk_size is None:
         chunk_size = max(1, CHUNK_ELEMENTS[hidden_NH.device.type] // len(weight_VH))
-    if chunk_size < 1:
-        raise DvpError(f"chunk_size: expected at least 1 row, got {chunk_size}")
     return TokenStatistics(
         *_Head.apply(
             hidden_NH,

@@ -54,7 +54,6 @@ class OffPolicyMask(MaskRule):
 
     @no_grad
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:
-        """See MaskRule.keeps."""
         mask_BT = rollout.batch.response_BT
         length_B = mask_BT.sum(dim=1).clamp(min=1)
         k1_BT = torch.where(mask_BT, rollout.infer_log_prob_BT - statistics["pruned_log_prob"], 0.0)
@@ -77,7 +76,6 @@ class DivergenceMask(MaskRule):
 
     @no_grad
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:
-        """See MaskRule.keeps."""
         ahead_BT = statistics["pruned_log_prob"].double().exp() - rollout.infer_log_prob_BT.double().exp()
         return ~((ahead_BT.abs() > self.delta) & (ahead_BT.sign() * advantage_BT.sign() > 0))
 
@@ -97,7 +95,6 @@ class SpuriousMask(MaskRule):
 
     @no_grad
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:
-        """See MaskRule.keeps."""
         mask_BT, entropy_BT = rollout.batch.response_BT, statistics["pruned_entropy"]
         entropy_N = entropy_BT[mask_BT]
         # Not torch.quantile, which takes 16 million values at most.

@@ -22,20 +22,17 @@ from pydantic import Field
 
 from dvp.core.importance import LOG_RATIO_CLAMP
 from dvp.core.lazy import torch
-from dvp.errors import DvpError
 from dvp.strict import Fraction, Strict
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """What a loss is made from, (B, T); of tokens that are not active the weight and the advantage may be anything."""
+    """What a loss is made from, (B, T)."""
 
     log_prob_BT: torch.Tensor
     """log π_θ (nats), with gradient; 0 where not active."""
     log_ratio_BT: torch.Tensor
     """log π_θ − log π_old, with gradient; 0 where not active."""
-    weight_BT: torch.Tensor
-    advantage_BT: torch.Tensor
     coefficient_BT: torch.Tensor
     """w · A, a constant; 0 where not active."""
     active_BT: torch.Tensor
@@ -62,7 +59,6 @@ class Reinforce(LossRule):
     kind: Literal["reinforce"] = "reinforce"
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LossRule."""
         return tokens.coefficient_BT * tokens.log_prob_BT, torch.zeros_like(tokens.active_BT)
 
 
@@ -84,7 +80,6 @@ class Ppo(_Clipped):
     clip_high: High = 0.2
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LossRule."""
         return _clipped_term(self, tokens.log_ratio_BT, tokens.coefficient_BT)
 
 
@@ -97,11 +92,10 @@ class Gspo(_Clipped):
     clip_high: High = 4e-4
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LossRule. Raises DvpError for weights or advantages that differ between the tokens of a sequence."""
         active_BT = tokens.active_BT
-        coefficient_B1 = _of_sequence("weight", tokens.weight_BT, active_BT) * _of_sequence(
-            "advantage", tokens.advantage_BT, active_BT
-        )
+        # A sequence has one weight and one advantage, which any of its tokens has.
+        first_B1 = active_BT.float().argmax(dim=1, keepdim=True)
+        coefficient_B1 = tokens.coefficient_BT.gather(1, first_B1)
         log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / active_BT.sum(dim=1, keepdim=True).clamp(min=1)
         return _clipped_term(self, log_ratio_B1, coefficient_B1)
 
@@ -117,7 +111,6 @@ class Cispo(_Clipped):
     clip_high: High = 4.0
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LossRule."""
         ratio_BT = tokens.log_ratio_BT.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
         truncated_BT = ratio_BT.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         clipped_BT = (truncated_BT != ratio_BT) | (tokens.log_ratio_BT.abs() > LOG_RATIO_CLAMP)
@@ -176,34 +169,19 @@ def policy_loss(
         weight_BT: importance weights ≥ 0, 0 meaning rejected; no gradient flows through them.
         advantage_BT: one advantage a token; no gradient flows through them.
         mask_BT: bool, True at the response's tokens.
-        denominator: `ImportanceWeights.denominator`, > 0: of the whole batch, since micro-batches and ranks share it.
+        denominator: `ImportanceWeights.denominator` of the whole batch, since micro-batches and ranks share it; > 0,
+            as a step of which nothing was kept is skipped.
 
     For gspo a sequence has one weight (level none, sequence or geometric) and one advantage. Tokens of weight 0 are
     left out of s, so that those outside V_S can be zeroed here too.
-
-    Raises:
-        DvpError: shapes that differ; denominator not above 0 (nothing was kept: skip the step); for gspo, weights or
-            advantages that differ between the tokens of a sequence, those of weight 0 aside.
     """
-    for name, tensor in (
-        ("old_log_prob_BT", old_log_prob_BT),
-        ("weight_BT", weight_BT),
-        ("advantage_BT", advantage_BT),
-        ("mask_BT", mask_BT),
-    ):
-        # A (B,) advantage would broadcast along the tokens where B happens to equal T.
-        if tensor.shape != log_prob_BT.shape:
-            raise DvpError(f"{name}: expected the shape {tuple(log_prob_BT.shape)}, got {tuple(tensor.shape)}")
-    if not denominator > 0:
-        raise DvpError(f"denominator: expected a number above 0, got {denominator}")
-
     active_BT = mask_BT & (weight_BT != 0)
     log_prob_BT = torch.where(active_BT, log_prob_BT, 0.0)
     coefficient_BT = torch.where(active_BT, weight_BT * advantage_BT, 0.0).detach()
     if not active_BT.any():
         return PolicyLoss(-(coefficient_BT * log_prob_BT).sum() / denominator, active_BT)
     log_ratio_BT = log_prob_BT - torch.where(active_BT, old_log_prob_BT, 0.0).detach()
-    term, clipped = rule.terms(Tokens(log_prob_BT, log_ratio_BT, weight_BT, advantage_BT, coefficient_BT, active_BT))
+    term, clipped = rule.terms(Tokens(log_prob_BT, log_ratio_BT, coefficient_BT, active_BT))
     return PolicyLoss(-term.sum() / denominator, clipped & active_BT)
 
 
@@ -218,20 +196,6 @@ def _clipped_term(
     )
     bounded = torch.where(stopped, ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high), ratio)
     return coefficient * bounded, stopped | (log_ratio.abs() > LOG_RATIO_CLAMP)
-
-
-def _of_sequence(name: str, values_BT: torch.Tensor, active_BT: torch.Tensor) -> torch.Tensor:
-    """The one value of each sequence, (B, 1), constant; 0 where no token is active."""
-    largest_B = torch.where(active_BT, values_BT, -torch.inf).amax(dim=1)
-    smallest_B = torch.where(active_BT, values_BT, torch.inf).amin(dim=1)
-    differs_B = smallest_B < largest_B
-    if differs_B.any():
-        row = differs_B.nonzero()[0].item()
-        raise DvpError(
-            f"gspo: the {name} of response {row} differs between its tokens ({smallest_B[row].item():g} to "
-            f"{largest_B[row].item():g}); expected one a sequence"
-        )
-    return torch.where(active_BT.any(dim=1), largest_B, 0.0).detach()[:, None]
 
 
 def zero_outside_safe(weight_BT: torch.Tensor, target_in_safe_BT: torch.Tensor) -> torch.Tensor:

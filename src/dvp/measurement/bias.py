@@ -16,16 +16,16 @@ Shape suffixes: B responses of a batch, T tokens, N some of them, E estimators, 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dvp.core.advantages import Responses, optimal_token_proxy, rloo
+from dvp.core.advantages import optimal_token_proxy
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.experiment.config import Experiment
@@ -45,6 +45,7 @@ from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.paired_bias import (
     exact_coefficients,
     paired_squared_bias,
+    rloo_advantage,
     sequence_log_ratio,
     weight_diagnostics,
 )
@@ -52,10 +53,11 @@ from dvp.measurement.problems import FixedProblems
 from dvp.measurement.rank_correlation import clustered_rank_correlation
 from dvp.progress import Progress
 from dvp.rollout.seeds import derived_seed
-from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from dvp.rollout.vllm import prove_safe_vocabulary
 from dvp.training.backend import Policy
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
+Statistics = dict[str, Jackknifed]
 
 
 @dataclass(frozen=True)
@@ -104,43 +106,23 @@ class BiasTables:
         return results | ({"proxy_rank_correlation": correlations} if correlations else {})
 
 
-def measure_bias(
-    experiment: Experiment, model: Path, engine: str, problems: pd.DataFrame, *, where: str, seed: int, name: str
-) -> BiasTables:
-    """Measure every estimator of `experiment.bias` at the policy `model`, a Hugging Face directory.
-
-    Starts an engine, so it needs a process of its own.
+def measure_bias(experiment: Experiment, fixed: FixedProblems, engine: str, name: str) -> BiasTables:
+    """Measure every estimator of `experiment.bias` at a policy. Starts an engine, so it needs a process of its own.
 
     Args:
         engine: a name of experiment.engines.
-        problems: id, answer, prompt; the ones that are used are drawn by `seed`.
-        where: where they come from, for messages.
         name: how progress is called.
 
     Raises:
-        DvpError: the model or its problems cannot be used, a prompt is too long, the engine does not prune as it is
-            told, or the exact gradient is not distinguishable from 0.
+        DvpError: the engine does not prune as it is told, or the exact gradient is not distinguishable from 0.
     """
     settings, training = experiment.bias, experiment.training
-    threads = torch.get_num_threads()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    context = AutoConfig.from_pretrained(model).max_position_embeddings
-    fixed = FixedProblems(experiment, tokenizer, problems, where=where, seed=seed, context=context)
     estimators = [Estimator(experiment, *pair) for pair in experiment.estimators]
 
     # The paired bias needs samples without a safe vocabulary, whoever else does.
     rules = list(dict.fromkeys([None, *(estimator.safe.engine for estimator in estimators)]))
     replayed = {estimator.safe.engine for estimator in estimators if estimator.safe.replayed}
-    started = VllmEngine(
-        model,
-        experiment.engines[engine],
-        max_model_len=fixed.longest,
-        max_num_seqs=ENGINE_SEQUENCES,
-        seed=seed,
-        rules=rules,
-        report_sets=bool(replayed),
-    )
-    torch.set_num_threads(threads)  # starting an engine may change it
+    started = fixed.engine(engine, ENGINE_SEQUENCES, rules=rules, report_sets=bool(replayed))
     progress = Progress(f"{name}: engine {engine}", len(rules) * settings.batches)
     rollouts: dict[SafeVocabulary | None, list[Rollout]] = {}
     for rule in rules:
@@ -151,51 +133,31 @@ def measure_bias(
             rollouts[rule].append(rollout)
             progress.step(sum(map(len, rollouts.values())), f"reward {rollout.rewards_B.mean():.2f}")
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if torch.cuda.is_available():
-        network = network.cuda()
+    network = fixed.network()
     exact = fixed.from_trainer(network, settings.reference_batches, f"{name}: reference")
     policy = Policy(network)
     policy.check(fixed.prompts)
-    gradients = Gradients(policy, training.temperature, training.tokens_per_micro_batch, seed)
-    proxy = _proxy(experiment, exact, gradients, fixed, seed, name)
+    gradients = Gradients(policy, training.temperature, training.tokens_per_micro_batch, fixed.seed)
+    proxy = _proxy(experiment, exact, gradients, fixed, name)
     return _compare(experiment, estimators, rollouts, exact, gradients, fixed, proxy, name)
 
 
 def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
     """Write every table as NAME.parquet; their SHA-256 by file name."""
     names = ("estimators", "jackknife", "variance", "variance_jackknife", "proxy")
-    tables = {f"{name}.parquet": getattr(measured, name) for name in names}
-    for name, table in tables.items():
-        with atomic_path(folder / name) as temporary:
-            table.to_parquet(temporary)
-    return {name: sha256_file(folder / name) for name in tables}
+    for name in names:
+        with atomic_path(folder / f"{name}.parquet") as temporary:
+            getattr(measured, name).to_parquet(temporary)
+    return {f"{name}.parquet": sha256_file(folder / f"{name}.parquet") for name in names}
 
 
 @dataclass(frozen=True, eq=False)
-class _Reference:
-    """The exact gradient, by the trainer's own samples."""
-
-    gradient_mD: torch.Tensor
-    products_mm: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _OwnExact:
-    """The exact gradient by the engine's samples (dvp.measurement.paired_bias), and how heavy its weights are."""
+class _Exact:
+    """The exact gradient: by the trainer's own samples, or by the engine's (dvp.measurement.paired_bias)."""
 
     gradient_nD: torch.Tensor
-    weights: dict[str, float]
-
-
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """Of one estimator: its row of the first table, and the statistics whose replicates are written."""
-
-    row: dict
-    bias: dict[str, Jackknifed]
-    variance: dict[str, dict[str, Jackknifed]]
-    """By position; WHOLE is all of a response."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """How heavy the weights of the engine's samples are."""
 
 
 def _compare(
@@ -215,18 +177,19 @@ def _compare(
     }
     for estimator in estimators:
         together.setdefault((estimator.safe.trainer, estimator.safe.engine), []).append(estimator)
-    batches, bins = len(next(iter(rollouts.values()))), experiment.bias.position_bins
+    batches, bins = experiment.bias.batches, experiment.bias.position_bins
     progress, done = Progress(f"{name}: gradients", len(exact) + batches * len(together)), count(1)
 
     reference_mD = torch.empty(len(exact), gradients.sketch.length)
     for gradient_D, rollout in zip(reference_mD, exact, strict=True):
-        whole_1BT = position_parts(rollout.batch.response_BT, [])
-        gradient_D.copy_(gradients.of_batch(rollout.batch, _exact_coefficients(rollout, fixed), None, whole_1BT)[0])
+        mask_BT = rollout.batch.response_BT
+        coefficient_BT = rloo_advantage(rollout, fixed.group_size) / len(mask_BT)
+        gradient_D.copy_(gradients.of_batch(rollout.batch, coefficient_BT, None, position_parts(mask_BT, []))[0])
         progress.step(next(done), "reference")
-    reference = _Reference(reference_mD, inner_products(reference_mD, reference_mD))
-    norm = squared_norm(reference.products_mm)
+    products_mm = inner_products(reference_mD, reference_mD)
+    norm = squared_norm(products_mm)
 
-    measured: dict[Estimator, _Measured] = {}
+    found: dict[Estimator, tuple[dict, Statistics, dict[str, Statistics]]] = {}
     unpruned = None
     for (safe, rule), members in together.items():
         gradient_EnKD = torch.empty(len(members) + 1, batches, len(bins) + 1, gradients.sketch.length)
@@ -238,15 +201,22 @@ def _compare(
             notes_nE.append(notes_E)
             log_ratios.append(log_ratio_B)
             progress.step(next(done), f"safe vocabulary {rule}")
-        own = _OwnExact(gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios)))
+        own = _Exact(gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios)))
         unpruned = unpruned or own
         # Replayed sets are the engine's, and so is their objective.
-        pruned = own if isinstance(safe, SafeVocabulary) else None
+        paired = {"": unpruned, "_pruned": own if isinstance(safe, SafeVocabulary) else None}
         for place, estimator in enumerate(members):
-            about = _over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule])
-            measured[estimator] = _measure_estimator(
-                estimator, about, gradient_EnKD[place], experiment.positions, reference, unpruned, pruned
-            )
+            gradient_nKD = gradient_EnKD[place]
+            gradient_nD = gradient_nKD.sum(dim=1)
+            batches_nn = inner_products(gradient_nD, gradient_nD)
+            bias = estimator_bias(batches_nn, inner_products(gradient_nD, reference_mD), products_mm)
+            variance = {WHOLE: gradient_variance(batches_nn, products_mm)}
+            for position, part_nD in zip(experiment.positions, gradient_nKD.unbind(dim=1), strict=False):
+                variance[position] = gradient_variance(inner_products(part_nD, part_nD), products_mm)
+            row = _numbers(bias) | _over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule])
+            for end, exact_by in paired.items():
+                row |= _paired(gradient_nD, exact_by, products_mm, end, unpruned.weights)
+            found[estimator] = row, bias, variance
         gradient_EnKD = None  # its memory, before the next one's
 
     summary = {
@@ -259,47 +229,47 @@ def _compare(
         "paired": unpruned.weights | {"smallest_ess": SMALLEST_ESS},
         "reference": _about_reference(exact, norm),
     }
-    return _tables({estimator: measured[estimator] for estimator in estimators}, proxy, summary)
+    measured = {estimator: found[estimator] for estimator in estimators}
+    by_position = [
+        (estimator, position, statistics)
+        for estimator, (*_, variance) in measured.items()
+        for position, statistics in variance.items()
+    ]
+    return BiasTables(
+        estimators=_table(
+            [
+                {"method": each.method, "rho": each.rho, "label": each.label} | row
+                for each, (row, *_) in measured.items()
+            ]
+        ),
+        jackknife=pd.concat([_replicates(each, bias) for each, (_, bias, _) in measured.items()], ignore_index=True),
+        variance=_table(
+            [
+                {"method": each.method, "rho": each.rho, "position": position} | _numbers(statistics)
+                for each, position, statistics in by_position
+            ]
+        ),
+        variance_jackknife=pd.concat(
+            [_replicates(each, statistics).assign(position=position) for each, position, statistics in by_position],
+            ignore_index=True,
+        ),
+        proxy=proxy,
+        summary=summary,
+    )
 
 
-def _measure_estimator(
-    estimator: Estimator,
-    about: dict,
-    gradient_nKD: torch.Tensor,
-    positions: list[str],
-    reference: _Reference,
-    unpruned: _OwnExact,
-    pruned: _OwnExact | None,
-) -> _Measured:
-    """What follows from an estimator's gradients.
-
-    Args:
-        about: columns of its row that need no gradients.
-        gradient_nKD: of every batch, by the tokens' positions.
-        positions: names of the K parts; none where there is one.
-        unpruned: by the engine's samples without a safe vocabulary.
-        pruned: by the estimator's own samples, if it is for the pruned objective.
-    """
-    gradient_nD = gradient_nKD.sum(dim=1)
-    batches_nn = inner_products(gradient_nD, gradient_nD)
-    cross_nm = inner_products(gradient_nD, reference.gradient_mD)
-    bias = estimator_bias(batches_nn, cross_nm, reference.products_mm)
-    variance = {WHOLE: gradient_variance(batches_nn, reference.products_mm)}
-    if positions:
-        for position, part_nD in zip(positions, gradient_nKD.unbind(dim=1), strict=True):
-            variance[position] = gradient_variance(inner_products(part_nD, part_nD), reference.products_mm)
-    row = {"method": estimator.method, "rho": estimator.rho, "label": estimator.label} | _numbers(bias) | about
-    for own, end in ((unpruned, ""), (pruned, "_pruned")):
-        if own is None:
-            undefined = torch.full((1,), math.nan)
-            squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(unpruned.weights, math.nan)
-        else:
-            difference_nD = gradient_nD - own.gradient_nD
-            products_nn = inner_products(difference_nD, difference_nD)
-            squared, weights = paired_squared_bias(products_nn, reference.products_mm), own.weights
-        row |= _numbers({f"paired_squared_bias{end}": squared})
-        row |= {f"{weight}{end}": value for weight, value in weights.items()}
-    return _Measured(row, bias, variance)
+def _paired(
+    gradient_nD: torch.Tensor, exact: _Exact | None, products_mm: torch.Tensor, end: str, names: Iterable[str]
+) -> dict[str, float]:
+    """The squared bias paired with the exact gradient by the same samples; undefined (NaN) without one."""
+    if exact is None:
+        undefined = torch.full((1,), math.nan)
+        squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(names, math.nan)
+    else:
+        difference_nD = gradient_nD - exact.gradient_nD
+        squared = paired_squared_bias(inner_products(difference_nD, difference_nD), products_mm)
+        weights = exact.weights
+    return _numbers({f"paired_squared_bias{end}": squared}) | {f"{name}{end}": of for name, of in weights.items()}
 
 
 def _over_batches(notes: list[dict], rollouts: list[Rollout]) -> dict:
@@ -322,34 +292,13 @@ def _about_reference(exact: list[Rollout], norm: Jackknifed) -> dict:
     }
 
 
-def _tables(measured: dict[Estimator, _Measured], proxy: pd.DataFrame, summary: dict) -> BiasTables:
-    variance = [
-        {"method": estimator.method, "rho": estimator.rho, "position": position} | _numbers(statistics)
-        for estimator, found in measured.items()
-        for position, statistics in found.variance.items()
-    ]
-    variance_replicates = [
-        _replicates(estimator, statistics).assign(position=position)
-        for estimator, found in measured.items()
-        for position, statistics in found.variance.items()
-    ]
-    return BiasTables(
-        _table([found.row for found in measured.values()]),
-        pd.concat([_replicates(estimator, found.bias) for estimator, found in measured.items()], ignore_index=True),
-        _table(variance),
-        pd.concat(variance_replicates, ignore_index=True),
-        proxy,
-        summary,
-    )
-
-
 def _table(rows: list[dict]) -> pd.DataFrame:
     """A ρ is a text, or None without one."""
     return pd.DataFrame(rows).assign(rho=pd.Series([row["rho"] for row in rows], dtype=object))
 
 
 def _proxy(
-    experiment: Experiment, exact: list[Rollout], gradients: Gradients, fixed: FixedProblems, seed: int, name: str
+    experiment: Experiment, exact: list[Rollout], gradients: Gradients, fixed: FixedProblems, name: str
 ) -> pd.DataFrame:
     """OTB's proxy against the true norms, at all tokens of some of the reference's responses."""
     wanted, bins = experiment.bias.norm_responses, experiment.bias.position_bins
@@ -357,7 +306,7 @@ def _proxy(
     columns = ["position", "rank_correlation", "rank_correlation_se", "tokens"]
     if not wanted:
         return pd.DataFrame({column: pd.Series(dtype=object if column == "position" else float) for column in columns})
-    generator = torch.Generator().manual_seed(derived_seed(seed))
+    generator = torch.Generator().manual_seed(derived_seed(fixed.seed))
     chosen = torch.randperm(available, generator=generator)[:wanted].tolist()
     progress = Progress(f"{name}: norms of single tokens' gradients", wanted)
     proxies, norms, problems, places = [], [], [], []
@@ -377,13 +326,6 @@ def _proxy(
         value, error = clustered_rank_correlation(proxy_N[here_N], norm_N[here_N], problem_N[here_N])
         rows.append(dict(zip(columns, (position, value, error, int(here_N.sum())), strict=True)))
     return pd.DataFrame(rows)
-
-
-def _exact_coefficients(rollout: Rollout, fixed: FixedProblems) -> torch.Tensor:
-    """RLOO's, for a mean over the responses."""
-    mask_BT = rollout.batch.response_BT
-    ones_BT = torch.ones(mask_BT.shape)
-    return rloo(Responses(rollout.rewards_B, mask_BT, fixed.group_size, ones_BT, ones_BT)) / len(mask_BT)
 
 
 def _fill(

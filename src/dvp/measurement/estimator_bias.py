@@ -21,7 +21,8 @@ is 0 the estimate of its square is negative half of the time. A plain |x̄ − �
 Where the bias is near 0 the jackknife's standard error of its square is too large, by up to √2 (the U-statistic is then
 degenerate): such intervals are too wide rather than too narrow.
 
-Shape suffixes: n batches of the estimator, m of the reference, D coordinates, N and M rows.
+Shape suffixes: n batches of the estimator, m of the reference, D coordinates, N and M rows, R the whole sample and then
+without each batch in turn: 1 + n + m.
 """
 
 import math
@@ -74,12 +75,11 @@ def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
     Raises:
         DvpError: fewer than 4 batches, or an interval that holds 0: nothing can be given relative to it.
     """
-    check_batches("reference batches", len(reference_mm))
-    value, without_m = squared_mean(reference_mm)
-    norm = Jackknifed(value.item(), torch.empty(0, dtype=torch.float64), without_m)
+    value, without_m = _squared_mean(reference_mm, "reference batches")
+    norm = Jackknifed(value.item(), without_m[:0], without_m)
     if not norm.interval[0] > 0.0:
         raise DvpError(
-            f"the exact gradient is not distinguishable from 0: |g|² = {value:.3g} ± {norm.se:.2g} from "
+            f"the exact gradient is not distinguishable from 0: |g|² = {norm.value:.3g} ± {norm.se:.2g} from "
             f"{len(reference_mm)} batches; take more reference_batches, or problems that are solved now and then"
         )
     return norm
@@ -96,29 +96,25 @@ def estimator_bias(
         reference_mm: ⟨y_k, y_l⟩.
 
     Raises:
-        DvpError: fewer than 4 batches of either, shapes that differ, or as `squared_norm`.
+        DvpError: fewer than 4 batches of either, or as `squared_norm`.
     """
+    sums = Moments(batches_nn, reference_mm)
     count, others = cross_nm.shape
-    if batches_nn.shape != (count, count) or reference_mm.shape != (others, others):
-        raise DvpError(
-            f"inner products: expected (n, n), (n, m) and (m, m), got {tuple(batches_nn.shape)}, "
-            f"{tuple(cross_nm.shape)} and {tuple(reference_mm.shape)}"
-        )
-    check_batches("batches", count)
-    squared_norm(reference_mm)
-    mean, mean_n = squared_mean(batches_nn)
-    norm, norm_m = squared_mean(reference_mm)
     total = cross_nm.sum()
-    cross = total / cross_nm.numel()
-    cross_n = (total - cross_nm.sum(dim=1)) / ((count - 1) * others)
-    cross_m = (total - cross_nm.sum(dim=0)) / (count * (others - 1))
-    power, power_n = _power(batches_nn)
-    values = _statistics(mean, cross, norm, power)
-    over_batches = _statistics(mean_n, cross_n, norm, power_n)
-    over_reference = _statistics(mean, cross_m, norm_m, power)
+    cross_R = torch.cat(
+        [
+            (total / cross_nm.numel())[None],
+            (total - cross_nm.sum(dim=1)) / ((count - 1) * others),
+            (total - cross_nm.sum(dim=0)) / (count * (others - 1)),
+        ]
+    )
+    mean_R, power_R, norm_R = sums.mean_R, sums.power_R, sums.norm_R
     return {
-        name: Jackknifed(values[name].item(), over_batches[name].expand(count), over_reference[name].expand(others))
-        for name in STATISTICS
+        "squared_bias": sums.jackknifed((mean_R - 2 * cross_R + norm_R) / norm_R),
+        # The root of a negative estimate of |E x|² is NaN, which is what the cosine then is.
+        "cosine": sums.jackknifed(cross_R / (mean_R * norm_R).sqrt()),
+        "variance": sums.jackknifed((power_R - mean_R) / norm_R),
+        "mse": sums.jackknifed((power_R - 2 * cross_R + norm_R) / norm_R),
     }
 
 
@@ -135,53 +131,50 @@ def gradient_variance(batches_nn: torch.Tensor, reference_mm: torch.Tensor) -> d
     Raises:
         DvpError: as `estimator_bias`.
     """
-    count, others = len(batches_nn), len(reference_mm)
-    if batches_nn.shape != (count, count) or reference_mm.shape != (others, others):
-        raise DvpError(
-            f"inner products: expected (n, n) and (m, m), got {tuple(batches_nn.shape)} and {tuple(reference_mm.shape)}"
-        )
-    check_batches("batches", count)
-    squared_norm(reference_mm)
-    mean, mean_n = squared_mean(batches_nn)
-    norm, norm_m = squared_mean(reference_mm)
-    power, power_n = _power(batches_nn)
-    measured = {
-        "variance": Jackknifed(((power - mean) / norm).item(), (power_n - mean_n) / norm, (power - mean) / norm_m),
-        "signal": Jackknifed((mean / norm).item(), mean_n / norm, mean / norm_m),
-    }
-    own = Jackknifed(mean.item(), mean_n, norm_m[:0])
-    over = (power - mean) / mean if own.interval[0] > 0.0 else torch.tensor(math.nan, dtype=torch.float64)
-    over_n = (power_n - mean_n) / mean_n if own.interval[0] > 0.0 else torch.full_like(mean_n, math.nan)
+    sums = Moments(batches_nn, reference_mm)
+    mean_R, power_R, norm_R = sums.mean_R, sums.power_R, sums.norm_R
     # Nothing of the reference is in it.
-    ratio = Jackknifed(over.item(), over_n, over.expand(others))
-    return measured | {"variance_over_signal": ratio}
-
-
-def _statistics(
-    mean: torch.Tensor, cross: torch.Tensor, norm: torch.Tensor, power: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    # The root of a negative estimate of |E x|² is NaN, which is what the cosine then is.
+    defined = sums.jackknifed(mean_R).interval[0] > 0.0
+    over_R = (power_R - mean_R) / mean_R if defined else torch.full_like(mean_R, math.nan)
     return {
-        "squared_bias": (mean - 2 * cross + norm) / norm,
-        "cosine": cross / (mean * norm).sqrt(),
-        "variance": (power - mean) / norm,
-        "mse": (power - 2 * cross + norm) / norm,
+        "variance": sums.jackknifed((power_R - mean_R) / norm_R),
+        "signal": sums.jackknifed(mean_R / norm_R),
+        "variance_over_signal": sums.jackknifed(over_R),
     }
 
 
-def squared_mean(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|E x|² over all pairs of different batches, and without each batch in turn."""
+class Moments:
+    """|E x|², E|x|² and |g|², each (R,).
+
+    Raises:
+        DvpError: fewer than 4 batches of either, or as `squared_norm`.
+    """
+
+    def __init__(self, batches_nn: torch.Tensor, reference_mm: torch.Tensor):
+        squared_norm(reference_mm)
+        mean, mean_n = _squared_mean(batches_nn, "batches")
+        norm, norm_m = _squared_mean(reference_mm, "reference batches")
+        own_n = batches_nn.diagonal()
+        self._count, others = len(mean_n), len(norm_m)
+        power, power_n = own_n.mean(), (own_n.sum() - own_n) / (self._count - 1)
+        self.mean_R = torch.cat([mean[None], mean_n, mean.expand(others)])
+        self.power_R = torch.cat([power[None], power_n, power.expand(others)])
+        self.norm_R = torch.cat([norm.expand(1 + self._count), norm_m])
+
+    def jackknifed(self, value_R: torch.Tensor) -> Jackknifed:
+        """Where nothing of a sample is in a statistic, it is the same without any batch of it."""
+        return Jackknifed(value_R[0].item(), value_R[1 : 1 + self._count], value_R[1 + self._count :])
+
+
+def _squared_mean(products_nn: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """|E x|² over all pairs of different batches, and without each batch in turn. Raises DvpError, naming `what`."""
     count = len(products_nn)
+    if count < FEWEST:
+        raise DvpError(f"{what}: expected at least {FEWEST}, got {count}")
     own_n = products_nn.diagonal()
     total = products_nn.sum() - own_n.sum()
     without_n = total - 2 * (products_nn.sum(dim=1) - own_n)
     return total / (count * (count - 1)), without_n / ((count - 1) * (count - 2))
-
-
-def _power(products_nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E|x|², and without each batch in turn."""
-    own_n = products_nn.diagonal()
-    return own_n.mean(), (own_n.sum() - own_n) / (len(own_n) - 1)
 
 
 def _variance(without_n: torch.Tensor) -> float:
@@ -189,9 +182,3 @@ def _variance(without_n: torch.Tensor) -> float:
     if not len(without_n):
         return 0.0
     return (len(without_n) - 1) * (without_n - without_n.mean()).square().mean().item()
-
-
-def check_batches(what: str, count: int) -> None:
-    """Raise DvpError, naming `what`, for fewer than FEWEST."""
-    if count < FEWEST:
-        raise DvpError(f"{what}: expected at least {FEWEST}, got {count}")

@@ -18,7 +18,6 @@ from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.importance import PRESETS
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
 from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
-from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
 from dvp.files import atomic_path, sha256_file
@@ -43,35 +42,29 @@ from dvp.training.rollouts import Problems
 
 MIS = PRESETS["mis"].model_copy(update={"veto": PRESETS["veto"].veto})
 """The rule of the catalogue's `rloo_mis`."""
-
-
-def drawn_problems(available: int, count: int, seed: int) -> list[int]:
-    """The rows of the training problems that are used with a seed. Raises DvpError if there are too few."""
-    if available < count:
-        raise DvpError(f"data/train.parquet: {available} problems that are short enough, {count} are to be measured")
-    return np.random.default_rng([seed, 0]).choice(available, count, replace=False).tolist()
+EDGES = {
+    "histogram": [("p", PROBABILITY_EDGES), ("d", D_EDGES)],
+    "gaps": [("gap", GAP_EDGES)],
+    "bounds": [("rest", REST_EDGES)],
+}
+"""Of the bins of the tables that have some."""
 
 
 def measure_mismatch(
     experiment: Experiment,
     measurement: Measurement,
-    *,
-    problems: pd.DataFrame,
-    prompts: list[list[int]],
-    pad: int,
+    ids: list[str],
+    problems: Problems,
     model: PreTrainedModel,
     engine: Engine,
     folder: Path,
-    thinking: str | None = None,
 ) -> dict:
     """Measure a measurement; write the TABLES as NAME.parquet to `folder`.
 
     Args:
-        problems: with `id` and `answer`, as many as `prompts`, the token ids of their prompts.
-        pad: a token id; it is never attended to.
+        ids: of the problems.
         model: the trainer's policy, fp32.
         engine: the engine with the same policy.
-        thinking: see dvp.data.thinking.before_response.
 
     Returns:
         Counts, the means that one looks at first, and the files' checksums.
@@ -80,19 +73,20 @@ def measure_mismatch(
     sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)
     model.eval()
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
-    progress = Progress(f"mismatch {measurement.path}", len(prompts))
+    progress = Progress(f"mismatch {measurement.path}", len(ids))
     truncated = 0
-    places = [f"data/train.parquet: id {name}" for name in problems["id"]]
-    asked = Problems(places, list(problems["answer"]), prompts, pad, thinking)
-    for index, (problem, prompt) in enumerate(zip(problems.itertuples(), prompts, strict=True)):
+    for index, (name, prompt) in enumerate(zip(ids, problems.prompts, strict=True)):
         completions = engine.generate([prompt], sampling, [derived_seed(measurement.seed, 0, index)])[0]
         scored = _scored(
-            model, Batch.collate([prompt] * len(completions), [completion.token_ids for completion in completions], pad)
+            model,
+            Batch.collate(
+                [prompt] * len(completions), [completion.token_ids for completion in completions], problems.pad
+            ),
         )
         truncated += sum(completion.finish_reason == "length" for completion in completions)
-        rewards = [asked.reward(index, completion) for completion in completions]
-        for name, rows in _measured(experiment, completions, scored, rewards).items():
-            tables[name].append(rows.assign(problem=str(problem.id)))
+        rewards = [problems.reward(index, completion) for completion in completions]
+        for table, rows in _measured(experiment, completions, scored, rewards).items():
+            tables[table].append(rows.assign(problem=name))
         progress.step(index + 1, f"{sum(len(completion.token_ids) for completion in completions)} tokens")
     written = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
     for name, table in written.items():
@@ -100,8 +94,8 @@ def measure_mismatch(
             table.to_parquet(temporary, index=False)
     return {
         "measurement": measurement.path,
-        "problems": len(prompts),
-        "responses": len(prompts) * settings.responses,
+        "problems": len(ids),
+        "responses": len(ids) * settings.responses,
         "truncated": truncated,
         "vocabulary": model.config.vocab_size,
         "tolerance": TOLERANCE,
@@ -137,41 +131,29 @@ def _measured(
     rewards: list[float],
 ) -> dict[str, pd.DataFrame]:
     """The tables' rows of one problem."""
-    sums: dict[tuple[str, str], list[dict]] = {}
+    sums: dict[str, dict[str, list[dict]]] = {name: {} for name in EDGES}
     noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
     sets, lengths = [], []
     for response, (completion, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
         log_p_TV = normalised(logits_TV)
         tokens_T = torch.tensor(completion.token_ids, device=log_p_TV.device)
-        for source in SOURCES:
-            other = (
-                completion.vocabulary_log_probs_TV.to(log_p_TV.device) if source == ENGINE else scored[source][response]
-            )
+        others = {name: scored[name][response] for name in SOURCES if name != ENGINE}
+        for source, other in {ENGINE: completion.vocabulary_log_probs_TV.to(log_p_TV.device), **others}.items():
             log_q_TV = normalised(other)
-            sums.setdefault(("histogram", source), []).append(histogram(log_p_TV, log_q_TV))
-            sums.setdefault(("gaps", source), []).append(by_gap(log_p_TV, log_q_TV))
+            binned = {"histogram": histogram, "gaps": by_gap} | ({"bounds": bounds} if source == ENGINE else {})
+            for name, function in binned.items():
+                sums[name].setdefault(source, []).append(function(log_p_TV, log_q_TV))
             noise[source].append(_noise(log_p_TV, log_q_TV, tokens_T))
             if source == ENGINE:
-                sums.setdefault(("bounds", source), []).append(bounds(log_p_TV, log_q_TV))
                 rows = _safe_sets(experiment, log_p_TV, log_q_TV, tokens_T)
                 sets += [{"response": response, "reward": rewards[response]} | row for row in rows]
                 ends = _lengths(experiment.training.max_response_tokens)
                 rows = prefixes(log_p_TV, log_q_TV, tokens_T, ends, MIS)
                 lengths += [{"response": response} | row for row in rows]
-    binned = {key: combined(values) for key, values in sums.items()}
-    edges = {"gaps": ("gap", GAP_EDGES), "bounds": ("rest", REST_EDGES)}
     tables = {
-        name: pd.concat(
-            _bins(binned[name, source], [edges[name]]).assign(source=source)
-            for source in SOURCES
-            if (name, source) in binned
-        )
-        for name in edges
+        name: pd.concat(_bins(combined(parts), EDGES[name]).assign(source=source) for source, parts in of.items())
+        for name, of in sums.items()
     }
-    tables["histogram"] = pd.concat(
-        _bins(binned["histogram", source], [("p", PROBABILITY_EDGES), ("d", D_EDGES)]).assign(source=source)
-        for source in SOURCES
-    )
     tables |= {"safe_sets": pd.DataFrame(sets), "prefixes": pd.DataFrame(lengths)}
     tables["noise"] = pd.DataFrame(
         {"source": source}

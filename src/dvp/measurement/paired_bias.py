@@ -11,7 +11,7 @@ h stays RLOO's for every x. A baseline that includes the response itself (GRPO, 
 With samples of the pruned engine q^mp, r = p^mp/q^mp and h over the safe vocabulary estimates ∇J_mp instead, exactly
 where q^mp reaches all that p^mp does. The mean of r, which is 1 then, tells how much it misses.
 
-Shape suffixes: B responses, T tokens, n batches of the estimator, m of the reference.
+Shape suffixes: B responses, T tokens.
 """
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from dvp.core.advantages import Responses, rloo
 from dvp.core.batch import Rollout
 from dvp.core.importance import LOG_RATIO_CLAMP
-from dvp.measurement.estimator_bias import Jackknifed, check_batches, squared_mean, squared_norm
+from dvp.measurement.estimator_bias import Jackknifed, Moments
 
 
 def sequence_log_ratio(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -37,17 +37,20 @@ def sequence_log_ratio(rollout: Rollout, statistics: dict[str, torch.Tensor]) ->
     return log_ratio_B.masked_fill(outside_B, -torch.inf)
 
 
+def rloo_advantage(rollout: Rollout, group_size: int) -> torch.Tensor:
+    """RLOO's, (B, T)."""
+    ones_BT = torch.ones(rollout.batch.response_BT.shape)
+    return rloo(Responses(rollout.rewards_B, rollout.batch.response_BT, group_size, ones_BT, ones_BT))
+
+
 def exact_coefficients(rollout: Rollout, log_ratio_B: torch.Tensor, group_size: int) -> torch.Tensor:
     """What multiplies each response's ∇log p in h: r_i A_i / B, (B,) float32.
 
     r is held below e^20, so that it stays finite: where that matters the weights fail SMALLEST_ESS.
     """
-    mask_BT = rollout.batch.response_BT
-    ones_BT = torch.ones(mask_BT.shape)
     # The first token that the model wrote, which every response has.
-    first_B1 = mask_BT.float().argmax(dim=1, keepdim=True)
-    advantage_BT = rloo(Responses(rollout.rewards_B, mask_BT, group_size, ones_BT, ones_BT))
-    advantage_B = advantage_BT.gather(1, first_B1)[:, 0]
+    first_B1 = rollout.batch.response_BT.float().argmax(dim=1, keepdim=True)
+    advantage_B = rloo_advantage(rollout, group_size).gather(1, first_B1)[:, 0]
     ratio_B = log_ratio_B.clamp(max=LOG_RATIO_CLAMP).exp()
     return (ratio_B * advantage_B / len(ratio_B)).float()
 
@@ -73,17 +76,14 @@ def weight_diagnostics(log_ratio_B: torch.Tensor) -> dict[str, float]:
 
 
 def paired_squared_bias(differences_nn: torch.Tensor, reference_mm: torch.Tensor) -> Jackknifed:
-    """|E[x − h]|² / |g|² by Σ_{i≠j} ⟨b_i, b_j⟩ / n(n − 1), with its delete-one jackknife over both samples.
+    """|E[x − h]|² / |g|² by Σ_{i≠j} ⟨b_i, b_j⟩ / n(n − 1) of b = x − h, jackknifed.
 
     Args:
-        differences_nn: ⟨b_i, b_j⟩ of b = x − h of each batch, float64.
+        differences_nn: ⟨b_i, b_j⟩ of each batch, float64.
         reference_mm: ⟨y_k, y_l⟩ of the exact gradient's batches, for the unit alone.
 
     Raises:
-        DvpError: fewer than 4 batches of either, or as `squared_norm`.
+        DvpError: as `estimator_bias`.
     """
-    check_batches("batches", len(differences_nn))
-    squared_norm(reference_mm)
-    bias, bias_n = squared_mean(differences_nn)
-    norm, norm_m = squared_mean(reference_mm)
-    return Jackknifed((bias / norm).item(), bias_n / norm, bias / norm_m)
+    sums = Moments(differences_nn, reference_mm)
+    return sums.jackknifed(sums.mean_R / sums.norm_R)

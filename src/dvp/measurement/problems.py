@@ -1,11 +1,13 @@
-"""Batches of graded responses to fixed problems, from an engine or from the trainer's own policy."""
+"""A fixed policy opened for a measurement: problems, engine, trainer, and batches of graded responses from either."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
@@ -19,6 +21,7 @@ from dvp.experiment.data import Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
+from dvp.rollout.vllm import VllmEngine
 from dvp.training.rollouts import Problems, prompt_rows
 
 REFERENCE = -1  # in a seed, where the engine's batches have their number
@@ -39,39 +42,76 @@ def source_problems(source: Source, where: str, template: str) -> pd.DataFrame:
     )
 
 
+def drawn(available: int, count: int, seed: int) -> list[int]:
+    """The rows that a measurement of the mismatch uses; one of the bias uses those of training's first step."""
+    return np.random.default_rng([seed, 0]).choice(available, count, replace=False).tolist()
+
+
 class FixedProblems:
-    """The problems of a measurement, and batches of graded responses to them."""
+    """A policy (a Hugging Face directory) that is measured, some problems, and what samples or scores them.
+
+    Raises:
+        DvpError: too few problems, a prompt that is too long, or an answer that nothing can be compared with.
+    """
 
     def __init__(
-        self, experiment: Experiment, tokenizer: Any, problems: pd.DataFrame, *, where: str, seed: int, context: int
+        self,
+        experiment: Experiment,
+        model: Path,
+        problems: pd.DataFrame,
+        *,
+        where: str,
+        count: int,
+        seed: int,
+        draw: Callable[[int, int, int], list[int]] = lambda available, count, seed: prompt_rows(
+            available, count, 1, seed
+        ),
     ):
-        count, self._training = experiment.bias.problems, experiment.training
+        """`problems` have id, answer and prompt; `where` they come from, for messages."""
+        self._experiment, self._training, self._model, self.seed = experiment, experiment.training, model, seed
         self.group_size = self._training.group_size
-        if len(problems) < count:
-            raise DvpError(f"{where}: {len(problems)} problems are fewer than bias.problems ({count})")
-        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, where)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        encoded = encode_prompts(self._tokenizer, problems, experiment.data.chat, where)
         kept = short_enough(encoded, self._training.max_prompt_tokens)
         if len(kept) < count:
             raise DvpError(
-                f"{where}: {len(kept)} problems have at most training.max_prompt_tokens "
-                f"({self._training.max_prompt_tokens}) tokens, fewer than bias.problems ({count})"
+                f"{where}: {len(kept)} problems of {len(problems)} have a prompt that is short enough, "
+                f"fewer than the {count} to be measured"
             )
-        self.rows = [kept[index] for index in prompt_rows(len(kept), count, 1, seed)]
+        self.rows = [kept[index] for index in draw(len(kept), count, seed)]
         chosen = problems.iloc[self.rows]
         self.ids = [str(name) for name in chosen["id"]]
         self.prompts = [encoded[row] for row in self.rows]
-        self._pad = padding_token(tokenizer)
         places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
-        thinking = before_response(tokenizer, experiment.data)
-        self._problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, thinking)
+        self._pad = padding_token(self._tokenizer)
+        thinking = before_response(self._tokenizer, experiment.data)
+        self.problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, thinking)
         for place, answer in zip(places, chosen["answer"], strict=True):
             try:
                 check_reference(answer)
             except DvpError as error:
                 raise DvpError(f"{place}: {error}") from None
-        self._problems.check_context(context, self._training.max_response_tokens)
-        self.longest = max(map(len, self.prompts)) + self._training.max_response_tokens
-        self._tokenizer, self._seed = tokenizer, seed
+        context = AutoConfig.from_pretrained(model).max_position_embeddings
+        self.problems.check_context(context, self._training.max_response_tokens)
+
+    def engine(self, name: str, at_once: int, **options: Any) -> VllmEngine:
+        """The policy in an engine of the experiment, which samples `at_once` responses together."""
+        threads = torch.get_num_threads()
+        engine = VllmEngine(
+            self._model,
+            self._experiment.engines[name],
+            max_model_len=max(map(len, self.prompts)) + self._training.max_response_tokens,
+            max_num_seqs=at_once,
+            seed=self.seed,
+            **options,
+        )
+        torch.set_num_threads(threads)  # starting an engine may change it
+        return engine
+
+    def network(self) -> PreTrainedModel:
+        """The policy in the trainer's precision, fp32, on its device."""
+        network = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        return network.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def responses(self) -> int:
@@ -90,12 +130,10 @@ class FixedProblems:
             report_sets=report_sets,
         )
         for numbers in torch.arange(batches).split(max(1, CALL // self.responses)):
-            seeds = [
-                derived_seed(self._seed, MEASURED, number, row) for number in numbers.tolist() for row in self.rows
-            ]
+            seeds = [derived_seed(self.seed, MEASURED, number, row) for number in numbers.tolist() for row in self.rows]
             groups = engine.generate(self.prompts * len(numbers), sampling, seeds)
             for start in range(0, len(groups), len(self.prompts)):
-                yield self._problems.graded(range(len(self.prompts)), groups[start : start + len(self.prompts)])
+                yield self.problems.graded(range(len(self.prompts)), groups[start : start + len(self.prompts)])
 
     def from_trainer(self, model: torch.nn.Module, batches: int, name: str) -> list[Rollout]:
         """Batches from the trainer's policy itself: temperature, and nothing else between the logits and the sample."""
@@ -119,7 +157,7 @@ class FixedProblems:
             at_once = max(1, GENERATED_TOKENS // (len(prompt) + self._training.max_response_tokens))
             own: list[Completion] = []
             with torch.random.fork_rng():
-                torch.manual_seed(derived_seed(self._seed, REFERENCE, row))
+                torch.manual_seed(derived_seed(self.seed, REFERENCE, row))
                 for part in torch.arange(batches * group).split(at_once):
                     inputs_BT = torch.tensor([prompt], device=model.device).expand(len(part), -1)
                     outputs_BT = model.generate(inputs_BT, attention_mask=torch.ones_like(inputs_BT))
@@ -127,7 +165,7 @@ class FixedProblems:
             sampled.append(own)
             progress.step(done, f"{len(own)} responses a problem")
         return [
-            self._problems.graded(range(len(self.prompts)), [own[start : start + group] for own in sampled])
+            self.problems.graded(range(len(self.prompts)), [own[start : start + group] for own in sampled])
             for start in range(0, batches * group, group)
         ]
 

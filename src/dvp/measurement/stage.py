@@ -13,7 +13,7 @@ from dvp.experiment.grid import Measurement
 from dvp.files import write_json
 from dvp.gpus import claim
 from dvp.provenance import git_commit
-from dvp.rollout.vllm import VllmEngine, configure_environment
+from dvp.rollout.vllm import configure_environment
 from dvp.stage import Stage, run_stage
 
 if TYPE_CHECKING:
@@ -28,15 +28,12 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     claim(experiment.engines[measurement.engine].tensor_parallel)
     configure_environment(threads)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
-    from dvp.data.prompts import encode_prompts, padding_token, short_enough
-    from dvp.data.thinking import before_response
-    from dvp.measurement.mismatch import drawn_problems, measure_mismatch
+    from dvp.measurement.mismatch import measure_mismatch
+    from dvp.measurement.problems import FixedProblems, drawn
 
     torch.set_num_threads(threads)
-    model = directory.model(measurement.run)[1].parent
     with _run_stage("mismatch", directory, measurement) as stage:
         stage.tracked.log_params(
             {
@@ -44,31 +41,19 @@ def mismatch(config: Path, path: str, threads: int) -> None:
                 "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
             }
         )
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
-        encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
-        kept = short_enough(encoded, experiment.training.max_prompt_tokens)
-        rows = [kept[index] for index in drawn_problems(len(kept), settings.problems, measurement.seed)]
-        prompts = [encoded[row] for row in rows]
-        trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        longest = max(map(len, prompts)) + experiment.training.max_response_tokens
-        engine = VllmEngine(
-            model,
-            experiment.engines[measurement.engine],
-            max_model_len=min(longest, trainer.config.max_position_embeddings),
-            max_num_seqs=settings.responses,
-            seed=measurement.seed,
-        )
-        result = measure_mismatch(
+        fixed = FixedProblems(
             experiment,
-            measurement,
-            problems=problems.iloc[rows],
-            prompts=prompts,
-            pad=padding_token(tokenizer),
-            model=trainer.to("cuda" if torch.cuda.is_available() else "cpu"),
-            engine=engine,
-            folder=stage.result.parent,
-            thinking=before_response(tokenizer, experiment.data),
+            directory.model(measurement.run)[1].parent,
+            read_problems(directory.data / "train.parquet", TRAIN_COLUMNS),
+            where="data/train.parquet",
+            count=settings.problems,
+            seed=measurement.seed,
+            draw=drawn,
+        )
+        network = fixed.network()
+        engine = fixed.engine(measurement.engine, settings.responses)
+        result = measure_mismatch(
+            experiment, measurement, fixed.ids, fixed.problems, network, engine, stage.result.parent
         )
         stage.tracked.log_result(
             {name: value for name, value in result.items() if name not in ("measurement", "files")}
@@ -90,6 +75,7 @@ def bias(config: Path, path: str, threads: int) -> None:
 
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems, read_task
     from dvp.measurement.bias import measure_bias, write_tables
+    from dvp.measurement.problems import FixedProblems
 
     torch.set_num_threads(threads)
     model = directory.model(measurement.run)[1].parent
@@ -102,9 +88,10 @@ def bias(config: Path, path: str, threads: int) -> None:
         else:
             problems = read_task(directory.data / "eval.parquet", measurement.task)
             where = f"data/eval.parquet, task '{measurement.task}'"
-        measured = measure_bias(
-            experiment, model, measurement.engine, problems, where=where, seed=measurement.seed, name=path
+        fixed = FixedProblems(
+            experiment, model, problems, where=where, count=experiment.bias.problems, seed=measurement.seed
         )
+        measured = measure_bias(experiment, fixed, measurement.engine, path)
         stage.tracked.log_result(measured.results())
         files = write_tables(measured, stage.result.parent)
         for name in ("estimators.parquet", "variance.parquet", "proxy.parquet"):
@@ -135,7 +122,7 @@ def bias_of_model(
     import torch
 
     from dvp.measurement.bias import measure_bias, write_tables
-    from dvp.measurement.problems import source_problems
+    from dvp.measurement.problems import FixedProblems, source_problems
     from dvp.training.models import check_model
 
     torch.set_num_threads(threads)
@@ -147,7 +134,8 @@ def bias_of_model(
     started = time.time()
     read = source_problems(source, where, experiment.data.prompt_template)
     where = where if problems is None else str(problems)
-    measured = measure_bias(experiment, model, engine, read, where=where, seed=seed, name=str(model))
+    fixed = FixedProblems(experiment, model, read, where=where, count=experiment.bias.problems, seed=seed)
+    measured = measure_bias(experiment, fixed, engine, str(model))
     result = {
         "model": str(model),
         "engine": engine,

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dvp.core.diagnostics import MAX_EXPONENT
 from dvp.core.importance import ImportanceRule, importance_weights
 from dvp.core.vocabulary_mismatch import epsilon, kl, kl_terms
-from dvp.errors import DvpError
 from dvp.measurement.files import D_EDGES
 
 TOLERANCE = 1e-12
@@ -45,16 +43,16 @@ def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch
     d_NV = log_q_NV - log_p_NV
     shape = (len(PROBABILITY_EDGES) - 1, len(D_EDGES) - 1)
     index_NV = _bin(log_p_NV.exp(), PROBABILITY_EDGES) * shape[1] + _bin(d_NV, D_EDGES)
-    sums = {"pairs": torch.ones_like(d_NV), "abs_d": d_NV.abs()}
+    values = {"pairs": torch.ones_like(d_NV), "abs_d": d_NV.abs()}
     for name, log_weight_NV in (("infer", log_q_NV), ("train", log_p_NV)):
         weight_NV = log_weight_NV.exp()
-        sums |= {
+        values |= {
             name: weight_NV,
             f"{name}_squared": weight_NV.square(),
             f"{name}_d": weight_NV * d_NV,
             f"{name}_abs_d": weight_NV * d_NV.abs(),
         }
-    return {name: _sum(index_NV, value_NV, shape[0] * shape[1]).view(shape) for name, value_NV in sums.items()}
+    return _binned(index_NV, shape, values)
 
 
 @torch.no_grad()
@@ -64,16 +62,18 @@ def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
     Returns:
         `pairs`, `abs_d`; with weights `infer`, `infer_abs_d`, `train`, `train_abs_d`; `max_abs_d`.
     """
-    abs_NV = (log_q_NV - log_p_NV).abs()
+    abs_NV, p_NV, q_NV = (log_q_NV - log_p_NV).abs(), log_p_NV.exp(), log_q_NV.exp()
     index_NV = _bin(log_p_NV - log_p_NV.amax(dim=-1, keepdim=True), GAP_EDGES)
-    count = len(GAP_EDGES) - 1
-    sums = {"pairs": torch.ones_like(abs_NV), "abs_d": abs_NV}
-    for name, log_weight_NV in (("infer", log_q_NV), ("train", log_p_NV)):
-        weight_NV = log_weight_NV.exp()
-        sums |= {name: weight_NV, f"{name}_abs_d": weight_NV * abs_NV}
-    return {name: _sum(index_NV, value_NV, count) for name, value_NV in sums.items()} | {
-        "max_abs_d": _largest(index_NV, abs_NV, count)
+    values = {
+        "pairs": torch.ones_like(abs_NV),
+        "abs_d": abs_NV,
+        "infer": q_NV,
+        "infer_abs_d": q_NV * abs_NV,
+        "train": p_NV,
+        "train_abs_d": p_NV * abs_NV,
+        "max_abs_d": abs_NV,
     }
+    return _binned(index_NV, (len(GAP_EDGES) - 1,), values)
 
 
 def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,16 +83,11 @@ def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.T
 
     Args:
         probability: p = π_train of a token, any shape.
-        epsilon_max: largest |z_infer − z_train| in the state (nats), in [0, 350].
+        epsilon_max: largest |z_infer − z_train| in the state (nats), at most 350.
 
     Returns:
         (lower, upper), float64, of the same shape.
-
-    Raises:
-        DvpError: ε_max out of range.
     """
-    if not 0.0 <= epsilon_max <= MAX_EXPONENT / 2:
-        raise DvpError(f"epsilon_max: expected a number of nats between 0 and {MAX_EXPONENT / 2:g}, got {epsilon_max}")
     rest = 1.0 - probability.double()
     return torch.log1p(rest * math.expm1(-2.0 * epsilon_max)), torch.log1p(rest * math.expm1(2.0 * epsilon_max))
 
@@ -124,19 +119,17 @@ def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
     abs_NV = d_NV.abs()
     violates_NV = abs_NV > literal + TOLERANCE
     scaled_NV = abs_NV / (2 * epsilon_N[:, None].clamp(min=torch.finfo(torch.float64).tiny))
-    index_NV = _bin(1 - p_NV, REST_EDGES)
-    count = len(REST_EDGES) - 1
-    over_NV = torch.where(violates_NV, abs_NV / literal.clamp(min=TOLERANCE), 0.0)
-    return {
-        "pairs": _sum(index_NV, torch.ones_like(d_NV), count),
-        "scaled": _sum(index_NV, scaled_NV, count),
-        "literal_violations": _sum(index_NV, violates_NV.double(), count),
-        "sharp_violations": _sum(index_NV, (sharp > TOLERANCE).double(), count),
-        "max_abs_d": _largest(index_NV, abs_NV, count),
-        "max_scaled_above": _largest(index_NV, torch.where(d_NV > 0, scaled_NV, 0.0), count),
-        "max_scaled_below": _largest(index_NV, torch.where(d_NV < 0, scaled_NV, 0.0), count),
-        "max_over_literal": _largest(index_NV, over_NV, count),
+    values = {
+        "pairs": torch.ones_like(d_NV),
+        "scaled": scaled_NV,
+        "literal_violations": violates_NV.double(),
+        "sharp_violations": (sharp > TOLERANCE).double(),
+        "max_abs_d": abs_NV,
+        "max_scaled_above": torch.where(d_NV > 0, scaled_NV, 0.0),
+        "max_scaled_below": torch.where(d_NV < 0, scaled_NV, 0.0),
+        "max_over_literal": torch.where(violates_NV, abs_NV / literal.clamp(min=TOLERANCE), 0.0),
     }
+    return _binned(_bin(1 - p_NV, REST_EDGES), (len(REST_EDGES) - 1,), values)
 
 
 @torch.no_grad()
@@ -199,28 +192,6 @@ def prefixes(
 
 
 @torch.no_grad()
-def overlap(safe_train_NV: torch.Tensor, safe_infer_NV: torch.Tensor) -> dict[str, float]:
-    """Compare the trainer's V_S with the engine's V'_S in the same N states, each a bool mask without an empty row.
-
-    Returns:
-        Means over the states:
-            jaccard: |V_S ∩ V'_S| / |V_S ∪ V'_S|.
-            infer_in_train: |V_S ∩ V'_S| / |V'_S|, the containment that the trainer's margin is for.
-            train_in_infer: |V_S ∩ V'_S| / |V_S|, on which the support of q^mp depends.
-            safe_size_train, safe_size_infer: |V_S|, |V'_S|.
-    """
-    train_N, infer_N = safe_train_NV.sum(dim=1).double(), safe_infer_NV.sum(dim=1).double()
-    both_N = (safe_train_NV & safe_infer_NV).sum(dim=1).double()
-    return {
-        "jaccard": (both_N / (train_N + infer_N - both_N)).mean().item(),
-        "infer_in_train": (both_N / infer_N).mean().item(),
-        "train_in_infer": (both_N / train_N).mean().item(),
-        "safe_size_train": train_N.mean().item(),
-        "safe_size_infer": infer_N.mean().item(),
-    }
-
-
-@torch.no_grad()
 def safe_sets(
     log_p_NV: torch.Tensor,
     log_q_NV: torch.Tensor,
@@ -236,13 +207,15 @@ def safe_sets(
         tokens_N: the response's tokens, sampled from the full q.
 
     Returns:
-        What `overlap` has (means over the positions), and:
-            pruned_mass, pruned_mass_infer: mean of 1 − Z over the positions, of p outside V_S and of q outside V'_S.
-            pruned_mass_sum: Σ_t (1 − Z_t), the trainer's side.
-            outside_train: mean over the positions of Σ_a q^mp(a)[a ∉ V_S]: the tokens that a pruned engine would
-                sample and the trainer prunes.
-            tokens_inside_infer, tokens_outside_train: tokens of the response that are in V'_S; of these, not in V_S.
-            pruned_log_prob: log p^mp of the response, −inf if a token is outside V_S.
+        jaccard, infer_in_train, train_in_infer: means over the positions of |V_S ∩ V'_S| over the union, over |V'_S|
+            (the containment that the trainer's margin is for), over |V_S| (on which the support of q^mp depends).
+        safe_size_train, safe_size_infer: means of |V_S|, |V'_S|.
+        pruned_mass, pruned_mass_infer: mean of 1 − Z over the positions, of p outside V_S and of q outside V'_S.
+        pruned_mass_sum: Σ_t (1 − Z_t), the trainer's side.
+        outside_train: mean over the positions of Σ_a q^mp(a)[a ∉ V_S]: the tokens that a pruned engine would sample and
+            the trainer prunes.
+        tokens_inside_infer, tokens_outside_train: tokens of the response that are in V'_S; of these, not in V_S.
+        pruned_log_prob: log p^mp of the response, −inf if a token is outside V_S.
     """
     p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
     pruned_N = torch.where(safe_train_NV, 0.0, p_NV).sum(dim=-1)
@@ -253,7 +226,14 @@ def safe_sets(
     )
     log_p_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
     pruned_log_prob_N = torch.where(inside_train_N, log_p_N - torch.log1p(-pruned_N), -math.inf)
-    return overlap(safe_train_NV, safe_infer_NV) | {
+    train_N, infer_N = safe_train_NV.sum(dim=1).double(), safe_infer_NV.sum(dim=1).double()
+    both_N = (safe_train_NV & safe_infer_NV).sum(dim=1).double()
+    return {
+        "jaccard": (both_N / (train_N + infer_N - both_N)).mean().item(),
+        "infer_in_train": (both_N / infer_N).mean().item(),
+        "train_in_infer": (both_N / train_N).mean().item(),
+        "safe_size_train": train_N.mean().item(),
+        "safe_size_infer": infer_N.mean().item(),
         "pruned_mass": pruned_N.mean().item(),
         "pruned_mass_infer": torch.where(safe_infer_NV, 0.0, q_NV).sum(dim=-1).mean().item(),
         "pruned_mass_sum": pruned_N.sum().item(),
@@ -266,24 +246,24 @@ def safe_sets(
 
 def combined(sums: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Several of `histogram`, `by_gap` or `bounds` as one: added, or the larger one of what is named `max…`."""
-    return {
-        name: torch.stack([part[name] for part in sums]).amax(dim=0)
-        if name.startswith("max")
-        else torch.stack([part[name] for part in sums]).sum(dim=0)
-        for name in sums[0]
-    }
+    together = {name: torch.stack([part[name] for part in sums]) for name in sums[0]}
+    return {name: of.amax(dim=0) if name.startswith("max") else of.sum(dim=0) for name, of in together.items()}
 
 
 def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
     """The index of the bin (lower, upper]; what is at or below the lowest edge is in the first one."""
-    inner = torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device)
-    return torch.bucketize(values, inner)
+    return torch.bucketize(values, torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device))
 
 
-def _sum(index_NV: torch.Tensor, values_NV: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.bincount(index_NV.flatten(), values_NV.flatten(), minlength=count)
-
-
-def _largest(index_NV: torch.Tensor, values_NV: torch.Tensor, count: int) -> torch.Tensor:
-    zeros = torch.zeros(count, dtype=torch.float64, device=values_NV.device)
-    return zeros.scatter_reduce_(0, index_NV.flatten(), values_NV.flatten(), "amax")
+def _binned(index_NV: torch.Tensor, shape: tuple[int, ...], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The sum of each kind of value in every bin; the largest one of what is named `max…`."""
+    index, count = index_NV.flatten(), math.prod(shape)
+    nothing = torch.zeros(count, dtype=torch.float64, device=index.device)
+    return {
+        name: (
+            nothing.scatter_reduce(0, index, value_NV.flatten(), "amax")
+            if name.startswith("max")
+            else torch.bincount(index, value_NV.flatten(), minlength=count)
+        ).view(shape)
+        for name, value_NV in values.items()
+    }

@@ -18,6 +18,8 @@ from dvp.evaluation import bootstrap
 from dvp.files import write_json
 from dvp.measurement.files import D_EDGES, NARROWEST
 from dvp.measurement.mismatch import measure_mismatch
+from dvp.measurement.vocabulary_mismatch import histogram
+from dvp.training.rollouts import Problems
 from noisy_engine import NoisyEngine
 
 pytestmark = pytest.mark.slow
@@ -60,12 +62,11 @@ def measure_all(experiment, tiny_model, folder):
         record = measure_mismatch(
             experiment,
             measurement,
-            problems=pd.DataFrame({"id": [f"{name}{measurement.seed}" for name in "abc"], "answer": ["7", "7", "8"]}),
-            prompts=PROMPTS,
-            pad=tokenizer.pad_token_id,
-            model=model,
-            engine=NoisyEngine(model, tokenizer, SIGMA[measurement.engine]),
-            folder=place,
+            [f"{name}{measurement.seed}" for name in "abc"],
+            Problems(list("abc"), ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
+            model,
+            NoisyEngine(model, tokenizer, SIGMA[measurement.engine]),
+            place,
         )
         config_hash = experiment.config_hash("mismatch", measurement=measurement)
         write_json(

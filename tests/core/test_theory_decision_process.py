@@ -123,22 +123,6 @@ def test_theorem_5_3_without_nesting_the_bias_is_minus_the_missing_responses(see
     close(estimate, exact - missing)
 
 
-def test_theorem_5_3_nesting_is_only_needed_in_states_that_the_pruned_policy_reaches():
-    instance = random_instance(2, epsilon=EPSILON)
-    process = instance.process
-    # Token 3 is pruned at the start, on both sides: no sampled response passes through the state (3,).
-    safe_SV = torch.ones(len(process.state), 4, dtype=torch.bool)
-    safe_SV[process.state[()], 3] = False
-    unreached_SV, reached_SV = safe_SV.clone(), safe_SV.clone()
-    unreached_SV[process.state[(3,)], 1:] = False
-    reached_SV[process.state[(2,)], 1:] = False
-    estimate, exact, _ = estimated_and_exact(instance, safe_SV, unreached_SV)
-    close(estimate, exact)
-    estimate, exact, missing = estimated_and_exact(instance, safe_SV, reached_SV)
-    assert (estimate - exact).abs().max() > 1e-2
-    close(estimate, exact - missing)
-
-
 @settings(max_examples=60)
 @given(SEEDS)
 def test_a_margin_on_the_trainers_side_keeps_every_sampled_token_safe_but_leaves_the_bias(seed):

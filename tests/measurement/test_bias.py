@@ -84,53 +84,14 @@ def dense_gradient(model_dir, batch, coefficient_BT, rho, temperature):
     return torch.cat([part.reshape(-1) for part in parts]), used_BT
 
 
-@pytest.mark.parametrize("rho", [None, 0.02])
-def test_gradients_of_responses_are_those_of_autograd(tiny_model, policy, batch, rho):
-    safe = None if rho is None else FixedRho(rho)
-    gradients = Gradients(policy, temperature=0.8, tokens=48, seed=0)
-    coefficient_BE = torch.tensor([[1.0, 0.5], [0.0, -2.0], [3.0, 0.0], [0.0, 0.25]])
-    found_EKD = gradients.of_responses(batch, coefficient_BE, safe, parts_of(batch))
-    for column, (found_D,) in enumerate(found_EKD):
-        coefficient_BT = coefficient_BE[:, column, None] * batch.response_BT
-        expected_D, used_BT = dense_gradient(tiny_model, batch, coefficient_BT, rho, 0.8)
-        assert (used_BT != batch.response_BT[:, 1:]).any() == (rho is not None)
-        torch.testing.assert_close(found_D.double(), expected_D, rtol=1e-3, atol=1e-4 * expected_D.abs().max().item())
-
-
-@pytest.mark.parametrize("rho", [None, 0.02])
-def test_gradients_of_token_weights_are_those_of_autograd(tiny_model, policy, batch, rho):
-    safe = None if rho is None else FixedRho(rho)
-    gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
-    in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
-    coefficient_BT = torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(1)) * in_safe_BT
-    coefficient_BT[2] = 0  # a response that was rejected
-    (found_D,) = gradients.of_batch(batch, coefficient_BT, safe, parts_of(batch))
-    expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT, rho, 1.0)
-    torch.testing.assert_close(found_D.double(), expected_D, rtol=1e-3, atol=1e-4 * expected_D.abs().max().item())
-
-
 def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, batch):
     gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
     assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None, parts_of(batch)).any()
     assert not gradients.of_responses(batch, torch.zeros(4, 2), None, parts_of(batch)).any()
 
 
-def test_a_long_gradient_is_sketched_after_it_was_made(policy, batch, monkeypatch):
-    coefficient_BT = batch.response_BT.float()
-    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=5)
-    (whole,) = gradients.of_batch(batch, coefficient_BT, None, parts_of(batch))
-    monkeypatch.setattr(module, "BUCKETS", 2**12)
-    gradients = Gradients(policy, temperature=1.0, tokens=64, seed=5)
-    assert not gradients.sketch.exact
-    (short,) = gradients.of_batch(batch, coefficient_BT, None, parts_of(batch))
-    assert len(short) == 2**12
-    assert (short @ short).item() == pytest.approx((whole @ whole).item(), rel=0.15)
-    sizes = [one.numel() for one in policy.parameters()]
-    torch.testing.assert_close(short, gradients.sketch(whole.split(sizes)), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("rho", [None, 0.02])
-def test_parts_by_position_are_the_gradients_of_their_tokens_and_sum_to_the_whole(tiny_model, policy, batch, rho):
+def test_parts_by_position_are_the_gradients_of_their_tokens(tiny_model, policy, batch, rho, monkeypatch):
     """Lengths 4, 7, 1 and 5: the bins 1–2, 3–5 and 6 on. One response's third token is a tool's, and has no number."""
     safe = None if rho is None else FixedRho(rho)
     batch.response_BT[1, 5] = False
@@ -141,17 +102,24 @@ def test_parts_by_position_are_the_gradients_of_their_tokens_and_sum_to_the_whol
 
     gradients = Gradients(policy, temperature=0.8, tokens=32, seed=0)
     in_safe_BT = gradients.score(batch, safe)["target_in_safe"]
-    coefficient_B1 = torch.tensor([[0.5], [-2.0], [3.0], [0.0]])
-    coefficient_BT = coefficient_B1 * batch.response_BT * in_safe_BT
+    coefficient_BE = torch.tensor([[1.0, 0.5], [0.0, -2.0], [0.5, 3.0], [0.0, 0.0]])
+    coefficient_BT = coefficient_BE[:, 1:] * batch.response_BT * in_safe_BT
     by_batch_KD = gradients.of_batch(batch, coefficient_BT, safe, parts_KBT)
-    (by_response_KD,) = gradients.of_responses(batch, coefficient_B1, safe, parts_KBT)
-    for part_BT, *found in zip(parts_KBT, by_batch_KD, by_response_KD, strict=True):
+    by_response_EKD = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
+    for part_BT, *found in zip(parts_KBT, by_batch_KD, by_response_EKD[1], strict=True):
         expected_D, _ = dense_gradient(tiny_model, batch, coefficient_BT * part_BT, rho, 0.8)
         for found_D in found:
             close = {"rtol": 1e-3, "atol": 1e-4 * coefficient_BT.abs().max().item()}
             torch.testing.assert_close(found_D.double(), expected_D, **close)
     (whole_D,) = gradients.of_batch(batch, coefficient_BT, safe, parts_of(batch))
     torch.testing.assert_close(by_batch_KD.sum(dim=0), whole_D, rtol=1e-3, atol=1e-3)
+    if rho is None:  # a long one is sketched after it was made
+        monkeypatch.setattr(module, "BUCKETS", 2**12)
+        sketched = Gradients(policy, temperature=0.8, tokens=32, seed=5)
+        (short_D,) = sketched.of_batch(batch, coefficient_BT, None, parts_of(batch))
+        assert len(short_D) == 2**12
+        expected_D = sketched.sketch(whole_D.split([one.numel() for one in policy.parameters()]))
+        torch.testing.assert_close(short_D, expected_D, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rho", [None, 0.02])
@@ -218,7 +186,7 @@ def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path,
 
 
 @pytest.mark.parametrize("method", ["rloo", "rloo_tis", "dvp"])
-def test_a_batch_also_gives_the_exact_gradient_with_the_exact_ratios(root, tmp_path, tiny_model, policy, batch, method):
+def test_a_batch_also_gives_the_exact_gradient(root, tmp_path, tiny_model, policy, batch, method):
     """Against dense float64 autograd; with an estimator of one weight a response beside it, and of one a token."""
     rho = "0.001" if method == "dvp" else None
     estimator = Estimator(small_experiment(root, tmp_path), method, rho)
@@ -239,10 +207,6 @@ def test_a_batch_also_gives_the_exact_gradient_with_the_exact_ratios(root, tmp_p
     torch.testing.assert_close(gradient_EKD[1, 0].double(), expected_D, rtol=1e-3, atol=1e-4 * scale)
 
 
-def make_task(experiment, tokenizer, problems, **changes):
-    return FixedProblems(experiment, tokenizer, problems, **({"where": "FILE", "seed": 0, "context": 512} | changes))
-
-
 def problem_table(count):
     return pd.DataFrame(
         [{"id": str(n), "answer": ANSWER, "prompt": text + "\n"} for n, text in enumerate(PROBLEMS[:count])]
@@ -257,19 +221,19 @@ def test_a_measurement_has_no_seed_of_a_training_run(root, tmp_path, tiny_model)
         asked.extend(seeds)
         return [[Completion([5], [-1.0], "x", "stop")] * sampling.n for _ in prompts]
 
-    task = make_task(small_experiment(root, tmp_path), AutoTokenizer.from_pretrained(tiny_model), problem_table(6))
+    task = FixedProblems(small_experiment(root, tmp_path), tiny_model, problem_table(6), where="FILE", count=4, seed=0)
     assert len(list(task.from_engine(SimpleNamespace(generate=generate), None, 3))) == 3
     assert len(set(asked)) == 3 * len(task.rows)
     assert not set(asked) & {derived_seed(0, step, row) for step in range(100) for row in range(100)}
 
 
-def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommends(root, tmp_path, tiny_model):
+def test_the_trainers_own_samples_follow_its_policy(root, tmp_path, tiny_model):
     """First tokens against the softmax, where the directory says top_k = 1; a response ends with its end."""
     experiment = small_experiment(root, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     model.generation_config.update(top_k=1, temperature=0.1, do_sample=True)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    task = make_task(experiment, tokenizer, problem_table(6))
+    task = FixedProblems(experiment, tiny_model, problem_table(6), where="FILE", count=4, seed=0)
     batches = 150
     rollouts = task.from_trainer(model, batches, "test")
     again = task.from_trainer(model, batches, "test")
@@ -306,10 +270,10 @@ def test_the_trainers_own_samples_follow_its_policy_whatever_the_model_recommend
             {"config": "results/x/config.yaml"},
             "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME",
         ),
-        ({"engine": None}, "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME"),
-        ({"problems": "missing.jsonl"}, "--problems: missing.jsonl: no such file"),
-        ({"rows": [{"question": "x", "answer": "1"}]}, "no column 'problem'; found question, answer"),
-        ({"rows": [{"problem": "x", "answer": "1"}] * 2}, "2 problems are fewer than bias.problems"),
+        (
+            {"rows": [{"problem": "x", "answer": "1"}] * 2},
+            "2 problems of 2 have a prompt .* fewer than the 4 to",
+        ),
         ({"rows": [{"problem": "x", "answer": "x" * 500}] * 4}, r"row \d .id \d.: the answer .* is too long"),
         (
             {"rows": [{"problem": "bafi " * 600, "answer": "1"}] * 4},

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dvp.core.importance import ImportanceRule
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
@@ -140,12 +138,6 @@ def test_a_bound_that_is_broken_is_counted(monkeypatch):
     assert mismatch.bounds(log_p, log_q)["sharp_violations"].sum() > 0
 
 
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10_000), noise=st.floats(1e-7, 6.0), spread=st.floats(0.1, 12.0))
-def test_no_engine_breaks_the_sharp_bounds(seed, noise, spread):
-    assert mismatch.bounds(*pair(noise, seed, spread))["sharp_violations"].sum() == 0
-
-
 def test_epsilon_is_what_was_added_to_the_logits():
     log_p, _ = pair()
     added = torch.linspace(-0.4, 0.6, VOCABULARY, dtype=torch.float64)
@@ -180,6 +172,19 @@ def test_safe_sets_and_what_pruning_does_to_a_response():
         kept = sum(q[a].item() for a in range(VOCABULARY) if safe_infer[row, a])
         lost = sum(q[a].item() for a in range(VOCABULARY) if safe_infer[row, a] and not safe_train[row, a])
         outside.append(lost / kept)
+    sizes = [
+        (set(a.nonzero()[:, 0].tolist()), set(b.nonzero()[:, 0].tolist()))
+        for a, b in zip(safe_train, safe_infer, strict=True)
+    ]
+    overlap = {
+        "jaccard": [len(a & b) / len(a | b) for a, b in sizes],
+        "infer_in_train": [len(a & b) / len(b) for a, b in sizes],
+        "train_in_infer": [len(a & b) / len(a) for a, b in sizes],
+        "safe_size_train": [len(a) for a, _ in sizes],
+        "safe_size_infer": [len(b) for _, b in sizes],
+    }
+    for name, values in overlap.items():
+        assert found[name] == pytest.approx(sum(values) / POSITIONS), name
     assert found["pruned_mass"] == pytest.approx(sum(pruned) / POSITIONS)
     assert found["pruned_mass_sum"] == pytest.approx(sum(pruned))
     assert found["outside_train"] == pytest.approx(sum(outside) / POSITIONS)

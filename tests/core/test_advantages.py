@@ -201,22 +201,6 @@ def test_the_proxy_of_a_nearly_certain_token_is_positive_and_of_the_right_size_i
         assert 0.4 * exact < proxy < 2.1 * exact
 
 
-@settings(max_examples=30)
-@given(responses=batches())
-def test_readouts_against_a_loop(responses):
-    advantage_BT = ADVANTAGES["otb"](responses)
-    readouts = otb_variance_readouts(advantage_BT, responses.ratio_BT, responses, 0.5)
-    count, power = len(responses.rewards_B), 0.0
-    for i, t in zip(*np.nonzero(responses.mask_BT.numpy()), strict=True):
-        power += (advantage_BT[i, t] ** 2 * responses.ratio_BT[i, t] ** 2 * responses.proxy_BT[i, t]).item() / count
-    assert readouts["otb_signal"] == 0.25
-    assert readouts["otb_power"] == pytest.approx(power)
-    if count == 1:
-        assert readouts["otb_noise"] is None
-    else:
-        assert readouts["otb_noise"] == pytest.approx((power - 0.25) / (count - 1))
-
-
 def test_those_that_compare_responses_are_0_for_one_alone_and_no_others():
     alone = build([1.0, 0.0], [[True, True], [True, False]], group_size=1)
     assert {name for name, advantage in ADVANTAGES.items() if not advantage(alone).any()} == NEED_A_GROUP

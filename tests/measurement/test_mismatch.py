@@ -156,16 +156,6 @@ def test_all_of_the_mismatch_is_inside_or_outside_and_a_response_is_its_longest_
     assert mismatch._lengths(6) == [1, 2, 4, 6]
 
 
-def test_a_margin_on_either_side_widens_that_side(measure):
-    _, tables = measure(0.4)
-    sets = tables["safe_sets"].groupby(["rho", "side"]).mean(numeric_only=True)
-    for rho in ("0.1", "exp(-3)"):
-        none, trainer, engine = (sets.loc[(rho, side)] for side in ("none", "trainer", "engine"))
-        assert trainer["safe_size_train"] > none["safe_size_train"] == engine["safe_size_train"]
-        assert engine["safe_size_infer"] > none["safe_size_infer"] == trainer["safe_size_infer"]
-        assert trainer["outside_train"] < none["outside_train"]
-
-
 def test_problems_are_drawn_by_the_seed_without_repetition():
     draws = [drawn(50, 20, seed) for seed in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2]

@@ -138,14 +138,6 @@ def test_a_bound_that_is_broken_is_counted(monkeypatch):
     assert mismatch.bounds(log_p, log_q)["sharp_violations"].sum() > 0
 
 
-def test_epsilon_is_what_was_added_to_the_logits():
-    log_p, _ = pair()
-    added = torch.linspace(-0.4, 0.6, VOCABULARY, dtype=torch.float64)
-    largest, deviation = mismatch.epsilon(log_p, normalised(log_p + added))
-    assert torch.allclose(largest, torch.full((POSITIONS,), 0.5, dtype=torch.float64))
-    assert torch.allclose(deviation, added.std(correction=0).expand(POSITIONS))
-
-
 def test_kl_is_the_sum_over_the_vocabulary_and_keeps_small_values():
     log_p, log_q = pair(0.5)
     for row in range(POSITIONS):

@@ -175,15 +175,6 @@ class _Saved(NamedTuple):
     pruned_entropy: torch.Tensor
 
 
-class _Incoming(NamedTuple):
-    """The loss's gradients with respect to the statistics that have one, each (N,)."""
-
-    log_prob: torch.Tensor
-    pruned_log_prob: torch.Tensor
-    entropy: torch.Tensor
-    pruned_entropy: torch.Tensor
-
-
 class _Head(torch.autograd.Function):
     """The fields of TokenStatistics, in order, as a function of hidden states and weight."""
 
@@ -234,13 +225,19 @@ class _Head(torch.autograd.Function):
         # safe vocabulary, to the last bit.
         of_safe_alone = (options.safe, options.kept) != (None, None) and grad_log_prob is None and grad_entropy is None
         of_safe_alone = of_safe_alone and bool((saved.safe_size < len(weight_VH)).any())
-        incoming = _Incoming(
-            *(
-                torch.zeros_like(saved.maximum) if gradient is None else gradient
-                for gradient in (grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy)
-            )
+        # Of log-prob and entropy, full and pruned.
+        incoming = [
+            torch.zeros_like(saved.maximum) if gradient is None else gradient
+            for gradient in (grad_log_prob, grad_entropy, grad_pruned, grad_pruned_entropy)
+        ]
+        coefficients = RowCoefficients(
+            *_row_coefficients(*incoming[:2], saved.lse, saved.entropy),
+            *_row_coefficients(*incoming[2:], saved.safe_lse, saved.pruned_entropy),
         )
-        coefficients, target_gradient_N = _row_coefficients(saved, incoming), _target_gradients(saved, incoming)
+        # In fp32: 1 − p_y is a difference that bf16 would lose where p_y is near 1.
+        pruned_N = _own_gradient(*incoming[2:], saved.pruned_log_prob, saved.pruned_entropy)
+        target_gradient_N = _own_gradient(*incoming[:2], saved.log_prob, saved.entropy)
+        target_gradient_N = target_gradient_N + torch.where(saved.target_in_safe, pruned_N, 0.0)
 
         product = _Product(hidden_NH, weight_VH, options.scale, options.product_dtype, options.logits_dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
@@ -284,30 +281,15 @@ def _sums(
     return RowSums(*of_rows), target_logit_N, log_rho_N, overlap_N
 
 
-def _row_coefficients(saved: _Saved, incoming: _Incoming) -> RowCoefficients:
-    """The gradient at all tokens but the target.
+def _row_coefficients(
+    log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, lse_N: torch.Tensor, entropy_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of the gradient at all tokens but the target, over the full vocabulary or over V_S.
 
-    ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and log p_a = shift_a − lse;
-    the same over V_S for the pruned ones.
+    ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and log p_a = shift_a − lse.
     """
-    slope_N = -incoming.entropy / saved.lse.exp()
-    safe_slope_N = -incoming.pruned_entropy / saved.safe_lse.exp()
-    return RowCoefficients(
-        constant=-incoming.log_prob / saved.lse.exp() + slope_N * (saved.entropy - saved.lse),
-        slope=slope_N,
-        safe_constant=-incoming.pruned_log_prob / saved.safe_lse.exp()
-        + safe_slope_N * (saved.pruned_entropy - saved.safe_lse),
-        safe_slope=safe_slope_N,
-    )
-
-
-def _target_gradients(saved: _Saved, incoming: _Incoming) -> torch.Tensor:
-    """The gradient at the targets, (N,), in fp32: 1 − p_y is a difference that bf16 would lose where p_y is near 1."""
-    full_N = _own_gradient(incoming.log_prob, incoming.entropy, saved.log_prob, saved.entropy)
-    pruned_N = _own_gradient(
-        incoming.pruned_log_prob, incoming.pruned_entropy, saved.pruned_log_prob, saved.pruned_entropy
-    )
-    return full_N + torch.where(saved.target_in_safe, pruned_N, 0.0)
+    slope_N = -entropy_grad_N / lse_N.exp()
+    return -log_prob_grad_N / lse_N.exp() + slope_N * (entropy_N - lse_N), slope_N
 
 
 def _own_gradient(

@@ -26,13 +26,6 @@ def test_an_infinite_metric_is_a_collapse_at_once(name):
     assert (detector.collapsed_at, detector.reason) == (4, f"{name} is inf")
 
 
-def test_a_low_reward_needs_patience():
-    values = [0.1, 0.1, 0.3, 0.1, None, 0.1, 0.1, 0.1, 0.1]
-    detector = fed(CollapseDetector(patience=3, reward_below=0.3), [row(reward=value) for value in values])
-    assert detector.collapsed_at == 8
-    assert detector.reason == "reward was below 0.3 for 3 steps"
-
-
 def test_all_reasons_of_the_step_are_given():
     detector = fed(CollapseDetector(reward_below=0.1, patience=1), [row(k3=math.inf, reward=0.0)])
     assert detector.reason == "k3 is inf; reward was below 0.1 for 1 steps"

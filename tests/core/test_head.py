@@ -168,14 +168,6 @@ def test_tokens_that_every_row_of_a_chunk_prunes_are_left_out_of_the_backward_pr
         torch.testing.assert_close(actual, expected)
 
 
-def test_only_log_probs_and_entropies_carry_gradients():
-    statistics = token_statistics(*random_problem(), safe=FixedRho(RHO))
-    carrying = {name for name, value in vars(statistics).items() if value.requires_grad}
-    assert carrying == set(DIFFERENTIABLE)
-    assert {value.dtype for name, value in vars(statistics).items() if name != "target_in_safe"} == {torch.float32}
-    assert statistics.target_in_safe.dtype == torch.bool
-
-
 def test_target_outside_the_safe_set():
     logits = torch.tensor([[2.0, 1.0, -9.0, -8.0]], requires_grad=True)
     statistics = token_statistics(logits, torch.eye(4), torch.tensor([2]), safe=FixedRho(RHO))

@@ -131,22 +131,6 @@ def test_paired_with_samples_of_the_pruned_engine_it_is_the_bias_against_the_pru
         assert bias_P.norm() > 1e-4 * enumerated.gradient().norm()
 
 
-def test_what_the_pruned_engine_never_samples_is_missing_from_the_mean_weight():
-    """Seeds at which a token is safe for the trainer alone: E r is the trainer's mass of what the engine reaches."""
-    missing = []
-    for seed in range(20):
-        enumerated = Enumerated(seed, epsilon=1.0, rho=0.2)
-        rollout, statistics = enumerated.rollout(torch.arange(len(enumerated.process.responses)))
-        reached_Y = enumerated.infer_Y > 0
-        ratio_Y = sequence_log_ratio(rollout, statistics).exp()
-        mean = (enumerated.infer_Y * ratio_Y)[reached_Y].sum().item()
-        train_Y = enumerated.process.response_log_prob(enumerated.train_SV.detach()).exp()
-        assert mean == pytest.approx(train_Y[reached_Y].sum().item())
-        missing.append(1 - mean)
-    assert max(missing) > 0.01
-    assert min(missing) == pytest.approx(0, abs=1e-9)
-
-
 class Simulation:
     """Batches of 16 groups from the enumerated process, and the truth about naive RLOO."""
 

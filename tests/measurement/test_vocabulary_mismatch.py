@@ -209,25 +209,6 @@ def test_what_is_outside_a_safe_vocabulary_against_plain_python():
     assert mismatch.outside(log_p, log_q, safe) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("moved", "rho", "share"),
-    [("tail", 0.2, 1.0), ("head", 0.2, 0.0), ("tail", 0.001, 0.0), ("noise", 0.2, 1.0)],
-)
-def test_a_share_that_was_planted_is_found_again(moved, rho, share):
-    """An engine that exchanges mass within the tail, or within the head, or has more of the whole tail."""
-    p = torch.tensor([[0.5, 0.4, 0.06, 0.04], [0.7, 0.28, 0.015, 0.005]], dtype=torch.float64)
-    q = p.clone()
-    if moved == "noise":
-        q[:, 2:] *= torch.tensor([3.0, 7.0], dtype=torch.float64)
-        q /= q.sum(dim=1, keepdim=True)
-    else:
-        first = 2 if moved == "tail" else 0
-        q[:, [first, first + 1]] = p[:, [first + 1, first]]
-    found = mismatch.outside(p.log(), q.log(), safe_mask(p.log(), FixedRho(rho)))
-    assert found["kl_outside"] == pytest.approx(share * found["kl"], abs=1e-15)
-    assert found["kl"] > 0.001
-
-
 def test_the_mismatch_of_a_responses_beginnings():
     log_p, log_q = pair(0.3)
     tokens = torch.tensor([3, 1, 4, 1, 5])

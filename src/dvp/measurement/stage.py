@@ -50,8 +50,10 @@ def mismatch(config: Path, path: str, threads: int) -> None:
             seed=measurement.seed,
             draw=drawn,
         )
+        engine = fixed.engine(
+            measurement.engine, settings.responses
+        )  # first: it takes its share of a GPU's free memory
         network = fixed.network()
-        engine = fixed.engine(measurement.engine, settings.responses)
         result = measure_mismatch(
             experiment, measurement, fixed.ids, fixed.problems, network, engine, stage.result.parent
         )

@@ -50,9 +50,8 @@ def mismatch(config: Path, path: str, threads: int) -> None:
             seed=measurement.seed,
             draw=drawn,
         )
-        engine = fixed.engine(
-            measurement.engine, settings.responses
-        )  # first: it takes its share of a GPU's free memory
+        # The engine first: it takes its share of what is free of a GPU's memory.
+        engine = fixed.engine(measurement.engine, settings.responses)
         network = fixed.network()
         result = measure_mismatch(
             experiment, measurement, fixed.ids, fixed.problems, network, engine, stage.result.parent

@@ -18,7 +18,6 @@ from dvp.evaluation import bootstrap
 from dvp.files import write_json
 from dvp.measurement.files import D_EDGES, NARROWEST
 from dvp.measurement.mismatch import measure_mismatch
-from dvp.measurement.vocabulary_mismatch import histogram
 from dvp.training.rollouts import Problems
 from noisy_engine import NoisyEngine
 

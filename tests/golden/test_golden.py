@@ -50,8 +50,8 @@ from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
 from dvp.training.rollouts import Problems
-from dvp.training.weights import write_probe
 from dvp.training.stage import set_up
+from dvp.training.weights import write_probe
 from dvp.versions import STAGE_VERSIONS
 from made_up_problems import write_problems
 from noisy_engine import NoisyEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dvp.files import sha256_file, write_json
-from dvp.tracking.record import KEY, UPSTREAM, Record, write_record
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 from dvp.versions import STAGE_VERSIONS
 from recipes import METHODS, follow
 
@@ -196,8 +196,9 @@ def test_a_copy_that_lost_the_order_of_its_ages_is_not_trained_again(results):
         result = folder / path
         files = {file.name: sha256_file(file) for file in result.parent.iterdir() if file.is_file() and file != result}
         write_json(result, {KEY: stage, "files": files})
-        tags = {KEY: stage} | {f"{UPSTREAM}{other}": other for other in read}
-        record = Record(experiment="smoke", name=stage, tags=tags, status="FINISHED", started=clock, ended=clock)
+        tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in read}
+        ended = {"status": "FINISHED", "started": 1000 * clock, "ended": 1000 * clock + 1000, "files": {path: ""}}
+        record = Record(experiment="smoke", name=stage, tags=tags, **ended)
         write_record(folder / f"tracking/{stage}.json", record)
         made[stage] = [result, *(result.parent / name for name in files)]
     for age, stage in enumerate(("train", "base", "prepare"), start=1):

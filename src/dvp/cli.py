@@ -342,7 +342,7 @@ def show(
     stage.show(config)
 
 
-@verb(RESULTS, "dvp.tracking.track")
+@verb(RESULTS, "dvp.tracking.store")
 def track(config: Config) -> None:
     """Bring the tracking store up to date from the files.
 

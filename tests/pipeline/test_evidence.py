@@ -11,7 +11,8 @@ from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
 from dvp.analysis.claims import load_claims
-from dvp.tracking.store import lineage, store_uri
+from dvp.tracking.store import store_uri
+from lineage import lineage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NAME = "smoke_evidence"

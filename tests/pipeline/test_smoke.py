@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
 from dvp.tracking.names import metric_name
-from dvp.tracking.store import lineage, store_uri
-from dvp.tracking.track import track
+from dvp.tracking.store import store_uri, track
+from lineage import lineage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 AIME25 = Path(__file__).parents[2].parent / "shared/data/aime25.jsonl"

@@ -66,38 +66,41 @@ def test_what_replay_keeps_is_of_the_engines_sets():
     assert exact["dvp_replay_mis_rho_0.01"] == exact["dvp_mis_rho_0.01"] == 1
 
 
-def test_a_run_that_replays_is_rehearsed_and_only_what_its_engine_applies_is_proved():
-    experiment = load_experiment("tiny_replay", ROOT / "config")
-    assert rehearsed_run(experiment, "coarse").method == "dvp_replay"
-    assert rules(experiment, "coarse") == [FixedRho(0.01)]
-    assert rehearsed_run(experiment, "fp32").method == "rloo"
-    assert rules(experiment, "fp32") == []
-    # min-p by vLLM itself at the other ρ is not what an engine that reports its sets does.
-    grid = [*experiment.grid, GridEntry(method=["dvp"], engine=["coarse"], rho=["1e-4"])]
-    assert rules(experiment.model_copy(update={"grid": grid}), "coarse") == [FixedRho(0.01)]
-    plain = load_experiment("tiny", ROOT / "config")
-    assert rehearsed_run(plain, "coarse").method == "dvp"
-    # Where sets are reported without a replay, of what samples from one.
-    reporting = experiment.model_copy(
-        update={
-            "training": experiment.training.changed(report_sets=True),
-            "grid": [
-                GridEntry(method=["dvp_trainer_only"], engine=["coarse"], rho=["1e-2"]),
-                GridEntry(method=["dvp"], engine=["coarse"], rho=["1e-3"]),
-            ],
-        }
-    )
-    assert rehearsed_run(reporting, "coarse").method == "dvp"
-    assert rules(reporting, "coarse") == [FixedRho(1e-3)]
-    one_sided = plain.model_copy(
-        update={
-            "grid": [
-                GridEntry(method=["rloo"], engine=["coarse"]),
-                GridEntry(method=["dvp_trainer_only"], engine=["coarse"], rho=["1e-2"]),
-            ]
-        }
-    )
-    assert rehearsed_run(one_sided, "coarse").method == "dvp_trainer_only"
-    every = load_experiment("smoke_methods", ROOT / "config")
-    assert rehearsed_run(every, "coarse").method == "dvp_replay"
-    assert len(rules(every, "coarse")) > 3
+RHO_2 = {"engine": ["coarse"], "rho": ["1e-2"]}
+RHO_3 = {"engine": ["coarse"], "rho": ["1e-3"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "grid", "method", "proved"),
+    [
+        ("tiny_replay", {}, None, "dvp_replay", [FixedRho(0.01)]),
+        # min-p by vLLM itself at the other ρ is not what an engine that reports its sets does.
+        ("tiny_replay", {}, [{"method": ["dvp_replay"], **RHO_2}, {"method": ["dvp"], **RHO_3}], "dvp_replay", None),
+        ("tiny", {}, None, "dvp", None),
+        # Where sets are reported without a replay, of what samples from one.
+        (
+            "tiny_replay",
+            {"report_sets": True},
+            [{"method": ["dvp_trainer_only"], **RHO_2}, {"method": ["dvp"], **RHO_3}],
+            "dvp",
+            [FixedRho(1e-3)],
+        ),
+        (
+            "tiny",
+            {},
+            [{"method": ["rloo"], "engine": ["coarse"]}, {"method": ["dvp_trainer_only"], **RHO_2}],
+            "dvp_trainer_only",
+            [],
+        ),
+    ],
+)
+def test_which_run_is_rehearsed_and_what_is_proved(name, changes, grid, method, proved):
+    """One that replays, and what its engine applies in the same way."""
+    experiment = load_experiment(name, ROOT / "config")
+    update = {"training": experiment.training.changed(**changes)} if changes else {}
+    if grid is not None:
+        update["grid"] = [GridEntry(**entry) for entry in grid]
+    experiment = experiment.model_copy(update=update)
+    assert rehearsed_run(experiment, "coarse").method == method
+    if proved is not None:
+        assert rules(experiment, "coarse") == proved

@@ -67,8 +67,7 @@ def train(
                 tracked.flush()
                 during(step)
         tracked.log_file(file)
-        tracked.log_final()
-        tracked.log_model(file.parent / "checkpoints" / f"step-{steps}", "checkpoint")
+        tracked.log_model(file.parent / "checkpoints" / f"step-{steps}")
         write_json(file.parent / "train.json", {"steps": steps})
         tracked.log_file(file.parent / "train.json", "results")
     return tracked
@@ -81,26 +80,16 @@ def title(run: str) -> str:
 
 def convert(folder: Path, trained: str) -> StageRun:
     """A stage that makes a model of a training run's."""
-    upstream = {"train": [trained]}
-    with stage_run(
-        folder, EXPERIMENT, "convert", config_hash="abc", run=RUN, upstream=upstream, title=title(RUN)
-    ) as tracked:
+    policy = {"run": RUN, "upstream": {"train": [trained]}, "title": title(RUN)}
+    with stage_run(folder, EXPERIMENT, "convert", config_hash="abc", **policy) as tracked:
         tracked.log_result({"max_abs_delta_log_prob": 0.0})
-        tracked.log_model(folder / "models" / RUN, "converted")
     return tracked
 
 
 def evaluate(folder: Path, upstream: dict[str, list[str]], value: float = 0.5) -> StageRun:
     """A stage that logs a result and a file."""
-    with stage_run(
-        *(folder, EXPERIMENT, "evaluate"),
-        config_hash="def",
-        run=RUN,
-        task="aime25",
-        upstream=upstream,
-        title=title(RUN),
-        params={"method": "dvp"},
-    ) as tracked:
+    policy = {"run": RUN, "task": "aime25", "upstream": upstream, "title": title(RUN), "params": {"method": "dvp"}}
+    with stage_run(folder, EXPERIMENT, "evaluate", config_hash="def", **policy) as tracked:
         tracked.log_dataset(folder / "data" / "eval.parquet", "e" * 64, "evaluation")
         tracked.log_result({"avg@8": value})
         write_json(folder / "evals" / RUN / "aime25" / "scores.json", {"value": value})

@@ -1,7 +1,6 @@
 """Results whose ages say nothing, as those of a copy, get them back in the order in which they were made."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,83 +11,73 @@ from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 FILES = {
-    "prepare": "data/manifest.json",
-    "preflight": "preflight/engine~x/preflight.json",
-    "base": "base/manifest.json",
-    "train": f"runs/{RUN}/train.json",
+    "prepare": ("data/manifest.json", "prepare"),
+    "base": ("base/manifest.json", "base"),
+    "preflight": ("preflight/engine~x/preflight.json", "preflight/x"),
+    "train": (f"runs/{RUN}/train.json", f"train/{RUN}"),
 }
 READ = {"prepare": [], "preflight": [], "base": ["prepare"], "train": ["prepare", "base"]}
-BENCHMARKS = {"prepare": "prepare", "preflight": "preflight/x", "base": "base", "train": f"train/{RUN}"}
-
-
-def make(folder: Path, stage: str, started: int, ended: int) -> None:
-    """What a stage leaves, by seconds of a clock of its own."""
-    result = folder / FILES[stage]
-    write_json(result.with_name("weights.json"), {"of": stage})
-    write_json(result, {KEY: stage, "files": {"weights.json": sha256_file(result.with_name("weights.json"))}})
-    tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in READ[stage]}
-    record = Record(experiment="e", name=stage, tags=tags, status="FINISHED", started=started, ended=ended)
-    write_record(folder / f"tracking/{stage}.json", record)
-    benchmark = folder / f"benchmarks/{BENCHMARKS[stage]}.tsv"
-    benchmark.parent.mkdir(parents=True, exist_ok=True)
-    benchmark.write_text("s\n1\n")
 
 
 def outputs(folder: Path, stage: str) -> list[Path]:
-    result = folder / FILES[stage]
-    return [result, result.with_name("weights.json"), folder / f"benchmarks/{BENCHMARKS[stage]}.tsv"]
+    result, benchmark = FILES[stage]
+    file = folder / result
+    return [file, file.with_name("weights.json"), folder / f"benchmarks/{benchmark}.tsv"]
 
 
-def ages(folder: Path) -> dict[str, list[float]]:
-    return {stage: [file.stat().st_mtime for file in outputs(folder, stage)] for stage in FILES}
+def make(folder: Path, stage: str, started: int, ended: int, age: float) -> None:
+    """What a stage leaves. started, ended : seconds, as its record has them; age : of its files."""
+    result, weights, benchmark = outputs(folder, stage)
+    write_json(weights, {"of": stage})
+    write_json(result, {KEY: stage, "files": {"weights.json": sha256_file(weights)}})
+    benchmark.parent.mkdir(parents=True, exist_ok=True)
+    benchmark.write_text("s\n1\n")
+    tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in READ[stage]}
+    times = {"started": started * 1000, "ended": ended * 1000}
+    files = {FILES[stage][0]: ""}
+    record = Record(experiment="e", name=stage, tags=tags, status="FINISHED", files=files, **times)
+    write_record(folder / f"tracking/{stage}.json", record)
+    for file in outputs(folder, stage):
+        os.utime(file, (age, age))
 
 
-def set_ages(folder: Path, **seconds: float) -> None:
-    for stage, age in seconds.items():
-        for file in outputs(folder, stage):
-            os.utime(file, (age, age))
+def ages(folder: Path) -> dict[str, float]:
+    return {stage: outputs(folder, stage)[1].stat().st_mtime for stage in FILES}
 
 
-@pytest.fixture
-def copy(tmp_path) -> Path:
-    """Results of four stages, the last of which is the oldest by its files."""
-    for stage, started, ended in (("prepare", 0, 1), ("base", 1, 2), ("preflight", 2, 3), ("train", 3, 4)):
-        make(tmp_path, stage, started, ended)
-    set_ages(tmp_path, prepare=3000, base=2000, preflight=4000, train=1000)
-    return tmp_path
+def copy(folder: Path, prepare: float, base: float, preflight: float, train: float) -> dict[str, float]:
+    """Results of four stages with files of these ages; what they are afterwards."""
+    times = {"prepare": (0, 1, prepare), "base": (1, 2, base), "preflight": (2, 3, preflight), "train": (3, 4, train)}
+    for stage, (started, ended, age) in times.items():
+        make(folder, stage, started, ended, age)
+    return ages(folder)
 
 
-def test_a_copy_is_in_the_order_in_which_it_was_made(copy):
-    restore_order(copy)
-    assert ages(copy) == {stage: [age] * 3 for stage, age in zip(FILES, (3000, 4000, 3000, 4000), strict=True)}
+@pytest.mark.parametrize("of_files", [(3e3, 2e3, 1e3, 4e3), (1e3, 2e3, 4e3, 3e3), (2e10, 3e10, 4e10, 5e10)])
+def test_a_copy_is_in_the_order_in_which_it_was_made(tmp_path, of_files):
+    """Also of what waits for a preflight, and where all is from the future."""
+    copy(tmp_path, *of_files)
+    restore_order(tmp_path)
+    assert ages(tmp_path) == {"prepare": 1, "base": 2, "preflight": 3, "train": 4}
+    assert all(len({file.stat().st_mtime for file in outputs(tmp_path, stage)}) == 1 for stage in FILES)
 
 
-def test_what_is_in_order_is_left_alone(copy):
-    set_ages(copy, prepare=1000, base=1000, preflight=1000, train=2000)
-    before = ages(copy)
-    restore_order(copy)
-    assert ages(copy) == before
+def test_what_is_in_order_is_left_alone(tmp_path):
+    before = copy(tmp_path, 1e3, 1e3, 3e3, 4e3)
+    restore_order(tmp_path)
+    assert ages(tmp_path) == before
 
 
-def test_no_file_is_from_the_future(copy):
-    set_ages(copy, prepare=2e10, base=2e10, preflight=1e10, train=3e10)
-    restore_order(copy)
-    assert all(1e9 < age <= time.time() for of_stage in ages(copy).values() for age in of_stage)
-
-
-def test_what_was_made_again_is_newer_than_what_read_the_old_one(copy):
+def test_what_was_made_again_is_newer_than_what_read_the_old_one(tmp_path):
     """The base model, with the same settings; then Snakemake was killed."""
-    make(copy, "base", 5, 6)
-    set_ages(copy, prepare=500, base=2000, preflight=500, train=1000)
-    before = ages(copy)
-    restore_order(copy)
-    assert ages(copy) == before
+    copy(tmp_path, 1e3, 1e3, 2e3, 3e3)
+    make(tmp_path, "base", 5, 6, 500)
+    restore_order(tmp_path)
+    assert ages(tmp_path)["base"] > ages(tmp_path)["train"]
 
 
-@pytest.mark.parametrize("altered", ["base", "train"])
-def test_what_was_altered_is_left_to_snakemake(copy, altered):
-    (copy / FILES[altered]).with_name("weights.json").write_text("{}")
-    set_ages(copy, prepare=1000, base=3000, train=2000)
-    before = ages(copy)
-    restore_order(copy)
-    assert ages(copy) == before
+def test_what_was_altered_keeps_its_age(tmp_path):
+    copy(tmp_path, 1e3, 3e3, 2e3, 2e3)
+    outputs(tmp_path, "base")[1].write_text("{}")
+    restore_order(tmp_path)
+    assert ages(tmp_path)["base"] > ages(tmp_path)["train"] == 4

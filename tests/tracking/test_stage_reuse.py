@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-from made_up_stages import EXPERIMENT, RUN, contents, made_up_row, make_folder
+from made_up_stages import EXPERIMENT, RUN, contents, made_up_row
 
-from dvp.experiment.loading import dump_experiment, load_experiment
-from dvp.files import read_json, sha256_file, write_json, write_text
+from dvp.files import read_json, sha256_file, write_json
 from dvp.stage import Stage
 from dvp.tracking import stage
 from dvp.tracking.record import COLLAPSED
@@ -19,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 WORK = {"config_hash": "abc", "inputs": "def", "run": RUN}
 STEPS = 3
+SAME = ("git_commit", "seconds_stage", "files", "checkpoint")
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def other(folder):
         tracked.log_params({"seed": 0})
         for step in range(1, STEPS + 1):
             tracked.log_step(step, made_up_row(step))
+        tracked.log_model(run / "checkpoints/0123/step-3")
         tracked.tag(COLLAPSED, "at step 2: reward")
         record = {
             "files": {"metrics.jsonl": sha256_file(run / "metrics.jsonl")},
@@ -48,81 +49,64 @@ def other(folder):
 
 
 def taken(folder, **changes) -> bool:
-    run = folder / "runs" / RUN
-    with stage_run(folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", **(WORK | changes)) as tracked:
+    work = WORK | changes
+    run = folder / "runs" / work["run"]
+    with stage_run(folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", **work) as tracked:
         return Stage(folder, run / "train.json", tracked, WORK["config_hash"], started=0.0).reuse()
 
 
-def test_files_and_tracking_are_taken_over_and_the_record_says_from_where(folder, other):
-    assert taken(folder)
-    run = folder / "runs" / RUN
-    assert (run / "checkpoints/0123/step-3/weights").read_text() == "weights"
-    assert (run / "metrics.jsonl").read_bytes() == (other / "runs" / RUN / "metrics.jsonl").read_bytes()
-    ours, theirs = read_json(run / "train.json"), read_json(other / "runs" / RUN / "train.json")
-    assert ours["reused_from"] == f"other {theirs['tracking_key']}"
-    assert ours["tracking_key"] != theirs["tracking_key"]
-    for key in ("git_commit", "seconds_stage", "files", "checkpoint"):
-        assert ours[key] == theirs[key]
-    stored = contents(folder)
-    assert stored[ours["tracking_key"]]["tags"][COLLAPSED] == "at step 2: reward"
-    points = stored[ours["tracking_key"]]["metrics"]["train/reward"]
-    assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
-
-
-@pytest.mark.parametrize("settings", ["/group_size~4", "/group_size~4/steps~3"])
-def test_a_run_is_the_same_where_its_settings_are_part_of_its_path(folder, other, settings):
-    """There the training section says what here an entry of the grid says."""
-    own = RUN.replace("/seed~", f"{settings}/seed~")
-    theirs = read_json(other / "runs" / RUN / "train.json")
-    write_json(other / "runs" / RUN / "train.json", theirs | {"run": RUN})
-    run = folder / "runs" / own
-    with stage_run(
-        folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", params={"seed": 5}, **(WORK | {"run": own})
-    ) as tracked:
-        assert Stage(folder, run / "train.json", tracked, WORK["config_hash"], started=0.0).reuse()
-    ours = read_json(run / "train.json")
-    assert (ours["run"], ours["reused_from"]) == (own, f"other {theirs['tracking_key']}")
-    assert (run / "checkpoints/0123/step-3/weights").read_text() == "weights"
-    record = read_json(folder / "tracking" / "runs" / own / "train.json")
-    assert record["metrics"] == f"runs/{own}/metrics.jsonl"
-    assert record["params"]["seed"] == "5"  # what says which policy it is, is its own
-    points = contents(folder)[ours["tracking_key"]]["metrics"]["train/reward"]
-    assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
-
-
-def test_weights_that_were_kept_along_training_are_taken_over(folder, other):
-    there = other / "runs" / RUN
+def test_files_and_tracking_are_taken_over_from_another_experiment(folder, other):
+    """With the weights that were kept along training; of other code, which is no other work."""
+    there, run = other / "runs" / RUN, folder / "runs" / RUN
     kept = "checkpoints/0123/weights-000002"
     (there / kept).mkdir()
     (there / kept / "model.safetensors").write_text("weights")
     write_json(there / "train.json", read_json(there / "train.json") | {"kept": {"2": kept}})
-    assert taken(folder)
-    run = folder / "runs" / RUN
-    assert read_json(run / "train.json")["kept"] == {"2": kept}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "code_hash", lambda: "0" * 12)
+        assert taken(folder)
+    assert (run / "checkpoints/0123/step-3/weights").read_text() == "weights"
     assert (run / kept / "model.safetensors").read_text() == "weights"
-    shutil.rmtree(run)
-    shutil.rmtree(there / kept)
-    assert not taken(folder)
+    assert (run / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes()
+    ours, theirs = read_json(run / "train.json"), read_json(there / "train.json")
+    assert ours["reused_from"] == f"other {theirs['tracking_key']}"
+    assert ours["tracking_key"] != theirs["tracking_key"]
+    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    stored = contents(folder)[ours["tracking_key"]]
+    assert stored["tags"][COLLAPSED] == "at step 2: reward"
+    points = stored["metrics"]["train/reward"]
+    assert [point[:2] for point in points] == [(step, made_up_row(step)["reward"]) for step in range(1, STEPS + 1)]
+    assert stored["metrics"]["final/collapsed"]
 
 
-@pytest.mark.parametrize("kept", [None, ["checkpoints/0123/step-3"], {"2": None}, {"2": 2}])
-def test_a_record_that_does_not_say_where_its_weights_are_is_of_no_use(folder, other, kept):
+def test_a_run_is_the_same_where_its_settings_are_part_of_its_path(folder, other):
+    """There the training section says what here an entry of the grid says."""
+    own = RUN.replace("/seed~", "/group_size~4/steps~3/seed~")
+    theirs = read_json(other / "runs" / RUN / "train.json")
+    write_json(other / "runs" / RUN / "train.json", theirs | {"run": RUN})
+    run, work = folder / "runs" / own, WORK | {"run": own, "params": {"seed": 5}}
+    with stage_run(folder, EXPERIMENT, "train", metrics=run / "metrics.jsonl", **work) as tracked:
+        assert Stage(folder, run / "train.json", tracked, WORK["config_hash"], started=0.0).reuse()
+    ours = read_json(run / "train.json")
+    assert (ours["run"], ours["reused_from"]) == (own, f"other {theirs['tracking_key']}")
+    record = read_json(folder / "tracking" / "runs" / own / "train.json")
+    assert record["metrics"] == f"runs/{own}/metrics.jsonl"
+    assert record["tags"]["model"] == f"runs/{own}/checkpoints/0123/step-3"
+    assert record["params"]["seed"] == "5"  # what says which policy it is, is its own
+    assert len(contents(folder)[ours["tracking_key"]]["metrics"]["train/reward"]) == STEPS
+
+
+@pytest.mark.parametrize("kept", [None, {"2": None}, {"2": "checkpoints/0123/weights-000002"}])
+def test_a_record_whose_weights_are_not_there_is_of_no_use(folder, other, kept):
     there = other / "runs" / RUN / "train.json"
     write_json(there, read_json(there) | {"kept": kept})
     assert not taken(folder)
     assert not (folder / "runs" / RUN / "train.json").exists()
 
 
-def test_a_run_of_another_seed_is_other_work(folder, other):
-    own = RUN.replace("seed~0", "group_size~4/seed~1")
-    with stage_run(folder, EXPERIMENT, "train", **(WORK | {"run": own})) as tracked:
-        assert not Stage(folder, folder / "runs" / own / "train.json", tracked, "abc", started=0.0).reuse()
-
-
-@pytest.mark.parametrize("changes", [{"config_hash": "xyz"}, {"inputs": "xyz"}])
-def test_other_settings_or_inputs_are_other_work(folder, other, changes):
+@pytest.mark.parametrize("changes", [{"config_hash": "xyz"}, {"inputs": "xyz"}, {"run": f"{RUN[:-1]}1"}])
+def test_other_settings_inputs_or_seed_are_other_work(folder, other, changes):
     assert not taken(folder, **changes)
-    assert not (folder / "runs").exists()
 
 
 def test_another_version_of_the_stage_is_other_work(folder, other, monkeypatch):
@@ -130,19 +114,7 @@ def test_another_version_of_the_stage_is_other_work(folder, other, monkeypatch):
     assert not taken(folder)
 
 
-def test_other_code_is_no_other_work(folder, other, monkeypatch):
-    monkeypatch.setattr(stage, "code_hash", lambda: "0" * 12)
-    assert taken(folder)
-
-
 def test_a_damaged_file_is_not_taken_over(folder, other):
     with open(other / "runs" / RUN / "metrics.jsonl", "a") as file:
         file.write("{}\n")
-    assert not taken(folder)
-
-
-def test_an_experiment_does_not_take_over_its_own_work(folder):
-    experiment = load_experiment(EXPERIMENT)
-    write_text(folder / "config.yaml", dump_experiment(experiment))
-    make_folder(folder.parent)
     assert not taken(folder)

@@ -36,7 +36,7 @@ def convert(config: Path, path: str, threads: int) -> None:
             directory.experiment.training_of(run).temperature,
         )
         stage.tracked.log_result({key: proof[key] for key in ("identical_weights", "max_abs_delta_log_prob")})
-        stage.tracked.log_model(result.parent, "converted")
+        stage.tracked.log_model(result.parent)
         stage.finish({"run": path, **proof})
 
 

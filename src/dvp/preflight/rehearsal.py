@@ -238,7 +238,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
 
     directory : with the rehearsed experiment.
     """
-    report, experiment = Report(work / "report.jsonl"), directory.experiment
+    report, experiment = Report(work), directory.experiment
     run = rehearsed_run(experiment, engine)
     started = time.time()
     with report.asking("start"):
@@ -265,7 +265,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The second process group: goes on from the checkpoint, proves that it is what was saved, takes the last step."""
-    report = Report(work / "report.jsonl")
+    report = Report(work)
     with report.asking("resume"):
         loop, _ = set_up(directory, rehearsed_run(directory.experiment, engine))
         restored = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
@@ -337,7 +337,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The third process: the last checkpoint as a model, and an engine that is started from it."""
     from dvp.conversion.convert import convert as convert_checkpoint
 
-    report, experiment = Report(work / "report.jsonl"), directory.experiment
+    report, experiment = Report(work), directory.experiment
     with report.asking("convert"):
         started = time.time()
         proof = convert_checkpoint(
@@ -375,7 +375,7 @@ def evaluate(directory: ExperimentDir, work: Path) -> None:
     from dvp.data.prepared import read_task
     from dvp.evaluation.stage import sample
 
-    report, task = Report(work / "report.jsonl"), directory.experiment.report.task
+    report, task = Report(work), directory.experiment.report.task
     with report.asking("evaluate"):
         started = time.time()
         problems = read_task(directory.data / "eval.parquet", task).head(EVALUATED)

@@ -5,7 +5,6 @@ Imports no torch: the process that starts the others keeps it.
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,13 +49,13 @@ class Report:
     Of the ranks of a process group rank 0 alone writes; the others pass and fail with it.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, work: Path):
+        self._file = work / "report.jsonl"
 
     @contextmanager
     def asking(self, check: str) -> Iterator[None]:
         """Ask a check in this block. A DvpError in it is the check's failure, and carries its name from here on."""
-        self._write({"check": check, "begun": time.time()})
+        self._write({"check": check, "begun": True})
         try:
             yield
         except DvpError as error:
@@ -69,25 +68,31 @@ class Report:
         if not verdict.passed:
             raise DvpError(f"{check}: {verdict.says}")
 
+    def fail(self, says: str) -> None:
+        """Raise DvpError, for the check that has failed; if none has, the one that was begun last does."""
+        verdicts, _, begun = self.read()
+        for verdict in verdicts:
+            if not verdict["passed"]:
+                raise DvpError(f"{verdict['check']}: {verdict['says']}")
+        self.add(begun or "start", Verdict(False, says))
+
     def note(self, name: str, value: object) -> None:
         """Keep a figure that no check judges."""
         self._write({"note": name, "value": value})
 
     def _write(self, line: dict) -> None:
         if os.environ.get("RANK", "0") == "0":
-            append_line(self.path, json.dumps(line, allow_nan=False))
+            append_line(self._file, json.dumps(line, allow_nan=False))
 
     def read(self) -> tuple[list[dict], dict, str | None]:
         """The verdicts, the notes by name, and the check that was begun last and has no verdict."""
-        entries = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
+        entries = [json.loads(line) for line in text.splitlines()]
         verdicts = [entry for entry in entries if "passed" in entry]
-        begun = [entry["check"] for entry in entries if "begun" in entry]
+        notes = {entry["note"]: entry["value"] for entry in entries if "note" in entry}
         answered = {entry["check"] for entry in verdicts}
-        return (
-            verdicts,
-            {entry["note"]: entry["value"] for entry in entries if "note" in entry},
-            next((check for check in reversed(begun) if check not in answered), None),
-        )
+        open_ = [entry["check"] for entry in entries if "begun" in entry and entry["check"] not in answered]
+        return verdicts, notes, open_[-1] if open_ else None
 
 
 def check_steps(rows: list[dict], longest: int) -> Verdict:

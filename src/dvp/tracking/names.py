@@ -19,7 +19,6 @@ GROUPS = (
     ("train", r".+"),
 )
 FINAL = ("reward", "k3", "ess", "entropy", "gradient_norm", "kept_fraction")
-POLICY = ("method", "label", "engine", "rho", "rho_text", "seed")  # the parameters that say which policy it is
 SCORES = "eval/"  # of an evaluation; shown with the run that trained the model, too
 
 
@@ -67,10 +66,11 @@ def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | in
     if run is None:
         return {"method": "base", "label": "base model"}
     rho = run.rho_value and np.format_float_positional(run.rho_value, 4, fractional=False, trim="-")
-    values = (run.method, experiment.methods[run.method].label, run.engine, rho, run.rho or "none", run.seed)
+    label = experiment.methods[run.method].label
+    names = {"method": run.method, "label": label, "engine": run.engine, "rho": rho, "rho_text": run.rho or "none"}
     settings = {key: setting_as_written(value) for key, value in experiment.settings_of(run).items()}
     step = {} if run.step is None else {"step": run.step}
-    return dict(zip(POLICY, values, strict=True)) | settings | step
+    return names | {"seed": run.seed} | settings | step
 
 
 def stage_name(stage: str, task: str, title: str) -> str:

@@ -7,40 +7,52 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import RESULTS
 from dvp.files import read_json, verify_checksums
-from dvp.tracking.record import KEY, STAGE, UPSTREAM, read_records
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, read_records
 
 
 def restore_order(folder: Path) -> None:
-    """Have no output of an experiment in `folder` be older than what it was made from, nor from the future.
+    """Date what is in `folder` by when its stage ended, if an output is older than what it needs, or not of the past.
 
-    That holds for files that are as they were written, of a stage that began when what it read was done. What is not
-    so, was altered, or cannot be changed, is left as it is, for Snakemake to judge. Reports, which take seconds, too.
+    That holds for files that are as they were written, by the stage's last attempt. What was altered, or cannot be
+    changed, is left as it is, for Snakemake to judge. So are reports, which take seconds.
     """
     with contextlib.suppress(DvpError, OSError):
-        made = _made(folder)
-        finished = (record for record in read_records(folder) if record.status == "FINISHED")
-        records = {record.key: record for record in finished if record.key in made}
-        now = time.time_ns()
-        for record in records.values():  # what is read comes before what reads it
-            of_tags = [value.split() for name, value in record.tags.items() if name.startswith(UPSTREAM)]
-            read = [key for keys in of_tags for key in keys]
-            if not records.keys() >= {*read} or any(records[key].ended > record.started for key in read):
-                continue
-            if record.tags.get(STAGE) == "train":  # which waits for a preflight, and reads nothing of it
-                preflights = [key for key, other in records.items() if other.tags.get(STAGE) == "preflight"]
-                read += [key for key in preflights if records[key].ended <= record.started]
-            newest = max((_age(file) for key in read for file in made[key].all), default=0)
-            late = [file for file in made[record.key].all if not newest <= _age(file) <= now]
-            if late:
-                for each in (made[record.key], *(made[key] for key in read)):
-                    verify_checksums(each.folder, each.files)
-            for file in late:
-                os.utime(file, ns=(now, max(newest, min(_age(file), now))), follow_symlinks=False)
+        made = {record.key: (record, files) for record in read_records(folder) if (files := _outputs(folder, record))}
+        ages = {key: [file.lstat().st_mtime for file in files] for key, (_, files) in made.items()}
+        for key, (record, _) in made.items():
+            read = {key for name, keys in record.tags.items() if name.startswith(UPSTREAM) for key in keys.split()}
+            if record.tags[STAGE] == "train":  # which waits for a preflight, and reads nothing of it
+                ended = [other for other, _ in made.values() if other.ended <= record.started]
+                read |= {other.key for other in ended if other.tags[STAGE] == "preflight"}
+            read = [age for other in read for age in ages.get(other, ())]
+            if not max(read, default=0) <= min(ages[key]) <= max(ages[key]) <= time.time():
+                break
+        else:
+            return
+        for record, files in made.values():
+            with contextlib.suppress(DvpError, OSError):
+                verify_checksums(files[0].parent, read_json(files[0], "files")["files"])
+                for file in files:
+                    os.utime(file, ns=(record.ended * 10**6,) * 2, follow_symlinks=False)
+
+
+def _outputs(folder: Path, record: Record) -> list[Path]:
+    """What a stage that ended has made: its JSON file, the files that this lists, and Snakemake's own of the job."""
+    stage, result = record.tags.get(STAGE), folder / list(record.files or [""])[-1]
+    if record.status != "FINISHED" or stage not in RESULTS or not result.is_file():
+        return []
+    content = read_json(result, KEY, "files")
+    if content[KEY] != record.key:
+        return []
+    before, _, after = RESULTS[stage].partition("{of}")
+    of = result.relative_to(folder).as_posix()[len(before) :].removesuffix(after or before)
+    benchmark = folder / "benchmarks" / f"{stage}/{of}".rstrip("/")
+    benchmark = benchmark.with_name(f"{benchmark.name}.tsv")
+    return [result, *(result.parent / file for file in content["files"]), *[benchmark] * benchmark.is_file()]
 
 
 def was_read(source: str, digest: str, manifest: Path) -> bool:
@@ -48,34 +60,3 @@ def was_read(source: str, digest: str, manifest: Path) -> bool:
     with contextlib.suppress(DvpError, LookupError, TypeError):
         return read_json(manifest)["sources"][source]["description"]["sha256"] == digest
     return False
-
-
-class _Made(NamedTuple):
-    """What a stage has made."""
-
-    folder: Path
-    files: dict[str, str]
-    """Checksums, by the name in `folder`."""
-    all: list[Path]
-    """The JSON file and Snakemake's own of what the job took, too."""
-
-
-def _made(folder: Path) -> dict[str, _Made]:
-    """By the key of the stage's record."""
-    made = {}
-    for stage, pattern in RESULTS.items():
-        before, _, after = pattern.partition("{of}")
-        parts = Path(pattern).parts
-        for result in folder.glob(f"{parts[0]}/**/{parts[-1]}") if stage != "report" else ():
-            with contextlib.suppress(DvpError):  # a file of no use is of no stage
-                content, name = read_json(result, KEY), result.relative_to(folder).as_posix()
-                of = name[len(before) : len(name) - len(after)]
-                benchmark = folder / "benchmarks" / f"{stage}/{of}.tsv".replace("/.tsv", ".tsv")
-                files = content.get("files", {})
-                every = [result, *(result.parent / file for file in files)]
-                made[content[KEY]] = _Made(result.parent, files, every + [benchmark] * benchmark.is_file())
-    return made
-
-
-def _age(file: Path) -> int:
-    return file.lstat().st_mtime_ns

@@ -1,19 +1,21 @@
 """What a stage says of itself for the tracking store: a file, from which the store can be fed at any time."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from dvp.errors import DvpError
-from dvp.files import expect, parse_json, sha256_json, write_json
-from dvp.tracking.names import metric_name
+from dvp.files import sha256_json, write_json
 
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
 STAGE = "stage"  # tag
 POLICY_TAG = "policy"  # of what trains one: which
+MODEL = "model"  # tag: where the weights are that the stage wrote
 FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without
 UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
 
@@ -25,32 +27,20 @@ def _inside(path: str) -> str:
     return path
 
 
+def _has_key(tags: dict[str, str]) -> dict[str, str]:
+    if KEY not in tags:
+        raise ValueError(f"expected a {KEY}")
+    return tags
+
+
 Inside = Annotated[str, AfterValidator(_inside)]
 
 
-class Dataset(BaseModel):
-    """A file of problems that a stage reads."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    path: Inside
-    digest: str
-    """The first 16 hex digits of its SHA-256."""
-    context: Literal["training", "evaluation", "measurement"]
-
-    @property
-    def name(self) -> str:
-        """What it is called in the store."""
-        return Path(self.path).stem
+class _Row(TypedDict, extra_items=Any):
+    step: Annotated[int, Field(strict=True)]
 
 
-class Model(BaseModel):
-    """Weights that a stage writes. The store gets their path; they stay where they are."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    path: Inside
-    kind: Literal["base", "checkpoint", "converted"]
+ROW = TypeAdapter(_Row)
 
 
 class Record(BaseModel):
@@ -59,7 +49,7 @@ class Record(BaseModel):
     Paths are relative to the experiment's folder, times are milliseconds since 1970.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     experiment: Inside
     name: str
@@ -67,36 +57,22 @@ class Record(BaseModel):
     """The policy that the stage makes or works on, in words."""
     parent: str | None = None
     """Key of the run below which this one is shown: that of the stage that trained the policy."""
-    tags: dict[str, str]
+    tags: Annotated[dict[str, str], AfterValidator(_has_key)]
     params: dict[str, str] = {}
     results: dict[str, float] = {}
     step: int = 0
     """Of training, after which the results were measured."""
-    files: dict[str, str] = {}
-    """The folder, among the run's artifacts, of each file to keep with it."""
+    files: dict[Inside, Inside] = {}
+    """The folder, among the run's artifacts, of each file to keep with it; the stage's JSON file is the last one."""
     metrics: Inside | None = None
     """The metrics.jsonl, as soon as it holds rows of this very run."""
-    datasets: list[Dataset] = []
-    model: Model | None = None
+    datasets: list[dict[str, Inside]] = []
+    """Files of problems that it reads: the path, the digest (16 hex digits of the SHA-256), and the context."""
     description: str | None = None
     """Markdown for the experiment's own page."""
     status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"] = "RUNNING"
     started: int
     ended: int | None = None
-
-    @field_validator("tags")
-    @classmethod
-    def _has_key(cls, value: dict[str, str]) -> dict[str, str]:
-        if KEY not in value:
-            raise ValueError(f"expected a {KEY}")
-        return value
-
-    @field_validator("files")
-    @classmethod
-    def _are_inside(cls, value: dict[str, str]) -> dict[str, str]:
-        for path in (*value, *value.values()):
-            _inside(path)
-        return value
 
     @property
     def key(self) -> str:
@@ -116,15 +92,8 @@ def write_record(path: Path, record: Record) -> None:
 
 def read_record(path: Path) -> Record:
     """Read a record. Raises DvpError, naming file and key, for a malformed one."""
-    try:
+    with _one_line(path):
         return Record.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise DvpError(f"{path}: {where + ': ' if where else ''}{message}") from None
-    except OSError as error:
-        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -136,39 +105,25 @@ def read_records(folder: Path) -> list[Record]:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl; a last line that a killed process left unfinished is no row.
 
-    Raises DvpError, naming the line, if the file is missing or a line is no JSON object with a `step`.
+    Raises DvpError, naming the line, if the file cannot be read or a line is no JSON object with a `step`.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        raise DvpError(f"{path}: no such file, although the stage's tracking record names it") from None
-    except OSError as error:
-        raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise DvpError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    rows = []
+    rows, lines = [], b""
+    with _one_line(path):
+        lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise DvpError(f"{path}: line {number}: not valid JSON ({error})") from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise DvpError(f"{path}: line {number}: expected a JSON object with an integer 'step'")
-        if "seconds" in row:
-            expect("a finite number, 0 or more", row["seconds"], f"{path}: line {number}: seconds")
-        rows.append(row)
+        with _one_line(f"{path}: line {number}"):
+            rows.append(ROW.validate_json(line))
     return rows
 
 
-def points(rows: list[dict], started: int) -> Iterator[tuple[str, int, float, int]]:
-    """(name, step, value, timestamp) of every number in `rows`.
-
-    A step's time is the run's start plus the seconds of the steps up to it: a function of the files alone, so that two
-    processes that feed one store at once write the same points, which a store keeps once.
-    """
-    seconds = 0.0
-    for row in rows:
-        seconds += row.get("seconds", 0.0)
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
-                yield metric_name(name), row["step"], float(value), started + round(1000 * seconds)
+@contextmanager
+def _one_line(where: object) -> Iterator[None]:
+    """Raise DvpError, which names `where` and the key, for a file that cannot be read or is not of its kind."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = "".join(f"{part}: " for part in first["loc"][:1])
+        raise DvpError(f"{where}: {key}{first['msg'].removeprefix('Value error, ')}") from None
+    except OSError as error:
+        raise DvpError(f"{where}: cannot be read ({error.strerror})") from None

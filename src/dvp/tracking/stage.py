@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,23 +13,22 @@ from pathlib import Path
 from dvp.errors import DvpError
 from dvp.experiment.grid import whole_run
 from dvp.provenance import code_hash, device, git_commit
+from dvp.tracking import store
 from dvp.tracking.names import final_metrics, result_name, stage_name
 from dvp.tracking.record import (
     COLLAPSED,
     FAILURE,
     FOLDER,
     KEY,
+    MODEL,
     POLICY_TAG,
     UPSTREAM,
-    Dataset,
-    Model,
     Record,
     key_of,
     read_record,
     read_rows,
     write_record,
 )
-from dvp.tracking.store import Feed, reason_of, store_name
 from dvp.versions import STAGE_VERSIONS
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
@@ -41,29 +41,19 @@ class StageRun:
     """What a stage logs. It is kept in a file, and sent to the store whenever that can be reached."""
 
     def __init__(self, folder: Path, path: Path, record: Record, metrics: Path | None):
-        self.key = record.key
-        self._work = {name: record.tags[name] for name in WORK}
-        self._folder, self._path, self._record = folder, path, record
-        self._metrics = metrics
+        self.key, self.run = record.key, record.tags["run"]
+        """The run's name in any store; the path of the run that the stage works on, empty without one."""
+        self._folder, self._path, self._record, self._metrics = folder, path, record, metrics
         self._rows: list[dict] = []
-        self._saved: Record | None = None
-        self._feed: Feed | None = None
-        self._out = False
-        self._next_attempt = 0.0
-        self._save()
-        self._send()
-
-    @property
-    def run(self) -> str:
-        """Path of the run that the stage works on; empty without one."""
-        return self._work["run"]
+        self._out, self._next_attempt = False, 0.0
+        self.flush()
 
     def key_in(self, experiment: str, run: str) -> str:
         """The key that the same work (stage, version, settings, inputs, task) has in another experiment.
 
         run : the path of this run there.
         """
-        return key_of(experiment, self._work | {"run": run})
+        return key_of(experiment, {name: self._record.tags[name] for name in WORK} | {"run": run})
 
     def log_params(self, params: dict) -> None:
         """Parameters, flattened to dotted names; what is not set is left out. A re-run has the same ones."""
@@ -72,25 +62,20 @@ class StageRun:
     def log_step(self, step: int, metrics: dict) -> None:
         """The numbers among `metrics`, a row that the run's metrics.jsonl has already."""
         self._rows.append(metrics | {"step": step})
-        if self._metrics is not None:
-            self._record.metrics = self._relative(self._metrics)
+        self._record.metrics = self._metrics and self._relative(self._metrics)
 
     def log_result(self, metrics: dict) -> None:
         """The stage's own numbers as stage/name, nested ones as stage/name/name."""
-        stage, task = self._work["stage"], self._work["task"]
-        self._record.results |= {result_name(stage, task, name): float(value) for name, value in _flatten(metrics, "/")}
-
-    def log_final(self) -> None:
-        """What the steps given to `log_step` came to."""
-        self._record.results |= final_metrics(self._rows)
+        of = (self._record.tags["stage"], self._record.tags["task"])
+        self._record.results |= {result_name(*of, name): float(value) for name, value in _flatten(metrics, "/")}
 
     def log_dataset(self, path: Path, sha256: str, context: str) -> None:
         """Problems that the stage reads, in a file with this checksum: for training, evaluation or measurement."""
-        self._record.datasets.append(Dataset(path=self._relative(path), digest=sha256[:16], context=context))
+        self._record.datasets.append({"path": self._relative(path), "digest": sha256[:16], "context": context})
 
-    def log_model(self, path: Path, kind: str) -> None:
-        """Weights that the stage wrote: the base model, a checkpoint, or a converted model. They are not copied."""
-        self._record.model = Model(path=self._relative(path), kind=kind)
+    def log_model(self, path: Path) -> None:
+        """Where the weights are that the stage wrote. They are not copied."""
+        self.tag(MODEL, self._relative(path))
 
     def describe(self, markdown: str) -> None:
         """What the experiment's page in the store is to say of this stage's part."""
@@ -109,70 +94,50 @@ class StageRun:
 
         Raises DvpError.
         """
-
-        def there(path: str) -> str:
-            return path.replace(f"/{self.run}/", f"/{run}/")
-
-        def here(path: str) -> str:
-            return path.replace(f"/{run}/", f"/{self.run}/")
-
-        other = read_record(folder / there(self._relative(self._path)))
-        self._record.params, self._record.results = other.params | self._record.params, dict(other.results)
-        self._record.files = {here(path): of for path, of in other.files.items()}
-        self._record.metrics = other.metrics and here(other.metrics)
-        self._record.datasets = other.datasets
-        self._record.model = other.model and other.model.model_copy(update={"path": here(f"{other.model.path}/")[:-1]})
-        if COLLAPSED in other.tags:
-            self.tag(COLLAPSED, other.tags[COLLAPSED])
-        if other.metrics:
-            self._rows += read_rows(folder / other.metrics)
+        path = self._relative(self._path).replace(f"/{self.run}/", f"/{run}/")
+        theirs = read_record(folder / path)
+        moved = re.sub(rf'/{re.escape(run)}(?=[/"])', lambda _: f"/{self.run}", theirs.model_dump_json())
+        ours = Record.model_validate_json(moved)
+        ours.params |= self._record.params
+        for name in ("params", "results", "files", "metrics", "datasets"):
+            setattr(self._record, name, getattr(ours, name))
+        self._record.tags |= {name: ours.tags[name] for name in (COLLAPSED, MODEL) if name in ours.tags}
+        self._rows += read_rows(folder / theirs.metrics) if theirs.metrics else []
 
     def flush(self) -> None:
-        """Send what the store lacks, unless it failed a moment ago."""
-        self._save()
-        if time.monotonic() >= self._next_attempt:
-            self._send()
-
-    def end(self, status: str, failure: str | None = None) -> None:
-        """The last word: how the stage ended."""
-        self._record.status = status
-        self._record.ended = _now()
-        if failure is not None:
-            self.tag(FAILURE, failure)
-        self._save()
-        self._send()
-
-    def _save(self) -> None:
-        if self._record != self._saved:
-            write_record(self._path, self._record)
-            self._saved = self._record.model_copy(deep=True)
-
-    def _send(self) -> None:
+        """Keep what is logged, and send what the store lacks unless it failed a moment ago."""
+        write_record(self._path, self._record)
         started = time.monotonic()
+        if started < self._next_attempt:
+            return
         try:
-            if self._feed is None:
-                self._feed = Feed(self._folder, self._record)
-            self._feed.update(self._record, self._rows)
+            store.send(self._folder, self._record, self._rows)
         except Exception as error:  # whatever a store's client may raise: the files have everything, the stage goes on
-            # Another feed asks the store what it has: of what was on its way, nobody knows.
-            self._feed = None
             ended = time.monotonic()
             self._next_attempt = ended + max(WAIT, SHARE * (ended - started))
             if not self._out:
                 config = self._folder / "config.yaml"
                 remedy = f"`dvp track --config {config}`" if config.is_file() else "the same command again"
-                self._say(
-                    f"cannot be used ({reason_of(error, self._folder.parent)}); the stage goes on, and "
-                    f"{remedy} brings in what it missed"
-                )
+                reason = store.reason_of(error, self._folder.parent)
+                self._say(f"cannot be used ({reason}); the stage goes on, and {remedy} brings in what it missed")
             self._out = True
         else:
             if self._out:
                 self._say("can be used again and has everything of this stage")
             self._out = False
 
+    def end(self, status: str, failure: str | None = None) -> None:
+        """The last word: how the stage ended, and what the steps given to `log_step` came to if it is done."""
+        self._record.status, self._record.ended = status, _now()
+        if failure is not None:
+            self.tag(FAILURE, failure)
+        elif self._rows:
+            self._record.results |= final_metrics(self._rows)
+        self._next_attempt = 0.0
+        self.flush()
+
     def _say(self, what: str) -> None:
-        print(f"MLflow store {store_name(self._folder.parent)}: {what}", file=sys.stderr, flush=True)
+        print(f"MLflow store {store.store_name(self._folder.parent)}: {what}", file=sys.stderr, flush=True)
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()

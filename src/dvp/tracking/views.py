@@ -1,26 +1,15 @@
-"""What MLflow's page of an experiment shows at first: a table of the policies, and their curves.
-
-MLflow has no call for a saved view. What its "Share" button saves is a tag of the experiment, in JSON, which a page's
-address names; these are such tags, written for the locked version.
-"""
+"""What MLflow's page of an experiment shows at first (views.yaml), as tags of the experiment."""
 
 import json
+from pathlib import Path
+
+import yaml
 
 from dvp.experiment.config import Experiment
 from dvp.tracking.names import SCORES
-from dvp.tracking.record import POLICY_TAG
 
 # Without the last part of the address, MLflow shows what it has for the traces of applications instead.
 PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}&compareRunsMode={mode}&workflowType=machine_learning"
-FINALS = ("reward", "k3", "gradient_norm", "kept_fraction", "collapsed")
-CURVES = (
-    ("Score", "{kind}", "{score}", "linear"),
-    ("Reward", "LINE", "train/reward", "linear"),
-    ("Mismatch: k3 between engine and trainer", "LINE", "mismatch/k3", "log"),
-    ("Gradient norm", "LINE", "train/gradient_norm", "log"),
-    ("Responses kept by the correction", "LINE", "correction/kept_fraction", "linear"),
-    ("Entropy", "LINE", "train/entropy", "linear"),
-)
 
 
 def links(experiment: str) -> str:
@@ -33,55 +22,21 @@ def links(experiment: str) -> str:
 
 def view_tags(experiment: Experiment) -> dict[str, str]:
     """The experiment's tags that hold its views."""
+    of = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     task = experiment.report.task
     score = f"{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}"
-    widths = {"attributes.`Run Name`": 270, "runDateAndNestInfo": 140, "duration": 75}
-    settings = ((name, 100) for name in experiment.axes)
-    shown = (("method", 80), ("engine", 70), ("rho", 105), *settings, ("seed", 50))
-    params = {f"params.`{name}`": width for name, width in shown}
-    metrics = {f"metrics.`{name}`": 100 for name in (score, *(f"final/{name}" for name in FINALS))}
-    columns = widths | params | metrics
-    view = {
-        "searchFilter": f"tags.{POLICY_TAG} != ''",
-        "orderByKey": f"metrics.`{score}`",
-        "orderByAsc": False,
-        "selectedColumns": [*params, *metrics],
-        "columnOrder": list(columns),
-        "columnWidths": columns,
-        "runsHiddenMode": "SHOW_ALL",
-    }
-    of_scores = "BAR" if experiment.evaluation.at is None else "LINE"
-    curves = {
-        "compareRunCharts": [
-            _chart(name, kind.format(kind=of_scores), metric.format(score=score), scale)
-            for name, kind, metric, scale in CURVES
-        ],
-        "compareRunSections": [{"uuid": "main", "name": "At a glance", "display": True, "isReordered": False}],
-        "isAccordionReordered": True,
-    }
-    views = {"table": view, "curves": view | curves}
+    params = {}
+    for name, width in of["params"].items():
+        for each in experiment.axes if name == "settings" else (name,):
+            params[f"params.`{each}`"] = width
+    metrics = {f"metrics.`{name}`": of["metric_width"] for name in (score, *of["metrics"])}
+    columns = of["widths"] | params | metrics
+    shown = {"selectedColumns": [*params, *metrics], "columnOrder": list(columns), "columnWidths": columns}
+    table = of["table"] | shown | {"orderByKey": f"metrics.`{score}`"}
+    of["charts"][0] |= {"metricKey": score, "type": "BAR" if experiment.evaluation.at is None else "LINE"}
+    charts = [
+        of["chart"] | chart | {"displayName": chart["uuid"], "selectedMetricKeys": [chart["metricKey"]]}
+        for chart in of["charts"]
+    ]
+    views = {"table": table, "curves": table | of["curves"] | {"compareRunCharts": charts}}
     return {f"mlflow.sharedViewState.{name}": json.dumps(value) for name, value in views.items()}
-
-
-def _chart(name: str, kind: str, metric: str, scale: str) -> dict:
-    return {
-        "uuid": name,
-        "metricSectionId": "main",
-        "displayName": name,
-        "type": kind,
-        "metricKey": metric,
-        "selectedMetricKeys": [metric],
-        "runsCountToCompare": 100,
-        "scaleType": scale,
-        "xAxisScaleType": "linear",
-        "xAxisKey": "step",
-        "selectedXAxisMetricKey": "",
-        "yAxisKey": "metric",
-        "yAxisExpressions": [],
-        "lineSmoothness": 0,
-        "range": {},
-        "useGlobalXaxisKey": True,
-        "useGlobalLineSmoothing": True,
-        "deleted": False,
-        "isGenerated": False,
-    }

@@ -43,7 +43,7 @@ def base(config: Path, threads: int) -> None:
         stage.tracked.log_result(
             {name: manifest[name] for name in ("parameters", "warm_start_final_loss") if name in manifest}
         )
-        stage.tracked.log_model(directory.base, "base")
+        stage.tracked.log_model(directory.base)
         stage.finish(manifest)
 
 
@@ -125,9 +125,8 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
             stage.tracked.tag(COLLAPSED, f"at step {loop.collapse.collapsed_at}: {loop.collapse.reason}")
         stage.tracked.flush()
         stage.tracked.log_file(folder / "metrics.jsonl")
-        stage.tracked.log_final()
         last = checkpoint.checkpoints(checkpoints)[-1]
-        stage.tracked.log_model(last, "checkpoint")
+        stage.tracked.log_model(last)
         stage.finish(
             {
                 "run": run.path,

@@ -43,51 +43,49 @@ def test_a_file_is_written_and_replaced_and_its_folder_made(tmp_path):
         assert names(tmp_path) == ["a", "a/b", "a/b/x.txt"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path, error):
-    path = tmp_path / "x.txt"
-    path.write_text("old", encoding="utf-8")
-
-    def interrupted() -> None:
-        with atomic_path(path) as temporary:
-            temporary.write_text("half", encoding="utf-8")
-            assert path.read_text(encoding="utf-8") == "old"
-            raise error
-
-    with pytest.raises(error):
-        interrupted()
-    assert path.read_text(encoding="utf-8") == "old"
-    assert names(tmp_path) == ["x.txt"]
-
-
-def test_a_new_file_that_fails_leaves_nothing(tmp_path):
-    def interrupted() -> None:
-        with atomic_path(tmp_path / "x.txt") as temporary:
-            temporary.write_text("half", encoding="utf-8")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        interrupted()
-    assert names(tmp_path) == []
-
-
-def test_a_block_that_writes_nothing_leaves_the_old_file(tmp_path):
-    path = tmp_path / "x.txt"
-    path.write_text("old", encoding="utf-8")
-    with pytest.raises(FileNotFoundError), atomic_path(path):
-        pass
-    assert path.read_text(encoding="utf-8") == "old"
-    assert names(tmp_path) == ["x.txt"]
-
-
 def _fill(folder, text: str, *files: str) -> None:
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def test_a_folder_replaces_the_old_one_whole(tmp_path):
+def fails(path: Path, files: dict[str, str], error: type[BaseException] = RuntimeError) -> list[str]:
+    """A block that writes these, below a folder or without a name as the file itself, and fails; the error's notes."""
+
+    def interrupted() -> None:
+        with atomic_path(path) as temporary:
+            for name, text in files.items():
+                file = temporary / name if name else temporary
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            raise error
+
+    with pytest.raises(error) as raised:
+        interrupted()
+    return getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_what_fails_half_way_leaves_the_old_one_or_nothing(tmp_path, error):
+    file, folder = tmp_path / "x.txt", tmp_path / "model"
+    fails(file, {"": "half"}, error)
+    assert names(tmp_path) == []
+    file.write_text("old", encoding="utf-8")
+    _fill(folder, "old", "a", "deep/b")
+    before = checksums(tmp_path)
+    fails(file, {"": "half"}, error)
+    fails(folder, {"a": "new", "deep/b": "new", "c": "new"}, error)
+    with pytest.raises(FileNotFoundError), atomic_path(file):
+        pass  # writes nothing
+    assert checksums(tmp_path) == before
+    assert names(tmp_path) == ["model", "model/a", "model/deep", "model/deep/b", "x.txt"]
+
+
+def test_a_folder_replaces_the_old_one_whole(tmp_path, monkeypatch):
+    """What a killed process left is in nobody's way."""
     path = tmp_path / "model"
+    monkeypatch.setattr("os.getpid", lambda: 123)
+    _fill(tmp_path, "dead", ".model.123.tmp/old")
     for files in (["a", "deep/b"], ["deep/c"]):
         with atomic_path(path) as temporary:
             _fill(temporary, "x", *files)
@@ -95,41 +93,10 @@ def test_a_folder_replaces_the_old_one_whole(tmp_path):
         assert names(tmp_path)[0] == "model"
 
 
-def test_a_folder_that_fails_half_way_leaves_the_old_one(tmp_path):
-    path = tmp_path / "model"
-    _fill(path, "old", "a", "deep/b")
-    before = checksums(path)
-
-    def interrupted() -> None:
-        with atomic_path(path) as temporary:
-            _fill(temporary, "new", "a", "deep/b", "c")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        interrupted()
-    assert checksums(path) == before
-    assert names(tmp_path) == ["model", "model/a", "model/deep", "model/deep/b"]
-
-
-def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.getpid", lambda: 123)
-    _fill(tmp_path, "dead", ".model.123.tmp/old")
-    with atomic_path(tmp_path / "model") as temporary:
-        _fill(temporary, "x", "a")
-    assert names(tmp_path) == ["model", "model/a"]
-
-
 def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_path):
     """The old one had stepped aside; it is there again, also if the new attempt fails."""
     _fill(tmp_path, "old", ".model.123.old/a", ".other.123.old/a")
-
-    def interrupted() -> None:
-        with atomic_path(tmp_path / "model"):
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError) as raised:
-        interrupted()
-    assert raised.value.__notes__ == [f"writing {tmp_path}/model"]
+    assert fails(tmp_path / "model", {"b": "new"}) == [f"writing {tmp_path}/model"]
     assert names(tmp_path) == [".other.123.old", ".other.123.old/a", "model", "model/a"]
     _fill(tmp_path, "older", ".model.124.old/a")
     with atomic_path(tmp_path / "model") as temporary:
@@ -140,14 +107,10 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_pa
 # --- JSON ---
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, value):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_numbers_that_json_has_not_are_refused(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(path, {"a": {"b": [value]}})
-    assert read_json(path) == {"a": 1}
-    assert names(tmp_path) == ["x.json"]
+        write_json(tmp_path / "x.json", {"a": {"b": [value]}})
 
 
 JSON = st.recursive(
@@ -169,7 +132,6 @@ def test_json_is_read_back(tmp_path_factory, value):
     ("content", "message"),
     [
         (None, "no such file; the stage that writes it has not finished"),
-        (b"", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
         (b'{"a": 1', "not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),
         (b'{"a": "\xff"}', "not valid JSON ('utf-8' codec can't decode byte 0xff in position 7: invalid start byte)"),
         (b'{"a": 1, "b": 2, "a": 1}', "not valid JSON (key 'a' is there twice)"),
@@ -183,21 +145,16 @@ def test_json_is_read_back(tmp_path_factory, value):
         ),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON (nested too deeply)"),
         (b"[1]", "expected a JSON object, found list"),
-        (b"null", "expected a JSON object, found NoneType"),
         (b'{"a": 1}', "key 'b' is missing"),
         *(
             (b'{"a": 1, "b": 2, "%b": %b}' % (key.encode(), value), f"{key}: expected {expected}")
             for key, value, expected in (
                 ("files", b"null", "an object, found null"),
-                ("tables", b"[]", "an object, found []"),
                 ("tracking_key", b"null", "a text, found null"),
-                ("checkpoint", b"null", "a text, found null"),
                 ("statistics", b"{}", "a list, found {}"),
-                ("seconds_stage", b'"7"', "a finite number, 0 or more, found '7'"),
                 ("seconds_stage", b"-1", "a finite number, 0 or more, found -1"),
                 ("seconds_training", b"NaN", "a finite number, 0 or more, found nan"),
                 ("seconds_training", b"true", "a finite number, 0 or more, found True"),
-                ("seconds_training", b"1e999", "a finite number, 0 or more, found inf"),
             )
         ),
     ],
@@ -209,12 +166,6 @@ def test_bad_json_is_named(tmp_path, content, message):
     with pytest.raises(DvpError) as error:
         read_json(path, "a", "b")
     assert str(error.value) == f"{path}: {message}"
-
-
-def test_a_folder_instead_of_a_json_file_is_named(tmp_path):
-    with pytest.raises(DvpError) as error:
-        read_json(tmp_path)
-    assert str(error.value) == f"{tmp_path}: cannot be read (Is a directory)"
 
 
 # --- checksums ---
@@ -233,31 +184,19 @@ def test_the_hash_of_json_does_not_depend_on_the_order_of_keys(value):
     assert sha256_json(value) == sha256_json(json.loads(json.dumps(value)))
 
 
-@pytest.mark.parametrize("position", [0, 499, 999])
-def test_one_flipped_bit_is_noticed_and_the_file_named(tmp_path, position):
+def test_an_altered_or_missing_file_is_named_and_a_further_one_does_no_harm(tmp_path):
     _fill(tmp_path, "x" * 1000, "a", "deep/b")
-    expected = checksums(tmp_path)
-    verify_checksums(tmp_path, expected)
-    content = bytearray((tmp_path / "deep" / "b").read_bytes())
-    content[position] ^= 1
-    (tmp_path / "deep" / "b").write_bytes(content)
-    with pytest.raises(DvpError) as error:
-        verify_checksums(tmp_path, expected)
-    assert str(error.value).startswith(f"{tmp_path / 'deep' / 'b'}: altered since it was written")
-
-
-def test_a_missing_file_is_named_and_a_further_one_does_no_harm(tmp_path):
-    _fill(tmp_path, "x", "a", "deep/b")
-    expected = checksums(tmp_path)
+    expected, file = checksums(tmp_path), tmp_path / "deep" / "b"
     _fill(tmp_path, "x", "c")
     verify_checksums(tmp_path, expected)
-    (tmp_path / "deep" / "b").unlink()
-    with pytest.raises(DvpError) as error:
+    content = bytearray(file.read_bytes())
+    content[499] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DvpError, match=rf"^{file}: altered since it was written"):
         verify_checksums(tmp_path, expected)
-    assert str(error.value) == f"{tmp_path / 'deep' / 'b'}: missing, although its manifest lists it"
-    # A folder of that name is not the file.
-    (tmp_path / "deep" / "b").mkdir()
-    with pytest.raises(DvpError, match="missing"):
+    file.unlink()
+    file.mkdir()  # a folder of that name is not the file
+    with pytest.raises(DvpError, match=rf"^{file}: missing, although its manifest lists it$"):
         verify_checksums(tmp_path, expected)
 
 

@@ -2,12 +2,11 @@
 
 import errno
 import os
-import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -78,9 +77,7 @@ def test_a_full_disk_is_told_of_any_exception(write, disk):
         (RuntimeError("write failed: Input/output error (os error 5)"), "Input/output error"),
         (sqlite3.OperationalError("disk I/O error"), "Input/output error"),
         (ValueError("[Errno 122] while closing"), "Disk quota exceeded"),
-        (RuntimeError("28 lines"), None),
-        (ValueError("errno 288"), None),
-        (KeyError("space"), None),
+        (ValueError("errno 288, 28 lines"), None),
     ],
 )
 def test_what_is_no_fault_of_a_disk_is_not_told(error, told):
@@ -104,7 +101,7 @@ def place(disk, root) -> Path:
     return disk.parent
 
 
-def dvp(place: Path, *arguments: str, before: Callable[[], None] | None = None) -> tuple[int, str]:
+def dvp(place: Path, *arguments: str) -> tuple[int, str]:
     """Exit status and standard error. The store is elsewhere."""
     done = subprocess.run(
         [sys.executable, "-m", "dvp.cli", *arguments],
@@ -114,7 +111,6 @@ def dvp(place: Path, *arguments: str, before: Callable[[], None] | None = None) 
         capture_output=True,
         text=True,
         timeout=300,
-        preexec_fn=before,
     )
     return done.returncode, done.stderr
 
@@ -146,14 +142,6 @@ def test_a_full_disk_ends_resolve_and_prepare_in_a_line(place):
         filler.unlink()
         assert kept.items() <= checksums(disk).items()
     assert dvp(place, *prepare)[0] == 0
-
-
-@pytest.mark.slow
-def test_a_file_that_may_not_grow_is_told_in_a_line(tmp_path, root):
-    shutil.copytree(root / "config", tmp_path / "config")
-    limit = (2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    ended = dvp(tmp_path, *RESOLVE, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-    assert ended == (2, "dvp resolve: disk/smoke/config.yaml: File too large\n")
 
 
 @pytest.mark.slow

@@ -54,8 +54,7 @@ def start(machine):
         jobs.append(
             subprocess.Popen(
                 [sys.executable, "-c", JOB, str(machine), str(count), *more],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                **dict.fromkeys(("stdin", "stdout"), subprocess.PIPE),
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=os.environ | environment,
@@ -148,22 +147,17 @@ def test_more_than_there_are_is_refused(here, monkeypatch):
             gpus.claim(2)
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
-def test_gpus_that_the_user_hides_are_not_claimed(here, monkeypatch, hidden):
-    monkeypatch.setenv(gpus.VISIBLE, hidden)
+@pytest.mark.parametrize("hidden", ["", "-1", "no devices", "no CUDA"])
+def test_gpus_that_are_hidden_or_of_no_use_are_not_claimed(here, monkeypatch, hidden):
+    """Many laptops have one, and the environment for CPUs: jobs would wait for a GPU that they do not use."""
+    if hidden == "no CUDA":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    elif hidden == "no devices":
+        for device in here.glob("nvidia*"):
+            device.unlink()
+    else:
+        monkeypatch.setenv(gpus.VISIBLE, hidden)
     gpus.claim(2)
-    assert gpus.CLAIMED not in os.environ
-    assert not list(here.parent.glob("dvp-gpus-*"))
-
-
-def test_where_torch_cannot_use_gpus_none_is_claimed(here, monkeypatch):
-    """As many laptops have one, and the environment for CPUs: jobs would wait for a GPU that they do not use."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    gpus.claim(4)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for device in here.glob("nvidia*"):
-        device.unlink()
-    gpus.claim(4)
     assert gpus.CLAIMED not in os.environ
     assert not list(here.parent.glob("dvp-gpus-*"))
 

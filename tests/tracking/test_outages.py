@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -209,17 +208,7 @@ def test_a_server_killed_and_started_again_and_killed_again(folder, server, capf
     assert half["status"] == "RUNNING"
     assert [point[0] for point in half["metrics"]["train/reward"]] == list(range(1, 26))
     track_here(folder / "config.yaml")
-    whole = contents(folder)
-    check_training(whole[tracked.key], STEPS)
-
-    # The server's disk is lost.
-    with contextlib.closing(sqlite3.connect(server.folder / "mlflow.db")) as database, database:
-        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
-            database.execute(f"DELETE FROM {table}")
-    shutil.rmtree(server.folder / "artifacts")
-    assert contents(folder) == {}
-    track_here(folder / "config.yaml")
-    assert contents(folder) == whole
+    check_training(contents(folder)[tracked.key], STEPS)
 
 
 @contextmanager

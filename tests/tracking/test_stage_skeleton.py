@@ -47,24 +47,19 @@ def test_the_json_file_comes_last_and_says_what_it_is_from(directory):
 
 
 def test_other_contents_of_an_input_are_other_work(directory):
-    keys = []
+    keys = set()
     for text in ("problems", "other problems"):
         prepared(directory, text)
         with base(directory) as stage:
-            keys.append(stage.tracked.key)
-    assert keys[0] != keys[1]
+            keys.add(stage.tracked.key)
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda data: (data / "train.parquet").write_text("problemS"), "train.parquet: altered since it was written"),
-        (lambda data: (data / "train.parquet").unlink(), "train.parquet: missing, although its manifest lists it"),
         (lambda data: (data / "manifest.json").unlink(), "manifest.json: no such file; the stage that writes it"),
-        (
-            lambda data: write_json(data / "manifest.json", {"files": {}}),
-            "manifest.json: key 'tracking_key' is missing",
-        ),
         (
             lambda data: write_json(data / "manifest.json", read_json(data / "manifest.json") | {"config_hash": "old"}),
             r"manifest.json: written under other settings \(config_hash old, that of the experiment is \w{12}\)",
@@ -79,11 +74,10 @@ def test_an_input_that_is_not_as_it_was_written_is_refused_before_anything_is_wr
     assert not (directory.folder / "tracking/base.json").exists()
 
 
-@pytest.mark.parametrize("stage", ["prepare", "base", "train", "convert"])
+@pytest.mark.parametrize("stage", ["base", "train", "convert"])
 def test_no_input_of_other_settings_is_read(directory, stage):
     """What Snakemake takes for finished, as it could not make it again, may be of an earlier version of a file."""
-    experiment = directory.experiment
-    run = experiment.runs[0] if stage in ("train", "convert") else None
+    experiment, run = directory.experiment, None if stage == "base" else directory.experiment.runs[0]
     path = directory.result(stage, experiment.runs[0].path)
     record = {"files": {}, "tracking_key": f"{stage} 1", "config_hash": experiment.config_hash(stage, run)}
     write_json(path, record)

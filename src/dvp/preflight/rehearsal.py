@@ -23,7 +23,7 @@ from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
-from dvp.files import read_json, write_json, write_text
+from dvp.files import write_text
 from dvp.preflight.checks import (
     POSITIONS,
     check_forward,
@@ -50,7 +50,7 @@ CHECKPOINTS, AGAIN = "checkpoints", "again"
 MODEL = "model"
 EVALUATED = 4
 """Problems."""
-BEFORE, RELOADED, ASKED = "before.safetensors", "reloaded.safetensors", "asked.json"
+BEFORE, RELOADED = "before.safetensors", "reloaded.safetensors"
 ANSWER = "7"
 
 
@@ -119,7 +119,6 @@ class LongestResponses:
         stop, waiting : if given a file, the second call writes it and samples until it is told to stop.
         """
         self.engine, self.stop = engine, stop
-        self.max_model_len, self.ranks = engine.max_model_len, engine.ranks
         self._responses, self._waiting = responses, waiting
         self._calls = 0
         self.tokens = 0
@@ -156,9 +155,8 @@ class LongestResponses:
             for group in groups[: len(prompts)]
         ]
 
-    def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
-        """See Engine.log_probs."""
-        return self.engine.log_probs(prompt, rule)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.engine, name)  # all else is the engine's own
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights."""
@@ -243,16 +241,9 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
     started = time.time()
     with report.asking("start"):
         loop, _ = set_up(directory, run)
-    settings = experiment.training
-    report.add(
-        "start",
-        Verdict(
-            True,
-            f"trainer and engine work after {time.time() - started:.0f} s, on {settings.ranks} rank"
-            f"{'s' * (settings.ranks > 1)}",
-            {"seconds": time.time() - started, "ranks": settings.ranks},
-        ),
-    )
+    figures = {"seconds": time.time() - started, "ranks": experiment.training.ranks}
+    says = f"trainer and engine work after {figures['seconds']:.0f} s; ranks: {figures['ranks']}"
+    report.add("start", Verdict(True, says, figures))
     check_engine(loop, experiment, engine, report, work)
     forced = rehearse(loop, work / SAMPLING)
     with report.asking("steps"):
@@ -293,7 +284,7 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     reloaded_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": reloaded_NV}, work / RELOADED)
-        write_json(work / ASKED, {"prompts": prompts, "max_model_len": loop.engine.max_model_len})
+        report.note("asked", {"prompts": prompts, "max_model_len": loop.engine.max_model_len})
     ranks.gather(None)
 
 
@@ -305,16 +296,13 @@ def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdic
     ranks.gather(None)  # all parts are there
     files = sorted(file.relative_to(path) for file in path.rglob("*.pt"))
     mine = ranks.share(files)
-    equal = ranks.join([_same_bytes(path / file, again / file) for file in mine], len(files))
+    same = [(again / file).is_file() and filecmp.cmp(path / file, again / file, shallow=False) for file in mine]
+    equal = ranks.join(same, len(files))
     differing = [file for file, same in zip(files, equal, strict=True) if not same]
     says = f"{len(files)} files of weights, optimiser and schedule are the same when saved again"
     if differing:
         says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(files)} differ)"
     return Verdict(bool(files) and not differing, says, {"files": len(files)})
-
-
-def _same_bytes(file: Path, again: Path) -> bool:
-    return again.is_file() and filecmp.cmp(file, again, shallow=False)
 
 
 def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
@@ -352,7 +340,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
     report.add("convert", Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
     with report.asking("synchronise"):
-        asked, training, run = read_json(work / ASKED), experiment.training, rehearsed_run(experiment, engine)
+        asked, training, run = report.read()[1]["asked"], experiment.training, rehearsed_run(experiment, engine)
         fresh = VllmEngine(
             work / MODEL,
             experiment.engines[engine],
@@ -370,8 +358,8 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     report.add("synchronise", verdict)
 
 
-def evaluate(directory: ExperimentDir, work: Path) -> None:
-    """The fourth process: a few problems of the report's task, by the model that was converted."""
+def evaluate(directory: ExperimentDir, engine: str, work: Path) -> None:
+    """The fourth process: a few problems of the report's task, by the model that was converted, whatever the engine."""
     from dvp.data.prepared import read_task
     from dvp.evaluation.stage import sample
 

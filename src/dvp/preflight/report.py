@@ -97,19 +97,14 @@ class Report:
 
 def check_steps(rows: list[dict], longest: int) -> Verdict:
     """The rows of metrics.jsonl of the steps that were taken."""
-    short = [row["step"] for row in rows if row["response_tokens_mean"] != longest]
-    idle = [row["step"] for row in rows if row["skipped"] or not row["gradient_norm"] > 0]
-    norms = ", ".join(f"{row['gradient_norm'] or 0:.2g}" for row in rows)
-    says = f"{len(rows)} steps on responses of {longest} tokens, norms of the gradients {norms}"
-    if short:
-        says = f"step {short[0]}: responses of {rows[short[0] - 1]['response_tokens_mean']:.0f} tokens, not {longest}"
-    elif idle:
-        says = f"step {idle[0]}: there was no gradient"
-    figures = {"steps": len(rows), "longest": longest}
+    tokens = [row["response_tokens_mean"] for row in rows]
+    norms = [0.0 if row["skipped"] else row["gradient_norm"] for row in rows]
     return Verdict(
-        not short and not idle and len(rows) == 2,
-        says,
-        figures | {name: max(row[name] for row in rows) for name in ("k3", "max_abs_log_ratio")},
+        tokens == [longest] * 2 and min(norms) > 0,
+        f"{len(rows)} steps on responses of {' and '.join(f'{mean:g}' for mean in tokens)} tokens, {longest} are the "
+        f"longest; norms of the gradients {', '.join(f'{norm:.2g}' for norm in norms)}",
+        {"steps": len(rows), "longest": longest}
+        | {name: max(row[name] for row in rows) for name in ("k3", "max_abs_log_ratio")},
     )
 
 

@@ -111,7 +111,7 @@ def test_a_job_with_too_little_memory_is_refused_in_one_line(passed, prepared, d
     [
         ({"train": 143, "resume": 0}, r"save: 4\d s from SIGTERM .* of an update that has just begun: .* leaves 40 s"),
         ({"train": 0}, "save: the processes did not leave on SIGTERM"),
-        ({"train": -9}, "steps: ended by SIGKILL; was there too little memory?"),
+        ({"train": -9}, r"steps: ended by SIGKILL; was there too little memory\?"),
         ({"train": 143, "resume": 1}, "steps: ended with status 1"),
     ],
 )

@@ -40,7 +40,7 @@ def measured_of(experiment: Experiment, folder: Path, *parts: str) -> Part:
     """Statistics, tables and files of some parts of a report, of what is in the folder; no figure."""
     reader = Reader(experiment, folder)
     statistics = measure(experiment, reader, *parts)
-    return Part(statistics, make_tables(experiment, statistics, *parts), {}, reader.files)
+    return Part(statistics, make_tables(experiment, statistics, *parts), reader.files)
 
 
 def training_part(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Table]]:

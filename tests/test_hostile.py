@@ -67,7 +67,7 @@ def test_names_in_an_experiment_are_no_paths_either(name, table, root):
     "path", ["../../x", "/etc", "", "base", "method~rloo/engine~fp32/rho~none/seed~0/../..", "method~rloo\0"]
 )
 def test_a_runs_name_is_one_of_the_grid_or_nothing(path, root):
-    with pytest.raises(DvpError, match="is not in the grid of experiment 'smoke'"):
+    with pytest.raises(DvpError, match="is not in experiment 'smoke'"):
         load_experiment("smoke", root / "config").run(path)
 
 

@@ -151,7 +151,7 @@ def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: In
     """The policy that a stage makes or works on, as its MLflow run shows it."""
     if isinstance(where, Path) or (run is None and stage != "base" and "base" not in inputs):
         return {}
-    policy = None if run is None else where.experiment.policy(run)
+    policy = None if run is None else where.experiment.job("convert", run).run
     shown = {"title": policy_title(where.experiment, policy), "params": policy_params(where.experiment, policy)}
     if stage == "evaluate" and policy is not None:
         shown["step"] = policy.step or where.experiment.training_of(policy).steps
@@ -181,10 +181,8 @@ def read_inputs(
 
 def _check_current(experiment: Experiment, stage: str, run: str | None, record: dict, path: Path) -> None:
     """Raise DvpError unless a stage before the grid, or one of a run, has written `record` under today's settings."""
-    of = None
-    if stage in ("train", "convert"):
-        of = experiment.run(whole_run(run)) if stage == "train" else experiment.policy(run)
-    expected = experiment.config_hash(stage, of)
+    of = {"train": whole_run(run or ""), "convert": run or ""}
+    expected = experiment.config_hash(stage, of.get(stage, ""))
     if record["config_hash"] != expected:
         raise DvpError(
             f"{path}: written under other settings (config_hash {record['config_hash']}, that of the experiment is "

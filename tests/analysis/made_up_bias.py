@@ -119,7 +119,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         table.to_parquet(folder / name)
     record = {
         "measurement": measurement.path,
-        "config_hash": experiment.config_hash("bias", measurement=measurement),
+        "config_hash": experiment.config_hash("bias", measurement.path),
         "git_commit": "c" * 40,
         "tracking_key": f"bias {measurement.path}",
         "problems": ["1", "2"],

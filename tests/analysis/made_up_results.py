@@ -127,7 +127,7 @@ class Results:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         record = {
             "run": run.path,
-            "config_hash": self.experiment.config_hash("train", run),
+            "config_hash": self.experiment.config_hash("train", run.path),
             "git_commit": "c" * 40,
             "steps": len(rows),
             "skipped_steps": sum(row["skipped"] for row in rows),
@@ -178,7 +178,7 @@ class Results:
             "samples_per_problem": k,
             "samples": problems * k,
             "metrics": metrics | {f"avg@{k}": measured[f"avg@{k}"]},
-            "config_hash": self.experiment.config_hash("evaluate", run, "held_out", sampler=sampler),
+            "config_hash": self.experiment.config_hash("evaluate", str(folder.relative_to(self.folder / "evals"))),
             "git_commit": "c" * 40,
             "tracking_key": " ".join(["evaluate", run.path if run else BASE, *([sampler.path] if sampler else [])]),
             **(sampler.model_dump() if sampler else {}),

@@ -67,7 +67,7 @@ def measure_all(experiment, tiny_model, folder):
             NoisyEngine(model, tokenizer, SIGMA[measurement.engine]),
             place,
         )
-        config_hash = experiment.config_hash("mismatch", measurement=measurement)
+        config_hash = experiment.config_hash("mismatch", measurement.path)
         write_json(
             place / "mismatch.json", record | {"config_hash": config_hash, "git_commit": "c", "tracking_key": "k"}
         )

@@ -340,7 +340,7 @@ def test_show_finds_the_runs_that_have_begun(make_run, rows, tmp_path, experimen
     assert f"--run {experiment.runs[1].path}\n" in capsys.readouterr().out
     with pytest.raises(DvpError, match=r"responses\.parquet: no such file"):
         show_responses(directory, experiment.runs[0].path, None, None, "p")
-    with pytest.raises(DvpError, match="run 'x' is not in the grid"):
+    with pytest.raises(DvpError, match="'x' is not in experiment"):
         show_responses(directory, "x", None, None, "p")
 
 

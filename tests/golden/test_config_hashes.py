@@ -23,10 +23,14 @@ def hashes(experiment: Experiment) -> dict[str, str]:
     """Of each stage; one for all of its jobs where there is a job a run or a measurement."""
     tasks, runs = experiment.data.tasks, experiment.runs
     jobs = {
-        "train": [experiment.config_hash("train", run) for run in runs],
-        "evaluate": [experiment.config_hash("evaluate", run, task) for run in (None, *runs) for task in tasks],
+        "train": [experiment.config_hash("train", run.path) for run in runs],
+        "evaluate": [
+            experiment.config_hash("evaluate", f"{run}/{task}")
+            for run in ("base", *(run.path for run in runs))
+            for task in tasks
+        ],
         **{
-            stage: [experiment.config_hash(stage, measurement=each) for each in experiment.measurements(stage)]
+            stage: [experiment.config_hash(stage, each.path) for each in experiment.measurements(stage)]
             for stage in ("mismatch", "bias")
         },
     }

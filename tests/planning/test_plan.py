@@ -25,6 +25,7 @@ from dvp.planning.kept import ASSUMED_KL, kept_share
 from dvp.planning.plan import Costed, wall_seconds
 from dvp.planning.text import render
 from dvp.preflight.report import check_memory, check_save
+from hashes import hash_of
 
 ROOT = Path(__file__).parents[2]
 PAPER = ("paper_8b", "paper_14b", "paper_otb", "paper_otb_tools")
@@ -227,7 +228,7 @@ def test_measurements_are_jobs_with_records_of_their_own(tmp_path):
     assert [stage(plan, name)["jobs"] for name in ("mismatch", "bias", "report")] == [1, 1, 5]
     assert all(stage(plan, name)["gpu_hours"] > 0 for name in ("mismatch", "bias"))
     [measurement] = loaded.measurements("bias")
-    record = {"config_hash": loaded.config_hash("bias", measurement=measurement), "seconds_stage": 36.0}
+    record = {"config_hash": loaded.config_hash("bias", measurement.path), "seconds_stage": 36.0}
     write_json(tmp_path / "bias" / measurement.path / "bias.json", record)
     assert stage(make_plan(loaded, tmp_path), "bias")["gpu_hours"] == pytest.approx(0.01)
     assert [row["stage"] for row in make_plan(experiment("smoke"), NOWHERE)["stages"]] == [
@@ -293,7 +294,7 @@ class Recorded:
         self.write("base/manifest.json", "base")
 
     def write(self, file: str, stage: str, run=None, task=None, seconds: float = 7.0, **more) -> None:
-        config_hash = self.of.config_hash(stage, run, task)
+        config_hash = hash_of(self.of, stage, run, task)
         write_json(self.folder / file, {"config_hash": config_hash, "seconds_stage": seconds, **more})
 
     def steps(self, run, *steps: tuple[float, float, float], kl: float = 1e-4) -> None:
@@ -382,7 +383,7 @@ def rehearsed(loaded: Experiment, folder: Path, engine: str, gpu=None, planned=N
     """Write what a preflight leaves of what a plan reads, with made-up figures."""
     gpu = gpu or {"gpu_total": 0}
     record = {
-        "config_hash": loaded.config_hash("preflight", engine=engine),
+        "config_hash": loaded.config_hash("preflight", engine),
         "seconds": {"rollout_token": 2e-4, "update_token": 3e-4, "synchronise": 0.5},
         "kl": 1e-3,
         "kept": {"rloo_rho_none": 1.0},

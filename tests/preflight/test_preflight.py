@@ -63,7 +63,7 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert passed["passed"]
     assert {line["check"] for line in passed["checks"]} == set(CHECKS)
     assert all(line["passed"] for line in passed["checks"])
-    assert passed["config_hash"] == ExperimentDir(prepared).experiment.config_hash("preflight", engine=ENGINE)
+    assert passed["config_hash"] == ExperimentDir(prepared).experiment.config_hash("preflight", ENGINE)
     assert measured(passed, "safe vocabulary")["rules"] == 1  # DVP's; the mass budget needs an engine of its own kind
     assert measured(passed, "mismatch")["positions"] >= 200
     assert 0 < measured(passed, "mismatch")["kl"] < 0.5
@@ -146,7 +146,7 @@ def test_an_engine_that_no_run_has_is_refused(prepared, dvp):
     status, line, _ = dvp("preflight", "--config", prepared, "--engine", "fp8")
     assert (status, line) == (
         2,
-        "dvp preflight: --engine: no run has engine 'fp8'; those of the grid are fp32, coarse",
+        "dvp preflight: preflight: 'fp8' is not in experiment 'smoke'; the nearest is 'fp32'",
     )
 
 

@@ -79,7 +79,11 @@ def test_no_input_of_other_settings_is_read(directory, stage):
     """What Snakemake takes for finished, as it could not make it again, may be of an earlier version of a file."""
     experiment, run = directory.experiment, None if stage == "base" else directory.experiment.runs[0]
     path = directory.result(stage, experiment.runs[0].path)
-    record = {"files": {}, "tracking_key": f"{stage} 1", "config_hash": experiment.config_hash(stage, run)}
+    record = {
+        "files": {},
+        "tracking_key": f"{stage} 1",
+        "config_hash": experiment.config_hash(stage, run.path if run else ""),
+    }
     write_json(path, record)
     assert read_inputs(directory, {stage: path}, run and run.path) == {stage: [record]}
     write_json(path, record | {"config_hash": "0" * 12})

@@ -1,6 +1,6 @@
 rule base:
     input:
-        data=rules.prepare.output,
+        needed("base"),
         kind=only_if_trained,
     output:
         multiext(f"{RESULTS}/base/", "manifest.json", *HUGGING_FACE),
@@ -22,7 +22,7 @@ rule base:
 # A model that exists already is linked, in however many files its weights are; every stage verifies them by name.
 use rule base as base_linked with:
     input:
-        data=rules.prepare.output,
+        needed("base"),
     output:
         multiext(f"{RESULTS}/base/", "manifest.json", "config.json"),
 

@@ -9,9 +9,7 @@ from shlex import quote
 from snakemake.exceptions import WorkflowError
 
 from dvp.analysis.claims import load_file
-from dvp.analysis.parts import several_solutions
 from dvp.analysis.shown import shown
-from dvp.experiment.grid import whole_run
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer, sha256_file, sha256_json
@@ -99,49 +97,10 @@ def begin():
             write_resolved(experiment(name), Path(folder))
     except DvpError as error:
         raise WorkflowError(str(error)) from None
-    rehearse_first(workflow.dag)
-    sleep_between_jobs(workflow)
 
 
 HELD = ExitStack()
 SKEW = 5  # seconds that the clocks of machines may differ by
-
-
-def rehearse_first(dag):
-    """Have every training job that is to be done wait for every preflight of its experiment that is to be done.
-
-    With `keep-going`, runs of one engine would else be trained although the preflight of another one failed. If all
-    preflights were inputs of every run, one more engine in the grid would have all runs made again. Snakemake cannot be
-    asked for an order alone, so this changes the counts by which it starts jobs (version 9; a test would notice).
-    """
-    todo = list(dag.needrun_jobs())
-    for preflight in todo:
-        for training in todo:
-            if (
-                (preflight.rule.name, training.rule.name) == ("preflight", "train")
-                and preflight.wildcards.experiment == training.wildcards.experiment
-                and training not in dag.depending[preflight]
-            ):
-                dag.depending[preflight][training] = set()
-                dag._n_until_ready[training] += 1
-                dag._ready_jobs.discard(training)
-
-
-def sleep_between_jobs(workflow):
-    """Have Snakemake's scheduler wake when a job has ended, and not every second as well.
-
-    To hold its default limit, 100 jobs a second, it looks at all files of all jobs that are ready once a second, and once
-    more for each job that has ended: with some hundred jobs, most of a core (version 9; a test would notice). Another limit
-    is kept, and so is the default one where only a part of the jobs is looked at, which nothing else would wake it for.
-    """
-    settings = workflow.scheduling_settings
-    limit = settings.max_jobs_per_timespan
-    if (
-        limit
-        and (limit.max_jobs, limit.timespan) == (100, 1)
-        and settings.subsample is None
-    ):
-        workflow.scheduler.job_rate_limiter = None
 
 
 # Training settings that the grid gives, one a part of the path.
@@ -159,109 +118,92 @@ wildcard_constraints:
     engine=f"[^/]+{SETTINGS}",
 
 
-def config_hash(stage):
-    """The params function that re-runs a stage when a part of the experiment that it depends on changes."""
+# How the rules' wildcards name a job, and a job its files.
+PATHS = {
+    "train": "{run}",
+    "convert": "{run}",
+    "evaluate": "{run}{by}/{task}",
+    "preflight": "{engine}",
+    "mismatch": "{measurement}",
+    "bias": "{measurement}",
+}
+
+
+def job_of(stage, wildcards):
+    """The job that a rule's wildcards name; one that the experiment has not is refused."""
+    path = PATHS.get(stage, "").format(**dict(wildcards.items()))
+    return experiment(wildcards.experiment).job(stage, path)
+
+
+def files_of(name, job):
+    """All that a job makes."""
+    linked = job.stage == "base" and experiment(name).base.kind != "trained"
+    model = "base" if job.run is None else job.run.path
+    return expand(
+        rules.base_linked.output if linked else getattr(rules, job.stage).output,
+        experiment=name,
+        run=model,
+        by=job.path.removeprefix(model).removesuffix(f"/{job.task}"),
+        task=job.task or "",
+        engine=job.path,
+        measurement=job.path,
+    )
+
+
+def needed(stage):
+    """The input function of a rule: all that is made by the jobs that a job waits for."""
 
     def of_wildcards(wildcards):
-        asked = experiment(wildcards.experiment)
-        if "measurement" in wildcards.keys():
-            return asked.config_hash(
-                stage, measurement=asked.measurement(stage, wildcards.measurement)
-            )
-        path = wildcards.get("run", "base") + wildcards.get("by", "")
-        run, sampler = asked.evaluated(path)
-        return asked.config_hash(
-            stage,
-            run,
-            wildcards.get("task"),
-            engine=wildcards.get("engine"),
-            sampler=sampler,
-        )
+        name = wildcards.experiment
+        before = job_of(stage, wildcards).after
+        return [
+            file
+            for each in before
+            for file in files_of(name, experiment(name).job(*each))
+        ]
 
     return of_wildcards
 
 
-def gpus(of_each_node, nodes=lambda asked, wildcards: 1):
-    """A job's GPUs, for the Slurm plugin and, as a number that can be limited, for Snakemake.
+def config_hash(stage):
+    """The params function that re-runs a stage when a part of the experiment that it depends on changes."""
 
-    Both arguments are functions of the experiment and the wildcards.
-    """
+    def of_wildcards(wildcards):
+        path = PATHS.get(stage, "").format(**dict(wildcards.items()))
+        return experiment(wildcards.experiment).config_hash(stage, path)
+
+    return of_wildcards
+
+
+def gpus(stage):
+    """A job's GPUs, for the Slurm plugin and, as a number that can be limited, for Snakemake."""
 
     def resource(value):
-        return lambda wildcards: value(experiment(wildcards.experiment), wildcards)
+        return lambda wildcards: value(job_of(stage, wildcards))
 
     return {
         # Not the plugin's `gpu`: it counts all nodes', and no step could start in a job of several.
-        "gres": resource(lambda *job: f"gpu:{of_each_node(*job)}"),
-        "nodes": resource(nodes),
-        "accelerators": resource(lambda *job: of_each_node(*job) * nodes(*job)),
+        "gres": resource(lambda job: f"gpu:{job.gpus}"),
+        "nodes": resource(lambda job: job.nodes),
+        "accelerators": resource(lambda job: job.gpus * job.nodes),
     }
 
 
-def training_gpus(asked, wildcards):
-    return asked.training.gpus
-
-
-def training_nodes(asked, wildcards):
-    return asked.training.nodes
-
-
-def evaluation_gpus(asked, wildcards):
-    _, sampler = asked.evaluated(wildcards.run + wildcards.by)
-    return asked.engines[sampler.engine].tensor_parallel
-
-
-def measurement_of(wildcards):
-    """The measurement that a path names."""
-    asked = experiment(wildcards.experiment)
-    for measurement in asked.measurements("mismatch") + asked.measurements("bias"):
-        if measurement.path == wildcards.measurement:
-            return measurement
-    raise WorkflowError(f"{wildcards.measurement} is not measured by '{asked.name}'")
-
-
-def measurement_gpus(asked, wildcards):
-    """Of a measurement: those of its engine."""
-    return asked.engines[measurement_of(wildcards).engine].tensor_parallel
-
-
-def threads_of(gpus_of_job):
-    return lambda wildcards: gpus_of_job(experiment(wildcards.experiment), wildcards)
-
-
-def trains_base(name):
-    return experiment(name).base.kind == "trained"
+def gpus_each(stage):
+    """The GPUs of a job on each node, as its threads."""
+    return lambda wildcards: job_of(stage, wildcards).gpus
 
 
 def only_if_trained(wildcards):
     """Nothing if the pipeline trains the base model; else a file that never is, so that `base_linked` takes over."""
-    return [] if trains_base(wildcards.experiment) else "no such file: base_linked"
-
-
-def base_files(wildcards):
-    """The base model."""
-    stage = rules.base if trains_base(wildcards.experiment) else rules.base_linked
-    return expand(stage.output, experiment=wildcards.experiment)
+    trained = experiment(wildcards.experiment).base.kind == "trained"
+    return [] if trained else "no such file: base_linked"
 
 
 def declared_memory(wildcards, resources):
     """The option that says what a job may take, where a profile declares it: Slurm's own variables do not reach it."""
     memory = resources.get("mem_mb")
     return "" if memory is None else f"--memory-mb {memory}"
-
-
-def preflight_files(wildcards):
-    """What says that the path of a run was rehearsed with its engine; nothing where that is not asked for.
-
-    Where this is made again the run is, too; for the other preflights it only waits (`rehearse_first`).
-    """
-    asked = experiment(wildcards.experiment)
-    preflight = asked.run(wildcards.run).preflight
-    if preflight not in asked.preflights:
-        return []
-    return expand(
-        rules.preflight.output, experiment=wildcards.experiment, engine=preflight
-    )
 
 
 @cache
@@ -298,76 +240,7 @@ def local_contents(wildcards):
     }
 
 
-def outputs(stage, name, evaluated="as all"):
-    """All that a rule makes for an experiment, for every run, task and measurement of it.
-
-    evaluated : which evaluations, those of all models with what samples them all (as all), of the runs as they were
-        after their evaluated steps (along training), or with what else samples them (also).
-    """
-    asked = experiment(name)
-    runs, stage_name = [run.path for run in asked.runs], stage.rule.name
-    if stage_name in ("mismatch", "bias"):
-        of = {"measurement": [each.path for each in asked.measurements(stage_name)]}
-    elif stage_name == "preflight":
-        of = {"engine": asked.preflights}
-    elif stage_name == "evaluate":
-        paths = {
-            "as all": [(path, "") for path in ("base", *runs)],
-            "along training": [(run.path, "") for run in asked.snapshots],
-            "also": [
-                ("base" if run is None else run.path, sampler.in_path)
-                for run, sampler in asked.further_evaluations
-            ],
-        }[evaluated]
-        return [
-            file
-            for run, by in paths
-            for file in expand(
-                stage.output, experiment=name, run=run, by=by, task=asked.data.tasks
-            )
-        ]
-    else:
-        of = {"run": runs}
-    # A rule without wildcards of its own would give its files as often as there are runs.
-    return list(dict.fromkeys(expand(stage.output, experiment=name, **of)))
-
-
-def all_of(stage, **of):
-    """The input function for all that a rule makes for the experiment."""
-    return lambda wildcards: outputs(stage, wildcards.experiment, **of)
-
-
-def training_files(wildcards):
-    """What the training of a run ends with, also of a run after one of its steps."""
-    run = whole_run(wildcards.run)
-    return expand(rules.train.output, experiment=wildcards.experiment, run=run)
-
-
-def model_files(wildcards):
-    """The model to evaluate or to measure."""
-    run = wildcards.get("run")
-    if run is None:
-        measured = measurement_of(wildcards).run
-        run = "base" if measured is None else measured.path
-    if run == "base":
-        return base_files(wildcards)
-    return expand(rules.convert.output, experiment=wildcards.experiment, run=run)
-
-
-def reported(wildcards):
-    """All that the report of an experiment is made of."""
-    name = wildcards.experiment
-    files = outputs(rules.train, name)
-    for evaluated in ("as all", "along training", "also"):
-        files += outputs(rules.evaluate, name, evaluated)
-    for stage in (rules.mismatch, rules.bias):
-        files += outputs(stage, name)
-    return files + (
-        [f"{RESULTS}/base/manifest.json"] if several_solutions(experiment(name)) else []
-    )
-
-
-# As a caption reads it (workflow/report/shown.rst); a table or figure that is declared anew is drawn.
+# As a caption reads it (workflow/report/shown.rst).
 config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
 
 
@@ -381,10 +254,10 @@ def everything(name):
 
     Not the models along training: they are made for their evaluation, and may be deleted after it.
     """
-    base = "base" if trains_base(name) else "base_linked"
-    stages = ["resolve", "prepare", base, "preflight", "train", "convert", "evaluate"]
-    stages += ["mismatch", "bias", "report"]
-    files = [file for stage in stages for file in outputs(getattr(rules, stage), name)]
-    for evaluated in ("along training", "also"):
-        files += outputs(rules.evaluate, name, evaluated)
-    return files
+    files = [
+        file
+        for job in experiment(name).jobs.values()
+        if job.asked and not (job.stage == "convert" and job.run.step is not None)
+        for file in files_of(name, job)
+    ]
+    return files + expand(rules.resolve.output, experiment=name)

@@ -1,7 +1,6 @@
 rule convert:
     input:
-        base=base_files,
-        trained=training_files,
+        needed("convert"),
     output:
         multiext(f"{RESULTS}/models/{{run}}/", "conversion.json", *HUGGING_FACE),
     log:

@@ -1,7 +1,6 @@
 rule evaluate:
     input:
-        data=rules.prepare.output,
-        model=model_files,
+        needed("evaluate"),
     output:
         multiext(
             f"{RESULTS}/evals/{{run}}{{by}}/{{task}}/",
@@ -15,9 +14,9 @@ rule evaluate:
     wildcard_constraints:
         run=f"base|{POLICY}",
         by="(/by~[^/]+/min_p~[^/]+)?",
-    threads: threads_of(evaluation_gpus)
+    threads: gpus_each("evaluate")
     resources:
-        **gpus(evaluation_gpus),
+        **gpus("evaluate"),
     params:
         config=RESOLVED,
         config_hash=config_hash("evaluate"),

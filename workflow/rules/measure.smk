@@ -1,7 +1,6 @@
 rule mismatch:
     input:
-        data=rules.prepare.output,
-        model=model_files,
+        needed("mismatch"),
     output:
         multiext(
             f"{RESULTS}/mismatch/{{measurement}}/",
@@ -17,9 +16,9 @@ rule mismatch:
         f"{LOGS}/mismatch/{{measurement}}.log",
     benchmark:
         f"{BENCHMARKS}/mismatch/{{measurement}}.tsv"
-    threads: threads_of(measurement_gpus)
+    threads: gpus_each("mismatch")
     resources:
-        **gpus(measurement_gpus),
+        **gpus("mismatch"),
     params:
         config=RESOLVED,
         config_hash=config_hash("mismatch"),
@@ -32,8 +31,7 @@ rule mismatch:
 
 rule bias:
     input:
-        data=rules.prepare.output,
-        model=model_files,
+        needed("bias"),
     output:
         multiext(
             f"{RESULTS}/bias/{{measurement}}/",
@@ -48,9 +46,9 @@ rule bias:
         f"{LOGS}/bias/{{measurement}}.log",
     benchmark:
         f"{BENCHMARKS}/bias/{{measurement}}.tsv"
-    threads: threads_of(measurement_gpus)
+    threads: gpus_each("bias")
     resources:
-        **gpus(measurement_gpus),
+        **gpus("bias"),
     params:
         config=RESOLVED,
         config_hash=config_hash("bias"),

@@ -2,8 +2,7 @@
 # not declared: Snakemake deletes the outputs of a job that fails.
 rule preflight:
     input:
-        data=rules.prepare.output,
-        base=base_files,
+        needed("preflight"),
     output:
         f"{RESULTS}/preflight/engine~{{engine}}/preflight.json",
     log:
@@ -11,9 +10,9 @@ rule preflight:
     benchmark:
         f"{BENCHMARKS}/preflight/{{engine}}.tsv"
     retries: 0  # what failed fails again
-    threads: threads_of(training_gpus)
+    threads: gpus_each("preflight")
     resources:
-        **gpus(training_gpus, training_nodes),
+        **gpus("preflight"),
         stop_seconds=0,
     params:
         config=RESOLVED,

@@ -1,7 +1,7 @@
 rule report:
     input:
         config=rules.resolve.output,
-        results=reported,
+        results=needed("report"),
     output:
         f"{RESULTS}/report/manifest.json",
         f"{RESULTS}/report/estimates.parquet",

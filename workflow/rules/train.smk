@@ -2,9 +2,7 @@
 # them. Each has copies of metrics.jsonl and responses.parquet, which training puts back.
 rule train:
     input:
-        data=rules.prepare.output,
-        base=base_files,
-        preflight=preflight_files,
+        needed("train"),
     output:
         multiext(
             f"{RESULTS}/runs/{{run}}/",
@@ -19,9 +17,9 @@ rule train:
         f"{BENCHMARKS}/train/{{run}}.tsv"
     # The longest jobs begin first: a short one fills the time until the last of them ends.
     priority: 1
-    threads: threads_of(training_gpus)
+    threads: gpus_each("train")
     resources:
-        **gpus(training_gpus, training_nodes),
+        **gpus("train"),
         stop_seconds=0,
     params:
         config=RESOLVED,

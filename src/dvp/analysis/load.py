@@ -64,7 +64,7 @@ class Reader:
     def _training(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         runs, metrics = [], []
         for run in self.experiment.runs:
-            source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run)
+            source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run.path)
             record = self._record("train", source, run.path, run.seed, config_hash, ["metrics.jsonl"])
             key = {"point": run.point.path, "seed": run.seed}
             runs.append(key | {"collapsed_at": record["collapsed_at"], "source": source})
@@ -113,7 +113,7 @@ class Reader:
 
     def _evaluation(self, run: Run | None, task: str, sampler: Sampler | None) -> tuple[dict[str, Any], pd.DataFrame]:
         source = f"{evaluation_path(run, task, sampler)}/scores.json"
-        config_hash = self.experiment.config_hash("evaluate", run, task, sampler=sampler)
+        config_hash = self.experiment.config_hash("evaluate", str(Path(source).parent.relative_to("evals")))
         name, seed = (run.path, run.seed) if run else (BASE, None)
         metrics = self._record("evaluate", source, name, seed, config_hash, ["samples.parquet"])["metrics"]
         k = self.experiment.evaluation.samples_per_problem[task]
@@ -173,7 +173,7 @@ class Reader:
     ) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
         """Its JSON file, and its tables with source, policy, engine, task if any, and seed."""
         source = f"{stage}/{measurement.path}/{stage}.json"
-        config_hash = self.experiment.config_hash(stage, measurement=measurement)
+        config_hash = self.experiment.config_hash(stage, measurement.path)
         files = [f"{name}.parquet" for name in names]
         record = self._record(stage, source, measurement.path, measurement.seed, config_hash, files)
         task = {} if measurement.task is None else {"task": measurement.task}

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from dvp.analysis.parts import several_solutions
-from dvp.experiment.folder import BASE, ExperimentDir
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.jobs import BASE
 from dvp.experiment.loading import check_settings, read_yaml
 from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
 from dvp.stage import Inputs, run_stage

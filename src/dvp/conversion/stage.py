@@ -20,20 +20,20 @@ def convert(config: Path, path: str, threads: int) -> None:
     """
     torch.set_num_threads(threads)
     directory = ExperimentDir(config)
-    run = directory.experiment.policy(path)
+    job = directory.experiment.job("convert", path)
     trained, result = directory.result("train", whole_run(path)), directory.result("convert", path)
     inputs = {"train": trained, "base": directory.result("base")}
-    config_hash = directory.experiment.config_hash("convert", run)
+    config_hash = directory.experiment.config_hash("convert", path)
     with run_stage("convert", directory, result, config_hash, inputs, run=path) as stage:
         if stage.reuse():
             return
-        checkpoint, probe = _trained(trained, run.step)
+        checkpoint, probe = _trained(trained, job.run.step)
         proof = convert_checkpoint(
             checkpoint,
             directory.base,
             probe,
             result.parent,
-            directory.experiment.training_of(run).temperature,
+            directory.experiment.training_of(job.run).temperature,
         )
         stage.tracked.log_result({key: proof[key] for key in ("identical_weights", "max_abs_delta_log_prob")})
         stage.tracked.log_model(result.parent)

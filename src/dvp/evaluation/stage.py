@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from dvp.experiment.config import Experiment
-from dvp.experiment.folder import BASE, ExperimentDir
+from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Sampler
+from dvp.experiment.jobs import BASE
 from dvp.files import sha256_file
 from dvp.gpus import claim
 from dvp.rollout.vllm import VllmEngine, configure_environment
@@ -21,16 +22,16 @@ def evaluate(config: Path, path: str, task: str, threads: int) -> None:
     """
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.evaluation
-    run, sampler = experiment.evaluated(path)
-    claim(experiment.engines[sampler.engine].tensor_parallel)
+    job = experiment.job("evaluate", f"{path}/{task}")
+    run, sampler = job.run, job.sampler
+    claim(job.gpus)
     configure_environment(threads)
     import torch
 
-    config_hash = experiment.config_hash("evaluate", run, task, sampler=sampler)
     torch.set_num_threads(threads)
     made_by, model_result = directory.model(run)
     inputs = {made_by: model_result, "prepare": directory.result("prepare")}
-    result = directory.result("evaluate", f"{path}/{task}")
+    config_hash, result = experiment.config_hash("evaluate", job.path), directory.result("evaluate", job.path)
     # Its scores must not stand in the store as those of the sampler that all models have.
     called = task if sampler == experiment.sampler else f"{task}-{sampler.path.replace('/', '-')}"
     with run_stage("evaluate", directory, result, config_hash, inputs, run=run and run.path, task=called) as stage:

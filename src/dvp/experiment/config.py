@@ -9,6 +9,7 @@ names that are not defined are refused with one line.
 import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from dvp.core.advantages import NEED_A_GROUP
 from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
-from dvp.experiment.config_hash import settings_of_stage
+from dvp.experiment.config_hash import settings_of_job
 from dvp.experiment.data import DataConfig, GeneratedSource, Source
 from dvp.experiment.evaluation import TRAINING, EvaluationConfig, Further, ReportConfig
 from dvp.experiment.grid import (
@@ -29,8 +30,8 @@ from dvp.experiment.grid import (
     Rho,
     Run,
     Sampler,
-    whole_run,
 )
+from dvp.experiment.jobs import Job, list_jobs
 from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
@@ -322,12 +323,35 @@ class Experiment(Strict):
         training = self.training_of(point)
         return {key: getattr(training, key) for key in self.axes}
 
+    @cached_property
+    def jobs(self) -> dict[tuple[str, str], Job]:
+        """Every job, by stage and path, each after those that it waits for."""
+        return {(job.stage, job.path): job for job in list_jobs(self)}
+
+    def __copy__(self) -> "Experiment":
+        """A copy with other settings (`model_copy`) has other jobs."""
+        copied = super().__copy__()
+        copied.__dict__.pop("jobs", None)
+        return copied
+
+    def job(self, stage: str, path: str = "") -> Job:
+        """The job of a stage with this path (dvp.experiment.jobs). Raises DvpError if there is none."""
+        if (stage, path) not in self.jobs:
+            known = [own for of, own in self.jobs if of == stage]
+            nearest = get_close_matches(path, known, n=1, cutoff=0)
+            hint = f"; the nearest is '{nearest[0]}'" if nearest else ""
+            raise DvpError(f"{stage}: '{path}' is not in experiment '{self.name}'{hint}")
+        return self.jobs[stage, path]
+
+    def config_hash(self, stage: str, path: str = "") -> str:
+        """Hash (12 hex digits) of all settings on which a job depends (see dvp.experiment.config_hash)."""
+        return sha256_json(settings_of_job(self, self.job(stage, path)))[:12]
+
     def run(self, path: str) -> Run:
         """The run of this path. Raises DvpError if the grid has none."""
-        for run in self.runs:
-            if run.path == path:
-                return run
-        raise DvpError(f"run '{path}' is not in the grid of experiment '{self.name}'; one that is: {self.runs[0].path}")
+        run = self.job("train", path).run
+        assert run is not None
+        return run
 
     def evaluated_steps(self, point: GridPoint) -> list[int]:
         """The steps after which the runs of a point are evaluated (evaluation.at), in their order, without the last."""
@@ -337,14 +361,6 @@ class Experiment(Strict):
     def snapshots(self) -> list[Run]:
         """Every run as it was after each of its evaluated steps, the last of which is left out; none by default."""
         return [run.after(step) for run in self.runs for step in self.evaluated_steps(run)]
-
-    def policy(self, path: str) -> Run:
-        """The run, or the run after an evaluated step, of this path. Raises DvpError if it is not evaluated."""
-        run = self.run(whole_run(path))
-        for step in [None, *self.evaluated_steps(run)]:
-            if run.after(step).path == path:
-                return run.after(step)
-        raise DvpError(f"'{path}': this step is not in evaluation.at of experiment '{self.name}'")
 
     @property
     def sampler(self) -> Sampler:
@@ -381,22 +397,6 @@ class Experiment(Strict):
         models = [(None, None), *((point, point.run(seed)) for point in self.points for seed in self.seeds)]
         return [(run, sampler) for point, run in models for sampler in self.samplers(point)]
 
-    def evaluated(self, path: str) -> tuple[Run | None, Sampler]:
-        """The model (None: the base model) and the sampler of an evaluation: RUN, RUN/step~N, base or one of the three
-        with /by~ENGINE/min_p~RHO.
-
-        Raises DvpError if the experiment does not evaluate it.
-        """
-        model, by, _ = path.partition("/by~")
-        run = None if model == "base" else self.policy(model)
-        if not by:
-            return run, self.sampler
-        samplers = self.samplers(run and run.point) if run is None or run.step is None else []
-        for sampler in samplers:
-            if f"{model}/{sampler.path}" == path:
-                return run, sampler
-        raise DvpError(f"'{path}': evaluation.also of experiment '{self.name}' does not ask for it")
-
     @property
     def preflights(self) -> list[str]:
         """Paths of the preflights, one for each engine and settings of the grid; none if there are to be none."""
@@ -405,14 +405,8 @@ class Experiment(Strict):
         return list(dict.fromkeys(point.preflight for point in self.points))
 
     def waiting_for(self, preflight: str) -> "Experiment":
-        """Of this experiment the grid that waits for a preflight, as an experiment of one engine and no axes.
-
-        Raises DvpError if no run waits for it.
-        """
+        """Of this experiment the grid that waits for a preflight, as an experiment of one engine and no axes."""
         points = [point for point in self.points if point.preflight == preflight]
-        if not points:
-            known = ", ".join(dict.fromkeys(point.preflight for point in self.points))
-            raise DvpError(f"--engine: no run has engine '{preflight}'; those of the grid are {known}")
         grid = [
             GridEntry(method=[point.method], engine=[point.engine], rho=None if point.rho is None else [point.rho])
             for point in points
@@ -429,13 +423,6 @@ class Experiment(Strict):
             Measurement(policy=policy, engine=engine, task=task, seed=seed)
             for policy, engine, task, seed in product(settings.policies, settings.engines, tasks or [None], self.seeds)
         ]
-
-    def measurement(self, stage: str, path: str) -> Measurement:
-        """The measurement of this path. Raises DvpError if the stage has none."""
-        for measurement in self.measurements(stage):
-            if measurement.path == path:
-                return measurement
-        raise DvpError(f"{stage} '{path}' is not in experiment '{self.name}'")
 
     @property
     def estimators(self) -> list[tuple[str, str | None]]:
@@ -465,14 +452,3 @@ class Experiment(Strict):
         }
         return self.model_copy(update=kept)
 
-    def config_hash(
-        self,
-        stage: str,
-        run: Run | None = None,
-        task: str | None = None,
-        measurement: Measurement | None = None,
-        engine: str | None = None,
-        sampler: Sampler | None = None,
-    ) -> str:
-        """Hash (12 hex digits) of all settings on which a stage depends (see dvp.experiment.config_hash)."""
-        return sha256_json(settings_of_stage(self, stage, run, task, measurement, engine, sampler))[:12]

@@ -8,35 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
-from dvp.experiment.grid import Measurement, Run, Sampler
+from dvp.experiment.jobs import Job
 
 if TYPE_CHECKING:
     from dvp.experiment.config import Experiment
 
 
-def settings_of_stage(
-    experiment: "Experiment",
-    stage: str,
-    run: Run | None,
-    task: str | None,
-    measurement: Measurement | None,
-    engine: str | None,
-    sampler: Sampler | None = None,
-) -> dict[str, Any]:
-    """All settings on which the results of a stage depend, upstream stages included; JSON-able.
+def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
+    """All settings on which the results of a job depend, upstream stages included; JSON-able.
 
-    `run` is None for the stages before the grid, and for the evaluation of the base model; `measurement` is that of the
-    stages `mismatch` and `bias`, `engine` the path of a preflight, `sampler` what an evaluation samples with where that
-    is not what all models are sampled with. A run has its own training settings, wherever they are written; a
-    measurement samples as the section `training` says, whatever its policy was trained with.
-    Raises DvpError for a task that the experiment does not evaluate.
+    A run has its own training settings, wherever they are written; a measurement samples as the section `training`
+    says, whatever its policy was trained with.
     """
-    if stage == "report":
+    if job.stage == "report":  # all that may stand in it
         return _set(experiment.used, exclude={"preflight"})
-    if measurement is not None:
-        run = measurement.run
+    stage, run, measurement = job.stage, job.run, job.measurement
     data, base, training = experiment.data, experiment.base, experiment.training
     # What only `dvp plan` uses changes no result, and what only an error depends on neither.
     sources = {name: _set(experiment.sources[name], exclude={"problems"}) for name in [data.train, *data.evaluation]}
@@ -50,7 +37,7 @@ def settings_of_stage(
             # A base model that is made here learns how a call is written.
             written = {"call", "answer"} if stage == "base" else None
             parts["tools"] = _set(experiment.tools, include=written)
-    if stage in ("train", "convert", "evaluate", "mismatch", "bias") and run is not None:
+    if run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
         trained = experiment.training_of(run)
         safe = experiment.methods[run.method].sides(run.rho_value, trained.max_response_tokens)
@@ -64,31 +51,27 @@ def settings_of_stage(
     if stage == "train" and experiment.evaluation.at is not None:
         # Weights that were not kept cannot be evaluated later: other steps are another training.
         parts["kept"] = experiment.evaluated_steps(run)
-    if engine is not None:
+    if stage == "preflight":
         # No more than every run with this engine depends on: training waits for the preflight, and where that is made
         # again, training is.
-        waiting = experiment.waiting_for(engine)
+        waiting = experiment.waiting_for(job.path)
         parts["training"] = _set(waiting.training, exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
-        parts["engine"] = _set(experiment.engines[waiting.points[0].engine])
+        parts["engine"] = _set(experiment.engines[job.engine])
     if stage == "evaluate":
-        sampler = sampler or experiment.sampler
-        evaluation = _set(experiment.evaluation, exclude={"at", "also"}) | {"engine": sampler.engine}
-        if task is not None and task not in experiment.data.tasks:
-            tasks = ", ".join(experiment.data.tasks)
-            raise DvpError(f"task '{task}' is not in experiment '{experiment.name}': {tasks}")
-        evaluation["samples_per_problem"] = {task: experiment.evaluation.samples_per_problem[task]} if task else {}
+        evaluation = _set(experiment.evaluation, exclude={"at", "also"}) | {"engine": job.engine}
+        evaluation["samples_per_problem"] = {job.task: experiment.evaluation.samples_per_problem[job.task]}
         parts["evaluation"] = evaluation
-        parts["evaluation_engine"] = _set(experiment.engines[sampler.engine])
-        if sampler.rho is not None:
-            parts["evaluation_rho"] = sampler.rho
+        parts["evaluation_engine"] = _set(experiment.engines[job.engine])
+        if job.sampler.rho is not None:
+            parts["evaluation_rho"] = job.sampler.rho
     if measurement is not None:
         settings = getattr(experiment, stage)
         parts["measured"] = _set(settings, exclude={"policies", "engines", "estimators", "tasks"})
-        parts["measured_engine"] = _set(experiment.engines[measurement.engine])
+        parts["measured_engine"] = _set(experiment.engines[job.engine])
         parts["seed"] = measurement.seed
-        if measurement.task is not None:
-            parts["task"] = measurement.task
+        if job.task is not None:
+            parts["task"] = job.task
         sampling = {"temperature", "max_prompt_tokens", "max_response_tokens"}
         if stage == "bias":
             sampling |= {"group_size", "tokens_per_micro_batch"}

@@ -7,7 +7,6 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import read_resolved
 
-BASE = "base"  # in place of a run's path: the model before RL
 # The small JSON file that each stage writes last, its result; the stage's other files are beside it. `{of}` is the path
 # of a run or of a measurement.
 RESULTS = {

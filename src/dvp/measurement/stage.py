@@ -24,7 +24,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
     """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
     directory = ExperimentDir(config)
     experiment, settings = directory.experiment, directory.experiment.mismatch
-    measurement = experiment.measurement("mismatch", path)
+    measurement = experiment.job("mismatch", path).measurement
     claim(experiment.engines[measurement.engine].tensor_parallel)
     configure_environment(threads)
     import torch
@@ -69,7 +69,7 @@ def bias(config: Path, path: str, threads: int) -> None:
     """
     directory = ExperimentDir(config)
     experiment = directory.experiment
-    measurement = experiment.measurement("bias", path)
+    measurement = experiment.job("bias", path).measurement
     claim(experiment.engines[measurement.engine].tensor_parallel)
     configure_environment(threads)
     import torch
@@ -158,7 +158,7 @@ def _run_stage(name: str, directory: ExperimentDir, measurement: Measurement) ->
         name,
         directory,
         directory.result(name, measurement.path),
-        directory.experiment.config_hash(name, measurement=measurement),
+        directory.experiment.config_hash(name, measurement.path),
         {made_by: model_result, "prepare": directory.result("prepare")},
         run=measurement.run and measurement.run.path,
         task=measurement.path.removeprefix(f"{measurement.policy_path}/").replace("/", "-"),

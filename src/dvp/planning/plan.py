@@ -204,7 +204,7 @@ def cost_jobs(
         measurement = job.wildcards.get("measurement")
         if measurement is None:
             return job.wildcards.get("task")
-        return experiment.measurement(job.stage, measurement).task
+        return experiment.job(job.stage, measurement).task
 
     costed = []
     for job in jobs:
@@ -214,7 +214,7 @@ def cost_jobs(
         point = run or preflights.get(job.wildcards.get("engine"))
         engine = point.engine if point else ""
         if job.stage == "evaluate":
-            engine = experiment.evaluated(job.wildcards["run"] + job.wildcards.get("by", ""))[1].engine
+            engine = experiment.job(job.stage, f"{job.wildcards['run']}{job.wildcards.get('by', '')}/{task}").engine
         work = (estimate.of(point) if point else estimate).work(
             job.stage,
             problems=problems.get(task, 0),

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.folder import BASE, RESULTS
+from dvp.experiment.folder import RESULTS
 from dvp.experiment.grid import Run
 from dvp.files import expect_keys, read_json
 from dvp.planning.dag import Job
@@ -81,13 +81,11 @@ class Records:
         return record if current else None
 
     def _config_hash(self, job: Job) -> str:
-        experiment, wildcards = self._experiment, job.wildcards
-        if "measurement" in wildcards:
-            measurement = experiment.measurement(job.stage, wildcards["measurement"])
-            return experiment.config_hash(job.stage, measurement=measurement)
-        run, sampler = experiment.evaluated(wildcards.get("run", BASE) + wildcards.get("by", ""))
-        task, engine = wildcards.get("task"), wildcards.get("engine")
-        return experiment.config_hash(job.stage, run, task, engine=engine, sampler=sampler)
+        of = job.wildcards
+        if job.stage == "evaluate":
+            return self._experiment.config_hash(job.stage, f"{of['run']}{of.get('by', '')}/{of['task']}")
+        path = of.get("run", of.get("measurement", of.get("engine", "")))
+        return self._experiment.config_hash(job.stage, path)
 
     def _benchmark(self, job: Job) -> dict[str, float] | None:
         path = self._folder / job.benchmark if job.benchmark else None
@@ -139,7 +137,7 @@ class Records:
         keys = ("config_hash", "seconds", "kl", "kept", "kept_at", "utilisation", "device", "gpus", "nodes", "checks")
         record = self._read(RESULTS["preflight"].replace("{of}", path), *keys)
         training = self._experiment.training
-        if record is None or record["config_hash"] != self._experiment.config_hash("preflight", engine=path):
+        if record is None or record["config_hash"] != self._experiment.config_hash("preflight", path):
             return None
         where = f"{self._folder / RESULTS['preflight'].replace('{of}', path)}: "
         expect_keys(record, REHEARSED, where)

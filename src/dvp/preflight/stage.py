@@ -44,7 +44,7 @@ def preflight(
     Raises DvpError with the line of the check that failed; the report is in report.json beside it.
     """
     directory = ExperimentDir(config)
-    config_hash = directory.experiment.config_hash("preflight", engine=engine)
+    config_hash = directory.experiment.config_hash("preflight", engine)
     directory.experiment = directory.experiment.waiting_for(engine)
     result = directory.result("preflight", engine)
     command = ["preflight", "--config", str(config), "--engine", engine]

@@ -80,7 +80,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
     inputs = {"prepare": directory.result("prepare"), "base": directory.result("base")}
     read = read_inputs(directory, inputs)
     data_files, base_files = (read[stage][0]["files"] for stage in inputs)
-    config_hash = experiment.config_hash("train", run)
+    config_hash = experiment.config_hash("train", run.path)
 
     with ExitStack() as stack:
         stage = None

@@ -1,0 +1,74 @@
+"""The jobs of an experiment, listed here alone: rules, `dvp plan` and stages find theirs by stage and path."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dvp.experiment.grid import Measurement, Run, Sampler, whole_run
+
+if TYPE_CHECKING:
+    from dvp.experiment.config import Experiment
+
+BASE = "base"  # in place of a run's path: the model before RL
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job."""
+
+    stage: str
+    path: str = ""
+    """What its files are called (dvp.experiment.folder.RESULTS): the run, the measurement or the preflight; of an
+    evaluation RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK. Empty where there is one job of the stage."""
+    after: tuple[tuple[str, str], ...] = ()
+    """Stage and path of the jobs whose files it reads."""
+    gpus: int = 0
+    """Of each node."""
+    nodes: int = 1
+    run: Run | None = None
+    """Whose model it makes or works on, as it was after one of its steps or in the end; None: the base model."""
+    engine: str | None = None
+    """What it samples with."""
+    task: str | None = None
+    """Whose problems it samples; None: those to train on."""
+    sampler: Sampler | None = None
+    """Of an evaluation."""
+    measurement: Measurement | None = None
+    asked: bool = True
+    """False: a rehearsal that no run waits for, which somebody may ask for by hand."""
+
+
+def list_jobs(experiment: "Experiment") -> Iterator[Job]:
+    """Every job, each after those that it waits for."""
+    training = experiment.training
+    of_training = {"gpus": training.gpus, "nodes": training.nodes}
+    problems, base = ("prepare", ""), ("base", "")
+    yield Job("prepare")
+    yield Job("base", after=(problems,))
+    rehearsed = experiment.preflights
+    for path, engine in {point.preflight: point.engine for point in experiment.points}.items():
+        yield Job("preflight", path, (problems, base), **of_training, engine=engine, asked=path in rehearsed)
+    for run in experiment.runs:
+        waits = (("preflight", run.preflight),) if run.preflight in rehearsed else ()
+        yield Job("train", run.path, (problems, base, *waits), **of_training, run=run, engine=run.engine)
+    for run in (*experiment.runs, *experiment.snapshots):
+        yield Job("convert", run.path, (base, ("train", whole_run(run.path))), run=run)
+
+    def sampling(run: Run | None, engine: str) -> dict:
+        model = base if run is None else ("convert", run.path)
+        gpus = experiment.engines[engine].tensor_parallel
+        return {"after": (problems, model), "gpus": gpus, "run": run, "engine": engine}
+
+    own = [(run, experiment.sampler, "") for run in (None, *experiment.runs, *experiment.snapshots)]
+    also = [(run, sampler, f"/{sampler.path}") for run, sampler in experiment.further_evaluations]
+    measured = [base, *(("train", run.path) for run in experiment.runs)]
+    for run, sampler, by in (*own, *also):
+        for task in experiment.data.tasks:
+            path = f"{run.path if run else BASE}{by}/{task}"
+            measured.append(("evaluate", path))
+            yield Job("evaluate", path, **sampling(run, sampler.engine), task=task, sampler=sampler)
+    for stage in ("mismatch", "bias"):
+        for each in experiment.measurements(stage):
+            measured.append((stage, each.path))
+            yield Job(stage, each.path, **sampling(each.run, each.engine), task=each.task, measurement=each)
+    yield Job("report", after=tuple(measured))

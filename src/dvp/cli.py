@@ -135,7 +135,6 @@ def plan(
     """
     from dvp.experiment.loading import load_experiment, read_settings
     from dvp.files import dump_json
-    from dvp.planning.dag import read_jobs
     from dvp.planning.plan import make_plan
     from dvp.planning.text import render
 
@@ -143,7 +142,7 @@ def plan(
     loaded = load_experiment(settings["experiment"])
     folder = Path(settings["results"]) / loaded.name
     options = {"gpu": gpu, "gpus": gpus, "price": price, "response_tokens": response_tokens}
-    made = make_plan(loaded, read_jobs(settings), folder, **options)
+    made = make_plan(loaded, folder, **options)
     print(dump_json(made) if json else render(made))
 
 

@@ -13,6 +13,7 @@ from dvp.experiment.base import Architecture, PretrainedArchitecture, TrainedBas
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource, HubSource
 from dvp.experiment.grid import GridPoint
+from dvp.experiment.jobs import Job
 from dvp.experiment.training import EngineConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
@@ -107,14 +108,9 @@ class Estimate:
             dtype=self.experiment.trainer_dtype,
         )
 
-    def work(self, stage: str, *, problems: int = 0, samples: int = 0, engine: str = "", kept: int = 0) -> Work:
-        """Of a job of any stage but `train`, whose steps are counted by `step`.
-
-        problems, samples : of the task that is evaluated.
-        engine : name of the training engine, for the steps of `train`; of `evaluate` the one that samples.
-        kept : steps whose weights a run keeps, or a model is made from: it is the same file.
-        """
-        experiment, model = self.experiment, self.model
+    def work(self, job: Job, problems: dict[str, int]) -> Work:
+        """Of a job; `problems` are there by task."""
+        experiment, model, stage = self.experiment, self.model, job.stage
         whole = costs.MASTER * model.parameters
         if stage == "prepare":
             used = (experiment.data.train, *experiment.data.evaluation)
@@ -127,20 +123,22 @@ class Estimate:
             warm = experiment.base.warm_start
             return Work(forward=3 * warm.steps * warm.batch_size, disk=whole)
         if stage == "preflight":  # four processes; three batches of the longest responses
-            step = self.step(engine)
+            step = self.step(job.engine)
             return Work(other=4 * self.device.startup + 3 * step.rollout + 2 * step.synchronise)
         if stage == "train":
-            steps = self.training.steps * self.step(engine).total
+            steps, kept = self.training.steps * self.step(job.engine).total, len(experiment.evaluated_steps(job.run))
             checkpoints = self.training.keep_checkpoints * self.checkpoint_bytes
             return Work(other=self.device.startup + steps + kept * whole / DISK, disk=checkpoints + kept * whole)
         if stage == "convert":  # the checkpoint is checked; its weights read, written, read back, scored and hashed
-            moved = 4 * whole if kept else self.checkpoint_bytes + 5 * whole
-            return Work(other=self.device.startup + moved / DISK, disk=0 if kept else whole)
+            if job.run.step is not None:  # a run keeps the weights of its steps; the model is the same file
+                return Work(other=self.device.startup + 4 * whole / DISK)
+            return Work(other=self.device.startup + (self.checkpoint_bytes + 5 * whole) / DISK, disk=whole)
         if stage == "evaluate":
             settings = experiment.evaluation
-            longest, responses = settings.max_response_tokens, problems * samples
+            longest, count = settings.max_response_tokens, problems[job.task]
+            responses = count * settings.samples_per_problem[job.task]
             text = responses * self.lengths(longest).response * TEXT_BYTES
-            return Work((problems, responses), experiment.engines[engine], longest, disk=text)
+            return Work((count, responses), experiment.engines[job.engine], longest, disk=text)
         if stage == "mismatch":  # the engine samples, the trainer scores three times
             settings = experiment.mismatch
             responses = settings.problems * settings.responses

@@ -1,10 +1,11 @@
 """What an experiment will take, before anything is submitted: jobs, GPU-hours, wall time, disk, money.
 
-The jobs are Snakemake's own (dvp.planning.dag). Times are recorded ones where this experiment has run (results/E),
-carried over to jobs like them, and estimates where nothing was recorded; the plan says how many jobs each kind stands
-for. Jobs that have run count like those to come. Needs no GPU and no network.
+Times are recorded ones where this experiment has run (results/E), carried over to jobs like them, and estimates where
+nothing was recorded; the plan says how many jobs each kind stands for. Jobs that have run count like those to come.
+Needs no GPU and no network.
 """
 
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,14 +16,13 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
-from dvp.experiment.grid import GridPoint, Run, rho_in_path, settings_as_read, whole_run
+from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
+from dvp.experiment.jobs import Job
 from dvp.planning.costs import DEVICES
-from dvp.planning.dag import Job
 from dvp.planning.estimate import Estimate
 from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
 from dvp.planning.records import Records
 
-STAGES = ("prepare", "base", "preflight", "train", "convert", "evaluate", "mismatch", "bias", "report")
 RECORDED, INFERRED, ESTIMATED = "recorded", "inferred", "estimated"
 
 
@@ -32,7 +32,7 @@ class Costed:
 
     job: Job
     gpus: int
-    """Or cores, on a CPU; 0 for a job that needs no GPU where there are some."""
+    """On all nodes, or cores, on a CPU; 0 for a job that needs no GPU where there are some."""
     seconds: float
     source: str
     """Of `seconds`: recorded (its own), inferred (from jobs like it), estimated."""
@@ -41,7 +41,6 @@ class Costed:
 
 def make_plan(
     experiment: Experiment,
-    jobs: list[Job],
     folder: Path,
     *,
     gpu: str | None = None,
@@ -51,7 +50,6 @@ def make_plan(
 ) -> dict[str, Any]:
     """The plan as JSON-able numbers: hours, bytes, seconds of a step.
 
-    jobs : of the experiment, from `read_jobs`.
     folder : results/E, read for recorded times; it need not exist.
     gpu : a name of costs.DEVICES; by default a CPU for a base that the pipeline trains itself, else an H200.
     gpus : how many may be used at once; by default as many as the largest job takes.
@@ -59,13 +57,14 @@ def make_plan(
     response_tokens : mean length of a response; by default as recorded, else half of the longest.
     Raises DvpError if `gpus` are too few for a job, or the size of model or task is not known.
     """
-    device = DEVICES[gpu or _usual_device(experiment)]
+    # A base that the pipeline trains itself is made for a CPU.
+    device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
     if response_tokens is None and records.training:
         response_tokens = fmean(trained.tokens for trained in records.training.values())
     estimate = Estimate(experiment, device, response_tokens)
-    costed = cost_jobs(experiment, jobs, estimate, records, at_least=1 if on_cpu else 0)
+    costed = cost_jobs(experiment, estimate, records, at_least=1 if on_cpu else 0)
     largest = max(costed, key=lambda one: one.gpus)
     gpus = gpus or largest.gpus
     if gpus < largest.gpus:
@@ -82,13 +81,12 @@ def make_plan(
         }
 
     stages = []
-    for stage in STAGES:
+    for stage in dict.fromkeys(one.job.stage for one in costed):
         some = [one for one in costed if one.job.stage == stage]
-        if some:
-            hours = [one.seconds / 3600 for one in some]
-            peaks = [peak for one in some if (peak := records.peak_memory(one.job)) is not None]
-            head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]}
-            stages.append(head | {"peak_memory": max(peaks, default=None)} | total(some))
+        hours = [one.seconds / 3600 for one in some]
+        peaks = [peak for one in some if (peak := records.peak_memory(one.job)) is not None]
+        head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]}
+        stages.append(head | {"peak_memory": max(peaks, default=None)} | total(some))
     methods = []
     for (method, engine, _), points in _by(experiment, "method", "engine").items():
         runs = {point.run(seed).path for point in points for seed in experiment.seeds}
@@ -101,6 +99,8 @@ def make_plan(
         ", ".join([engine, *settings]): (points[0], estimate.of(points[0]))
         for (engine, settings), points in _by(experiment, "engine").items()
     }
+    on_gpus = {} if on_cpu else trainings
+    updates = [own.update_memory() for _, own in on_gpus.values()]
     return {
         "experiment": experiment.name,
         "device": device.name,
@@ -116,12 +116,8 @@ def make_plan(
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
         "step": {name: asdict(own.step(point.engine)) for name, (point, own) in trainings.items()},
-        "update_memory": {}
-        if on_cpu
-        else max((own.update_memory() for _, own in trainings.values()), key=lambda parts: sum(parts.values())),
-        "rollout_memory": {}
-        if on_cpu
-        else {name: own.rollout_memory(point.engine) for name, (point, own) in trainings.items()},
+        "update_memory": max(updates, key=lambda parts: sum(parts.values()), default={}),
+        "rollout_memory": {name: own.rollout_memory(point.engine) for name, (point, own) in on_gpus.items()},
         "device_memory": None if on_cpu else device.memory,
         "preflights": {
             name: {
@@ -139,40 +135,9 @@ def make_plan(
     }
 
 
-def seconds_by_stage(experiment: Experiment, folder: Path, gpu: str | None = None) -> dict[str, float]:
-    """What a job of each stage takes, on average over runs and tasks: a rough one, for which Snakemake is not asked.
-
-    folder, gpu : as in `make_plan`, which raises the same errors.
-    """
-    records = Records(experiment, folder)
-    estimate = Estimate(experiment, DEVICES[gpu or _usual_device(experiment)], None)
-    runs = [{"run": run.path} for run in experiment.runs]
-    wildcards = {
-        "prepare": [{}],
-        "base": [{}],
-        "preflight": [{"engine": path} for path in experiment.preflights],
-        "train": runs,
-        "convert": runs,
-        "evaluate": [run | {"task": task} for run in runs for task in experiment.data.tasks],
-        "mismatch": [{}] if experiment.mismatch else [],
-        "bias": [{}] if experiment.bias else [],
-        "report": [{}],
-    }
-    jobs = [Job(stage, values, 0, (), None, ()) for stage, each in wildcards.items() for values in each]
-    seconds: dict[str, list[float]] = {}
-    for one in cost_jobs(experiment, jobs, estimate, records, at_least=0):
-        seconds.setdefault(one.job.stage, []).append(one.seconds)
-    return {stage: fmean(each) for stage, each in seconds.items()}
-
-
-def _usual_device(experiment: Experiment) -> str:
-    """Where an experiment usually runs, by name: a base that the pipeline trains itself is made for a CPU."""
-    return "cpu" if isinstance(experiment.base, TrainedBase) else "h200"
-
-
 def _run_of(job: Job) -> str:
     """Path of the run that a job trains or works on, also if it does so after a step; empty without one."""
-    return whole_run(job.wildcards.get("run", ""))
+    return "" if job.run is None else whole_run(job.run.path)
 
 
 def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
@@ -184,53 +149,30 @@ def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
     return grouped
 
 
-def cost_jobs(
-    experiment: Experiment, jobs: list[Job], estimate: Estimate, records: Records, at_least: int
-) -> list[Costed]:
+def cost_jobs(experiment: Experiment, estimate: Estimate, records: Records, at_least: int) -> list[Costed]:
     """What each job takes; `at_least` is what a job takes that needs no GPU."""
     problems = count_problems(experiment, records)
     preflights = {point.preflight: point for point in experiment.points}
-    recorded = {job.outputs: seconds for job in jobs if (seconds := records.seconds(job)) is not None}
-
-    def alike(job: Job) -> list[float]:
-        """Recorded seconds of jobs that differ in their run, seed or policy alone, or in what samples it."""
-        return [
-            recorded[other.outputs]
-            for other in jobs
-            if (other.stage, task_of(other)) == (job.stage, task_of(job)) and other.outputs in recorded
-        ]
-
-    def task_of(job: Job) -> str | None:
-        measurement = job.wildcards.get("measurement")
-        if measurement is None:
-            return job.wildcards.get("task")
-        return experiment.job(job.stage, measurement).task
-
+    jobs = [job for job in experiment.jobs.values() if job.asked]
+    recorded = {(job.stage, job.path): seconds for job in jobs if (seconds := records.seconds(job)) is not None}
+    alike = defaultdict(list)  # jobs that differ in their run, seed or policy alone, or in what samples it
+    for job in jobs:
+        if (job.stage, job.path) in recorded:
+            alike[job.stage, job.task].append(recorded[job.stage, job.path])
     costed = []
     for job in jobs:
-        run = experiment.run(job.wildcards["run"]) if job.stage == "train" else None
-        task = job.wildcards.get("task", "")
-        samples = experiment.evaluation.samples_per_problem.get(task, 0)
-        point = run or preflights.get(job.wildcards.get("engine"))
-        engine = point.engine if point else ""
-        if job.stage == "evaluate":
-            engine = experiment.job(job.stage, f"{job.wildcards['run']}{job.wildcards.get('by', '')}/{task}").engine
-        work = (estimate.of(point) if point else estimate).work(
-            job.stage,
-            problems=problems.get(task, 0),
-            samples=samples,
-            engine=engine,
-            kept=len(experiment.evaluated_steps(run)) if run else job.wildcards.get("run", "") != _run_of(job),
-        )
+        run = job.run if job.stage == "train" else None
+        point = run or (preflights[job.path] if job.stage == "preflight" else None)
+        work = (estimate.of(point) if point else estimate).work(job, problems)
         if run is not None:
             seconds, source = _training_time(experiment, estimate, records, run) or (work.other, ESTIMATED)
-        elif job.outputs in recorded:
-            seconds, source = recorded[job.outputs], RECORDED
-        elif alike(job):
-            seconds, source = fmean(alike(job)), INFERRED
+        elif (job.stage, job.path) in recorded:
+            seconds, source = recorded[job.stage, job.path], RECORDED
+        elif alike[job.stage, job.task]:
+            seconds, source = fmean(alike[job.stage, job.task]), INFERRED
         else:
             seconds, source = estimate.seconds(work), ESTIMATED
-        costed.append(Costed(job, max(job.gpus, at_least), seconds, source, work.disk))
+        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, work.disk))
     return costed
 
 
@@ -280,49 +222,32 @@ def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, 
 def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) -> list[dict[str, Any]]:
     """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
 
-    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed. The
-    preflight's own shares of the longest responses, one for each ρ, come before a forecast from its KL.
+    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
     """
     rows = []
     for (method, engine, _), points in _by(experiment, "method", "engine").items():
         rule, lengths = experiment.methods[method].importance, estimate.of(points[0]).lengths()
         if not rejects(rule):
             continue
-        alike = [
-            (run.method, records.training[run.path].kl)
-            for run in experiment.runs
-            if run.engine == engine and run.path in records.training and records.training[run.path].kl > 0
-        ]
-        rehearsed = records.preflight(points[0].preflight)
-        recorded = [kl for name, kl in alike if name == method] or [kl for _, kl in alike]
-        measured = []
-        if rehearsed and not recorded:
-            # As with runs: what rounding took to 0 or below is no KL to forecast from.
-            recorded = [rehearsed["kl"]] if rehearsed["kl"] > 0 else []
-            names = [f"{method}_rho_{rho_in_path(point.rho)}" for point in points]
-            if rehearsed["kept_at"] == lengths.longest and rehearsed["kept"].keys() >= set(names):
-                measured = [rehearsed["kept"][name] for name in names]
+        trained = [(run, records.training[run.path].kl) for run in experiment.runs if run.path in records.training]
+        of_engine = [(run.method, kl) for run, kl in trained if run.engine == engine]
+        rehearsed = records.preflight(points[0].preflight) or {"kl": 0.0}
+        recorded = [kl for name, kl in of_engine if name == method] or [kl for _, kl in of_engine] or [rehearsed["kl"]]
+        recorded = [kl for kl in recorded if kl > 0]  # what rounding took to 0 or below is no KL to forecast from
         values = [fmean(recorded)] if recorded else ASSUMED_KL
-        mean, longest = ([kept_share(rule, kl, n) for kl in values] for n in (lengths.response, lengths.longest))
-        rows.append(
-            {
-                "method": method,
-                "label": experiment.methods[method].label,
-                "engine": engine,
-                "settings": experiment.settings_of(points[0]),
-                "recorded": bool(recorded),
-                "measured": bool(measured),
-                "kl": list(values),
-                "mean": {"tokens": lengths.response, "share": mean},
-                "longest": {"tokens": lengths.longest, "share": measured or longest},
-            }
-        )
+        shares = {
+            name: {"tokens": tokens, "share": [kept_share(rule, kl, tokens) for kl in values]}
+            for name, tokens in (("mean", lengths.response), ("longest", lengths.longest))
+        }
+        row = {"method": method, "label": experiment.methods[method].label, "engine": engine}
+        row |= {"settings": experiment.settings_of(points[0]), "recorded": bool(recorded), "kl": list(values)}
+        rows.append(row | shares)
     return rows
 
 
 def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:
     """Problems by task: as `dvp prepare` counted them, else as the source says. Raises DvpError if it does not."""
-    counted = records.problems()
+    counted = dict(records.problems)
     for task in experiment.data.tasks:
         if task in counted:
             continue
@@ -346,16 +271,15 @@ def wall_seconds(costed: list[Costed], gpus: float) -> float:
 
     Jobs that could start together do so in the order of the list. A job that needs no GPU never waits for one.
     """
-    waiting, running, done = dict(enumerate(costed)), {}, set()
+    waiting, running, done = {(one.job.stage, one.job.path): one for one in costed}, {}, set()
     now, free = 0.0, gpus
     while waiting or running:
-        for index, one in list(waiting.items()):
+        for name, one in list(waiting.items()):
             if one.gpus <= free and done.issuperset(one.job.after):
-                running[index] = now + one.seconds
+                running[name] = now + one.seconds, waiting.pop(name).gpus
                 free -= one.gpus
-                del waiting[index]
-        index = min(running, key=running.__getitem__)
-        now = running.pop(index)
-        free += costed[index].gpus
-        done.add(index)
+        ended = min(running, key=lambda name: running[name][0])
+        now, freed = running.pop(ended)
+        free += freed
+        done.add(ended)
     return now

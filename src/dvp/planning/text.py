@@ -87,16 +87,14 @@ def _steps(plan: dict[str, Any]) -> list[str]:
 
 
 def _kept(rows: list[dict[str, Any]]) -> list[list[str]]:
-    # How many tokens these are differs where the longest response is an axis, whose column says it.
-    names, axes = ("mean", "longest"), list(rows[0]["settings"])
-    same = all(row[name]["tokens"] == rows[0][name]["tokens"] for row in rows for name in names)
-    head = [f"kept of {rows[0][name]['tokens']:,.0f} tokens" if same else f"kept of the {name}" for name in names]
-    table = [["method", "engine", *map(setting_as_read, axes), "nats a token", *head]]
+    table = [["method", "engine", *map(setting_as_read, rows[0]["settings"]), "nats a token", "kept of tokens"]]
     for row in rows:
         nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-        mean, longest = (" / ".join(f"{100 * share:.0f}" for share in row[name]["share"]) + " %" for name in names)
-        longest += " (measured)" if row["measured"] else ""
-        table.append([row["label"], row["engine"], *_settings(row), nats, mean, longest])
+        shares = (
+            f"{' / '.join(f'{100 * share:.0f}' for share in row[name]['share'])} % of {row[name]['tokens']:,.0f}"
+            for name in ("mean", "longest")
+        )
+        table.append([row["label"], row["engine"], *_settings(row), nats, ", ".join(shares)])
     return table
 
 
@@ -111,19 +109,16 @@ def _few(plan: dict[str, Any]) -> list[str]:
     lines = [
         "kept: the share of tokens that a correction does not reject where trainer and engine differ by Gaussian noise "
         "with this KL, recorded (k3) where a run of the method, or of the engine, has steps, or by the preflight, else "
-        "assumed; measured: by the preflight, for each ρ"
+        "assumed"
     ]
     for row in plan["kept"]:
-        # Where each response was drawn from what was measured, the longest are known best.
-        responses = row["longest" if row["measured"] else "mean"]
-        few = [index for index, share in enumerate(responses["share"]) if share < FEW]
+        few = [(share, kl) for share, kl in zip(row["mean"]["share"], row["kl"], strict=True) if share < FEW]
         if few:
-            why = f"at {'the recorded' if row['recorded'] else 'a'} KL of {row['kl'][few[0]]:.2g}"
             lines.append(
                 f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
-                f"{row['engine']} would keep {responses['share'][few[0]]:.0%} of the responses of "
-                f"{responses['tokens']:,.0f} tokens {'as its preflight measured' if row['measured'] else why}; long "
-                "responses are then hardly trained on"
+                f"{row['engine']} would keep {few[0][0]:.0%} of the responses of {row['mean']['tokens']:,.0f} tokens "
+                f"at {'the recorded' if row['recorded'] else 'a'} KL of {few[0][1]:.2g}; "
+                "long responses are then hardly trained on"
             )
     return lines
 

@@ -89,6 +89,16 @@ def test_no_modules_import_each_other(graph):
     TopologicalSorter(known).prepare()  # raises CycleError, which names them
 
 
+@pytest.mark.parametrize("verb", [["--help"], ["plan", "--config", "experiment=tiny"]])
+def test_a_verb_that_needs_no_model_starts_without_heavy_libraries(verb, root):
+    program = "import sys; from dvp.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *verb], cwd=root, check=True, capture_output=True, text=True, timeout=120
+    )
+    heavy = {"torch", "pandas", "scipy", "pyarrow", "matplotlib", "mlflow", "transformers", "snakemake"}
+    assert not heavy & set(done.stdout.splitlines()[-1].split())
+
+
 @pytest.mark.parametrize(
     "modules", ["dvp.experiment.loading, dvp.experiment.folder", "dvp.analysis.parts", "dvp.cli", "dvp.stage"]
 )

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dvp.data.sources import load
 from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
@@ -258,6 +257,8 @@ def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:
         if isinstance(source, GeneratedSource):
             counted[task] = source.count
         elif isinstance(source, FileSource):
+            from dvp.data.sources import load  # which no other plan needs
+
             counted[task] = len({row.problem for row in load(source, f"sources.{task}")})
         elif source.problems is not None:
             counted[task] = source.problems

@@ -2,39 +2,37 @@
 
 `snakemake --logger dvp` (profiles/default asks for it) prints
 
-    [12/46] training DVP + MIS · coarse · ρ e⁻¹³ · seed 0    2 running, about 7 min left
+    [12/46] training dvp_mis · coarse · ρ e⁻¹³ · seed 0    2 running, about 7 min left
 
 when a job starts and a line when it ends. Errors, warnings and dry runs look as Snakemake's own; the log that Snakemake
 keeps in .snakemake/log is whole. Snakemake finds this package by its name.
 """
 
+import csv
 import logging
 import re
 import sys
+from collections import Counter, defaultdict
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
 
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from dvp.progress import duration, readable
-from snakemake_logger_plugin_dvp.estimate import Estimate, recorded_seconds
 
-if TYPE_CHECKING:
-    from dvp.experiment.config import Experiment
-
-TARGETS = ("all",)  # rules that only collect
-BENCHMARKS = "benchmarks"  # the folder of an experiment's results in which each rule has one
 # Of no use to somebody who waits for results. All else that is said without an event is passed on.
 CHATTER = ("Building DAG of jobs", "Select jobs to execute", "Assuming unrestricted shared filesystem", "Using shell")
 # What a function of a rule refuses, which Snakemake wraps in wildcards and a traceback.
 REFUSED = re.compile(
     r"InputFunctionException in rule \w+ .*?\n  (?:DvpError|WorkflowError):\s+(.*?)\nWildcards:", re.DOTALL
 )
-SILENT = (LogEvent.JOB_STARTED, LogEvent.PROGRESS, LogEvent.SHELLCMD, LogEvent.RULEGRAPH, LogEvent.WORKFLOW_STARTED)
+SILENT = (
+    *(LogEvent.JOB_INFO, LogEvent.JOB_STARTED, LogEvent.JOB_FINISHED, LogEvent.PROGRESS, LogEvent.SHELLCMD),
+    *(LogEvent.RULEGRAPH, LogEvent.WORKFLOW_STARTED, LogEvent.RESOURCES_INFO),
+)
 
 
 class LogHandler(LogHandlerBase):
@@ -52,9 +50,12 @@ class LogHandler(LogHandlerBase):
         )
         # Who asks for details gets Snakemake's.
         self._details = self.common_settings.dryrun or self.common_settings.verbose
-        self._estimate = Estimate()
-        self._started: dict[int, tuple[str, float]] = {}
-        self._seen: set[Path] = set()
+        self._running: dict[int, tuple[str, str, float]] = {}  # rule, name and start by job
+        self._waiting: Counter[str] = Counter()
+        self._taken: dict[str, list[float]] = defaultdict(
+            list
+        )  # seconds of each rule's jobs, now or when they ran last
+        self._most_running = 1
         self._total = self._done = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -67,88 +68,60 @@ class LogHandler(LogHandlerBase):
         elif self._details:
             self._own.emit(record)
         elif event == LogEvent.RUN_INFO:
-            self._planned(record.stats)
-        elif event == LogEvent.RESOURCES_INFO:
-            self._estimate.cores = getattr(record, "cores", None) or self._estimate.cores
-            limits = getattr(record, "provided_resources", None) or {}
-            self._estimate.gpus = limits.get("accelerators") or self._estimate.gpus
-        elif event == LogEvent.JOB_INFO:
+            self._waiting = Counter({rule: n for rule, n in record.stats.items() if rule not in ("total", "all")})
+            self._total = self._waiting.total()
+            listed = ", ".join(f"{count} {rule}" for rule, count in self._waiting.items())
+            self._say(f"{self._total} job{'s' * (self._total != 1)}: {listed}")
+        elif event == LogEvent.JOB_INFO and record.rule_name != "all":
             self._begun(record)
-        elif event == LogEvent.JOB_FINISHED:
-            self._ended(record)
+        elif event == LogEvent.JOB_FINISHED and record.job_id in self._running:
+            self._done += 1
+            rule, name, started = self._running.pop(record.job_id)
+            self._taken[rule].append(record.created - started)
+            self._say(f"done in {duration(record.created - started)}: {name}{self._outlook(record.created)}")
         elif event == LogEvent.JOB_ERROR:
-            self._failed(record)
+            if record.jobid in self._running:  # it may be tried again
+                rule, name, _ = self._running.pop(record.jobid)
+                self._waiting[rule] += 1
+                self._say(f"failed: {name}")
+            self._own.emit(record)
         elif event not in SILENT and not str(record.msg).startswith(CHATTER):
             self._own.emit(record)
 
-    def _planned(self, stats: dict[str, int]) -> None:
-        counts = {rule: count for rule, count in stats.items() if rule not in ("total", *TARGETS)}
-        self._total, self._done = sum(counts.values()), 0
-        self._estimate.planned(counts)
-        listed = ", ".join(f"{count} {rule}" for rule, count in counts.items())
-        self._say(f"{self._total} job{'s' * (self._total != 1)}: {listed}")
-
     def _begun(self, record: logging.LogRecord) -> None:
-        if record.rule_name in TARGETS:
-            return
-        experiment = _experiment(record.wildcards.get("experiment"))
-        for folder in Path(record.benchmark or "").parents:
-            if folder.name == BENCHMARKS:
-                self._expect(experiment, folder)
-        labels = {} if experiment is None else {name: method.label for name, method in experiment.methods.items()}
-        name = readable(record.rule_msg or record.rule_name, labels)
-        self._started[record.jobid] = name, record.created
-        gpus = record.resources.get("accelerators", 0)
-        self._estimate.begun(record.jobid, record.rule_name, record.created, threads=record.threads, gpus=gpus)
-        self._say(f"{name}    {self._outlook(record.created)}")
-
-    def _expect(self, experiment: "Experiment | None", benchmarks: Path) -> None:
-        """Once for each experiment: what its jobs took before, and what they take by plan, if one can be made."""
-        if benchmarks in self._seen:
-            return
-        self._seen.add(benchmarks)
-        by_plan = {}
-        if experiment is not None:
-            from dvp.errors import DvpError
-            from dvp.planning.plan import seconds_by_stage
-
-            with suppress(DvpError):  # sizes of the model are not given, or an earlier record is unreadable
-                by_plan = seconds_by_stage(experiment, benchmarks.parent, "h200" if self._estimate.gpus else None)
-        self._estimate.expect(recorded_seconds(benchmarks), by_plan)
-
-    def _ended(self, record: logging.LogRecord) -> None:
-        name, started = self._started.pop(record.job_id, (None, 0.0))
-        if name is None:
-            return
-        self._done += 1
-        self._estimate.ended(record.job_id, record.created)
-        outlook = "" if self._done == self._total else f"    {self._outlook(record.created)}"
-        self._say(f"done in {duration(record.created - started)}: {name}{outlook}")
-
-    def _failed(self, record: logging.LogRecord) -> None:
-        name, _ = self._started.pop(record.jobid, (None, 0.0))
-        if name is not None:
-            self._estimate.failed(record.jobid)
-            self._say(f"failed: {name}")
-        self._own.emit(record)
+        rule, name = record.rule_name, readable(record.rule_msg or record.rule_name, {})
+        if rule not in self._taken and record.benchmark:
+            self._taken[rule] = recorded(rule, Path(record.benchmark))
+        self._waiting[rule] -= 1
+        self._running[record.jobid] = rule, name, record.created
+        self._most_running = max(self._most_running, len(self._running))
+        self._say(name + self._outlook(record.created))
 
     def _outlook(self, now: float) -> str:
-        running = f"{len(self._started)} running"
-        seconds = self._estimate.left(now)
-        return running if seconds is None else f"{running}, about {duration(seconds, rough=True)} left"
+        """How many jobs run, and how long all take if each is as long as the jobs of its rule were so far."""
+        waiting = +self._waiting
+        if not self._running and not waiting:
+            return ""
+        rules = {*waiting, *(rule for rule, _, _ in self._running.values())}
+        each = {rule: fmean(self._taken[rule] or [0.0]) for rule in rules}
+        # A job that has taken longer than expected is taken to be near its end.
+        left = [max(each[rule] - (now - started), 0.1 * each[rule]) for rule, _, started in self._running.values()]
+        work = sum(left) + sum(count * each[rule] for rule, count in waiting.items())
+        seconds = duration(max([work / self._most_running, *left]), rough=True)
+        known = "about" if all(self._taken[rule] for rule in rules) else "at least"
+        return f"    {len(self._running)} running{f', {known} {seconds} left' if work else ''}"
 
     def _say(self, line: str) -> None:
         self._own.stream.write(f"[{self._done}/{self._total}] {line}\n")
         self._own.flush()
 
 
-@cache
-def _experiment(name: str | None) -> "Experiment | None":
-    """What a job is of; None if it is of none that can be read."""
-    from dvp.errors import DvpError
-    from dvp.experiment.loading import load_experiment
-
-    try:
-        return load_experiment(name)
-    except (DvpError, TypeError):
-        return None
+def recorded(rule: str, benchmark: Path) -> list[float]:
+    """Seconds of a rule's jobs when they ran last: of all benchmarks in its folder, or of the one that it has."""
+    folder = next((parent for parent in benchmark.parents if parent.name == rule), None)
+    seconds = []
+    for file in [benchmark] if folder is None else sorted(folder.rglob("*.tsv")):
+        # A file of a job that was killed may hold anything; it is an estimate.
+        with suppress(OSError, KeyError, TypeError, ValueError), open(file, encoding="utf-8", newline="") as table:
+            seconds += [float(row["s"]) for row in csv.DictReader(table, delimiter="\t")]
+    return seconds

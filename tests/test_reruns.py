@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = Path("config/experiments/smoke.yaml")
 RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
-REPORTS = {"resolve": 1, "report_training": 1}
-SCORES = {"evaluate": 4, "report_training": 1}
+REPORTS = {"resolve": 1, "report": 1}
+SCORES = {"evaluate": 4, "report": 1}
 MODELS = {"train": 3, "convert": 3, "evaluate": 3}  # the base model is evaluated as well
 
 
@@ -121,14 +121,14 @@ def test_the_documented_recipes_run_nothing_but_what_uses_them(results):
             f"training {run}",
             f"converting {run}",
             f"evaluating {run} on held_out",
-            "drawing training and scores of smoke",
+            "drawing the report of smoke",
         }
         results.edit(EXPERIMENT, point, grid)
 
 
 def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):
     results.edit("src/dvp/versions.py", f'    "train": {STAGE_VERSIONS["train"]},', '    "train": 99,')
-    assert results.jobs() == MODELS | {"report_training": 1}
+    assert results.jobs() == MODELS | {"report": 1}
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):
     [
         ("data/train.parquet", {"prepare": 1, "base": 1, "train": 3, "convert": 3, **SCORES}),
         ("base/model.safetensors", {"base": 1, "train": 3, "convert": 3, **SCORES}),
-        (f"runs/{RUN}/metrics.jsonl", {"train": 1, "convert": 1, "evaluate": 1, "report_training": 1}),
-        (f"models/{RUN}/model.safetensors", {"convert": 1, "evaluate": 1, "report_training": 1}),
-        (f"evals/{RUN}/held_out/samples.parquet", {"evaluate": 1, "report_training": 1}),
-        ("tables/main_table.csv", {"report_training": 1}),
+        (f"runs/{RUN}/metrics.jsonl", {"train": 1, "convert": 1, "evaluate": 1, "report": 1}),
+        (f"models/{RUN}/model.safetensors", {"convert": 1, "evaluate": 1, "report": 1}),
+        (f"evals/{RUN}/held_out/samples.parquet", {"evaluate": 1, "report": 1}),
+        ("report/estimates.parquet", {"report": 1}),
         ("config.yaml", REPORTS),
     ],
 )
@@ -166,12 +166,6 @@ def test_a_change_of_settings_hides_no_other_reason_to_run(results):
     results.edit(EXPERIMENT, "A smoke test, not an experiment.", "Other words.")
     (results.folder / "results/smoke/base/config.json").write_text("from a run that was stopped")
     assert results.jobs() == REPORTS | {"train": 3, "convert": 3, "evaluate": 4}
-
-
-def test_the_resolved_experiment_can_be_asked_for(results):
-    goal = results.folder / "results/smoke/config.yaml"
-    goal.unlink()
-    assert results.jobs("results/smoke/config.yaml") == {"resolve": 1}
 
 
 def test_a_stage_that_is_asked_for_alone_reads_the_settings_of_now(results):
@@ -215,14 +209,14 @@ def test_a_model_along_training_may_go_when_it_has_been_evaluated(curve):
     shutil.rmtree(results / "models" / run)
     assert curve.jobs() == {}
     (results / "evals" / run / "held_out/scores.json").unlink()
-    assert curve.jobs() == {"convert": 1, "evaluate": 1, "report_curve": 1}
+    assert curve.jobs() == {"convert": 1, "evaluate": 1, "report": 1}
 
 
 def test_other_steps_are_another_training(curve):
     """Two runs of five steps, evaluated after each of them, or at the end alone."""
     experiment = "config/experiments/smoke_curve.yaml"
-    reports = {"resolve": 1, "report_training": 1}
+    reports = {"resolve": 1, "report": 1}
     curve.edit(experiment, "at: {every: 2}", "at: {every: 1}")
-    assert curve.jobs() == {"train": 2, "convert": 2 * 5, "evaluate": 2 * 5, "report_curve": 1, **reports}
+    assert curve.jobs() == {"train": 2, "convert": 2 * 5, "evaluate": 2 * 5, **reports}
     curve.edit(experiment, "at: {every: 1}", "at: null")
     assert curve.jobs() == {"train": 2, "convert": 2, "evaluate": 2, **reports}

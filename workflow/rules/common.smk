@@ -143,7 +143,7 @@ def files_of(name, job):
         rules.base_linked.output if linked else getattr(rules, job.stage).output,
         experiment=name,
         run=model,
-        by=job.path.removeprefix(model).removesuffix(f"/{job.task}"),
+        by=job.path.removeprefix(model)[: -len(job.task or "") - 1],
         task=job.task or "",
         engine=job.path,
         measurement=job.path,

@@ -18,7 +18,7 @@ ASKED = {
     "train": ("gpu", 8, 96, 1, 1440),
     "convert": ("cpu", 1, 80, 0, 120),
     "evaluate": ("gpu", 8, 64, 1, 480),
-    "report_training": ("cpu", 1, 16, 0, 120),
+    "report": ("cpu", 1, 16, 0, 120),
 }
 # The file that each stage writes last.
 ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "training.json")
@@ -52,7 +52,7 @@ def test_every_stage_is_a_job_that_asked_for_its_resources(jobs):
         "train": 2,
         "convert": 2,
         "evaluate": 3,
-        "report_training": 1,
+        "report": 1,
     }
     for job in jobs:
         asked = dict(part.split("=") for part in job["ReqTRES"].split(","))

@@ -7,9 +7,10 @@ from changed import RLOO, experiment
 
 from dvp.analysis.parts import parts
 from dvp.experiment.config import Experiment
-from dvp.experiment.config_hash import settings_of_stage
+from dvp.experiment.config_hash import settings_of_job
 from dvp.experiment.grid import Run
 from dvp.experiment.loading import load_experiment
+from hashes import hash_of
 
 RUN = Run(method="rloo", engine="coarse", rho=None, seed=0)
 BEFORE = {"prepare", "base", "evaluate base"}
@@ -20,9 +21,9 @@ TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
 
 
 def config_hashes(asked: Experiment) -> dict[str, str]:
-    hashes = {stage: asked.config_hash(stage, RUN, "held_out") for stage in OF_RUN}
+    hashes = {stage: hash_of(asked, stage, RUN) for stage in OF_RUN}
     hashes |= {stage: asked.config_hash(stage) for stage in ("prepare", "base")}
-    return hashes | {"evaluate base": asked.config_hash("evaluate", None, "held_out")}
+    return hashes | {"evaluate base": hash_of(asked, "evaluate")}
 
 
 def differ(before: Experiment, after: Experiment) -> set[str]:
@@ -78,7 +79,7 @@ def test_what_only_a_plan_uses_concerns_no_stage():
     changes = {"base.architecture": None, "sources.aime25.problems": 31, "sources.dapo_math_17k.problems": None}
     after = experiment(name="paper_8b", **changes)
     for stage in ("prepare", "base", *OF_RUN):
-        assert before.config_hash(stage, before.runs[0], "aime25") == after.config_hash(stage, before.runs[0], "aime25")
+        assert hash_of(before, stage, before.runs[0], "aime25") == hash_of(after, stage, before.runs[0], "aime25")
 
 
 def test_any_change_concerns_the_report():
@@ -91,16 +92,17 @@ def test_any_change_concerns_the_report():
 def test_runs_tasks_steps_and_samplers_have_hashes_of_their_own():
     made = load_experiment("tiny")
     for stage in OF_RUN:
-        assert len({made.config_hash(stage, run, "held_out") for run in made.runs}) == 10
+        assert len({hash_of(made, stage, run, "held_out") for run in made.runs}) == 10
     samples = {"data.evaluation": ["aime25"], "evaluation.samples_per_problem.aime25": 4}
     made = experiment(*GRID, **samples, evaluation__at=[1, 2], evaluation__also=[{"rho": "own"}])
-    assert made.config_hash("evaluate", RUN, "aime25") != made.config_hash("evaluate", RUN, "held_out")
-    assert len({made.config_hash("evaluate", RUN.after(step), "aime25") for step in (1, 2, None)}) == 3
+    assert hash_of(made, "evaluate", RUN, "aime25") != hash_of(made, "evaluate", RUN, "held_out")
+    assert len({hash_of(made, "evaluate", RUN.after(step), "aime25") for step in (1, 2, None)}) == 3
     [sampler] = made.samplers(RUN.point)
-    assert made.config_hash("evaluate", RUN, "aime25", sampler=sampler) != made.config_hash("evaluate", RUN, "aime25")
+    sampled = made.config_hash("evaluate", f"{RUN.path}/{sampler.path}/aime25")
+    assert sampled != hash_of(made, "evaluate", RUN, "aime25")
     more = experiment(*GRID, **samples | {"evaluation.samples_per_problem.aime25": 8})
     assert config_hashes(more) == config_hashes(experiment(*GRID, **samples))
-    assert more.config_hash("evaluate", RUN, "aime25") != made.config_hash("evaluate", RUN, "aime25")
+    assert hash_of(more, "evaluate", RUN, "aime25") != hash_of(made, "evaluate", RUN, "aime25")
 
 
 def test_a_run_depends_on_its_settings_wherever_they_stand():
@@ -110,22 +112,22 @@ def test_a_run_depends_on_its_settings_wherever_they_stand():
     run, same = given.runs[2], section.runs[1]
     assert run.path != same.path
     for stage in OF_RUN:
-        assert given.config_hash(stage, run, "held_out") == section.config_hash(stage, same, "held_out")
-        assert given.config_hash(stage, run, "held_out") != given.config_hash(stage, given.runs[1], "held_out")
+        assert hash_of(given, stage, run, "held_out") == hash_of(section, stage, same, "held_out")
+        assert hash_of(given, stage, run, "held_out") != hash_of(given, stage, given.runs[1], "held_out")
     # What it does not share with the section concerns it not, and the other runs it does.
     other = experiment(RLOO, axes, training__steps=9)
-    assert other.config_hash("train", run) == given.config_hash("train", run)
-    assert other.config_hash("train", other.runs[0]) != given.config_hash("train", given.runs[0])
+    assert hash_of(other, "train", run) == hash_of(given, "train", run)
+    assert hash_of(other, "train", other.runs[0]) != hash_of(given, "train", given.runs[0])
 
 
 def test_a_preflight_depends_on_nothing_that_training_does_not():
     """Training waits for it, and is made again where it is."""
     made = experiment(*GRID, preflight="always")
     for run in made.runs:
-        of_run = settings_of_stage(made, "train", run, None, None, None)
-        for name, part in settings_of_stage(made, "preflight", None, None, None, run.engine).items():
+        of_run = settings_of_job(made, made.job("train", run.path))
+        for name, part in settings_of_job(made, made.job("preflight", run.preflight)).items():
             assert of_run[name] == part
-    assert made.config_hash("preflight", engine="fp32") != made.config_hash("preflight", engine="coarse")
+    assert made.config_hash("preflight", "fp32") != made.config_hash("preflight", "coarse")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_each_engine_has_a_preflight_where_it_is_asked_for(name, preflight, engi
 def test_a_run_depends_on_reported_sets_where_they_are_asked_for():
     asked = load_experiment("remedies")
     plain = asked.model_copy(update={"training": asked.training.changed(report_sets=False)})
-    others = {run.method for run in asked.runs if asked.config_hash("train", run) != plain.config_hash("train", run)}
+    others = {run.method for run in asked.runs if hash_of(asked, "train", run) != hash_of(plain, "train", run)}
     assert others == {"dvp", "dvp_mis"}  # and not mask replay, nor what has no safe vocabulary
 
 
@@ -151,7 +153,7 @@ def test_the_evaluation_matrix_trains_and_scores_nothing_again():
     assert matrix.runs == grid.runs
     for run in [None, *grid.runs[::7]]:
         for stage in ("prepare", "base", *OF_RUN) if run else ("evaluate",):
-            assert matrix.config_hash(stage, run, "held_out") == grid.config_hash(stage, run, "held_out")
+            assert hash_of(matrix, stage, run, "held_out") == hash_of(grid, stage, run, "held_out")
     assert matrix.config_hash("report") != grid.config_hash("report")
     assert grid.further_evaluations == []
 
@@ -171,8 +173,8 @@ def test_a_task_is_measured_by_itself():
     paths = ["base/by~coarse/on~held_out/seed~0", "base/by~coarse/on~long/seed~0"]
     assert [each.path for each in both.measurements("bias")] == paths
     (first,), (again, other) = one.measurements("bias"), both.measurements("bias")
-    assert one.config_hash("bias", measurement=first) == both.config_hash("bias", measurement=again)
-    assert both.config_hash("bias", measurement=other) != both.config_hash("bias", measurement=again)
+    assert one.config_hash("bias", first.path) == both.config_hash("bias", again.path)
+    assert both.config_hash("bias", other.path) != both.config_hash("bias", again.path)
     assert [parts(each) for each in (one, both)] == [["training", "bias"], ["training", "bias", "bias_length"]]
 
 
@@ -196,7 +198,6 @@ def test_a_measurement_depends_on_its_own_parts_and_no_other(changes, changed):
     found = set()
     for stage in ("mismatch", "bias"):
         for measurement in first.measurements(stage):
-            again = second.measurement(stage, measurement.path)
-            if first.config_hash(stage, measurement=measurement) != second.config_hash(stage, measurement=again):
+            if first.config_hash(stage, measurement.path) != second.config_hash(stage, measurement.path):
                 found.add((stage, measurement.path.split("/by~")[0].split("/")[0]))
     assert found == changed

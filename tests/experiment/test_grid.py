@@ -222,13 +222,13 @@ def test_a_step_of_a_run_has_a_path_of_its_own():
     made = experiment(RLOO, evaluation__at=[2])
     [run], [snapshot] = made.runs, made.snapshots
     assert snapshot.path == f"{PATH}/step~2"
-    assert snapshot.after(None) == run == made.policy(PATH)
-    assert made.policy(f"{PATH}/step~2") == snapshot
+    assert snapshot.after(None) == run == made.job("convert", PATH).run
+    assert made.job("convert", f"{PATH}/step~2").run == snapshot
     assert readable(snapshot.path, {"rloo": "RLOO"}) == "RLOO · fp32 · seed 0 · step 2"
     assert policy_title(made, snapshot) == policy_title(made, run) + " · step 2"
     assert policy_params(made, snapshot) == policy_params(made, run) | {"step": 2}
-    with pytest.raises(DvpError, match=r"step~1': this step is not in evaluation.at of experiment 'smoke'"):
-        made.policy(f"{PATH}/step~1")
+    with pytest.raises(DvpError, match=r"step~1' is not in experiment 'smoke'; the nearest is '.*/step~2'"):
+        made.job("convert", f"{PATH}/step~1")
 
 
 # --- with what else models are sampled ---
@@ -264,13 +264,16 @@ def test_each_model_is_scored_once_with_what_it_has():
 def test_an_evaluation_is_known_by_its_path():
     made = experiment(*MATRIX, evaluation__also=ALSO, evaluation__at=[1])
     run = made.points[3].run(0)
-    assert made.evaluated("base") == (None, made.sampler)
-    assert made.evaluated(f"{run.path}/step~1") == (run.after(1), made.sampler)
-    for of, sampler in made.further_evaluations:
-        assert made.evaluated(f"{of.path if of else 'base'}/{sampler.path}") == (of, sampler)
+    known = {
+        (run, sampler): f"{run.path if run else 'base'}/{sampler.path}" for run, sampler in made.further_evaluations
+    }
+    known |= {(None, made.sampler): "base", (run.after(1), made.sampler): f"{run.path}/step~1"}
+    for (of, sampler), path in known.items():
+        job = made.job("evaluate", f"{path}/held_out")
+        assert (job.run, job.sampler) == (of, sampler)
     for other in ("base/by~bf16/min_p~none", f"{run.path}/by~coarse/min_p~0.01", f"{run.path}/step~1/by~coarse/x"):
-        with pytest.raises(DvpError, match=rf"^'{other}': evaluation.also of experiment 'smoke' does not ask for it$"):
-            made.evaluated(other)
+        with pytest.raises(DvpError, match="is not in experiment 'smoke'; the nearest is "):
+            made.job("evaluate", f"{other}/held_out")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """vLLM's processor by itself: requests that come, go, change rows and are put off; vLLM of another version."""
 
-
 import pytest
 import torch
 

@@ -79,7 +79,7 @@ def _proxy(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     # The trainer's own policy wrote the tokens: the same, and the same numbers, whatever engine is measured beside it.
     proxy = reader.bias["proxy"]
     for (policy, position), rows in proxy[proxy["engine"] == experiment.bias.engines[0]].groupby(
-        ["policy", "position"]
+        ["policy", "position"], sort=False
     ):
         where, sources = {"policy": policy, "position": position}, tuple(rows["source"])
         numbers = pooled(rows["rank_correlation"], rows["rank_correlation_se"])

@@ -17,12 +17,11 @@ import pytest
 from sqlalchemy import NullPool, create_engine
 
 from dvp import cli, signals
-from dvp.cli import LARGEST_SEED, Part, app, main
+from dvp.cli import LARGEST_SEED, app, main
 from dvp.errors import Stopped
 from dvp.experiment.loading import load_experiment, parse_experiment, read_resolved, write_resolved
 from dvp.files import checksums, write_json
 from dvp.tracking.record import read_record
-from dvp.versions import STAGE_VERSIONS
 
 pytestmark = pytest.mark.slow  # some calls are processes of their own
 
@@ -142,10 +141,6 @@ def test_help_imports_no_library_that_takes_long():
     assert not {"torch", "transformers", "vllm", "mlflow", "pandas", "numpy"} & set(done.stderr.split())
 
 
-def test_every_part_of_a_report_can_be_asked_for():
-    assert {f"report_{part}" for part in get_args(Part)} == {name for name in STAGE_VERSIONS if name[:7] == "report_"}
-
-
 def test_a_verb_calls_its_function_with_its_options(monkeypatch):
     """In the function's own order, whatever the order on the command line."""
     calls = []
@@ -166,7 +161,6 @@ def test_a_verb_calls_its_function_with_its_options(monkeypatch):
         (["train"], "Missing option '--config'; see `dvp train --help`"),
         (["train", "--config"], "Option '--config' requires an argument; see `dvp train --help`"),
         (["plan", "--pric", "3"], "No such option: --pric (Possible options: --price); see `dvp plan --help`"),
-        (["report", "--config", "x", "--part", "y"], "Invalid value for '--part': 'y' is not one of 'training', "),
         (
             ["plan", "--price", "1e308"],
             "Invalid value for '--price': 1e+308 is not a number above zero, 1,000,000,000 ",

@@ -10,7 +10,7 @@ from made_up_results import CLAIMS, make_experiment, measured_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis import mismatch
-from dvp.analysis.claims import load_claims
+from dvp.analysis.claims import load_file
 from dvp.analysis.formats import EMPTY, to_text
 from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group, magnitude
@@ -94,7 +94,7 @@ def find(measured, name, **where):
 def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):
     asked = [
         condition
-        for claim in load_claims(CLAIMS).values()
+        for claim in load_file(CLAIMS).claims
         for condition in claim.conditions
         if condition.experiment in ("mismatch", "safe_sets") or condition.statistic == "kl_outside"
     ]

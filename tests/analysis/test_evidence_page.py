@@ -3,17 +3,20 @@
 import json
 import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 from made_up_results import make_experiment
 
 from dvp.analysis.claims import Condition
 from dvp.analysis.evidence import answer, render, status, verdict
+from dvp.analysis.series import SERIES, joined
 from dvp.analysis.statistics import ESTIMATES, Statistic, to_frame
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment
 from dvp.files import sha256_file, write_json, write_text
 
+EXPERIMENT = make_experiment()
 ORIGIN = {"sha256": "0" * 64, "config_hash": "abc", "git_commit": "c" * 40, "tracking_key": "key1"}
 CLAIMS = """
 sources: {paper: {name: A paper, published: somewhere}, own: {name: Ours}}
@@ -36,16 +39,17 @@ def statistic(value, low, high, name="gain", unit="%", **where):
     return Statistic(name, where, value, low, high, unit, "t interval over 3 training seeds", ("runs/a/train.json",))
 
 
-def make_place(folder, *statistics, claims=CLAIMS, **manifest):
+def make_place(folder, *statistics, claims=CLAIMS, experiment=EXPERIMENT, **manifest):
     """A report that holds the given statistics, and the claims."""
     (folder / "claims.yaml").write_text(claims)
-    experiment, report = make_experiment(), folder / "tiny/report"
     write_text(folder / "tiny/config.yaml", dump_experiment(experiment))
-    report.mkdir(exist_ok=True)
+    (folder / "tiny/report").mkdir(exist_ok=True)
     to_frame(statistics).to_parquet(folder / "tiny" / ESTIMATES)
-    kept = {"origins": {"runs/a/train.json": ORIGIN}, "figures": ["scores"], "tables": {}, "tracking_key": "report 1"}
-    kept |= {"files": {"estimates.parquet": sha256_file(folder / "tiny" / ESTIMATES)}}
-    write_json(report / "manifest.json", kept | {"config_hash": experiment.config_hash("report")} | manifest)
+    joined([]).to_parquet(folder / "tiny" / SERIES)
+    files = {Path(name).name: sha256_file(folder / "tiny" / name) for name in (ESTIMATES, SERIES)}
+    kept = {"origins": {"runs/a/train.json": ORIGIN}, "figures": ["scores"], "tracking_key": "report 1", "files": files}
+    kept |= {"config_hash": experiment.config_hash("report")} | manifest
+    write_json(folder / "tiny/report/manifest.json", kept)
     (folder / "tiny/figures").mkdir(exist_ok=True)
     (folder / "tiny/figures/scores.png").write_bytes(b"\x89PNG")
     return folder
@@ -199,23 +203,18 @@ def test_an_experiment_that_no_claim_asks_for_is_told(place):
 
 
 def test_the_table_of_one_experiment_opens_the_page(place):
-    """Its first three notes say what it shows, and stand above it; what it is made of stands below."""
-    table = {"title": "t", "headings": ["method", "k3 | nats"], "rows": [["<b>DVP", "1e-3"]]}
-    table |= {"notes": ["First.", "Second.", "Third.", "The scale."]}
+    """Its first notes say what it shows, and stand above it; what it is made of stands below."""
     claims = f"overview: grid\n{CLAIMS}"
     assert "is not here: grid was not run, or its models" in page_of(place(claims=claims))
-    pages = render(answered(place(claims=claims, tables={"overview_table": table})), place(claims=claims))
-    parts = [
-        "- First.",
-        "- Third.",
-        "k3 \\| nats",
-        "- The scale.",
-        "tiny/provenance.json names",
-        "## What the verdicts",
-    ]
-    places = [pages["claims.md"].index(part) for part in parts]
+    experiment = make_experiment(evaluation__also=[{"engine": "training"}], methods__rloo__label="<b>RLOO | naive")
+    where = {"method": "rloo", "engine": "coarse", "rho": "none", "evaluated_on": "fp32", "evaluated_rho": "none"}
+    score = statistic(0.5, 0.4, 0.6, "score_by_policy", "fraction", **where)
+    folder = place(score, claims=claims, experiment=experiment)
+    pages = render(answered(folder), folder)
+    parts = ["## The same work", "<b>RLOO \\| naive", "50.0 [40.0, 60.0]", "tiny/provenance.json names"]
+    places = [pages["claims.md"].replace("&lt;", "<").index(part) for part in (*parts, "## What the verdicts")]
     assert places == sorted(places)
-    assert "<td>&lt;b&gt;DVP</td>" in pages["claims.html"]
+    assert "&lt;b&gt;RLOO | naive" in pages["claims.html"]
 
 
 def test_a_report_that_is_missing_altered_or_stale_is_refused(place):

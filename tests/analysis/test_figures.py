@@ -11,7 +11,7 @@ from made_up_results import CLAIMS, CONFIG, make_experiment
 
 from dvp.analysis import figures, series
 from dvp.analysis.charts import BELOW
-from dvp.analysis.claims import load_claims
+from dvp.analysis.claims import load_file
 from dvp.analysis.load import load_training
 from dvp.analysis.looks import Looks
 from dvp.analysis.shown import shown
@@ -120,7 +120,7 @@ def test_rounding_of_an_exact_engine_is_not_drawn():
     heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in figure.axes[0].lines])
     assert np.nanmin(heights) == pytest.approx(1e-3)
     # The published bound of the caption is that of the claims.
-    assert load_claims(CLAIMS)["dvp_kl"].value == 0.001 in heights
+    assert {claim.id: claim for claim in load_file(CLAIMS).claims}["dvp_kl"].published.value == 0.001 in heights
 
 
 def test_differences_are_drawn_with_zero_and_the_threshold():

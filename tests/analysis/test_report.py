@@ -11,9 +11,9 @@ import pytest
 from docutils.core import publish_parts
 from made_up_results import Results, make_experiment
 
-from dvp.analysis.formats import to_markdown
+from dvp.analysis.formats import to_markdown, to_text
 from dvp.analysis.load import evaluation_path
-from dvp.analysis.report import make, print_table, provenance, write
+from dvp.analysis.report import make, provenance, write
 from dvp.analysis.statistics import read_statistics
 from dvp.analysis.tables import make_tables
 from dvp.errors import DvpError
@@ -35,8 +35,6 @@ def written(experiment, tmp_path_factory):
     for name in ("a", "b"):
         part = make(experiment, results.folder)
         write(experiment, part, folder / name)
-        tables = {name: table.formatted()._asdict() for name, table in part.tables.items()}
-        write_json(folder / name / "report" / "manifest.json", {"tables": tables})
         write_json(folder / name / "provenance.json", provenance(experiment, part))
     return results, folder / "a", folder / "b"
 
@@ -106,8 +104,9 @@ print(sorted({{"torch", "transformers"}} & set(sys.modules)))
     assert run.stdout == "[]\n"
 
 
-def test_terminal_table(written):
-    text = print_table(written[1])
+def test_terminal_table(experiment, written):
+    statistics = read_statistics(written[1] / "report/estimates.parquet")
+    text = to_text(make_tables(experiment, statistics)["main_table"].formatted())
     assert max(map(len, text.splitlines())) <= 110
     assert len([line for line in text.splitlines() if line.startswith(("base", "RLOO", "DVP"))]) == 8
 

@@ -6,7 +6,7 @@ import pytest
 from made_up_bias import write_cell
 from made_up_results import CLAIMS, CONFIG, Results
 
-from dvp.analysis.claims import load_claims
+from dvp.analysis.claims import load_file
 from dvp.analysis.evidence import MISSING, _answer_condition
 from dvp.analysis.load import Reader
 from dvp.analysis.parts import parts
@@ -15,7 +15,7 @@ from dvp.experiment.loading import load_experiment, parse_experiment, read_yaml
 
 pytestmark = pytest.mark.slow
 EVIDENCE = read_yaml(CONFIG / "config.yaml")["evidence"]
-ASKED = [condition for claim in load_claims(CLAIMS).values() for condition in claim.conditions]
+ASKED = [condition for claim in load_file(CLAIMS).claims for condition in claim.conditions]
 TRAINED = [
     *("otb_groups_short", "otb_groups_equal", "otb_groups_between", "otb_groups_long", "otb_single", "otb_tools"),
     *("otb_mismatch", "noise_collapse", "staleness"),

@@ -21,7 +21,7 @@ import test_evidence_page
 import test_sweep
 import torch
 from made_up_bias import bias_experiment, write_cell
-from made_up_results import Results, make_experiment, training_part
+from made_up_results import Results, make_experiment, measured_of, training_part
 from test_loop import SETTINGS, ScriptedEngine
 from test_mismatch import experiment_of
 from test_runner import ScriptedEngine as RunnerEngine
@@ -29,7 +29,6 @@ from test_runner import _eval_parquet, _experiment, _run  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
-from dvp.analysis.report import make
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
@@ -350,7 +349,7 @@ def sums(statistics) -> dict[str, float]:
 def test_report_training(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
     found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
-    check("report_training", sums(found))
+    check("report", sums(found), "training")
 
 
 def test_report_matrix(tmp_path):
@@ -358,7 +357,7 @@ def test_report_matrix(tmp_path):
     changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "evaluation__also": also}
     experiment = make_experiment(**changes)
     Results(experiment, tmp_path)
-    check("report_matrix", sums(make(experiment, tmp_path, "matrix").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "matrix").statistics), "matrix")
 
 
 def test_report_diversity(tmp_path):
@@ -366,56 +365,56 @@ def test_report_diversity(tmp_path):
     changes = {"training__steps": 2, "evaluation__bootstrap_resamples": 400, "sources__stories": puzzles}
     experiment = make_experiment(**changes, evaluation__also=[{"engine": "training"}, {"rho": "own"}])
     Results(experiment, tmp_path)
-    check("report_diversity", sums(make(experiment, tmp_path, "diversity").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "diversity").statistics), "diversity")
 
 
 def test_report_curve(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400, evaluation__at=[3, 6, 9])
     Results(experiment, tmp_path)
-    check("report_curve", sums(make(experiment, tmp_path, "curve").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "curve").statistics), "curve")
 
 
 def test_report_mismatch(tiny_model, tmp_path):
     experiment = test_analysis_mismatch.experiment_of(rhos=(0.01,), seeds=(0, 1))
     test_analysis_mismatch.measure_all(experiment, tiny_model, tmp_path)
-    measured = make(experiment, tmp_path, "mismatch").statistics
+    measured = measured_of(experiment, tmp_path, "mismatch").statistics
     # Of the exact engine and of the trainer against itself there is rounding alone, which processors do differently.
     kept = [one for one in measured if one.where["engine"] != "fp32" and "self_noise" not in one.name]
-    check("report_mismatch", sums(kept))
+    check("report", sums(kept), "mismatch")
 
 
 def test_report_bias(tmp_path):
     experiment = bias_experiment()
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_bias", sums(make(experiment, tmp_path, "bias").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "bias").statistics), "bias")
 
 
 def test_report_variance(tmp_path):
     experiment = bias_experiment(**test_analysis_variance.ASKED)
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_variance", sums(make(experiment, tmp_path, "variance").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "variance").statistics), "variance")
 
 
 def test_report_bias_length(tmp_path):
     experiment = test_bias_length.experiment_of()
     for measurement in experiment.measurements("bias"):
         write_cell(experiment, tmp_path, measurement)
-    check("report_bias_length", sums(make(experiment, tmp_path, "bias_length").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "bias_length").statistics), "bias_length")
 
 
 def test_report_sweep(tmp_path):
     experiment = test_sweep.experiment_of()
     test_sweep.make_all(experiment, tmp_path)
-    check("report_sweep", sums(make(experiment, tmp_path, "sweep").statistics))
+    check("report", sums(measured_of(experiment, tmp_path, "training").statistics), "sweep")
 
 
 def test_evidence(tmp_path):
     """What becomes of an interval: the statuses of two conditions, and the verdict of their claim."""
     numbers = {}
-    for low, high in ((5.0, 31.0), (5.0, 11.0), (-5.0, 18.0), (-15.0, 0.0), (None, None)):
-        value = None if low is None else (low + high) / 2
+    for low, high in ((5.0, 31.0), (5.0, 11.0), (-5.0, 18.0), (-15.0, 0.0), (math.nan, math.nan)):
+        value = (low + high) / 2
         folder = test_evidence_page.make_place(tmp_path, test_evidence_page.statistic(value, low, high, rho="0.01"))
         claim = test_evidence_page.answered(folder)["claims"][0]
         statuses = [[MET, FAILED, OPEN].index(condition["status"]) for condition in claim["conditions"]]

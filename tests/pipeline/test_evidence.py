@@ -10,7 +10,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 from working_copy import Copy
 
-from dvp.analysis.claims import load_claims
+from dvp.analysis.claims import load_file
 from dvp.tracking.store import store_uri
 from lineage import lineage
 
@@ -35,7 +35,7 @@ def test_every_claim_is_listed_once_and_has_its_section_and_no_cell_is_empty(cop
     page = (copy.results / "evidence/claims.md").read_text()
     _, *parts = re.split(r'^## <a id="(\w+)"></a>', page, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    for claim in load_claims(root / "config/claims.yaml").values():
+    for claim in load_file(root / "config/claims.yaml").claims:
         assert page.count(f"](#{claim.id})") == 1
         assert len(table_rows(sections[claim.id])) == len(claim.conditions)
     for row in table_rows(page):

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.core.safe_vocabulary import safe_mask
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.jobs import Job
 from dvp.experiment.loading import load_experiment
 from dvp.files import read_json
-from dvp.planning.dag import Job
 from dvp.planning.plan import make_plan
 from dvp.planning.text import render
 from dvp.preflight import rehearsal, stage
@@ -75,7 +75,7 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert measured(passed, "evaluate")["problems"] == 4
     assert set(passed["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
     # A plan reads it.
-    report = Job("report", {}, 0, (), None, ())
+    report = Job("report")
     plan = make_plan(ExperimentDir(prepared).experiment, [report], prepared.parent)
     [rehearsed] = plan["preflights"].values()
     assert [line["check"] for line in rehearsed["checks"].values()] == ["memory", "save"]

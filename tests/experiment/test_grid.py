@@ -149,8 +149,10 @@ def test_a_preflight_is_of_an_engine_and_the_grids_settings():
         ("otb", "coarse", {}),
         ("opo", "coarse", {}),
     ]
-    with pytest.raises(DvpError, match=r"no run has engine 'coarse'; those of the grid are fp32, coarse/group_size~2"):
-        made.waiting_for("coarse")
+    with pytest.raises(
+        DvpError, match=r"preflight: 'coarse' is not in experiment 'smoke'; the nearest is 'coarse/group"
+    ):
+        made.job("preflight", "coarse")
 
 
 # --- the reference ---

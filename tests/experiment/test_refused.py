@@ -113,7 +113,7 @@ def odd(**settings) -> dict:
         (odd(importance={"preset": "mis", "vet": 1e-4}), "methods.odd.importance.vet: unknown key; did you mean veto?"),
         (odd(importance={"level": "none", "upper": 2.0}), "methods.odd.importance: level: none has no ratio"),
         (odd(safe_vocabulary="best"), "methods.odd.safe_vocabulary: Input tag 'best'"),
-        (odd(safe_vocabulary={}), "methods.odd.safe_vocabulary: rule is missing; expected one of fixed, margin"),
+        (odd(safe_vocabulary={}), "methods.odd.safe_vocabulary: rule is missing; expected one of fixed, engine_only"),
         (odd(safe_vocabulary="mass_budget"), "methods.odd.safe_vocabulary.delta: Field required"),
         (odd(importance="icepop", loss="gspo"), "methods.odd: loss gspo takes a correction of level none, sequence"),
         (odd(advantage="otb", loss="gspo"), "methods.odd: loss gspo takes one advantage a sequence; otb has one a "),

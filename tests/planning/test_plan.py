@@ -465,7 +465,7 @@ def test_a_row_that_is_being_written_is_left_out_and_a_broken_one_is_named(loade
     file.write_text(whole + whole[:20], encoding="utf-8")
     assert make_plan(loaded, tmp_path) == before
     file.write_text(whole + whole[:20] + "\n", encoding="utf-8")
-    with pytest.raises(DvpError, match=r"metrics\.jsonl: line 2: not valid JSON") as error:
+    with pytest.raises(DvpError, match=r"metrics\.jsonl: line 2: Invalid JSON") as error:
         make_plan(loaded, tmp_path)
     assert str(error.value).splitlines() == [str(error.value)]
 

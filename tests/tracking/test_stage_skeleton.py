@@ -97,9 +97,7 @@ def test_a_stage_that_verifies_its_input_itself_is_not_held_up(directory):
     path = directory.result("train", directory.experiment.runs[0].path)
     write_json(path, {"files": {}, "tracking_key": "train 1", "config_hash": "old"})
     inputs = {"prepare": directory.result("prepare"), "train": [path]}
-    with run_stage(
-        "report_training", directory, directory.result("report", "training"), "1" * 12, inputs, verify=False
-    ):
+    with run_stage("report", directory, directory.result("report"), "1" * 12, inputs, verify=False):
         pass
 
 

@@ -26,7 +26,7 @@ $(if $(filter-out cpu cuda,$(ENV)),$(error ENV=$(ENV): expected cpu or cuda))
 $(if $(filter command,$(origin experiment)),$(error experiment=$(experiment): for make it is EXPERIMENT=$(experiment)))
 IS_LOCKED = -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 
-.PHONY: run smoke evidence plan test test-all check bench format mlflow install clean
+.PHONY: run smoke evidence reference plan test test-all check bench format mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report $(RESULTS)/$(EXPERIMENT)/report.html
@@ -41,6 +41,10 @@ evidence: install
 	@$(SNAKEMAKE) evidence --quiet host reason $(if $(EVIDENCE),--configfile $(EVIDENCE))
 	@$(SNAKEMAKE) evidence --quiet all $(if $(EVIDENCE),--configfile $(EVIDENCE)) --report $(RESULTS)/evidence/report.html
 	@echo "claims   $(RESULTS)/evidence/claims.md, $(RESULTS)/evidence/report.html"
+
+# What results/reference keeps, drawn again from its estimates: tables, figures, the page of claims.
+reference: install
+	$(BIN)/dvp redraw --results results/reference
 
 # make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
 plan: install

@@ -106,7 +106,7 @@ def test_the_last_word_is_the_table_and_where_everything_is(copy):
 
 def test_the_reference_result_shows_that_rl_lifts_the_control(root):
     """The result that is kept: the exact engine's held-out score is at least 15 points above the base model's."""
-    table = pd.read_csv(root / "results/reference/tiny/main_table.csv").set_index("role")
+    table = pd.read_csv(root / "results/reference/tiny/tables/main_table.csv").set_index("role")
     assert table.loc["control", "score"] - table.loc["base", "score"] >= 0.15
     assert len(str(table.loc["control", "seeds"]).split()) >= 2
 

@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 
 from dvp.analysis.claims import CLAIMS, Claim, Condition, Source, load_file
 from dvp.analysis.pages import TEMPLATES
+from dvp.analysis.points import where_of
 from dvp.analysis.report import Part, kept
 from dvp.analysis.statistics import Statistic
 from dvp.errors import DvpError
@@ -204,9 +205,10 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Repor
     missing = {"status": MISSING, "sources": []}
     if condition.experiment not in reports:
         return asked | missing | {"settings": 0, "instead": f"{condition.experiment} was not run"}
-    alike = [one for one in reports[condition.experiment].part.statistics if one.name == condition.statistic]
+    report = reports[condition.experiment]
+    alike = [one for one in report.part.statistics if one.name == condition.statistic]
     fitting = [one for one in alike if condition.where.items() <= one.where.items()]
-    asked |= {"settings": len(alike)}
+    asked |= {"settings": _tried(report, alike)}
     if not fitting:
         return asked | missing | {"instead": _instead(condition, alike)}
     if len(fitting) > 1:
@@ -220,6 +222,18 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Repor
     if condition.turned:
         measured |= _turned(claim, one, numbers)
     return asked | measured | {"status": status(condition, measured["low"], measured["high"])}
+
+
+def _tried(report: Report, alike: list[Statistic]) -> int:
+    """How many settings a statistic was looked at for.
+
+    A change of the reference against itself is none, nor one of the base model. An archive that has not all that was
+    measured says how many there were.
+    """
+    trivial = [where_of(report.experiment, point) for point in (None, report.experiment.reference_point)]
+    tried = [one for one in alike if one.name != "score_change_percent" or one.where not in trivial]
+    kept = report.manifest.get("measured", {})
+    return max([len(tried), *(kept.get(name, 0) for name in {one.name for one in alike})])
 
 
 def _turned(claim: str, one: Statistic, numbers: dict[str, float | None]) -> dict[str, Any]:

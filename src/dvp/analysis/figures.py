@@ -1,5 +1,6 @@
 """All figures of a report, from its estimates and series alone, as shown.yaml declares them."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from PIL import Image
 
 from dvp.analysis.charts import intervals, lines, present
 from dvp.analysis.looks import STYLE, Looks
@@ -16,7 +18,7 @@ from dvp.analysis.statistics import Statistic, to_frame
 from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
 
-DPI = 150
+DPI = 110
 COORDINATES = (
     *("method", "engine", "rho", "policy", "task", "seed", "position", "length", "control", "weighting", "part"),
     *("margin", "side", "evaluated_on", "evaluated_rho"),
@@ -77,8 +79,11 @@ def _filled(value: Any, experiment: Experiment) -> Any:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write folder/NAME.svg and folder/NAME.png; each is whole or absent."""
+    """Write folder/NAME.svg and folder/NAME.png, which has a palette to be small; each is whole or absent."""
     with mpl.rc_context(STYLE):
-        for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-            with atomic_path(folder / f"{name}.{suffix}") as temporary:
-                figure.savefig(temporary, format=suffix, dpi=DPI, metadata=metadata)
+        with atomic_path(folder / f"{name}.svg") as temporary:
+            figure.savefig(temporary, format="svg", metadata={"Date": None})
+        picture = BytesIO()
+        figure.savefig(picture, format="png", dpi=DPI)
+    with atomic_path(folder / f"{name}.png") as temporary:
+        Image.open(picture).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(temporary, "png", optimize=True)

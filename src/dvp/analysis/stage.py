@@ -94,13 +94,14 @@ def evidence(experiments: list[str], output: Path) -> None:
 
 
 def redraw(results: Path, config: Path = Path("config")) -> None:
-    """Everything that is drawn below `results`, from the estimates that are kept there, and the page of claims.
+    """Everything that is drawn below `results`, from the estimates that are kept there; the page of claims; an index.
 
     A picture of what no estimate or series was kept of stays as it is.
     """
     from dvp.analysis.evidence import answer, render
     from dvp.analysis.report import draw, kept, provenance
 
+    index = ["| folder | experiment | tables |", "|---|---|---|"]
     for file in sorted(results.glob("*/report/manifest.json")):
         directory = ExperimentDir(file.parents[1] / "config.yaml")
         experiment, folder = directory.experiment, directory.folder
@@ -110,7 +111,10 @@ def redraw(results: Path, config: Path = Path("config")) -> None:
         manifest = read_json(file)
         pictures = {picture.stem for picture in (folder / "figures").glob("*.png")}
         write_json(file, manifest | {"figures": sorted({*drawn, *pictures})})
+        tables = ", ".join(f"[{name}]({folder.name}/tables/{name}.md)" for name in made.tables)
+        index.append(f"| `{folder.name}` | {experiment.description} | {tables} |")
         print(f"{folder}: {len(made.tables)} tables, {len(drawn)} figures", flush=True)
+    write_text(results / "index.md", "\n".join(["# What is kept", "", *index, ""]))
     asked = check_settings(read_yaml(config / "config.yaml")).evidence
     there = [f"{key}={results / name}" for key, name in asked.items() if (results / name / "report").is_dir()]
     answered = answer(there, config / "claims.yaml")

@@ -451,4 +451,3 @@ class Experiment(Strict):
             for table in tables
         }
         return self.model_copy(update=kept)
-

@@ -7,10 +7,10 @@ from made_up_bias import write_cell
 from made_up_results import CLAIMS, CONFIG, Results
 
 from dvp.analysis.claims import load_file
-from dvp.analysis.evidence import MISSING, _answer_condition
+from dvp.analysis.evidence import MISSING, Report, _answer_condition
 from dvp.analysis.load import Reader
 from dvp.analysis.parts import parts
-from dvp.analysis.report import measure
+from dvp.analysis.report import Part, measure
 from dvp.experiment.loading import load_experiment, parse_experiment, read_yaml
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,8 @@ def test_each_condition_fits_one_statistic(name, tmp_path):
     else:
         wanted = {"training", "matrix", "diversity", "curve"} & set(parts(experiment))
         Results(experiment, tmp_path, problems=3)
-    report = {"statistics": [vars(one) for one in measure(experiment, Reader(experiment, tmp_path), *wanted)]}
-    report |= {"measured": {}, "earlier": None}
+    statistics = measure(experiment, Reader(experiment, tmp_path), *wanted)
+    report = Report(tmp_path, experiment, Part(statistics, {}, {}), {})
     asked = [each for each in ASKED if each.experiment == name]
     if name in BY_POLICY:
         asked = [each for each in asked if each.statistic.endswith("_by_policy")]

@@ -346,7 +346,7 @@ def sums(statistics) -> dict[str, float]:
     return numbers
 
 
-def test_report_training(tmp_path):
+def test_report(tmp_path):
     experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=400)
     found, _ = training_part(experiment, Results(experiment, tmp_path).folder)
     check("report", sums(found), "training")

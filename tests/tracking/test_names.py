@@ -61,7 +61,7 @@ def test_rhos_as_text_are_in_the_order_of_the_numbers(experiment):
 def test_a_stage_is_called_by_what_it_does_to_what():
     assert stage_name("train", "", "DVP · coarse") == "DVP · coarse"
     assert stage_name("evaluate", "held_out", "DVP · coarse") == "evaluate held_out · DVP · coarse"
-    assert stage_name("report_training", "", "") == "report training"
+    assert stage_name("report", "", "") == "report"
 
 
 def test_final_metrics_are_means_of_the_last_steps():

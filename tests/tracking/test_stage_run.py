@@ -195,7 +195,7 @@ def test_scores_along_training_are_a_history_of_the_run_that_was_trained(folder)
 
 
 def test_the_experiments_page_says_what_its_stages_say_of_it(folder):
-    for stage, text in (("prepare", "What it is."), ("report_training", "| a table |")):
+    for stage, text in (("prepare", "What it is."), ("report", "| a table |")):
         with stage_run(folder, EXPERIMENT, stage, config_hash="abc") as tracked:
             tracked.describe(text)
         time.sleep(0.01)  # they are in the order of their beginnings, in milliseconds

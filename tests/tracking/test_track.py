@@ -43,7 +43,7 @@ def stages(folder):
     with pytest.raises(DvpError):
         train(folder, 3, fail, run=RUN.replace("seed~0", "seed~1"))
     upstream = {"evaluate": [second], "train": [first]}
-    with stage_run(folder, EXPERIMENT, "report_training", config_hash="x", upstream=upstream):
+    with stage_run(folder, EXPERIMENT, "report", config_hash="x", upstream=upstream):
         pass
     return folder
 

@@ -140,7 +140,7 @@ def test_a_base_of_another_shape_is_refused(run, tiny_model, tmp_path, layers):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({"1": "weights"}, "the weights after step 4 were not kept; train the run again"),
+        ({"1": "weights"}, "the weights after step 4 were not kept; `dvp train` writes the last ones"),
         (None, "kept: expected an object, found null"),
         ({"4": 3}, "kept.4: expected a text, found 3"),
     ],

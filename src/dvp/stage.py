@@ -72,6 +72,9 @@ class Stage:
                 record = read_json(there, KEY, "files")
                 if record[KEY] != self.tracked.key_in(other.name, run):
                     continue
+                # A run of an older version that did not keep its last weights has to write them first.
+                if "steps" in record and str(record["steps"]) not in kept_steps(record, there):
+                    continue
                 verify_checksums(there.parent, record["files"])
                 checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
                 for name in [*record["files"], *checkpoints, *kept_steps(record, there).values()]:

@@ -73,9 +73,10 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 def distinct(values: list) -> list:
-    """The list. Raises ValueError for what it has twice."""
-    for value in values:
-        if values.count(value) > 1:
+    """The list. Raises ValueError for what it has twice, also a number in two spellings."""
+    meant = [getattr(value, "value", value) for value in values]
+    for place, value in enumerate(values):
+        if meant[place] in meant[:place]:
             raise ValueError(f"{value} is listed twice")
     return values
 

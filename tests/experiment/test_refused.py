@@ -12,6 +12,7 @@ HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "pr
 PLAIN = {"label": "x", "advantage": "rloo"}
 STORIES = "sources.stories_small"
 TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
+DECAY = {"growth": 0.25, "patience": 8, "factor": 0.5, "every": 32, "lowest": 0.1}
 MISMATCH = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
 ESTIMATORS = [{"method": "rloo"}, {"method": ["dvp"], "rho": 1e-2}]
 BIAS = {"policies": ["base"], "engines": ["coarse"], "problems": 2, "batches": 4, "reference_batches": 4}
@@ -68,7 +69,12 @@ def odd(**settings) -> dict:
         ({"grid.1.rho": ["1e-2", 0.01]}, "grid.1.rho: 0.01 is listed twice"),
         ({"grid.1.rho": GONE}, "grid: method~dvp_mis/engine~coarse/rho~none: method 'dvp_mis' needs rho"),
         ({"grid.0.rho": 1e-2}, "grid: method~rloo/engine~fp32/rho~0.01: method 'rloo' takes no rho"),
-        ({"grid.1.rho": ["exp(-13)", "exp(-13.0)"]}, "grid: method~dvp_mis/engine~coarse/rho~exp-13.0 and method~"),
+        ({"grid.1.rho": ["exp(-13)", "exp(-13.0)"]}, "grid.1.rho: exp(-13.0) is listed twice"),
+        (
+            {"methods.odd": PLAIN | {"learning_rate_decay": DECAY | {"patience": 3}}, "grid.0.method": ["rloo", "odd"]},
+            "grid: method~odd/engine~fp32/rho~none: method 'odd': learning_rate_decay.patience (3) must be below",
+        ),
+        ({"mismatch": MISMATCH | {"rhos": ["1e-2", "exp(-1)", 0.01]}}, "mismatch.rhos: 0.01 is listed twice"),
         # Names that lead nowhere.
         ({"data.train": "nope"}, "data.train: 'nope' is not defined; known are "),
         ({"data.evaluation": ["nope"]}, "data.evaluation: 'nope' is not defined; known are "),

@@ -45,6 +45,6 @@ def _trained(result: Path, step: int | None) -> tuple[Path, Path]:
     record = read_json(result, "steps")
     step, kept = step or record["steps"], kept_steps(record, result)
     if str(step) not in kept:
-        raise DvpError(f"{result}: the weights after step {step} were not kept; train the run again")
+        raise DvpError(f"{result}: the weights after step {step} were not kept; `dvp train` writes the last ones")
     folder = result.parent / kept[str(step)]
     return folder, folder / PROBE

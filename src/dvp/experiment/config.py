@@ -272,6 +272,12 @@ class Experiment(Strict):
         method = self.methods[name]
         if method.takes_rho != (rho is not None):
             raise ValueError(f"{where}: method '{name}' {'needs' if method.takes_rho else 'takes no'} rho")
+        decay = method.learning_rate_decay
+        if decay is not None and decay.patience >= training.steps:
+            raise ValueError(
+                f"{where}: method '{name}': learning_rate_decay.patience ({decay.patience}) must be below "
+                f"training.steps ({training.steps}): no surge would be seen"
+            )
         try:
             method.sides(rho and rho.value, training.max_response_tokens)
         except DvpError as error:

@@ -114,7 +114,10 @@ def run_loop(
                 if len(rows) > saved and len(rows) % config.synchronise_every == 0:
                     save()
                 stop.leave(len(rows), saved)
-    return checkpoint.kept_weights(checkpoints, config.steps), rows
+    final = checkpoint.kept_weights(checkpoints, config.steps)
+    if not final.is_dir():  # of a run that an older version of this code finished
+        checkpoint.keep_weights(checkpoints, config.steps, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
+    return final, rows
 
 
 class Loop:

@@ -38,7 +38,8 @@ WRITES = {
     "evaluate": ["evals/RUN/TASK/samples.parquet", "scores.json"],
     "bias": ["bias/MEASUREMENT/*.parquet", "bias.json"],
     "mismatch": ["mismatch/MEASUREMENT/*.parquet", "mismatch.json"],
-    "report": ["tables/", "figures/", "report/PART.json"],
+    "report": ["tables/", "figures/", "provenance.json", "report/"],
+    "redraw": ["tables, figures and the page of claims", "FOLDER/E/report"],
     "evidence": ["config/claims.yaml", "claims.md", "claims.html", "claims.json"],
     "track": ["tracking/", "Changes no file"],
     "show": ["Reads what dvp report wrote"],
@@ -254,10 +255,9 @@ def test_plan_prints_and_writes_nothing(place):
     options = ["--config", "experiment=smoke", "results=there", "--price", "0.5"]
     done = dvp_process(place, "plan", *options, PYTHONIOENCODING="iso-8859-1")  # a terminal without ρ
     assert (done.returncode, done.stderr) == (0, b"")
-    first, *others = done.stdout.decode("iso-8859-1").splitlines()
+    first, *_ = done.stdout.decode("iso-8859-1").splitlines()
     assert first.startswith("smoke on CPU core: ")
     assert " at 0.5 each" in first
-    assert any("for each ?" in line for line in others)
     assert files() == before
 
 
@@ -306,7 +306,7 @@ def test_train_before_base_names_the_missing_file(refused, resolved, place):
 
 def test_evaluate_takes_tasks_of_the_experiment_only(refused, resolved):
     line = refused("evaluate", "--config", resolved(), "--run", "base", "--task", "aime25")
-    assert line == "task 'aime25' is not in experiment 'smoke': held_out"
+    assert line == "evaluate: 'base/aime25' is not in experiment 'smoke'; the nearest is 'base/held_out'"
 
 
 # --- how it ends ---

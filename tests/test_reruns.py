@@ -34,10 +34,11 @@ class Results:
         shutil.copy(ROOT / "Snakefile", folder)
         summary = self.snakemake("--summary").splitlines()
         outputs = [line.split("\t")[0] for line in summary if line.startswith("results/")]
-        assert len(outputs) > 50
+        assert len(outputs) >= 50
         for name in outputs:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("made up")
+            file = folder / name / "made_up.html" if name.endswith(("/tables", "/figures")) else folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("made up")
         self.snakemake("--touch", "--forceall")
 
     def snakemake(self, *arguments: str) -> str:

@@ -125,7 +125,6 @@ def test_what_other_settings_made_is_refused(experiment, results):
 def test_what_is_missing_or_altered_is_refused(experiment, results):
     """In one line that names the file."""
     scores = results.folder / evaluation_path(NAIVE, "held_out")
-    run = results.folder / "runs" / NAIVE.path
 
     def refused(message: str) -> None:
         with pytest.raises(DvpError) as error:
@@ -139,6 +138,16 @@ def test_what_is_missing_or_altered_is_refused(experiment, results):
     refused(rf"{scores}/samples\.parquet: missing, although its manifest lists it")
     (scores / "scores.json").unlink()
     refused(rf"{scores}/scores\.json: no such file; the stage that writes it has not finished")
+
+
+def test_a_run_that_is_altered_or_missing_is_refused(experiment, results):
+    run = results.folder / "runs" / NAIVE.path
+
+    def refused(message: str) -> None:
+        with pytest.raises(DvpError) as error:
+            make(experiment, results.folder, "training")
+        assert re.fullmatch(message, str(error.value))
+
     with open(run / "metrics.jsonl", "a") as file:
         file.write("{}\n")
     refused(rf"{run}/metrics\.jsonl: altered since it was written .*")

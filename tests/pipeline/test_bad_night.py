@@ -41,8 +41,8 @@ def prepared(tmp_path_factory, root) -> Path:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         config = Path("results/smoke/config.yaml")
         cli.resolve("smoke", config.parent)
-        cli.prepare(config)
-        cli.base(config, threads=1)
+        cli.prepare(config=config)
+        cli.base(config=config, threads=1)
     return folder
 
 

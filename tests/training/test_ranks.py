@@ -253,8 +253,8 @@ def experiment(untied_model, tmp_path_factory, root) -> Path:
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         cli.resolve("smoke", Path("results/smoke"))
-        cli.prepare(Path("results/smoke/config.yaml"))
-        cli.base(Path("results/smoke/config.yaml"), threads=1)
+        cli.prepare(config=Path("results/smoke/config.yaml"))
+        cli.base(config=Path("results/smoke/config.yaml"), threads=1)
     return folder / "results/smoke/config.yaml"
 
 
@@ -347,6 +347,6 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(experiment):
     assert metrics[0]["max_abs_log_ratio"] == pytest.approx(noise, rel=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        cli.convert(experiment, RUN, threads=1)
+        cli.convert(config=experiment, run=RUN, threads=1)
     proof = json.loads((experiment.parent / "models" / RUN / "conversion.json").read_text())
     assert proof["max_abs_delta_log_prob"] <= proof["tolerance"]

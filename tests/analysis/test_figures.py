@@ -12,7 +12,7 @@ from made_up_results import CLAIMS, CONFIG, make_experiment
 from dvp.analysis import figures, series
 from dvp.analysis.charts import BELOW
 from dvp.analysis.claims import load_file
-from dvp.analysis.load import load_training
+from dvp.analysis.load import Reader
 from dvp.analysis.looks import Looks
 from dvp.analysis.shown import shown
 from dvp.analysis.statistics import Statistic
@@ -236,7 +236,7 @@ def test_the_reference_is_black_in_the_panels_of_others():
 
 
 def test_a_report_is_redrawn_from_its_files_byte_for_byte(experiment, results, tmp_path):
-    loaded = load_training(experiment, results.folder)
+    loaded = Reader(experiment, results.folder)
     first = series.joined([*series.training(experiment, loaded)])
     first.to_parquet(tmp_path / "series.parquet", index=False)
     score = [made("score", where_of(experiment, point), 0.5, 0.4, 0.6) for point in experiment.points]

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.core.safe_vocabulary import safe_mask
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
-from dvp.experiment.jobs import Job
 from dvp.experiment.loading import load_experiment
 from dvp.files import read_json
 from dvp.planning.plan import make_plan
@@ -75,12 +74,9 @@ def test_the_smoke_experiment_passes_every_check(passed, prepared):
     assert measured(passed, "evaluate")["problems"] == 4
     assert set(passed["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
     # A plan reads it.
-    report = Job("report")
-    plan = make_plan(ExperimentDir(prepared).experiment, [report], prepared.parent)
+    plan = make_plan(ExperimentDir(prepared).experiment, prepared.parent)
     [rehearsed] = plan["preflights"].values()
     assert [line["check"] for line in rehearsed["checks"].values()] == ["memory", "save"]
-    kept = {row["method"]: row["longest"]["share"] for row in plan["kept"] if row["measured"]}
-    assert kept == {"dvp_mis": [passed["kept"]["dvp_mis_rho_0.01"]], "otb_mass": [passed["kept"]["otb_mass_rho_none"]]}
     assert "with engine coarse, by its preflight on cpu: " in " ".join(render(plan).split())
     assert min(passed["seconds"].values()) > 0
     folder = ExperimentDir(prepared).result("preflight", ENGINE).parent

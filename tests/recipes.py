@@ -1,4 +1,4 @@
-"""The recipes of docs/extend.md for an advantage and a rule for ρ, followed to the letter in a copy of the package."""
+"""The recipes of docs/extend.md, followed to the letter in a copy of the package."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,18 @@ def follow(package: Path) -> None:
     rules = file.read_text(encoding="utf-8")
     assert rules.count(union) == 1
     file.write_text(rules.replace(union, f"{rule}\n\n{union}ConfidentRule | "), encoding="utf-8")
+
+
+def declare(folder: Path) -> None:
+    """Put the documented figure, table and claim where docs/extend.md says; `folder` is a copy of the repository."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    of = dict(re.findall(r"```yaml\n(figures|tables|claims):\n(.*?)```", text, re.DOTALL))
+    for kind, file in (("figures", "src/dvp/analysis/shown.yaml"), ("tables", "src/dvp/analysis/shown.yaml")):
+        _insert(folder / file, f"\n{kind}:\n", of[kind])
+    _insert(folder / "config/claims.yaml", "\n  own:\n", of["claims"].removeprefix("  own:\n"))
+
+
+def _insert(file: Path, after: str, entry: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.count(after) == 1
+    file.write_text(text.replace(after, after + entry), encoding="utf-8")

@@ -104,6 +104,8 @@ def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_p
         Path(name).touch()
     config = shutil.copytree(ROOT / "config", tmp_path / "config")
     for block in blocks(document.read_text(encoding="utf-8"), "yaml"):
+        if block.startswith(("figures:", "tables:", "claims:")):  # tests/recipes.py follows these
+            continue
         text = block
         if not text.startswith("name:"):  # entries of the catalogue's methods
             text = "name: mine\nextends: smoke\nmethods:\n" + textwrap.indent(text, "  ")

@@ -13,7 +13,7 @@ import pytest
 from dvp.files import sha256_file, write_json
 from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 from dvp.versions import STAGE_VERSIONS
-from recipes import METHODS, follow
+from recipes import METHODS, declare, follow
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -125,6 +125,12 @@ def test_the_documented_recipes_run_nothing_but_what_uses_them(results):
             "drawing the report of smoke",
         }
         results.edit(EXPERIMENT, point, grid)
+
+
+def test_a_figure_a_table_and_a_claim_run_nothing_but_the_report(results):
+    """Each is one declaration, as docs/extend.md has it."""
+    declare(results.folder)
+    assert results.jobs() == {"report": 1}
 
 
 def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):

@@ -2,7 +2,7 @@
 
 import subprocess
 
-MOST = 27_040
+MOST = 23_255
 
 
 def test_src_does_not_grow(root):

@@ -5,6 +5,7 @@ rule report:
     output:
         f"{RESULTS}/report/manifest.json",
         f"{RESULTS}/report/estimates.parquet",
+        f"{RESULTS}/report/series.parquet",
         f"{RESULTS}/provenance.json",
         report(
             directory(f"{RESULTS}/tables"),

@@ -83,6 +83,7 @@ def convert(folder: Path, trained: str) -> StageRun:
     policy = {"run": RUN, "upstream": {"train": [trained]}, "title": title(RUN)}
     with stage_run(folder, EXPERIMENT, "convert", config_hash="abc", **policy) as tracked:
         tracked.log_result({"max_abs_delta_log_prob": 0.0})
+        tracked.log_model(folder / "models" / RUN)
     return tracked
 
 

@@ -194,6 +194,35 @@ def test_scores_along_training_are_a_history_of_the_run_that_was_trained(folder)
     assert found.data.tags["tracking_key"] == trained
 
 
+def test_models_have_paths_settings_and_scores(folder):
+    trained = train(folder, 3).key
+    converted = convert(folder, trained).key
+    evaluate(folder, {"convert": [converted], "prepare": ["0" * 12]}, 0.25)
+    evaluated = evaluate(folder, {"convert": [converted], "prepare": ["0" * 12]}, 0.5).key
+    client = MlflowClient(tracking_uri=store_uri(folder.parent))
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    models = {model.tags["tracking_key"]: model for model in client.search_logged_models([experiment])}
+    assert set(models) == {trained, converted}
+    assert models[trained].tags["path"] == f"runs/{RUN}/checkpoints/step-3"
+    assert models[trained].params == {"method": "dvp", "seed": "0"}
+    assert models[trained].name == f"{title(RUN)} · checkpoint"
+    assert {model.status for model in models.values()} == {"READY"}
+    assert {metric.key for metric in models[trained].metrics} == {
+        *("final/reward", "final/gradient_norm", "final/collapsed")
+    }
+    scores = {(metric.value, metric.dataset_name) for metric in models[converted].metrics if metric.key[:4] == "eval"}
+    assert (0.5, "eval") in scores
+
+    def run_of(key: str):
+        [found] = client.search_runs([experiment], f"tags.tracking_key = '{key}'")
+        return client.get_run(found.info.run_id)
+
+    assert [made.model_id for made in run_of(trained).outputs.model_outputs] == [models[trained].model_id]
+    assert [made.step for made in run_of(trained).outputs.model_outputs] == [3]
+    assert [used.model_id for used in run_of(converted).inputs.model_inputs] == [models[trained].model_id]
+    assert [used.model_id for used in run_of(evaluated).inputs.model_inputs] == [models[converted].model_id]
+
+
 def test_the_experiments_page_says_what_its_stages_say_of_it(folder):
     for stage, text in (("prepare", "What it is."), ("report", "| a table |")):
         with stage_run(folder, EXPERIMENT, stage, config_hash="abc") as tracked:

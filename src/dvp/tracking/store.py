@@ -21,11 +21,15 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import sha256_file
 from dvp.tracking.names import SCORES, metric_name
-from dvp.tracking.record import KEY, OUTCOMES, Record, key_of, read_records, read_rows
+from dvp.tracking.record import KEY, MODEL, OUTCOMES, UPSTREAM, Record, key_of, read_records, read_rows
 from dvp.tracking.views import links, view_tags
 
 NOTE, NOTE_LENGTH = "mlflow.note.content", 20_000  # of an experiment; at most, by MLflow
 FILES = "files_hash"  # tag: of the files kept with a run, once all of them are
+# The stages that make a model, and what it is; a stage works on that of the first of them in its upstream.
+KINDS = {"convert": "converted", "train": "checkpoint", "base": "base"}
+POLICY = ("method", "label", "engine", "rho", "rho_text", "seed")  # the parameters that say which policy it is
+NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
 ROWS, ITEMS = 6, 100  # a call; MLflow takes at most 1,000 metrics, and 100 parameters or tags
 LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 # MLflow's own defaults wait for a dead server for minutes, and keep a deleted file open.
@@ -94,7 +98,7 @@ def track(config: Path) -> None:
 
 
 def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
-    """Bring into the store what it lacks of a stage; how many metrics, params, tags, files that were.
+    """Bring into the store what it lacks of a stage; how many metrics, params, tags, files, models that were.
 
     Of the steps, those beyond the last one that it has: of one that was done twice, as a resumed run's may be, the
     first numbers stay. A row is sent whole, and its time is a function of the files alone, so that two processes that
@@ -116,10 +120,12 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
         known = {item.dataset.digest for item in run.inputs.dataset_inputs}
         for item in record.datasets:
             if item["digest"] not in known:
-                dataset = Dataset(Path(item["path"]).stem, item["digest"], "local", json.dumps({"uri": item["path"]}))
+                dataset = Dataset(*_dataset(item), "local", json.dumps({"uri": item["path"]}))
                 read = DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])
                 client.log_inputs(run.info.run_id, [read])
                 sent["datasets"] += 1
+        ends = record.results or MODEL in record.tags  # a stage has them when it is done
+        model = _model(client, experiment, run, record, len(rows), sent) if ends else None
     there = run.data
 
     def log(kind: str, items: list, size: int = ITEMS, of: str = run.info.run_id) -> None:
@@ -156,8 +162,12 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
 
     # The stage's own numbers; scores are those of the run that trained the policy, too.
     results, ended = record.results.items(), record.ended or record.started
-    lacking = [(name, value) for name, value in results if there.metrics.get(name) != value]
-    log("metrics", [Metric(name, value, ended, record.step) for name, value in lacking])
+    of_model = {(metric.key, metric.value) for metric in (model and model.metrics) or []}
+    lacking = [item for item in results if there.metrics.get(item[0]) != item[1] or (model and item not in of_model)]
+    belongs = {"model_id": model.model_id} if model else {}
+    if model and record.datasets:
+        belongs |= dict(zip(("dataset_name", "dataset_digest"), _dataset(record.datasets[0]), strict=True))
+    log("metrics", [Metric(name, value, ended, record.step, **belongs) for name, value in lacking])
     for name, value in results if parent else ():
         if name.startswith(SCORES):
             history = client.get_metric_history(parent.info.run_id, name)
@@ -172,6 +182,44 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
     elif run.info.status != record.status:
         client.update_run(run.info.run_id, record.status)
     return sent
+
+
+def _dataset(item: dict[str, str]) -> tuple[str, str]:
+    """Name and digest."""
+    return Path(item["path"]).stem, item["digest"]
+
+
+def _model(client, experiment: str, run, record: Record, steps: int, sent: Counter):
+    """MLflow's model whose results a stage's are: the one that it works on until it has made one; None without any.
+
+    What it works on is an input of its run, and what it makes an output.
+    """
+    from mlflow.entities import LoggedModelInput, LoggedModelOutput
+
+    def find(key: str):
+        return next(iter(client.search_logged_models([experiment], f"tags.{KEY} = '{key}'", max_results=1)), None)
+
+    keys = (record.tags.get(UPSTREAM + stage, "").split() for stage in KINDS)
+    # A report reads several.
+    model = next((found for own in keys if len(own) == 1 and (found := find(own[0]))), None)
+    if model and model.model_id not in {item.model_id for item in run.inputs.model_inputs}:
+        client.log_inputs(run.info.run_id, models=[LoggedModelInput(model.model_id)])
+        sent["models"] += 1
+    if MODEL not in record.tags:
+        return model if record.parent else None
+    kind = KINDS[record.tags["stage"]]
+    model = find(record.key) or client.create_logged_model(
+        experiment,
+        f"{record.title} · {kind}".translate(NOT_IN_A_MODELS_NAME),
+        run.info.run_id,
+        {KEY: record.key, "path": record.tags[MODEL]},
+        {name: record.params[name] for name in POLICY if name in record.params},
+        kind,
+    )
+    if model.model_id not in {item.model_id for item in run.outputs.model_outputs}:
+        client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, steps)])
+        sent["models"] += 1
+    return model if model.status == "READY" else client.finalize_logged_model(model.model_id, "READY")
 
 
 def _describe(client, experiment: str, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """A report: of each of its parts, load, make statistics of the frames, then tables and figures of the statistics."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,13 @@ def kept(experiment: Experiment, folder: Path) -> Part:
     verify_checksums(path.parent, manifest["files"])
     statistics = read_statistics(folder / ESTIMATES)
     curves = [pd.read_parquet(folder / series.SERIES)]
-    return Part(statistics, make_tables(experiment, statistics), manifest["origins"], curves)
+    # Numbers that were brought over from an older table keep its notes, which say how they were made.
+    notes = manifest.get("notes", {})
+    tables = {
+        name: replace(table, notes=notes.get(name, table.notes))
+        for name, table in make_tables(experiment, statistics).items()
+    }
+    return Part(statistics, tables, manifest["origins"], curves)
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:

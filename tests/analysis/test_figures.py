@@ -79,7 +79,10 @@ def test_no_two_curves_of_a_panel_look_alike(name):
 def test_what_has_no_rho_and_the_control_stand_in_every_panel():
     experiment = make_experiment()
     figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]
-    assert [axes.get_title() for axes in figure.axes] == ["engine coarse, ρ = e⁻¹³", "engine coarse, ρ = 0.01"]
+    assert [axes.get_title() for axes in figure.axes] == [
+        "engine coarse, ρ\u00a0=\u00a0e⁻¹³",
+        "engine coarse, ρ\u00a0=\u00a00.01",
+    ]
     for axes in figure.axes:
         assert len(bold(axes)) == 5
         [control] = [line for line in bold(axes) if line.get_color() == "#707070"]
@@ -154,7 +157,7 @@ def test_scores_have_a_row_a_point_with_its_seeds():
     names = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_yticklabels()]
     assert names == [
         *("base model", "RLOO (naive), engine fp32, G 8", "RLOO (naive), engine coarse, G 8"),
-        *("DVP, engine coarse, ρ = e⁻¹³, G 4", "DVP, engine coarse, ρ = e⁻¹³, G 8"),
+        *("DVP, engine coarse, ρ\u00a0=\u00a0e⁻¹³, G 4", "DVP, engine coarse, ρ\u00a0=\u00a0e⁻¹³, G 8"),
     ]
     small = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_markersize() == 3.5]
     assert small == pytest.approx([55, 65])
@@ -192,7 +195,7 @@ def test_estimators_stand_by_family_on_one_scale_hollow_where_zero_is_inside():
     ]
     figure = figures.draw(experiment, statistics, EMPTY)["bias_variance"]
     names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert names == ["RLOO (naive)", "DVP, ρ = 0.01", "DVP, ρ = e⁻¹³", "RLOO + MIS"]
+    assert names == ["RLOO (naive)", "DVP, ρ\u00a0=\u00a00.01", "DVP, ρ\u00a0=\u00a0e⁻¹³", "RLOO + MIS"]
     bias, variance, other, _ = figure.axes
     assert (bias.get_xscale(), variance.get_xscale(), bias.get_xlim()) == ("symlog", "log", other.get_xlim())
     faces = [

@@ -76,7 +76,7 @@ def test_the_reference_and_the_control_are_compared_with_nothing_they_cannot_be(
     assert rows[MIS.path]["served"].where["evaluated_on"] == "coarse"
 
 
-def test_three_sentences_say_who_is_told_from_the_reference(table):
+def test_three_sentences_say_who_differs_from_the_reference(table):
     table, asked = table
     exact, served, collapsed, *_ = table.notes
     others = [point for point in asked.points if point != NAIVE]
@@ -87,7 +87,7 @@ def test_three_sentences_say_who_is_told_from_the_reference(table):
             if each is not None:
                 told["above" if each.low > 0 else "below" if each.high < 0 else "not"] += 1
         start, above, below, rest = re.fullmatch(
-            r"(.*): above it (.*?), below it (.*?), not told from it (\d+)\.", sentence.split(" With a ρ")[0]
+            r"(.*): above it (.*?), below it (.*?), inconclusive (\d+)\.", sentence.split(" With a ρ")[0]
         ).groups()
         assert start.endswith("compared with RLOO (naive), coarse")
         for text, side in ((above, "above"), (below, "below")):

@@ -2,17 +2,20 @@ import csv
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
+from dvp.analysis import shown
 from dvp.analysis.load import evaluation_path
 from dvp.analysis.points import where_of
 from dvp.analysis.rows import rows_of
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.tables import make_table
+from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
 REFERENCE = "method~rloo/engine~coarse/rho~none"
@@ -246,3 +249,29 @@ def test_a_table_of_what_is_measured_is_one_declaration():
     assert table.notes[-1] == "2 seeds, tiny."
     assert list(table.frame()) == ["point", "label", "k3", "k3_low", "k3_high", "share"]
     assert next(iter(table.provenance().values()))["k3"] == ["runs/a/train.json"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "    kind: intervals\n",
+            "    kind: intervalls\n",
+            "figures.differences: kind: Input should be",
+        ),
+        ("  scores:\n", "  scores:\n    quantity: score\n", "figures.scores: quantity: unknown key"),
+        (
+            "interval: .1f, scale: 100}",
+            "intervall: .1f}",
+            "tables.main_table.columns.2: intervall: unknown key",
+        ),
+        ("    rows: models\n", "", "tables.main_table: rows: Field required"),
+    ],
+)
+def test_a_mistake_in_a_declaration_is_one_line(tmp_path, monkeypatch, old, new, message):
+    text = shown.FILE.read_text(encoding="utf-8")
+    (tmp_path / "shown.yaml").write_text(text.replace(old, new, 1), encoding="utf-8")
+    monkeypatch.setattr(shown, "FILE", tmp_path / "shown.yaml")
+    kind = message.partition(".")[0]
+    with pytest.raises(DvpError, match=f"^shown.yaml: {re.escape(message)}"):
+        shown.shown.__wrapped__(kind)

@@ -151,7 +151,7 @@ def load_file(path: Path = CLAIMS) -> Claims:
         return Claims.model_validate(expanded)
     except ValidationError as error:
         raise DvpError(f"{path}: {first_problem(error, expanded, Claims)[1]}") from None
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DvpError(f"{path}: claims: expected lists of claims by source; {type(error).__name__}: {error}") from None
 
 

@@ -129,8 +129,8 @@ class Looks:
         if column in self.experiment.axes:
             return setting_as_read(column, value)
         texts = {
-            "rho": f"ρ = {rho_text(value)}",
-            "only_rho": f"ρ = {rho_text(value)} in evaluation only",
+            "rho": f"ρ\u00a0=\u00a0{rho_text(value)}",
+            "only_rho": f"ρ\u00a0=\u00a0{rho_text(value)} in evaluation only",
             "margin": f"trainer prunes at ρ·e^(−2·{value})",
         }
         return texts.get(column, _WORDS.get(value, value))

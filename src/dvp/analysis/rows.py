@@ -10,6 +10,7 @@ from dvp.analysis.matrix import ONLY, OWN, entries, heading, models, own_sampler
 from dvp.analysis.points import BASE, estimator_counterpart, point_name, policy_label, role, where_of
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.variance import variance_places
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, GridPoint, Sampler, setting_as_written
 from dvp.progress import setting_as_read
@@ -60,6 +61,8 @@ def rows_of(kind: str, experiment: Experiment, statistics: Iterable[Statistic]) 
             policies = dict.fromkeys(place["policy"] for place in estimator_places(experiment))
             places = [(policy, position) for policy in policies for position in [WHOLE, *experiment.positions]]
             rows = [_policy(experiment, {"policy": policy, "position": position}) for policy, position in places]
+        case _:
+            raise DvpError(f"shown.yaml: rows: no table has rows of the kind '{kind}'")
     return list({row.name: row for row in rows}.values())
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dvp.analysis.parts import several_solutions
+from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.jobs import BASE
 from dvp.experiment.loading import check_settings, read_yaml
@@ -102,7 +103,10 @@ def redraw(results: Path, config: Path = Path("config")) -> None:
     from dvp.analysis.report import draw, kept, provenance
 
     index = ["| folder | experiment | tables |", "|---|---|---|"]
-    for file in sorted(results.glob("*/report/manifest.json")):
+    manifests = sorted(results.glob("*/report/manifest.json"))
+    if not manifests:
+        raise DvpError(f"--results {results}: expected a folder with EXPERIMENT/report/manifest.json, found none")
+    for file in manifests:
         directory = ExperimentDir(file.parents[1] / "config.yaml")
         experiment, folder = directory.experiment, directory.folder
         made = kept(experiment, folder)
@@ -132,7 +136,9 @@ def show(config: Path) -> None:
     directory = ExperimentDir(config)
     tables = kept(directory.experiment, directory.folder).tables
     print(f"{directory.experiment.description}\n")
-    print(to_text(tables["main_table"].formatted()))
+    # What is kept of an experiment may be without the main one.
+    for name in [name for name in ("main_table", *tables) if name in tables][:1]:
+        print(to_text(tables[name].formatted()))
     print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
     print(f"responses         {directory.folder}/report/responses.html   (--responses shows them here)")
     if (directory.folder / "report.html").is_file():

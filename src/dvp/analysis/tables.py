@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from dvp.analysis.matrix import own_policies
 from dvp.analysis.notes import notes
 from dvp.analysis.parts import parts
 from dvp.analysis.rows import Row, columns_of, rows_of
-from dvp.analysis.shown import shown
+from dvp.analysis.shown import ColumnEntry, shown
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.experiment.config import Experiment
 from dvp.measurement.files import PAIRED, SMALLEST_ESS
@@ -42,32 +42,8 @@ class Text(NamedTuple):
     sources: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(ColumnEntry):
     """As shown.yaml says at its top."""
-
-    key: str
-    """In a row, in the CSV and in provenance.json."""
-    heading: str | None = None
-    quantity: str | None = None
-    of: dict[str, str] = field(default_factory=dict)
-    cell: str = ""
-    interval: str | None = None
-    number: str | None = None
-    seeds: str | None = None
-    text: str | None = None
-    scale: float = 1
-    ends: Sequence[str] = ()
-    """In the CSV, of a statistic: KEY_low and KEY_high, or other names for what its interval is."""
-    csv: bool = True
-    optional: bool = False
-    """It is left out where no row has it."""
-    of_reference: str | None = None
-    """What the reference's row says instead."""
-    own: str = ""
-    """Set behind the score of the policy that the row's model trained."""
-    beside: str | None = None
-    """Of single seeds: a quantity, a step, at which it happened to some."""
 
     def cell_of(self, row: Row, known: Any, texts: dict[str, Any], count: int) -> Any:
         """What stands in a row, None where it is not defined."""
@@ -246,7 +222,7 @@ def _columns(
             if values.get("heading") is not None:
                 values["heading"] = values["heading"].format_map(texts)
             if "interval" in values:
-                values.setdefault("ends", declared.get("ends", ("low", "high")))
+                values.setdefault("ends", declared.get("ends", ["low", "high"]))
             if texts.get(entry.get("if"), True):
                 yield Column(**values)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dvp.core.importance import MAX_EXPONENT
 from dvp.core.kept_sets import KeptSets
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from dvp.core.update import Update
 
 LOW_RATIO = 1e-4
-# exp(709.8) overflows float64; r or r² past e^700 counts as e^700.
-MAX_EXPONENT = 700.0
 # p below which a sampled token counts as one of the tail: there the factor 1 − p of the bounds no longer falls.
 TAIL_PROBABILITY = 1e-2
 

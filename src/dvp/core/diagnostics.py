@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dvp.core.importance import MAX_EXPONENT
 from dvp.core.kept_sets import KeptSets
+from dvp.core.limits import MAX_EXPONENT
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout

@@ -20,16 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_serializer, model_validator
 
 from dvp.core.lazy import no_grad, torch
+from dvp.core.limits import LOG_RATIO_CLAMP, MAX_EXPONENT
 from dvp.errors import DvpError
 from dvp.strict import PositiveFloat, Strict
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout
-
-# e^±20 is far outside any useful bound, and keeps a weight finite in fp32 and in bf16.
-LOG_RATIO_CLAMP = 20.0
-# exp(709.8) overflows float64; r or r² past e^700 counts as e^700, and any K3 threshold is far below it.
-MAX_EXPONENT = 700.0
 
 
 class ImportanceRule(Strict):

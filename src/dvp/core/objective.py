@@ -20,8 +20,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dvp.core.importance import LOG_RATIO_CLAMP
 from dvp.core.lazy import torch
+from dvp.core.limits import LOG_RATIO_CLAMP
 from dvp.strict import Fraction, Strict
 
 

@@ -18,7 +18,7 @@ import torch
 
 from dvp.core.advantages import Responses, rloo
 from dvp.core.batch import Rollout
-from dvp.core.importance import LOG_RATIO_CLAMP
+from dvp.core.limits import LOG_RATIO_CLAMP
 from dvp.measurement.estimator_bias import Jackknifed, Moments
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dvp.analysis.answers import MARK, fill, pages, read
 from dvp.analysis.evidence import answer, render
 from dvp.analysis.formats import to_markdown
 from dvp.analysis.report import kept
@@ -27,11 +28,27 @@ def test_the_tables_are_those_of_the_estimates(folder):
     assert pictures <= set(json.loads((folder / "report/manifest.json").read_text())["figures"])
 
 
-def test_the_page_of_claims_is_that_of_the_estimates(monkeypatch):
+@pytest.fixture(scope="module")
+def answered():
+    """The claims, as what is kept answers them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        keys = read_yaml(ROOT / "config/config.yaml")["evidence"]
+        reference = Path(os.path.relpath(REFERENCE))
+        return answer([f"{key}={reference / name}" for key, name in keys.items() if (reference / name).is_dir()])
+
+
+def test_the_page_of_claims_is_that_of_the_estimates(answered, monkeypatch):
     monkeypatch.chdir(ROOT)
-    reference = Path(os.path.relpath(REFERENCE))
-    keys = read_yaml(ROOT / "config/config.yaml")["evidence"]
-    answered = answer([f"{key}={reference / name}" for key, name in keys.items() if (reference / name).is_dir()])
-    page = render(answered, reference)["claims.md"]
+    page = render(answered, Path(os.path.relpath(REFERENCE)))["claims.md"]
     assert page == (REFERENCE / "claims.md").read_text(), "run `make reference`"
     assert answered["not_run"] == []
+
+
+def test_the_numbers_of_the_documentation_are_those_of_the_estimates(answered):
+    answers = read(ROOT / "docs", REFERENCE, answered["claims"])
+    stale = [str(page) for page in pages(ROOT) if fill(text := page.read_text(), answers) != text]
+    assert not stale, "run `make reference`"
+    asked = {mark["name"] for page in pages(ROOT) for mark in MARK.finditer(page.read_text())}
+    declared = {*answers.declared["numbers"], *answers.declared["tables"]}
+    assert declared <= asked, "declared, and shown nowhere"

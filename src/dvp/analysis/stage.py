@@ -94,11 +94,13 @@ def evidence(experiments: list[str], output: Path) -> None:
     print(f"\n{output / 'claims.md'}, {output / 'claims.html'}")
 
 
-def redraw(results: Path, config: Path = Path("config")) -> None:
-    """Everything that is drawn below `results`, from the estimates that are kept there; the page of claims; an index.
+def redraw(results: Path, root: Path = Path()) -> None:
+    """Everything that is drawn below `results`, from the estimates that are kept there; the page of claims; an index;
+    and the numbers in the pages below `root`, where docs/numbers.yaml declares some.
 
     A picture of what no estimate or series was kept of stays as it is.
     """
+    from dvp.analysis.answers import NUMBERS, fill, pages, read
     from dvp.analysis.evidence import answer, render
     from dvp.analysis.report import draw, kept, provenance
 
@@ -119,13 +121,17 @@ def redraw(results: Path, config: Path = Path("config")) -> None:
         index.append(f"| `{folder.name}` | {experiment.description} | {tables} |")
         print(f"{folder}: {len(made.tables)} tables, {len(drawn)} figures", flush=True)
     write_text(results / "index.md", "\n".join(["# What is kept", "", *index, ""]))
-    asked = check_settings(read_yaml(config / "config.yaml")).evidence
+    asked = check_settings(read_yaml(root / "config/config.yaml")).evidence
     there = [f"{key}={results / name}" for key, name in asked.items() if (results / name / "report").is_dir()]
-    answered = answer(there, config / "claims.yaml")
+    answered = answer(there, root / "config/claims.yaml")
     for name, text in render(answered, results).items():
         write_text(results / name, text)
     write_json(results / "claims.json", answered)
     print(f"{results / 'claims.md'}: {len(answered['claims'])} claims")
+    if (root / "docs" / NUMBERS).is_file():
+        answers = read(root / "docs", results, answered["claims"])
+        for page in pages(root):
+            write_text(page, fill(page.read_text(encoding="utf-8"), answers))
 
 
 def show(config: Path) -> None:

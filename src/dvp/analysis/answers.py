@@ -1,0 +1,145 @@
+"""The numbers and tables that stand in the documentation: filled in from what is kept, never typed.
+
+In a page `<!--=NAME-->…<!--/-->` holds what docs/numbers.yaml calls NAME: a number with its 95 % interval, a table, the
+table of answers, or the count of verdicts. `dvp redraw` writes what stands between.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dvp.analysis.formats import EMPTY, tokens_text
+from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics
+from dvp.errors import DvpError
+from dvp.experiment.loading import read_yaml
+
+NUMBERS = "numbers.yaml"  # in the folder of the documentation
+MARK = re.compile(r"<!--=(?P<name>[a-z0-9_]+)-->(?P<text>.*?)<!--/-->", re.DOTALL)
+
+
+def _digits(value: float) -> str:
+    """Two digits, or whole numbers."""
+    return f"{value:.0f}" if abs(value) >= 10 else re.sub(r"e-0?", "e-", f"{value:#.2g}")
+
+
+_FORMATS: dict[str, tuple[float, Callable[[float], str], str]] = {
+    "pp": (100, "{:.1f}".format, " pp"),
+    "percent": (100, "{:.1f}".format, " %"),
+    "share": (100, _digits, " %"),
+    "saving": (1, _digits, " %"),
+    "change": (1, "{:.1f}".format, " %"),
+    "number": (1, _digits, ""),
+    "tokens": (1, tokens_text, ""),
+}
+
+
+class Answers:
+    """What docs/numbers.yaml names, of the results kept below a folder.
+
+    Args:
+        declared: docs/numbers.yaml: `views` (keys used again and again), `numbers`, `tables` and `answers`.
+        results: the folder with EXPERIMENT/report/estimates.parquet.
+        claims: as `evidence.answer` gives them.
+    """
+
+    def __init__(self, declared: dict[str, Any], results: Path, claims: list[dict[str, Any]]) -> None:
+        self.declared, self.results = declared, results
+        self.claims = {claim["id"]: claim for claim in claims}
+        self.statistics: dict[str, list[Statistic]] = {}
+
+    def text(self, name: str) -> str:
+        """What stands between the marks. Raises DvpError for a name that is not declared, or fits no one estimate."""
+        if name == "status":
+            return self._status()
+        if name == "answers":
+            return self._answers()
+        if name in self.declared["tables"]:
+            return self._table(name, self.declared["tables"][name])
+        if name in self.declared["numbers"]:
+            return self.number(name, self.declared["numbers"][name])[0]
+        raise DvpError(f"{NUMBERS}: '{name}' is not declared; a page asks for it")
+
+    def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> tuple[str, Statistic]:
+        """One number with its interval, and the estimate; in a table with a plus sign and without its unit."""
+        asked = self._written_out(asked)
+        experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
+        style, negate = asked.pop("as", "number"), asked.pop("negate", False)
+        if experiment not in self.statistics:
+            self.statistics[experiment] = read_statistics(self.results / experiment / ESTIMATES)
+        where = {key: str(value) for key, value in asked.items()}
+        found = [
+            one for one in self.statistics[experiment] if one.name == quantity and where.items() <= one.where.items()
+        ]
+        if len(found) != 1:
+            fits = [one.where for one in found] or "nothing"
+            raise DvpError(f"{NUMBERS}: {name}: {experiment} {quantity} {where}: expected one estimate, found {fits}")
+        [one] = found
+        scale, form, unit = _FORMATS[style]
+        low, value, high = (scale * number * (-1 if negate else 1) for number in (one.low, one.value, one.high))
+        sign = "+" if table and style in ("pp", "change") and value > 0 else ""
+        ends = f" [{form(min(low, high))}, {form(max(low, high))}]" if math.isfinite(low) else ""
+        text = re.sub(r"-(0\.0+)(?!\d)", r"\1", f"{sign}{form(value)}{'' if table else unit}{ends}")
+        return text.replace("-", "−"), one
+
+    def _written_out(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return self.declared["views"].get(asked.get("view"), {}) | {
+            key: it for key, it in asked.items() if key != "view"
+        }
+
+    def _table(self, name: str, table: dict[str, Any]) -> str:
+        """Rows and columns by their headings; a cell asks for what table, column and row say together."""
+        rows = [["", *table["columns"]], ["---"] * (1 + len(table["columns"]))]
+        for label, row in table["rows"].items():
+            cells = []
+            for heading, column in table["columns"].items():
+                asked = table.get("all", {}) | column | row
+                left_out = heading in asked.pop("without", [])
+                cells.append(EMPTY if left_out else self.number(f"{name}: {label}, {heading}", asked, table=True)[0])
+            rows.append([label, *cells])
+        return _markdown(rows)
+
+    def _answers(self) -> str:
+        rows = [["question", "estimate [95 %]", "over", "verdict"], ["---"] * 4]
+        for answer in self.declared["answers"]:
+            text, one = self.number(answer["question"], answer["number"])
+            verdict = self.claims[answer["claim"]]["verdict"]
+            link = f"[{verdict}](../../results/reference/claims.md#{answer['claim']})"
+            rows.append([f"[{answer['question']}]({answer['page']}.md)", f"{answer['what']} {text}", _over(one), link])
+        return _markdown(rows)
+
+    def _status(self) -> str:
+        counts = Counter(claim["verdict"] for claim in self.claims.values())
+        return f"{len(self.claims)} claims: " + ", ".join(
+            f"{count} {verdict}" for verdict, count in counts.most_common()
+        )
+
+
+def _over(one: Statistic) -> str:
+    """Over what its interval is: training seeds, or sets of problems."""
+    trained, sets = re.search(r"(\d+) training seeds", one.how), re.search(r"over (\d+) seeds", one.how)
+    return f"{trained[1]} seeds" if trained else f"{sets[1]} problem sets" if sets else one.how
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def fill(page: str, answers: Answers) -> str:
+    """A page with what stands between its marks written anew."""
+    return MARK.sub(lambda mark: f"<!--={mark['name']}-->{answers.text(mark['name'])}<!--/-->", page)
+
+
+def pages(root: Path) -> list[Path]:
+    """The pages that may have marks, below the folder that holds docs/."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def read(docs: Path, results: Path, claims: list[dict[str, Any]]) -> Answers:
+    """docs/numbers.yaml. Raises DvpError."""
+    declared = read_yaml(docs / NUMBERS)
+    if not isinstance(declared, dict) or set(declared) != {"views", "numbers", "tables", "answers"}:
+        raise DvpError(f"{docs / NUMBERS}: expected views, numbers, tables and answers")
+    return Answers(declared, results, claims)

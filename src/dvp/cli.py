@@ -29,8 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Training-inference mismatch in RL of language models: measured, and what corrects it. Each verb is a stage "
-    "of the pipeline: it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` runs them "
-    "all in order.",
+    "of the pipeline: it reads files, writes files, and writes its small JSON file last. `make` or `snakemake` runs "
+    "them all in order.",
     epilog="Exit status: 0 done, 2 a problem in the input (one line says which), 1 a bug in dvp. "
     "Told to stop by SIGTERM (143) or SIGUSR1 (138), training saves its last step first.",
 )

@@ -35,14 +35,14 @@ run: install
 smoke: install
 	@$(MAKE) --no-print-directory run EXPERIMENT=smoke
 
-# All experiments that answer config/claims.yaml, and the page of claims.
+# All experiments that answer config/claims.yaml, and the claims report.
 # make evidence EVIDENCE=config/evidence_smoke.yaml
 evidence: install
 	@$(SNAKEMAKE) evidence --quiet host reason $(if $(EVIDENCE),--configfile $(EVIDENCE))
 	@$(SNAKEMAKE) evidence --quiet all $(if $(EVIDENCE),--configfile $(EVIDENCE)) --report $(RESULTS)/evidence/report.html
 	@echo "claims   $(RESULTS)/evidence/claims.md, $(RESULTS)/evidence/report.html"
 
-# What results/reference keeps, drawn again from its estimates: tables, figures, the page of claims.
+# What results/reference keeps, drawn again from its estimates: tables, figures, the claims report.
 reference: install
 	$(BIN)/dvp redraw --results results/reference
 

@@ -305,7 +305,7 @@ def evidence(
 
 @verb(RESULTS, "dvp.analysis.stage")
 def redraw(results: Annotated[Path, _path("FOLDER", "results, or what is kept of some")]) -> None:
-    """Draw tables, figures and the page of claims again, from the estimates in FOLDER/E/report."""
+    """Draw tables, figures and the claims report again, from the estimates in FOLDER/E/report."""
 
 
 FARTHEST = "where the mismatch is largest"

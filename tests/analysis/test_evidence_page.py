@@ -78,10 +78,10 @@ def asking(test, statistic="score_over_other", **more):
 @pytest.mark.parametrize(
     ("measured", "expected", "statuses"),
     [
-        ((18.0, 5.0, 31.0), "reproduced", ["met", "met"]),
-        ((8.0, 5.0, 11.0), "reproduced in part", ["met", "failed"]),
-        ((8.0, -5.0, 18.0), "not reproduced", ["open", "failed"]),
-        ((8.0, math.nan, math.nan), "could not have been seen here", ["open", "open"]),
+        ((18.0, 5.0, 31.0), "supported", ["supported", "supported"]),
+        ((8.0, 5.0, 11.0), "mixed", ["supported", "contradicted"]),
+        ((8.0, -5.0, 18.0), "mixed", ["inconclusive", "contradicted"]),
+        ((8.0, math.nan, math.nan), "inconclusive", ["inconclusive", "inconclusive"]),
     ],
 )
 def test_the_verdict_follows_from_the_interval(place, measured, expected, statuses):
@@ -106,36 +106,46 @@ def test_what_is_not_measured_is_said_and_is_no_verdict(place):
 @pytest.mark.parametrize(
     ("statuses", "controls", "of_parts", "of_all"),
     [
-        (["met", "met"], ["met"], "reproduced", "reproduced"),
-        (["met", "open"], ["met"], "reproduced in part", "not reproduced"),
-        (["met", "failed"], [], "reproduced in part", "not reproduced"),
-        (["met", "met"], ["open"], "not reproduced", "not reproduced"),
-        (["met", "met"], ["met", "failed"], "not reproduced", "not reproduced"),
-        (["open"], ["met"], "could not have been seen here", "could not have been seen here"),
-        (["open"], ["failed"], "not reproduced", "not reproduced"),
-        (["open", "failed"], [], "not reproduced", "not reproduced"),
-        (["met", "not measured"], [], "not tested yet", "not tested yet"),
-        (["met"], ["not measured"], "not tested yet", "not tested yet"),
+        (["+", "+"], ["+"], "supported", "supported"),
+        (["+", "?"], ["+"], "mixed", "inconclusive"),
+        (["+", "-"], [], "mixed", "contradicted"),
+        (["-", "?"], ["?"], "mixed", "contradicted"),
+        (["-", "-"], ["-"], "contradicted", "contradicted"),
+        (["+", "+"], ["?"], "inconclusive", "inconclusive"),
+        (["+", "+"], ["+", "-"], "mixed", "mixed"),
+        (["?"], ["+"], "inconclusive", "inconclusive"),
+        (["?"], ["-"], "mixed", "mixed"),
+        (["+", "not measured"], [], "not tested yet", "not tested yet"),
+        (["+"], ["not measured"], "not tested yet", "not tested yet"),
     ],
 )
 def test_a_verdict_follows_from_conditions_and_controls(statuses, controls, of_parts, of_all):
+    words = {"+": "supported", "-": "contradicted", "?": "inconclusive"}
+    statuses, controls = ([words.get(sign, sign) for sign in signs] for signs in (statuses, controls))
     assert verdict(statuses, controls) == of_parts
     assert verdict(statuses, controls, needs_all=True) == of_all
+
+
+def test_what_excludes_zero_and_misses_the_criterion_is_said(place):
+    """A difference of 1 to 6 points, where more than 2 are asked for."""
+    number = statistic(0.035, 0.01, 0.06, "score_over_other", unit="fraction")
+    [gain] = answered(place(number, claims=asking({"above": 0.02})))["claims"]
+    assert gain["why"].endswith("of the inconclusive, 1 with an interval that excludes zero but not the criterion")
 
 
 @pytest.mark.parametrize(
     ("test", "low", "high", "expected"),
     [
-        ({"above": 0.0}, 0.1, 0.2, "met"),
-        ({"above": 0.0}, 0.0, 0.2, "open"),
-        ({"above": 0.0}, -0.2, 0.0, "failed"),
-        ({"below": 1.0}, 0.1, 0.2, "met"),
-        ({"below": 1.0}, 1.0, 1.2, "failed"),
-        ({"within": [-1.0, 1.0]}, -0.5, 0.5, "met"),
-        ({"within": [-1.0, 1.0]}, -1.5, 0.5, "open"),
-        ({"within": [-1.0, 1.0]}, 1.5, 2.5, "failed"),
-        ({"contains": 0.0}, -1.0, 0.0, "met"),
-        ({"contains": 0.0}, 0.1, 0.2, "failed"),
+        ({"above": 0.0}, 0.1, 0.2, "supported"),
+        ({"above": 0.0}, 0.0, 0.2, "inconclusive"),
+        ({"above": 0.0}, -0.2, 0.0, "contradicted"),
+        ({"below": 1.0}, 0.1, 0.2, "supported"),
+        ({"below": 1.0}, 1.0, 1.2, "contradicted"),
+        ({"within": [-1.0, 1.0]}, -0.5, 0.5, "supported"),
+        ({"within": [-1.0, 1.0]}, -1.5, 0.5, "inconclusive"),
+        ({"within": [-1.0, 1.0]}, 1.5, 2.5, "contradicted"),
+        ({"contains": 0.0}, -1.0, 0.0, "supported"),
+        ({"contains": 0.0}, 0.1, 0.2, "contradicted"),
     ],
 )
 def test_a_condition_is_about_the_whole_interval(test, low, high, expected):
@@ -145,21 +155,21 @@ def test_a_condition_is_about_the_whole_interval(test, low, high, expected):
 @pytest.mark.parametrize(
     ("unit", "test", "measured", "says"),
     [
-        ("fraction", {"above": 0}, (0.01, -0.02, 0.04), "open; met from 3 points on"),
-        ("fraction", {"above": 0.02}, (0.03, 0.015, 0.045), "open; met from 3.5 points on"),
-        ("fraction", {"below": 0}, (0.01, -0.02, 0.04), "open; met up to -3 points"),
+        ("fraction", {"above": 0}, (0.01, -0.02, 0.04), "inconclusive; supported from 3 pp on"),
+        ("fraction", {"above": 0.02}, (0.03, 0.015, 0.045), "inconclusive; supported from 3.5 pp on"),
+        ("fraction", {"below": 0}, (0.01, -0.02, 0.04), "inconclusive; supported up to -3 pp"),
         (
             "fraction",
             {"within": [-0.01, 0.01]},
             (0.0, -0.02, 0.04),
-            "by no value, as the interval is wider than 2 points",
+            "by no value, as the interval is wider than 2 pp",
         ),
-        ("fraction", {"within": [-0.05, 0.05]}, (0.03, 0.0, 0.06), "open; met from -2 to 2 points"),
+        ("fraction", {"within": [-0.05, 0.05]}, (0.03, 0.0, 0.06), "inconclusive; supported from -2 to 2 pp"),
         # Of the logarithm: as many times as it is wide, not as much.
-        ("fraction", {"below": 0.01}, (0.006, 0.003, 0.012), "open; met up to 0.5 points"),
+        ("fraction", {"below": 0.01}, (0.006, 0.003, 0.012), "inconclusive; supported up to 0.5 pp"),
         # A change, of a ratio of 1.05; a saving, of a ratio of 0.8.
-        ("%", {"above": 0}, (5.0, 100 * (1.05 / 1.2 - 1), 26.0), "met from 20 % on"),
-        ("%", {"above": 0}, (20.0, -20.0, 100 * (1 - 0.64 / 1.2)), "met from 33.3 % on"),
+        ("%", {"above": 0}, (5.0, 100 * (1.05 / 1.2 - 1), 26.0), "supported from 20 % on"),
+        ("%", {"above": 0}, (20.0, -20.0, 100 * (1 - 0.64 / 1.2)), "supported from 33.3 % on"),
     ],
 )
 def test_an_open_condition_says_what_could_have_been_seen(place, unit, test, measured, says):
@@ -169,11 +179,11 @@ def test_an_open_condition_says_what_could_have_been_seen(place, unit, test, mea
 @pytest.mark.parametrize(
     ("unit", "test", "measured", "says"),
     [
-        ("fraction", {"above": 0}, (-0.03, -0.04, -0.01), "3 [1, 4] points | met"),
-        ("fraction", {"above": 0}, (0.03, 0.02, 0.04), "-3 [-4, -2] points | failed"),
-        ("ratio", {"above": 24}, (0.05, 0.025, 0.1), "20 [10, 40] ratio | open; met from 48 ratio on"),
-        ("ratio", {"above": 24}, (0.025, -0.01, 0.06), "40 [16.7, not defined] ratio | open"),
-        ("fraction", {"above": 0}, (-0.03, math.nan, math.nan), "3 [not defined, not defined] points | open"),
+        ("fraction", {"above": 0}, (-0.03, -0.04, -0.01), "3 [1, 4] pp | supported"),
+        ("fraction", {"above": 0}, (0.03, 0.02, 0.04), "-3 [-4, -2] pp | contradicted"),
+        ("ratio", {"above": 24}, (0.05, 0.025, 0.1), "20 [10, 40] ratio | inconclusive; supported from 48 ratio on"),
+        ("ratio", {"above": 24}, (0.025, -0.01, 0.06), "40 [16.7, not defined] ratio | inconclusive"),
+        ("fraction", {"above": 0}, (-0.03, math.nan, math.nan), "3 [not defined, not defined] pp | inconclusive"),
     ],
 )
 def test_a_statistic_can_be_asked_for_the_other_way_round(place, unit, test, measured, says):
@@ -240,12 +250,12 @@ def test_every_number_names_its_runs_and_no_cell_is_empty(place):
     assert all(cell.strip() for row in rows for cell in row[:2])
     for line in (
         "| [A paper](#source_paper) | 0 | 1 | 0 | 0 | 1 | 0 |",
-        "| [it gains](#gain) | 20 % | 8 [5, 11] % | 1 of 2 | – | **reproduced in part** |",
+        "| [it gains](#gain) | 20 % | 8 [5, 11] % | 1 of 2 | – | **mixed** |",
         "| [a large thing](#large) | in words | no GPU | – | – | **not testable at this scale** |",
-        "| above nothing | 8 [5, 11] % | met | 1 |",
-        "| and by 20 | 8 [5, 11] % | failed | 1 |",
+        "| above nothing | 8 [5, 11] % | supported | 1 |",
+        "| and by 20 | 8 [5, 11] % | contradicted | 1 |",
         "- [another \\| thing](#other): late was not run",
-        "**reproduced in part**. Published: 20 %. (Table 1.)",
+        "**mixed**: 2 conditions: 1 supported, 1 contradicted. Published: 20 %. (Table 1.)",
         "Intervals: t interval over 3 training seeds.",
     ):
         assert line in page.splitlines()

@@ -28,7 +28,7 @@ from test_runner import ScriptedEngine as RunnerEngine
 from test_runner import _eval_parquet, _experiment, _run  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.analysis.evidence import FAILED, MET, OPEN, VERDICTS
+from dvp.analysis.evidence import CONTRADICTED, INCONCLUSIVE, SUPPORTED, VERDICTS
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
@@ -417,7 +417,9 @@ def test_evidence(tmp_path):
         value = (low + high) / 2
         folder = test_evidence_page.make_place(tmp_path, test_evidence_page.statistic(value, low, high, rho="0.01"))
         claim = test_evidence_page.answered(folder)["claims"][0]
-        statuses = [[MET, FAILED, OPEN].index(condition["status"]) for condition in claim["conditions"]]
+        statuses = [
+            [SUPPORTED, CONTRADICTED, INCONCLUSIVE].index(condition["status"]) for condition in claim["conditions"]
+        ]
         for name, number in {
             "above": statuses[0],
             "contains": statuses[1],

@@ -22,7 +22,7 @@ class Condition(Strict):
     says: str
     """The condition in words."""
     control: bool = False
-    """Whether it says whose effect it is: where it is not met, nothing of the claim is reproduced."""
+    """Whether it says whose effect it is: a claim is supported only where it is, too."""
     experiment: Name
     """Under which name of `evidence` in config/config.yaml the experiment stands."""
     statistic: Name

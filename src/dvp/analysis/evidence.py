@@ -1,4 +1,4 @@
-"""The page of claims: what was published, what was measured here, the verdict, and from which runs.
+"""The claims report: what was published, what was measured here, the verdict, and from which runs.
 
 The rules that make a verdict stand in config/claims.yaml, beside the claims. The page is templates/claims.md.j2; its
 HTML is made of that. claims.json has the same data.
@@ -26,11 +26,9 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.loading import read_resolved
 from dvp.files import read_json
 
-REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "reproduced in part", "not reproduced"
-NOT_SEEN, NOT_TESTABLE = "could not have been seen here", "not testable at this scale"
-NOT_TESTED = "not tested yet"
-VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_SEEN, NOT_TESTABLE, NOT_TESTED)
-MET, FAILED, OPEN, MISSING = "met", "failed", "open", "not measured"
+SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE = "supported", "mixed", "contradicted", "inconclusive"
+NOT_TESTABLE, NOT_TESTED, MISSING = "not testable at this scale", "not tested yet", "not measured"
+VERDICTS = (SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE, NOT_TESTABLE, NOT_TESTED)
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 STYLE = (
     "body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 } "
@@ -154,24 +152,48 @@ def verdict(statuses: list[str], controls: list[str], *, needs_all: bool = False
     """Of conditions and controls, as config/claims.yaml says."""
     if MISSING in (*statuses, *controls):
         return NOT_TESTED
-    if all(status == OPEN for status in statuses) and FAILED not in controls:
-        return NOT_SEEN
-    if all(status == MET for status in [*statuses, *controls]):
-        return REPRODUCED
-    in_part = MET in statuses and all(status == MET for status in controls) and not needs_all
-    return IN_PART if in_part else NOT_REPRODUCED
+    found = CONTRADICTED if needs_all and CONTRADICTED in statuses else MIXED
+    found = INCONCLUSIVE if needs_all and found == MIXED else found
+    found = statuses[0] if len(set(statuses)) == 1 else found
+    if CONTRADICTED in controls and found != CONTRADICTED:
+        return MIXED
+    return INCONCLUSIVE if INCONCLUSIVE in controls and found == SUPPORTED else found
+
+
+def synthesis(conditions: list[dict[str, Any]]) -> str:
+    """What the verdict comes to, in a sentence or two."""
+    lines = []
+    for control, noun in ((False, "condition"), (True, "control")):
+        own = [condition for condition in conditions if condition["control"] is control]
+        counts = Counter(condition["status"] for condition in own)
+        each = ", ".join(f"{number} {status}" for status, number in counts.most_common())
+        lines += [f"{len(own)} {noun}{'s' if len(own) > 1 else ''}: {each}"] if own else []
+    short = sum(map(_excludes_zero, conditions))
+    lines += (
+        [f"of the inconclusive, {short} with an interval that excludes zero but not the criterion"] if short else []
+    )
+    return "; ".join(lines)
+
+
+def _excludes_zero(condition: dict[str, Any]) -> bool:
+    """Whether a condition asks for more than a difference from zero, and that alone is shown."""
+    if condition["status"] != INCONCLUSIVE or condition["low"] is None or condition["high"] is None:
+        return False
+    threshold = condition["above"] if condition["above"] is not None else condition["below"]
+    difference = condition["unit"] == "%" or _is_difference(condition["statistic"], condition["unit"])
+    return bool(difference and threshold and (condition["low"] > 0 or condition["high"] < 0))
 
 
 def status(condition: Condition, low: float | None, high: float | None) -> str:
-    """Whether the interval lies where the condition says, elsewhere, or on both sides; open without an interval."""
+    """Whether the interval lies where the condition says, elsewhere, or on both sides; inconclusive without one."""
     if low is None or high is None:
-        return OPEN
+        return INCONCLUSIVE
     if condition.contains is not None:
-        return MET if low <= condition.contains <= high else FAILED
+        return SUPPORTED if low <= condition.contains <= high else CONTRADICTED
     first, last = condition.bounds
     if first < low and high < last:
-        return MET
-    return FAILED if high <= first or low >= last else OPEN
+        return SUPPORTED
+    return CONTRADICTED if high <= first or low >= last else INCONCLUSIVE
 
 
 def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> dict[str, Any]:
@@ -192,7 +214,7 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
     return claim.model_dump(include={"id", "text", "source", "note"}) | {
         "published": published,
         "verdict": tested if conditions else NOT_TESTABLE,
-        "why": claim.not_testable or "",
+        "why": claim.not_testable or synthesis(conditions),
         "conditions": conditions,
         "figure": claim.figure if key in reports and figure in reports[key].manifest["figures"] else None,
         "files": {name: sorted(files) for name, files in runs.items()},
@@ -253,7 +275,7 @@ def _turned(claim: str, one: Statistic, numbers: dict[str, float | None]) -> dic
         expected = "expected a ratio or a difference of fractions"
         raise DvpError(f"claim '{claim}': {one.name}: turned: {expected}, found unit '{one.unit}'")
     value, low, high = (None if number is None else turn(number) for number in numbers.values())
-    return {"value": value, "low": high, "high": low, "how": f"{one.how}; turned round"}
+    return {"value": value, "low": high, "high": low, "how": f"{one.how}; sign or ratio reversed"}
 
 
 def _instead(condition: Condition, alike: list[Statistic]) -> str:
@@ -278,8 +300,8 @@ def _interval(condition: dict[str, Any]) -> str:
 
 
 def _seen_from(condition: dict[str, Any]) -> str | None:
-    """Of a condition that is open: which value would meet it with an interval as wide as this one."""
-    if condition["status"] != OPEN or condition["low"] is None or condition["high"] is None:
+    """Of one that is inconclusive: which value would support it with an interval as wide as this one."""
+    if condition["status"] != INCONCLUSIVE or condition["low"] is None or condition["high"] is None:
         return None
     factor, unit = _scale(condition)
     value, low, high = (condition[key] for key in ("value", "low", "high"))
@@ -305,9 +327,9 @@ def _seen_from(condition: dict[str, Any]) -> str | None:
 
 
 def _scale(condition: dict[str, Any]) -> tuple[float, str]:
-    """What a statistic is multiplied by and in which unit it is shown: differences of scores in points."""
+    """What a statistic is multiplied by and in which unit it is shown: differences of scores in percentage points."""
     if condition["unit"] == "fraction":
-        return 100, "points" if _is_difference(condition["statistic"], condition["unit"]) else "%"
+        return 100, "pp" if _is_difference(condition["statistic"], condition["unit"]) else "%"
     return 1, condition["unit"]
 
 
@@ -316,9 +338,9 @@ def _is_difference(name: str, unit: str) -> bool:
 
 
 def _met(claim: dict[str, Any], control: bool) -> str:
-    """How many of a claim's conditions, or of its controls, are met."""
+    """How many of a claim's conditions, or of its controls, are supported."""
     statuses = [condition["status"] for condition in claim["conditions"] if condition["control"] == control]
-    return f"{statuses.count(MET)} of {len(statuses)}" if statuses else "–"
+    return f"{statuses.count(SUPPORTED)} of {len(statuses)}" if statuses else "–"
 
 
 def _runs(claim: dict[str, Any]) -> str:

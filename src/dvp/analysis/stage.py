@@ -95,7 +95,7 @@ def evidence(experiments: list[str], output: Path) -> None:
 
 
 def redraw(results: Path, root: Path = Path()) -> None:
-    """Everything that is drawn below `results`, from the estimates that are kept there; the page of claims; an index;
+    """Everything that is drawn below `results`, from the estimates that are kept there; the claims report; an index;
     and the numbers in the pages below `root`, where docs/numbers.yaml declares some.
 
     A picture of what no estimate or series was kept of stays as it is.

@@ -231,9 +231,9 @@ def test_a_gigantic_line_is_refused_before_it_is_in_memory(tmp_path):
     columns = {"problem": "q", "answer": "a"}
     source = FileSource.model_validate({"kind": "file", "path": file, "columns": columns})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DvpError, match=r"rows.jsonl: row 2: longer than 16777216 characters"):
+    with pytest.raises(DvpError, match=r"rows.jsonl: cannot be read after row 1: longer than 16777216 "):
         sources.load(source, "sources.rows")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
     listed = file.rename(file.with_suffix(".json"))
-    with pytest.raises(DvpError, match=r"rows.json: larger than 268435456 bytes.*make it JSON lines"):
+    with pytest.raises(DvpError, match=r"rows.json: .*larger than 268435456 bytes.*make it JSON lines"):
         sources.load(source.model_copy(update={"path": listed}), "sources.rows")

@@ -1,11 +1,10 @@
 """Reading problems: from the hub, from a file, or generated. The same code maps hub rows and file rows."""
 
-import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from dvp.files import parse_json
 from dvp.strict import control_character
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-_BATCH = 10_000
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
 _FIELDS = {
@@ -34,8 +32,9 @@ _FIELDS = {
 # A row is read whole: these bound what a hostile or broken file can make of memory.
 LONGEST_LINE = 2**24  # characters
 LARGEST_LIST = 2**28  # bytes
-# What pyarrow raises for a damaged file, for text that is not UTF-8 and for times that Python does not have.
-UNREADABLE = (OSError, ValueError, OverflowError, pa.ArrowException)
+BLANK = object()  # in place of a row, an empty line
+# What is raised for a damaged file, for text that is not UTF-8 and for times that Python does not have.
+_UNREADABLE = (OSError, ValueError, OverflowError, pa.ArrowException)
 
 
 class Row(NamedTuple):
@@ -59,15 +58,8 @@ def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[R
         stories = enumerate(generated, start=1)
         return [Row(str(number), story.problem, story.answer, story.solution, number) for number, story in stories]
     name = locate(source, where)
-    total = None
-    if isinstance(source, HubSource):
-        rows, total = _hub_rows(source, where)
-    elif source.path.suffix == ".parquet":
-        rows, total = _parquet_rows(source, name)
-    else:
-        rows = (_json_lines if source.path.suffix == ".jsonl" else _json_list)(source.path, name)
     # Nothing is shown for what loads in a few seconds.
-    progress = tqdm(rows, desc=f"reading {where}", total=total, unit=" rows", delay=3, mininterval=1)
+    progress = tqdm(_rows(source, name), desc=f"reading {where}", unit=" rows", delay=3, mininterval=1)
     loaded = list(_mapped(progress, source, name))
     if not loaded:
         raise DvpError(f"{name}: no rows")
@@ -91,26 +83,22 @@ def locate(source: GeneratedSource | HubSource | FileSource, where: str) -> str:
 
 
 def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, name: str) -> Iterator[Row]:
-    # Millions of rows may repeat a few thousand problems: each text is read and kept once.
-    known: dict[tuple[str, str], str] = {}
+    def read(field: str, value: Any) -> str | None:
+        return _read(field, value, source)
+
+    read_text = cache(read)  # millions of rows may repeat a few thousand problems
     for number, row in rows:
-        found = {"id": str(number), "solution": None}
+        at = f"{name}: row {number}"
         if not isinstance(row, dict):
-            raise DvpError(f"{name}: row {number}: expected an object with named columns, found {_short(row)}")
+            raise DvpError(f"{at}: expected an object with named columns, found {_short(row)}")
+        found = {"id": str(number), "solution": None}
         for field, path in source.columns:
-            if path is None:
-                continue
-            at = f"{name}: row {number}"
-            value = _dig(row, path, at)
-            read = known.get((field, value)) if isinstance(value, str) else None
-            if read is None:
+            if path is not None:
+                value = _dig(row, path, at)
                 try:
-                    read = _read(field, value, source)
+                    found[field] = (read_text if isinstance(value, str) else read)(field, value)
                 except ValueError as error:
                     raise DvpError(f"{at}: column '{path}': {error}") from None
-                if isinstance(value, str):
-                    known[field, value] = read
-            found[field] = read
         yield Row(number=number, **found)
 
 
@@ -123,17 +111,8 @@ def _dig(row: dict, path: str, at: str) -> Any:
         try:
             value = value[int(part)] if isinstance(value, list) and part.isdecimal() else value[part]
         except (LookupError, TypeError):
-            raise DvpError(f"{at}: no column '{path}'; found {', '.join(_names(row)) or 'none'}") from None
+            raise DvpError(f"{at}: no column '{path}'; found {', '.join(row) or 'none'}") from None
     return value
-
-
-def _names(value: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all values of a row."""
-    if isinstance(value, dict) and value:
-        return [name for key, inner in value.items() for name in _names(inner, f"{prefix}{key}.")]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return _names(value[0], f"{prefix}0.")
-    return [prefix.removesuffix(".")] if prefix else []
 
 
 def _read(field: str, value: Any, source: HubSource | FileSource) -> str | None:
@@ -177,63 +156,61 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-# --- where rows come from: (number, row) pairs ---
-
-
-def _json_lines(path: Path, name: str) -> Iterator[tuple[int, Any]]:
-    with open(path, encoding="utf-8-sig") as file:
-        number = 0
-        try:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), start=1):
-                if len(line) > LONGEST_LINE:
-                    raise DvpError(f"{name}: row {number}: longer than {LONGEST_LINE} characters; no problem is")
-                if line.strip():
-                    yield number, parse_json(line)
-        except UnicodeDecodeError as error:
-            raise DvpError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except ValueError as error:
-            raise DvpError(f"{name}: row {number}: not valid JSON: {error}") from None
-
-
-def _json_list(path: Path, name: str) -> Iterator[tuple[int, Any]]:
-    if path.stat().st_size > LARGEST_LIST:
-        raise DvpError(f"{name}: larger than {LARGEST_LIST} bytes, which are read at once; make it JSON lines (.jsonl)")
+def _rows(source: HubSource | FileSource, name: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows. Raises DvpError, naming the row, for what cannot be read."""
+    if isinstance(source, HubSource):
+        read = _hub_rows
+    else:
+        read = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_rows}[source.path.suffix]
+    number = 0
     try:
-        rows = parse_json(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DvpError(f"{name}: not valid JSON ({error}); is it JSON lines? Then call it .jsonl") from None
-    except ValueError as error:
-        raise DvpError(f"{name}: not valid JSON ({error})") from None
+        for number, row in enumerate(read(source), start=1):
+            if row is not BLANK:
+                yield number, row
+    except _UNREADABLE as error:
+        problem = error if type(error) is ValueError else first_line(error)
+        raise DvpError(f"{name}: cannot be read after row {number}: {problem}") from None
+
+
+def _json_lines(source: FileSource) -> Iterator[Any]:
+    with open(source.path, encoding="utf-8-sig") as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"longer than {LONGEST_LINE} characters; no problem is")
+            yield parse_json(line) if line.strip() else BLANK
+
+
+def _json_list(source: FileSource) -> Iterator[Any]:
+    if source.path.stat().st_size > LARGEST_LIST:
+        raise ValueError(f"larger than {LARGEST_LIST} bytes, which are read at once; make it JSON lines (.jsonl)")
+    rows = parse_json(source.path.read_text(encoding="utf-8-sig"))
     if not isinstance(rows, list):
-        raise DvpError(f"{name}: expected a list of objects, found {type(rows).__name__}")
-    yield from enumerate(rows, start=1)
+        raise ValueError(f"expected a list of objects, found {type(rows).__name__}; JSON lines are called .jsonl")
+    yield from rows
 
 
-def _parquet_rows(source: FileSource, name: str) -> tuple[Iterator[tuple[int, Any]], int]:
-    try:
-        file = pq.ParquetFile(source.path)
-        present = file.schema_arrow.names
-    except UNREADABLE as error:
-        raise DvpError(f"{name}: not a Parquet file ({first_line(error)})") from None
-    if twice := [column for column, count in Counter(present).items() if count > 1]:
-        raise DvpError(f"{name}: column '{twice[0]}' is there twice")
-    batches = file.iter_batches(batch_size=_BATCH, columns=_top_level(source, present))
-    return _numbered(batches, name), file.metadata.num_rows
+def _parquet_rows(source: FileSource) -> Iterator[Any]:
+    file = pq.ParquetFile(source.path)
+    names = file.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise ValueError(f"a column is there twice: {', '.join(sorted(names))}")
+    for batch in file.iter_batches(columns=_top_level(source, names)):
+        yield from batch.to_pylist()
 
 
-def _hub_rows(source: HubSource, where: str) -> tuple[Iterator[tuple[int, Any]], int]:
+def _hub_rows(source: HubSource) -> Iterator[Any]:
     import datasets
 
     try:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
     except Exception as error:
-        raise DvpError(
-            f"{where}: cannot load {source.path} ({source.split}, revision {source.revision}) from the "
-            f"Hugging Face hub: {first_line(error)}; without the hub, get its file some other way and "
-            f"replace the source by {{kind: file, path: FILE.parquet, columns: …}} with the same columns"
+        raise ValueError(
+            f"revision {source.revision} cannot be loaded from the Hugging Face hub: {first_line(error)}; without it, "
+            "get its file some other way and take {kind: file, path: FILE.parquet, columns: …} with the same columns"
         ) from None
-    read = dataset.select_columns(_top_level(source, dataset.column_names)).with_format("arrow")
-    return _numbered(read.iter(batch_size=_BATCH), where), len(dataset)
+    columns = _top_level(source, dataset.column_names)
+    for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+        yield from batch.to_pylist()
 
 
 def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
@@ -241,17 +218,6 @@ def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
     paths = [path for _, path in source.columns if path]
     needed = {path if path in present else path.split(".")[0] for path in paths}
     return sorted(needed) if needed <= set(present) else present
-
-
-def _numbered(batches: Iterable[pa.RecordBatch | pa.Table], name: str) -> Iterator[tuple[int, Any]]:
-    number = 0
-    try:
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except UNREADABLE as error:
-        raise DvpError(f"{name}: cannot be read after row {number} ({first_line(error)})") from None
 
 
 def first_line(error: Exception) -> str:

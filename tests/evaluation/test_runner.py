@@ -240,15 +240,6 @@ def test_a_task_without_rows_names_the_file_and_the_tasks(run):
         run("unheard")
 
 
-def test_a_prompt_that_does_not_fit_is_named(run, tmp_path):
-    engine = ScriptedEngine()
-    engine.max_model_len = 60
-    with pytest.raises(DvpError, match="held_out: 'p1': the prompt has 26 tokens"):
-        run("held_out", engine)
-    assert engine.calls == []
-    assert not (tmp_path / "held_out").exists()
-
-
 def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "grade", lambda *_, **__: False)
     with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dvp.data.prepared import TRAIN_COLUMNS
-from dvp.data.thinking import before_response
+from dvp.data.prompts import before_response
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 from dvp.experiment.folder import ExperimentDir

@@ -1,4 +1,4 @@
-"""A prompt's token ids, the same for training, evaluation and measurement, and on every day."""
+"""Prompts as token ids, the same in training, evaluation and measurement, on every day; and what of a response counts."""
 
 import sys
 from datetime import datetime
@@ -8,10 +8,12 @@ import pandas as pd
 
 from dvp.data.sources import first_line
 from dvp.errors import DvpError
+from dvp.experiment.data import DataConfig
 
 TODAY = datetime(2024, 7, 26)
 """What a chat template that reads the clock is told, as prompts must not change from day to day."""
 ANOTHER_DAY = datetime(2031, 11, 5, 13, 14, 15)
+THINKING = ("<think>", "</think>")
 
 
 def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: str) -> list[list[int]]:
@@ -73,6 +75,27 @@ def render(tokenizer: Any, prompt: str, now: datetime = TODAY) -> str:
         )
     except Exception as error:  # whatever the template does
         raise DvpError(f"the chat template fails: {first_line(error)}") from None
+
+
+def before_response(tokenizer: Any, data: DataConfig) -> str | None:
+    """What `verifier.grade` takes as `thinking`, in training, evaluation and measurements alike.
+
+    None: all of a response counts. Else only what follows its last </think>; "<think>" if prompts end inside of one,
+    "" if it is the response that opens one.
+    Raises DvpError if it is asked for and the tags are special tokens, which the text of a response does not have.
+    """
+    asked = data.answer_after_thinking
+    if asked is None:
+        asked = data.chat and THINKING[0] in str(tokenizer.chat_template)
+    if not asked:
+        return None
+    if special := sorted(set(THINKING) & set(tokenizer.all_special_tokens)):
+        raise DvpError(
+            f"data.answer_after_thinking: {special[0]} is a special token of the tokenizer, and responses are graded "
+            "without those; expected false"
+        )
+    prompt = render(tokenizer, data.prompt_template) if data.chat else data.prompt_template
+    return THINKING[0] if prompt.rfind(THINKING[0]) > prompt.rfind(THINKING[1]) else ""
 
 
 def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:

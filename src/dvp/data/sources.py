@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa

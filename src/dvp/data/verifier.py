@@ -84,7 +84,7 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
     very end is then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…}
     counts.
     `thinking`: what stands before the response in its turn if only what follows the last </think> counts: a <think>
-    that the prompt ends with, or nothing (dvp.data.thinking). An unclosed <think> states nothing. None: all counts.
+    that the prompt ends with, or nothing (dvp.data.prompts). An unclosed <think> states nothing. None: all counts.
     """
     if thinking is not None:
         _, closed, rest = (thinking + response).rpartition("</think>")
@@ -139,7 +139,7 @@ def equal(reference: str, answer: str) -> bool:
         return True
     if _unwieldy(answer) or _unwieldy(reference):
         return False
-    expected, stated = _integer(reference), _integer(answer)
+    expected, stated = integer(reference), integer(answer)
     if expected is not None and stated is not None:
         return expected == stated
     reference, answer = notation.plain(reference), notation.plain(answer)
@@ -149,7 +149,7 @@ def equal(reference: str, answer: str) -> bool:
     (reference, unit), (answer, other) = notation.quantity(reference), notation.quantity(answer)
     if unit != other and ((unit and other) or "\\equiv" in reference):
         return False
-    expected, stated = _integer(reference), _integer(answer)
+    expected, stated = integer(reference), integer(answer)
     if expected is not None and stated is not None:
         return expected == stated
     return _compare(reference, answer) == equality.EQUAL
@@ -163,7 +163,7 @@ def check_reference(answer: str) -> None:
     if puzzles.is_puzzle(answer):
         puzzles.check(answer)
         return
-    if _integer(answer) is not None:
+    if integer(answer) is not None:
         return
     if not answer.strip():
         raise DvpError("the answer is empty")
@@ -350,7 +350,7 @@ def _without_emphasis(value: str) -> str:
     return value.removesuffix(".").rstrip("*_`\"'“”‘’ \t\r")
 
 
-def _integer(text: str) -> int | None:
+def integer(text: str) -> int | None:
     """The whole number that a text writes: 70, 070, 70.0, 1,234, 1{,}234 or 10,\\!080."""
     if len(text) > LONGEST:
         return None

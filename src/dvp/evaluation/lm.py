@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from dvp.data.prompts import encode_prompt
-from dvp.data.thinking import before_response
+from dvp.data.prompts import before_response, encode_prompt
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 from dvp.files import sha256_json
@@ -55,7 +54,6 @@ class EngineLM(LM):
             prompt, problem = request.args[0], request.doc["id"]
             if prompt not in encoded:
                 encoded[prompt] = encode_prompt(self._tokenizer, prompt, self._chat)
-                self._check_length(len(encoded[prompt]), f"{request.task_name}: '{problem}'")
             sample = samples.setdefault((request.task_name, problem), 0)
             samples[request.task_name, problem] += 1
             prompts.append(encoded[prompt])
@@ -73,13 +71,6 @@ class EngineLM(LM):
         raise DvpError("this model generates responses; tasks that need log-likelihoods cannot be run with it")
 
     loglikelihood_rolling = loglikelihood
-
-    def _check_length(self, prompt_tokens: int, where: str) -> None:
-        if prompt_tokens + self._sampling.max_tokens > self._engine.max_model_len:
-            raise DvpError(
-                f"{where}: the prompt has {prompt_tokens} tokens; with {self._sampling.max_tokens} of response "
-                f"(evaluation.max_response_tokens) it exceeds the engine's {self._engine.max_model_len}"
-            )
 
 
 def sample_seed(seed: int, task: str, problem: str, sample: int) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dvp.data.verifier import integer
 from dvp.evaluation import bootstrap
 
 _SPACING = re.compile(r"\s|\\[!,:; ]|\\?\$")
-_INTEGER = re.compile(r"([-+]?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")
 
 
 def summarise(
@@ -85,8 +85,5 @@ def votes(answers: Sequence[Sequence[str | None]]) -> np.ndarray:
 def _key(answer: str) -> str:
     """What equal answers share."""
     text = _SPACING.sub("", answer).replace("{,}", ",").replace("−", "-")
-    integer = _INTEGER.fullmatch(text)
-    if not integer:
-        return text
-    digits = integer[2].replace(",", "").lstrip("0")
-    return ("-" if integer[1] == "-" else "") + digits if digits else "0"
+    number = integer(text)
+    return text if number is None else str(number)

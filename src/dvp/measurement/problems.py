@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.data.prompts import encode_prompts, padding_token, short_enough
+from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
 from dvp.data.sources import load
-from dvp.data.thinking import before_response
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment

@@ -13,7 +13,6 @@ Both need vLLM's V1 model runner. Import this only after dvp.rollout.vllm.config
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -147,11 +146,6 @@ def take_sets(worker: Any) -> dict[Response, KeptSets]:
     """`SafeVocabularyProcessor.take_sets`."""
     processors = worker.model_runner.input_batch.logitsprocs.all
     return next(one for one in processors if isinstance(one, SafeVocabularyProcessor)).take_sets()
-
-
-def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace the weights of the live model."""
-    worker.reload_weights(weights_iterator=weights)
 
 
 def fill_with_nan(worker: Any) -> None:

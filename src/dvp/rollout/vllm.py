@@ -327,7 +327,7 @@ class VllmEngine:
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
         prepared = _prepared(weights, self._config.weight_rounding, self._layout)
         try:
-            self.llm.collective_rpc(private.load_weights, args=(prepared,))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": prepared})
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise DvpError(
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
@@ -418,9 +418,7 @@ def _prepared(
 
 
 def _reload_rounded(worker: Any, model: str, form: str, layout: Layout) -> None:
-    from dvp.rollout.private import load_weights
-
-    load_weights(worker, _prepared(_weights(Path(model)), form, layout))
+    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, layout))
 
 
 def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

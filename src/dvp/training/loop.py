@@ -137,7 +137,7 @@ class Loop:
     ):
         """`problems` are the rows (id, answer) of data/train.parquet that are trained on, `prompts` their token ids.
 
-        `thinking`: see dvp.data.thinking.before_response.
+        `thinking`: see dvp.data.prompts.before_response.
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)

@@ -25,7 +25,7 @@ class Problems:
     pad: int
     """A token id; it is never attended to."""
     thinking: str | None
-    """See dvp.data.thinking.before_response."""
+    """See dvp.data.prompts.before_response."""
 
     def check_context(self, context: int, max_response_tokens: int) -> None:
         """Raises DvpError, naming the problem, unless prompt and response fit into the model's context (tokens)."""

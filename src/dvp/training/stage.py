@@ -161,8 +161,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from transformers import AutoTokenizer
 
     from dvp.data.prepared import TRAIN_COLUMNS, read_problems
-    from dvp.data.prompts import encode_prompts, padding_token, short_enough
-    from dvp.data.thinking import before_response
+    from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
     from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
     from dvp.tools import make_tool

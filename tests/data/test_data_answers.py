@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dvp.data import equality
-from dvp.data.verifier import check_reference, equal, grade, stated_answer, unboxed
+from dvp.data.verifier import check_reference, equal, grade, stated_answer
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_yaml
 
@@ -102,11 +102,6 @@ def test_a_box_that_is_changed_or_denied_states_nothing(response):
     assert stated_answer(response, truncated=False) is None
 
 
-@pytest.mark.parametrize("heading", ["Step 2", "(a)", "2)", "1.2.3", "- 5", "Case $n = 2$"])
-def test_headings_state_nothing(heading):
-    assert stated_answer(f"#### {heading}\nWe add.", truncated=False) is None
-
-
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
@@ -145,21 +140,16 @@ def test_only_what_follows_the_thinking_states_an_answer(response, thinking, ans
     assert grade(response, "1", truncated=truncated, thinking=thinking) == (answer == "1")
 
 
-@pytest.mark.parametrize("reference", ["", "  ", "}{", "{{{{", "$", "1" * 500, "(" * 30 + "1" + ")" * 30, r"\int_0^1"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *("", "  ", "}{", "{{{{", "$", "1" * 500, "(" * 30 + "1" + ")" * 30, r"\int_0^1", "Answer: 42", "5 apples 3"),
+        *(r"\{x \mid x > 70\}", "Eq(x, 1)", "1/0", "x2"),
+    ],
+)
 def test_references_that_no_answer_could_match_are_refused(reference):
-    with pytest.raises(DvpError, match="the answer"):
+    with pytest.raises(DvpError, match=r"^the answer "):
         check_reference(reference)
-
-
-@pytest.mark.parametrize("reference", ["Answer: 42", "5 apples 3", r"\{x \mid x > 70\}", "Eq(x, 1)", "1/0", "x2"])
-def test_references_that_are_no_mathematics_are_refused(reference):
-    with pytest.raises(DvpError, match=r"the answer .* is not a mathematical expression, nor a word"):
-        check_reference(reference)
-
-
-def test_unboxed():
-    assert unboxed(r"\boxed{204}") == unboxed(r"$\boxed{204}$") == "204"
-    assert unboxed(r"\boxed{1} or \boxed{2}") == r"\boxed{1} or \boxed{2}"
 
 
 PIECES = [r"\boxed{", "}", "{", "Answer:", "The answer is", "####", "$", r"\(", r"\)", r"\frac{1}{2}", "70", ".", "\n"]

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from dvp.data.verifier import check_reference, grade
+from dvp.data.verifier import grade
 
 INTEGER = re.compile(r"-?[\d,]+(\.0+)?")
 COMMAND = re.compile(r"\\(?:text|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.")
@@ -170,30 +170,16 @@ def graded_right(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(reference, answer) for reference, answer in pairs if grade(rf"\boxed{{{answer}}}", reference)]
 
 
-def all_mutations(references: list[str]) -> list[tuple[str, str]]:
-    return [(reference, other) for reference in references for other in sorted(mutations(reference))]
-
-
 def test_no_changed_answer_is_right(references):
-    pairs = all_mutations(references)
+    pairs = [(reference, other) for reference in references for other in sorted(mutations(reference))]
     assert len(pairs) > 5800
     assert graded_right(random.Random(0).sample(pairs, SAMPLE)) == []
-
-
-@pytest.mark.nightly
-def test_none_of_all_changed_answers_is_right(references):
-    assert graded_right(all_mutations(references)) == []
 
 
 def test_every_rewritten_answer_is_right(references):
     pairs = [(reference, other) for reference in references for other in sorted(rewritings(reference))]
     assert len(pairs) > 4000
     assert sorted(set(pairs) - set(graded_right(pairs))) == []
-
-
-def test_every_reference_can_be_one(references):
-    for reference in references:
-        check_reference(reference)
 
 
 def test_no_reference_answers_another(references):

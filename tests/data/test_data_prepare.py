@@ -1,6 +1,7 @@
 """From sources to tables: what is one problem, what is left out, and what is said of it."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -57,15 +58,6 @@ def test_real_sources(tmp_path, real_sources, train, held_out, distinct):
     json.dumps(manifest)
 
 
-def test_dapo_repeats_are_dropped(tmp_path, real_sources):
-    manifest = prepare(DataConfig(train="dapo_math_17k", evaluation=["amc23"]), real_sources, tmp_path)
-    account = manifest["sources"]["dapo_math_17k"]
-    assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (12, 3, 9)
-    assert account["conflicting_answers"] == []
-    assert account["description"]["sha256"] == sha256_file(real_sources["dapo_math_17k"].path)
-    assert manifest["counts"] == {"train": 9, "over_limit": 0, "evaluation": {"amc23": 40}}
-
-
 def test_same_bytes_twice_and_for_shuffled_rows(made, tmp_path):
     rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i), "id": f"p{i}"} for i in range(20)]
     options = {"columns": {"problem": "problem", "answer": "answer", "id": "id"}}
@@ -109,17 +101,6 @@ def test_a_short_problem_is_found_whole_or_with_more_around_it(made, tmp_path):
     manifest = made([*many, pupil.removeprefix("Dear pupil: ")], task, "many")
     assert [entry["id"] for entry in manifest["contaminated"]] == [str(COMMON + 2)]
     assert manifest["common_phrases"] == {five: COMMON + 2}
-
-
-@pytest.mark.slow
-def test_every_problem_of_math500_is_found_in_a_longer_one(tmp_path, shared, real_sources, write_rows):
-    problems = [json.loads(line)["problem"] for line in (shared / "math500.jsonl").read_text().splitlines()]
-    rows = named({f"{problem} Show how you found it, step by step.": "1" for problem in problems} | {"x": "1"})
-    manifest = prepare(
-        DataConfig(train="s", evaluation=["math500"]), {"s": write_rows("s", rows), **real_sources}, tmp_path
-    )
-    # Three have fewer than five words: "Simplify $\sqrt{242}$."
-    assert manifest["counts"]["train"] == 3 + 1
 
 
 def test_a_common_phrase_alone_is_no_contamination_but_a_copy_is(made):
@@ -168,6 +149,7 @@ def test_conflicting_answers(made):
     differ = "problems whose rows differ in the answer: 1 (rows 1 and 2); see data/manifest.json"
     assert left_out(manifest, []) == [f"sources.s: left out of 5 rows: repeated problems: 2; {differ}"]
     assert (account["rows_read"], account["duplicates_dropped"], account["distinct"]) == (5, 2, 2)
+    assert account["description"]["sha256"] == sha256_file(Path(account["description"]["path"]))
 
 
 def test_prompts_may_contain_braces(made, tmp_path):

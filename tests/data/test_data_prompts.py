@@ -39,14 +39,6 @@ def encode(tokenizer, *prompts, chat=False):
     return encode_prompts(tokenizer, problems, chat, "data/train.parquet")
 
 
-def refusal(tokenizer, *prompts, chat=True):
-    with pytest.raises(DvpError) as error:
-        encode(tokenizer, *prompts, chat=chat)
-    line = str(error.value)
-    assert "\n" not in line
-    return line
-
-
 def test_a_chat_prompt_is_what_the_template_renders(tokenizer, capfd):
     tokenizer.chat_template = QWEN
     (ids,) = encode(tokenizer, "  What is $2^2$?\n\nAnswer:\n", chat=True)
@@ -57,28 +49,28 @@ def test_a_chat_prompt_is_what_the_template_renders(tokenizer, capfd):
     assert not capfd.readouterr().err
 
 
+DROPPED = "the chat template leaves out the prompt's text, and gives '"
+
+
 @pytest.mark.parametrize(
-    "template",
+    ("template", "message"),
     [
-        "",
-        "{{ messages[0]['content'][:8] }}",
-        "{{ messages[1:] | map(attribute='content') | join }}",
+        ("", DROPPED),
+        ("{{ messages[0]['content'][:8] }}", DROPPED),
+        (QWEN + "{{ raise_exception('no x') }}", "the chat template fails: TemplateError: no x"),
+        ("{% for %}", "the chat template fails: "),
+        (
+            "{% for m in messages %}User: {{ m['content'] }}{{ eos_token }}\n{% endfor %}",
+            "the chat template ends the prompt with the end token '<|endoftext|>'; change it",
+        ),
     ],
 )
-def test_a_template_that_drops_the_problem_is_refused(tokenizer, template):
+def test_a_template_that_no_prompt_can_have_is_refused(tokenizer, template, message):
     tokenizer.chat_template = template
-    line = refusal(tokenizer, "What is 1 + 1?", "What is 2 + 2?")
-    assert line.startswith(
-        "data/train.parquet: row 1 (id p0): the chat template leaves out the prompt's text, and gives '"
-    )
-
-
-def test_a_template_that_raises_names_row_and_message(tokenizer):
-    tokenizer.chat_template = QWEN + "{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x') }}{% endif %}"
-    line = refusal(tokenizer, "What is 1 + 1?", "What is x?")
-    assert line == "data/train.parquet: row 2 (id p1): the chat template fails: TemplateError: no x"
-    tokenizer.chat_template = "{% for %}"
-    assert refusal(tokenizer, "What?").startswith("data/train.parquet: row 1 (id p0): the chat template fails: ")
+    with pytest.raises(DvpError) as error:
+        encode(tokenizer, "What is 1 + 1?", chat=True)
+    assert str(error.value).startswith(f"data/train.parquet: row 1 (id p0): {message}")
+    assert "\n" not in str(error.value)
 
 
 def test_a_template_that_reads_the_clock_gives_one_date(tokenizer, capfd):
@@ -102,19 +94,11 @@ def test_an_end_token_after_every_text_is_left_out(tokenizer):
     assert encode(tokenizer, "What is 1 + 1?") == [[tokenizer.eos_token_id, *plain[0]]]
 
 
-def test_a_template_that_ends_in_the_end_token_is_refused(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}User: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
-    line = refusal(tokenizer, "What is 1 + 1?")
-    assert "row 1 (id p0): the chat template ends the prompt with the end token '<|endoftext|>'; change it" in line
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_one_prompt_of_two_problems_is_refused(tokenizer, chat):
     """A tokenizer that folds case; a template may have the same fault, but it would leave out text."""
     tokenizer.chat_template = QWEN
     assert len(encode(tokenizer, "What is X?", "What is x?", "What is x?", "What is  x?", chat=chat)) == 4
     tokenizer.backend_tokenizer.normalizer = Lowercase()
-    line = refusal(tokenizer, "What is one?", "What is X?", "What is x?", chat=chat)
-    assert line.startswith(
-        "data/train.parquet: row 3 (id p2): the prompt has the same tokens as that of row 2 (id p1), another problem; "
-    )
+    with pytest.raises(DvpError, match=r": row 3 \(id p2\): the prompt has the same tokens as that of row 2 "):
+        encode(tokenizer, "What is one?", "What is X?", "What is x?", chat=chat)

@@ -62,6 +62,7 @@ def test_generated():
     rows = load(GeneratedSource(kind="generated", generator="stories", count=5, seed=0, steps=[2, 2]), "stories")
     assert [row.id for row in rows] == ["1", "2", "3", "4", "5"]
     assert all(row.solution.endswith(f"Answer: {row.answer}") for row in rows)
+    assert {row.solution.count("=") for row in rows} == {2}
 
 
 def test_all_file_types_and_the_hub_give_the_same_rows(tmp_path, monkeypatch, shared, real_sources):

@@ -1,4 +1,4 @@
-"""Prompts as token ids, the same in training, evaluation and measurement, on every day; and what of a response counts."""
+"""Prompts as token ids, the same in training, evaluation and measurement and on every day; what of a response counts."""
 
 import sys
 from datetime import datetime

@@ -137,16 +137,7 @@ def test_a_base_of_another_shape_is_refused(run, tiny_model, tmp_path, layers):
         convert(kept, tmp_path / "base", kept / PROBE, tmp_path / "model", temperature=1.0)
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ({"1": "weights"}, "the weights after step 4 were not kept; `dvp train` writes the last ones"),
-        (None, "kept: expected an object, found null"),
-        ({"4": 3}, "kept.4: expected a text, found 3"),
-    ],
-)
-def test_a_training_that_does_not_say_where_they_are_is_named(tmp_path, kept, message):
-    write_json(tmp_path / "train.json", {"steps": 4, "kept": kept})
-    with pytest.raises(DvpError) as error:
+def test_weights_that_were_not_kept_are_named(tmp_path):
+    write_json(tmp_path / "train.json", {"steps": 4, "kept": {"1": "weights"}})
+    with pytest.raises(DvpError, match=r"train\.json: the weights after step 4 were not kept; `dvp train` writes"):
         _trained(tmp_path / "train.json", None)
-    assert str(error.value) == f"{tmp_path}/train.json: {message}"

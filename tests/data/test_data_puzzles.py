@@ -3,8 +3,6 @@
 import ast
 import json
 import random
-from collections import Counter
-from itertools import product
 
 import pytest
 
@@ -22,8 +20,6 @@ CLOSED = Puzzle("shortest_path", "infeasible", {"matrix": [list("*X#")]})
 LINE = {"vertices": [0, 1, 2], "edges": [[0, 1], [1, 2]], "color_options": [1, 2, 3]}
 COLORS = Puzzle("graph_color", '{"0": 1, "1": 2, "2": 3}', {"puzzle": LINE})
 PUZZLES = pytest.mark.parametrize("puzzle", [PATH, CLOSED, COLORS])
-# Three lines meet in the last vertex, to which the first ones can leave no colour.
-STAR = {"vertices": [0, 1, 2, 3], "edges": [(0, 3), (1, 3), (2, 3)], "color_options": [1, 2, 3]}
 GRAPHS = list(graph_color.generate(300, seed=7, steps=(4, 6)))
 GRIDS = list(shortest_path.generate(300, seed=7))
 MOVES = {"right": (0, 1), "down": (1, 0), "left": (0, -1), "up": (-1, 0)}
@@ -53,21 +49,16 @@ def test_a_puzzle_is_read_again_from_its_reference(puzzle):
     ("reference", "message"),
     [
         (text(reasoning_gym="countdown"), "no data set 'countdown' of reasoning-gym; expected shortest_path or graph_"),
-        (text(reasoning_gym=["x"]), "a puzzle of reasoning-gym: reasoning_gym: expected a text, found"),
-        (text(answer=None), "a puzzle of reasoning-gym: answer: expected a text, found nothing"),
-        (text(metadata=None), "a puzzle of reasoning-gym: metadata: expected an object, found nothing"),
-        (text(question="Where?"), r"a puzzle of reasoning-gym: expected .*, found also \['question'\]"),
-        (text()[:-1] + ', "answer": "down"}', "a puzzle of reasoning-gym: not valid JSON: .*answer"),
-        ('{"reasoning_gym"', "a puzzle of reasoning-gym: not valid JSON: Expecting"),
-        ('{"reasoning_gym": ' + "[" * 100_000, "a puzzle of reasoning-gym: not valid JSON: nested too deeply"),
+        (text(reasoning_gym=["x"]), "reasoning_gym: expected a text, found"),
+        (text(answer=None), "answer: expected a text, found nothing"),
+        (text(question="Where?"), r"expected .*, found also \['question'\]"),
+        ('{"reasoning_gym"', "not valid JSON: Expecting"),
         *((PATH._replace(answer=moves).reference(), "does not solve it") for moves in ("", "right down", "infeasible")),
         (PATH._replace(answer="right left right right down").reference(), "does not solve it"),
         (CLOSED._replace(answer="right right").reference(), "does not solve it"),
         (COLORS._replace(answer='{"0": 1, "1": 1, "2": 3}').reference(), "does not solve it"),
-        (COLORS._replace(answer="right " * 20).reference(), f"answer '{'right ' * 10}' does not solve it"),
-        *((PATH._replace(metadata=value).reference(), "puzzle") for value in ({}, [GRID], {"matrix": [list("OO#")]})),
+        (PATH._replace(metadata={}).reference(), "a grid of"),
         (CLOSED._replace(metadata={"matrix": [["*", "O", "O"]]}).reference(), "one \\* and one #"),
-        (PATH._replace(metadata={"matrix": [["*", "#"], ["O"]]}).reference(), "a grid of"),
         (PATH._replace(metadata={"matrix": [["*", "#", ["O"]]]}).reference(), "a grid of"),
         (COLORS._replace(metadata={"puzzle": LINE | {"edges": [[0, 9]]}}).reference(), "puzzle"),
     ],
@@ -134,19 +125,6 @@ def test_the_same_solution_in_another_layout_is_one():
 # --- what is generated ---
 
 
-@pytest.mark.parametrize(("module", "made", "steps"), [(graph_color, GRAPHS, (4, 6)), (shortest_path, GRIDS, (4, 5))])
-def test_generated_puzzles_are_good_differ_and_come_again(module, made, steps):
-    for puzzle in made:
-        check_reference(puzzle.answer)
-        assert grade(puzzle.solution, puzzle.answer)
-    assert list(module.generate(20, seed=7, steps=steps)) == made[:20]
-    for seed in (6, 8):  # two lists of small puzzles share some, but not in order
-        others = list(module.generate(100, seed=seed, steps=steps))
-        for shift in (-1, 0, 1):
-            pairs = zip(others[1:-1], made[1 + shift :], strict=False)
-            assert sum(one.problem == other.problem for one, other in pairs) < 10
-
-
 def coloured(puzzle: Story, solution: str, sign: str) -> list[tuple[list[int], int]]:
     """Each vertex's colour and those that its neighbours have so far, which its line has to say."""
     vertices, edges, _ = (ast.literal_eval(line.split(": ", 1)[1]) for line in puzzle.problem.splitlines())
@@ -176,13 +154,6 @@ def test_graphs_are_coloured_and_careless_ones_by_mistake():
                     assert rate == 0.35 or (color in taken) == bool(rate)
                     chances, slips = chances + (rate == 0.35), slips + (rate == 0.35 and color in taken)
     assert slips / chances == pytest.approx(0.35, abs=0.05)  # more than three standard errors
-
-
-def test_the_solutions_of_a_graph_are_all_that_there_are():
-    rng = random.Random(0)
-    counts = Counter(graph_color._solution(STAR, rng).splitlines()[-1] for _ in range(600))
-    assert len(counts) == sum(last not in first for *first, last in product([1, 2, 3], repeat=4)) == 24
-    assert max(counts.values()) < 100
 
 
 def places(grid, mark: str) -> list[tuple[int, int]]:
@@ -242,18 +213,3 @@ def test_worked_paths_are_shortest_and_careless_ones_go_alike():
             slips, lines = slips + wrong * (rate == 0.35), lines + len(moves) * (rate == 0.35)
     assert slips / lines == pytest.approx(0.35, abs=0.06)  # more than three standard errors
     assert 2 < closed < 60
-
-
-@pytest.mark.parametrize("rows", ["*OO OOO OO#", "OXO*O OOOOO O#OXO", "*OOO OXOO OOO#"])
-def test_each_shortest_path_is_as_likely(rows):
-    grid, rng, draws = [list(row) for row in rows.split()], random.Random(0), 3000
-    (start,), goals, shortest = places(grid, "*"), places(grid, "#"), set()
-    for names in product(MOVES, repeat=distance(grid)):
-        cell = start
-        for name in names:
-            cell = cell and moved(grid, cell, name)
-        shortest |= {" ".join(names)} if [cell] == goals else set()
-    counts = Counter(parted(shortest_path._solution(grid, rng), "=")[2] for _ in range(draws))
-    assert set(counts) == shortest
-    for count in counts.values():
-        assert count / draws == pytest.approx(1 / len(shortest), abs=0.03)  # more than three standard errors

@@ -1,4 +1,7 @@
-"""Story arithmetic: worked solutions are right and do what the problem says, careless ones are consistent."""
+"""Story arithmetic: worked solutions are right and do what the problem says, careless ones are consistent.
+
+That the texts stay what they are, to the byte, tests/golden sees.
+"""
 
 import random
 import re
@@ -8,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from dvp.data.generators import GENERATORS
-from dvp.data.stories import LARGEST, MARK, PEOPLE, careless, lexicons
+from dvp.data.stories import LARGEST, MARK, PEOPLE
 from dvp.data.verifier import grade
 from dvp.experiment.tools import Calculator
 from dvp.tools import make_tool
@@ -18,7 +21,6 @@ STEPS = {"stories": (2, 4), "products": (1, 3), "chains": (7, 13), "tales": (2, 
 MADE = {kind: list(GENERATORS[kind].generate(400, seed=7)) for kind in STEPS}
 LINE = re.compile(r"(?:<<|[\w ]+: |\w+ )?(?P<left>\d+ [-+*] \d+)(?P<word>=| = | is )(?P<right>\d+)(?:>>|\.)")
 TOOLS = Calculator(kind="calculator", call=["[", "]"], answer=["{", "}"])
-SENTENCE = re.compile(r"(\w+) the (\w+) (\w+) (\w+) the (\w+) (\w+) of the (\w+)")
 KINDS = pytest.mark.parametrize("kind", STEPS)
 
 
@@ -83,28 +85,6 @@ def test_careless_solutions_are_consistent_and_graded(kind, rate):
     assert words["is"] == pytest.approx(careless_lines, rel=0.15)
     assert wrong == pytest.approx(words["is"] * (1 if kind == "products" else rate), rel=0.15)
     assert not rate or different > 150
-
-
-def test_tales_are_stories_with_common_and_rare_words():
-    adverbs, adjectives, nouns, verbs = lexicons(1)
-    counts = Counter()
-    for number, (tale, story) in enumerate(zip(MADE["tales"], MADE["stories"], strict=True)):
-        written = careless(tale, 0.35, random.Random(number)).splitlines()
-        assert [line.split(": ")[1] for line in written[:-1]] + written[-1:] == careless(
-            story, 0.35, random.Random(number)
-        ).splitlines()
-        for line, kept in zip(tale.solution.splitlines()[:-1], written[:-1], strict=True):
-            words = SENTENCE.fullmatch(line.split(": ")[0]).groups()
-            assert kept.startswith(line.split(": ")[0])
-            lexicon = (adverbs, adjectives, nouns, verbs, adjectives, nouns, nouns)
-            assert all(word in place.words for word, place in zip(words, lexicon, strict=True))
-            counts[words[3]] += 1
-    # Zipf: the likeliest of 2,000 has 1 / (1 + 1/2 + … + 1/2000) = 0.122.
-    assert counts[verbs.words[0]] / counts.total() == pytest.approx(0.122, abs=0.03)
-    assert sum(count == 1 for count in counts.values()) > 100
-    wide = list(GENERATORS["wide_tales"].generate(400, seed=7))
-    few, many = (len({word for tale in tales for word in tale.solution.split()}) for tales in (MADE["tales"], wide))
-    assert many > 1.3 * few
 
 
 def test_the_calculator_says_what_a_product_says():

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import sample_seed
-from dvp.evaluation.runner import TASKS, evaluate
+from dvp.evaluation.runner import evaluate
 from dvp.experiment.evaluation import EvaluationConfig
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.tools import Calculator
@@ -176,13 +175,6 @@ def test_all_samples_reach_the_metric_and_the_table(run, tmp_path):
     assert len(set(seeds)) == 12
 
 
-def test_the_chat_template_is_applied_when_the_experiment_says_so(run, experiment):
-    tokenizer = Tokenizer()
-    data = experiment.data.model_copy(update={"chat": True})
-    run("aime25", tokenizer=tokenizer, experiment=experiment.model_copy(update={"data": data}))
-    assert tokenizer.encoded == ["<user>The largest?\n<assistant>"]
-
-
 class ThinkingTokenizer(Tokenizer):
     chat_template = "[assistant] <think>"
 
@@ -210,7 +202,9 @@ class ThinkingEngine(ScriptedEngine):
 )
 def test_evaluation_grades_what_follows_the_thinking(run, experiment, tmp_path, chat, asked, correct):
     data = experiment.data.model_copy(update={"chat": chat, "answer_after_thinking": asked})
-    run("aime25", ThinkingEngine(), ThinkingTokenizer(), experiment.model_copy(update={"data": data}))
+    tokenizer = ThinkingTokenizer()
+    run("aime25", ThinkingEngine(), tokenizer, experiment.model_copy(update={"data": data}))
+    assert tokenizer.encoded == ["<user>The largest?\n<assistant>" if chat else "The largest?\n"]
     samples = pd.read_parquet(tmp_path / "aime25" / "samples.parquet")
     assert samples["correct"].tolist() == [bool(right) for right in correct]
     assert samples["stated_answer"].isna().tolist() == [False, False, correct[2] == 0, False]
@@ -245,13 +239,6 @@ def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
     with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):
         run("held_out")
     assert not (tmp_path / "held_out").exists()
-
-
-def test_every_task_file_is_called_as_its_task_and_shares_the_template():
-    for file in (files := sorted(TASKS.glob("[a-z]*.yaml"))):
-        value = yaml.safe_load(file.read_text())
-        assert value == {"include": "_math.yaml", "task": file.stem, "metadata": {"version": 1.0}}
-    assert len(files) == 7
 
 
 class Calling(ScriptedEngine):

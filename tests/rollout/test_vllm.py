@@ -211,15 +211,6 @@ def test_log_probs_over_turns_are_the_trainers(turns, tiny_model, rule, monkeypa
     assert (scored.pruned_log_prob - sampled_N).abs().max() <= 1e-5
 
 
-def test_a_rollout_in_turns_can_be_repeated(turns, tiny_model):
-    rollouts = []
-    for _ in range(2):
-        reloaded(turns, tiny_model)  # as a step begins: with an empty prefix cache
-        rollouts.append(turns.generate(PROMPTS, Sampling(max_tokens=90, n=6), SEEDS))
-    assert rollouts[0] == rollouts[1]
-    assert len({tuple(response.token_ids) for response in rollouts[0][0]}) == 6
-
-
 def test_finish_reasons(fp32, tiny_model):
     ends = [one for group in fp32.generate(PROMPTS, Sampling(max_tokens=60, n=30), SEEDS) for one in group]
     assert {one.finish_reason for one in ends} == {"stop", "length"}

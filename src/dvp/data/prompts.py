@@ -1,4 +1,4 @@
-"""Prompts as token ids, the same in training, evaluation and measurement and on every day; what of a response counts."""
+"""Prompts as token ids, the same in all stages and on every day; and which part of a response is graded."""
 
 import sys
 from datetime import datetime

@@ -202,7 +202,7 @@ def test_a_damaged_parquet_file_is_one_line(write_file):
         ("a.json", b'[{"problem": "a", "problem": "b"}]', "key 'problem' is there twice"),
         ("a.parquet", b"nothing of the kind", "ArrowInvalid"),
         ("a.csv", b"problem,answer\n", "expected a file that ends in .json, .jsonl, .parquet"),
-        ("gone.jsonl", None, "no such file"),
+        ("gone.jsonl", None, "No such file"),
     ],
     ids=lambda value: str(value)[:30],
 )

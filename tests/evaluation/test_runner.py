@@ -227,13 +227,6 @@ def test_the_network_is_not_asked(run, monkeypatch):
     assert asked == []
 
 
-def test_a_task_without_rows_names_the_file_and_the_tasks(run):
-    with pytest.raises(DvpError, match=r"eval\.parquet: no rows of task 'absent'; it has aime25, held_out, olympiad"):
-        run("absent")
-    with pytest.raises(DvpError, match="samples_per_problem: no task 'unheard'"):
-        run("unheard")
-
-
 def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "grade", lambda *_, **__: False)
     with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):

@@ -178,11 +178,8 @@ def quantity(text: str) -> tuple[str, str]:
 
 def decided(reference: str, answer: str) -> bool | None:
     """Whether two plain texts are equal, where their text says so; None where mathematics has to say it."""
-    for decide in (_same_base, _same_time, _same_word):
-        verdict = decide(reference, answer)
-        if verdict is not None:
-            return verdict
-    return None
+    verdicts = (decide(reference, answer) for decide in (_same_base, _same_time, _same_word))
+    return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def listed(text: str) -> str:

@@ -18,7 +18,6 @@ from dvp.experiment.data import FileSource, GeneratedSource, HubSource
 from dvp.files import parse_json
 from dvp.strict import control_character
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
 _FIELDS = {
@@ -66,15 +65,11 @@ def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[R
 
 
 def locate(source: GeneratedSource | HubSource | FileSource, where: str) -> str:
-    """How messages call the source (file, hub name or generator). Raises DvpError for an unusable file."""
+    """How messages call the source: by its file, hub name or generator."""
     if isinstance(source, GeneratedSource):
         return f"{where}: {source.generator}"
     if isinstance(source, HubSource):
         return f"{where}: {source.path} ({source.split})"
-    if source.path.suffix not in SUFFIXES:
-        raise DvpError(f"{where}: {source.path}: expected a file that ends in {', '.join(SUFFIXES)}")
-    if not source.path.is_file():
-        raise DvpError(f"{where}: {source.path}: no such file")
     return f"{where}: {source.path}"
 
 
@@ -157,10 +152,10 @@ def _short(value: Any) -> str:
 
 def _rows(source: HubSource | FileSource, name: str) -> Iterator[tuple[int, Any]]:
     """Numbered rows. Raises DvpError, naming the row, for what cannot be read."""
-    if isinstance(source, HubSource):
-        read = _hub_rows
-    else:
-        read = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_rows}[source.path.suffix]
+    readers = {".json": _json_list, ".jsonl": _json_lines, ".parquet": _parquet_rows}
+    read = _hub_rows if isinstance(source, HubSource) else readers.get(source.path.suffix)
+    if read is None:
+        raise DvpError(f"{name}: expected a file that ends in {', '.join(readers)}")
     number = 0
     try:
         for number, row in enumerate(read(source), start=1):

@@ -16,7 +16,6 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.data.prepared import read_task
 from dvp.data.verifier import grade, stated_answer
 from dvp.errors import DvpError
 from dvp.evaluation.lm import EngineLM
@@ -64,16 +63,11 @@ def evaluate(
 
     `engine` already holds the model of `model_dir`; it, the experiment, the rows and the safe vocabulary, to which the
     engine is restricted as in training (None: the full one), determine the samples.
-    Raises DvpError if the task has no rows, a prompt does not fit, or lm-eval's average is not ours.
+    Raises DvpError if a prompt does not fit or lm-eval's average is not ours.
     """
     started = time.monotonic()
     settings = experiment.evaluation
-    if task not in settings.samples_per_problem:
-        raise DvpError(
-            f"evaluation.samples_per_problem: no task '{task}'; it has {', '.join(settings.samples_per_problem)}"
-        )
     k = settings.samples_per_problem[task]
-    read_task(eval_parquet, task)  # lm-eval, which reads the file itself, says less of what is wrong with it
     sampling = Sampling(
         max_tokens=settings.max_response_tokens,
         temperature=settings.temperature,

@@ -258,7 +258,7 @@ class VllmEngine:
         token_ids, reported = list(output.token_ids), output.logprobs
         values_TV = None
         if whole_vocabulary:
-            values_TV = torch.full((len(token_ids), self._vocabulary), -math.inf)
+            values_TV = torch.full((len(token_ids), self.llm.llm_engine.model_config.get_vocab_size()), -math.inf)
             counts_T = torch.tensor(reported.end_indices) - torch.tensor(reported.start_indices)
             row_N = torch.arange(len(token_ids)).repeat_interleave(counts_T)
             values_TV[row_N, torch.tensor(reported.token_ids)] = torch.tensor(reported.logprobs)
@@ -275,10 +275,6 @@ class VllmEngine:
             # What was looked at ahead of the end, or beyond it, was not sampled.
             kept=None if kept is None else kept.states(torch.arange(len(token_ids))),
         )
-
-    @property
-    def _vocabulary(self) -> int:
-        return self.llm.llm_engine.model_config.get_vocab_size()
 
     def _arguments(self, rule: SafeVocabulary | None, report_as: int | None = None) -> dict[str, Any]:
         """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore.

@@ -16,9 +16,10 @@ The problem is the grid alone, without reasoning-gym's instructions, which are t
 to #, the answer is `infeasible`.
 """
 
+import math
 import random
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from dvp.data.puzzles import Puzzle, generated
 from dvp.data.stories import Story
@@ -63,37 +64,25 @@ def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
 
 
 def _solution(grid: list[list[str]], rng: random.Random) -> str:
-    cells = {(row, column): mark for row, line in enumerate(grid) for column, mark in enumerate(line) if mark != "X"}
-    cell, goal = (next(place for place, mark in cells.items() if mark == wanted) for wanted in "*#")
-    paths = _paths_to(cells, goal)
+    import networkx
+
+    marks = {(row, column): mark for row, line in enumerate(grid) for column, mark in enumerate(line)}
+    cells = networkx.grid_2d_graph(len(grid), len(grid[0]))
+    cells.remove_nodes_from([cell for cell, mark in marks.items() if mark == "X"])
+    cell, goal = (next(place for place, mark in marks.items() if mark == wanted) for wanted in "*#")
+    moves = networkx.single_source_shortest_path_length(cells, goal)
+    ways: dict[Cell, int] = {}
+    for near in moves:  # the nearest first
+        ways[near] = sum(ways[nearer] for nearer in cells[near] if moves[nearer] < moves[near]) or 1
     lines, names = [f"{_text(cell)} to {_text(goal)}."], []
-    while cell != goal and cell in paths:
-        nearer = {name: after for name, after in _neighbours(cells, cell) if paths[after][0] == paths[cell][0] - 1}
-        (name,) = rng.choices(list(nearer), weights=[paths[after][1] for after in nearer.values()])
+    while cell != goal and cell in moves:
+        after = {name: (cell[0] + down, cell[1] + right) for name, (down, right) in MOVES.items()}
+        nearer = {name: place for name, place in after.items() if moves.get(place, math.inf) < moves[cell]}
+        (name,) = rng.choices(list(nearer), weights=[ways[place] for place in nearer.values()])
         lines.append(f"{_text(cell)} {name} = {_text(nearer[name])}.")
         names.append(name)
         cell = nearer[name]
     return "\n".join([*lines, f"Answer: {' '.join(names) or 'infeasible'}"])
-
-
-def _paths_to(cells: Container[Cell], goal: Cell) -> dict[Cell, tuple[int, int]]:
-    """Of each cell from which the goal can be reached how many moves it takes at least, and in how many ways."""
-    paths, ways, moves = {}, {goal: 1}, 0
-    while ways:
-        paths |= {cell: (moves, number) for cell, number in ways.items()}
-        border, ways, moves = ways, {}, moves + 1
-        for cell, number in border.items():
-            for _, before in _neighbours(cells, cell):
-                if before not in paths:
-                    ways[before] = ways.get(before, 0) + number
-    return paths
-
-
-def _neighbours(cells: Container[Cell], cell: Cell) -> Iterator[tuple[str, Cell]]:
-    """The cells beside a cell that are not blocked, and what the move to each is called."""
-    for name, (down, right) in MOVES.items():
-        if (after := (cell[0] + down, cell[1] + right)) in cells:
-            yield name, after
 
 
 def _text(cell: Cell) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, settled
@@ -414,11 +414,5 @@ def _prepared(
 
 
 def _reload_rounded(worker: Any, model: str, form: str, layout: Layout) -> None:
-    worker.reload_weights(weights_iterator=_prepared(_weights(Path(model)), form, layout))
-
-
-def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in weight_files(model):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.offset_keys():
-                yield name, weights.get_tensor(name)
+    weights = (pair for file in weight_files(Path(model)) for pair in load_file(file).items())
+    worker.reload_weights(weights_iterator=_prepared(weights, form, layout))

@@ -7,7 +7,7 @@ response's, so a rollout can be repeated as far as the tool answers the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dvp.core.kept_sets import KeptSets
@@ -37,10 +37,7 @@ class ToolEngine:
             return self.engine.generate(prompts, sampling, seeds)
         sampling = replace(sampling, stop=self._settings.call[1])
         groups = [
-            [
-                _Response(prompt, derived_seed(seed, index), completion, self._settings.call)
-                for index, completion in enumerate(completions)
-            ]
+            [_Response(prompt, derived_seed(seed, index), [completion]) for index, completion in enumerate(completions)]
             for prompt, seed, completions in zip(
                 prompts, seeds, self.engine.generate(prompts, sampling, seeds), strict=True
             )
@@ -57,20 +54,43 @@ class ToolEngine:
                 [derived_seed(response.seed, turn) for response in unfinished],
             )
             for response, (completion,) in zip(unfinished, continued, strict=True):
-                response.write(completion)
-        return [[response.completion(self._decoded) for response in group] for group in groups]
+                response.parts.append(completion)
+        return [[self._joined(response) for response in group] for group in groups]
 
     def _answered(self, responses: "list[_Response]", max_tokens: int) -> "list[_Response]":
         """Answer the call at the end of each response; those that have room for the answer and more."""
-        answers = iter(self.tool.answers([response.call for response in responses if response.call is not None]))
+        opening, closing = self._settings.call
+        found = [response.parts[-1].text.partition(closing)[0].rpartition(opening) for response in responses]
+        answers = iter(self.tool.answers([call for _, begun, call in found if begun]))
         with_room = []
-        for response in responses:
-            answer = NO_CALL if response.call is None else next(answers)
+        for response, (_, begun, _) in zip(responses, found, strict=True):
+            answer = next(answers) if begun else NO_CALL
             ids = self._encoded(answer.text)
             if len(response.token_ids) + len(ids) < max_tokens:
-                response.put(ids, answer.failed)
+                response.parts.append(Completion(ids, [], "", "", failed_calls=int(answer.failed)))
                 with_room.append(response)
         return with_room
+
+    def _joined(self, response: "_Response") -> Completion:
+        """The whole response; one whose last call has no answer was cut off."""
+        opening, closing = self._settings.call
+        turns, answers = response.parts[::2], response.parts[1::2]
+        # The token that completes a call may have text behind it. A statement does not go on over a call.
+        texts = (turn.text.partition(closing) for turn in turns)
+        kept = [turn.kept for turn in turns if turn.kept is not None]
+        return Completion(
+            token_ids=response.token_ids,
+            log_probs=[value for turn in turns for value in turn.log_probs],
+            text="\n".join(before.partition(opening)[0] + after for before, _, after in texts),
+            finish_reason="length" if response.calls else turns[-1].finish_reason,
+            kept=KeptSets.cat(kept) if kept else None,
+            written=[place % 2 == 0 for place, part in enumerate(response.parts) for _ in part.token_ids],
+            transcript=self._tokenizer.decode(
+                response.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
+            calls=len(answers),
+            failed_calls=sum(answer.failed_calls for answer in answers),
+        )
 
     def _encoded(self, text: str) -> list[int]:
         """Token ids of an answer between its delimiters; a control token that it spells is plain text."""
@@ -85,70 +105,28 @@ class ToolEngine:
     def _ids(self, text: str, **options: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
-    def _decoded(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     def __getattr__(self, name: str) -> Any:
         """The rest is the engine's."""
         return getattr(self.engine, name)
 
 
+@dataclass
 class _Response:
     """A response that is being written."""
 
-    calls = False
-    """Whether its last turn ended in a call."""
-    call: str | None = None
-    """The text of that call; None if it has an end only."""
+    prompt: list[int]
+    seed: int
+    parts: list[Completion]
+    """Turns of the model, and between them answers of the tool."""
 
-    def __init__(self, prompt: list[int], seed: int, first: Completion, delimiters: list[str]):
-        self.prompt, self.seed = prompt, seed
-        self.token_ids: list[int] = []
-        self._delimiters = delimiters
-        self._written: list[bool] = []
-        self._log_probs: list[float] = []
-        self._kept: list[KeptSets] = []
-        self._texts: list[str] = []
-        self._answered = self._failed = 0
-        self.write(first)
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for part in self.parts for token in part.token_ids]
 
-    def write(self, completion: Completion) -> None:
-        """A turn."""
-        self.token_ids = self.token_ids + completion.token_ids
-        self._written += [True] * len(completion.token_ids)
-        self._log_probs += completion.log_probs
-        if completion.kept is not None:
-            self._kept.append(completion.kept)
-        self._finish_reason = completion.finish_reason
-        self.calls = completion.finish_reason == "string"
-        opening, closing = self._delimiters
-        # The token that completes the closing delimiter may have text behind it.
-        before, _, after = completion.text.partition(closing)
-        outside, begun, _ = before.partition(opening)
-        self._texts.append(outside + after)
-        self.call = before.rpartition(opening)[2] if self.calls and begun else None
-
-    def put(self, ids: list[int], failed: bool) -> None:
-        """A tool's answer."""
-        self.token_ids = self.token_ids + ids
-        self._written += [False] * len(ids)
-        self._answered += 1
-        self._failed += failed
-
-    def completion(self, decoded: Any) -> Completion:
-        """The whole response; one whose last call has no answer was cut off."""
-        return Completion(
-            token_ids=self.token_ids,
-            log_probs=self._log_probs,
-            # A statement does not go on over a call.
-            text="\n".join(self._texts),
-            finish_reason="length" if self.calls else self._finish_reason,
-            kept=KeptSets.cat(self._kept) if self._kept else None,
-            written=self._written,
-            transcript=decoded(self.token_ids),
-            calls=self._answered,
-            failed_calls=self._failed,
-        )
+    @property
+    def calls(self) -> bool:
+        """Whether its last turn ended in a call."""
+        return self.parts[-1].finish_reason == "string"
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -26,8 +26,6 @@ from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.turns import turn_metrics
 
 TASKS = Path(__file__).parent / "tasks"
-GENERIC = "math"
-"""The task file for sources that have none of their own."""
 
 SAMPLES = pa.schema(
     {
@@ -122,7 +120,7 @@ def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: 
     k = settings.samples_per_problem[task]
     own = TASKS / f"{task}.yaml"
     config = {
-        "include": str(own if own.is_file() else TASKS / f"{GENERIC}.yaml"),
+        "include": str(own if own.is_file() else TASKS / "math.yaml"),
         "task": task,
         "dataset_kwargs": {
             "data_files": {"test": str(eval_parquet.resolve())},

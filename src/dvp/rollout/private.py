@@ -13,6 +13,7 @@ Both need vLLM's V1 model runner. Import this only after dvp.rollout.vllm.config
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import vllm
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dvp.core.kept_sets import KeptSets
@@ -44,37 +45,17 @@ def check_version() -> None:
         raise DvpError(f"vLLM is {vllm.__version__}; expected {VERSION}x, as in the lock (envs/): others differ within")
 
 
-class _Processor(LogitsProcessor):
-    """Knows, by row, what the requests ask for, as they enter, leave and change rows."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
-        self._requests: dict[int, Any] = {}
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See LogitsProcessor.update_state."""
-
-        def entry(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Any:
-            return self.entry(params.extra_args or {}, params.seed, output)
-
-        process_dict_updates(self._requests, batch_update, entry)
-
-
-class NoiseProcessor(_Processor):
+class NoiseProcessor(AdapterLogitsProcessor):
     """Adds the noise that a request asks for; called before temperature."""
 
     def is_argmax_invariant(self) -> bool:
         """Noise may change the most likely entry."""
         return False
 
-    def entry(self, asked: dict, seed: int, output: list[int]) -> tuple[Noise, int, list[int]] | None:
-        """The noise, the request's seed, and the tokens that it has so far, a list that vLLM extends."""
-        return (asked[NOISE], seed, output) if NOISE in asked else None
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Add noise to the rows (one a request) of the requests that ask for it, in place."""
-        for row, (noise, seed, output) in self._requests.items():
-            logits[row] = with_noise(logits[row], noise, seed, len(output))
-        return logits
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable | None:
+        """What is done to a request's row; `output` are the tokens that it has so far."""
+        noise = (params.extra_args or {}).get(NOISE)
+        return noise and (lambda output, logits_V: with_noise(logits_V, noise, params.seed, len(output)))
 
 
 def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -> torch.Tensor:
@@ -86,14 +67,15 @@ def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -
     return logits_V.float() + noise_V
 
 
-class SafeVocabularyProcessor(_Processor):
+class SafeVocabularyProcessor(LogitsProcessor):
     """Sets the logits of the entries outside a request's safe vocabulary to −inf, and remembers the sets if asked to.
 
     It comes after temperature, where min_p does, because it leaves the argmax alone.
     """
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        # By row the rule, the response if its sets are to be reported, and its tokens so far, a list that vLLM extends.
+        self._requests: dict[int, tuple[SafeVocabulary, Response | None, list[int]]] = {}
         # A step of the engine each: its responses with the position that they are at, and their sets.
         self._sets: list[tuple[list[tuple[Response, int]], KeptSets]] = []
 
@@ -101,11 +83,15 @@ class SafeVocabularyProcessor(_Processor):
         """The most likely entry is always safe."""
         return True
 
-    def entry(
-        self, asked: dict, seed: int, output: list[int]
-    ) -> tuple[SafeVocabulary, Response | None, list[int]] | None:
-        """The rule; the response, if its sets are to be reported; and its tokens so far, a list that vLLM extends."""
-        return (asked[RULE], (asked[REPORTED], seed) if REPORTED in asked else None, output) if RULE in asked else None
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """See LogitsProcessor.update_state: requests enter, leave and change rows."""
+
+        def entry(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple | None:
+            asked = params.extra_args or {}
+            response = (asked[REPORTED], params.seed) if REPORTED in asked else None
+            return (asked[RULE], response, output) if RULE in asked else None
+
+        process_dict_updates(self._requests, batch_update, entry)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the rows (one a request) of the requests that have a rule, in place."""

@@ -1,1 +1,1 @@
-"""lm-eval task files; each is a YAML file over _math.yaml, graded by utils.py."""
+"""lm-eval task files: math.yaml, graded by utils.py, for every task that has none of its own name."""

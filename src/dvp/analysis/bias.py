@@ -1,4 +1,6 @@
-"""Bias and variance of the gradient estimators: the stage `bias`, pooled over seeds."""
+"""The stage `bias`, pooled over seeds: bias and variance of the gradient estimators, and their variance by baseline and
+position in the response, with how well OTB's proxy orders true norms.
+"""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +13,25 @@ from scipy import stats
 from dvp.analysis.estimates import LEVEL, over_seeds, pooled, spread_text
 from dvp.analysis.load import Reader
 from dvp.analysis.points import estimator_counterpart
-from dvp.analysis.statistics import Statistic
+from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
+from dvp.experiment.grid import WHOLE
 from dvp.measurement.files import PAIRED, SMALLEST_ESS
 
-# Of an estimator: its statistics, what else is known of it, and those whose change by DVP is told.
-ESTIMATED = ("squared_bias", "cosine", "variance", "mse")
+# Statistic: column, unit, scale of the interval; a signal may come out below 0.
+ESTIMATED: dict[str, tuple[str, str, bootstrap.Scale]] = {
+    "squared_bias": ("squared_bias", "of |g|²", "plain"),
+    "cosine": ("cosine", "1", "plain"),
+    "variance": ("variance", "of |g|²", "ratio"),
+    "mse": ("mse", "of |g|²", "ratio"),
+}
+BY_POSITION: dict[str, tuple[str, str, bootstrap.Scale]] = {
+    "gradient_variance": ("variance", "of |g|²", "ratio"),
+    "gradient_signal": ("signal", "of |g|²", "plain"),
+    "variance_over_signal": ("variance_over_signal", "ratio", "ratio"),
+}
+RATIOS = {"variance_ratio": "variance", "variance_over_signal_ratio": "variance_over_signal"}
 KEPT = {
     "kept_fraction": "fraction of responses",
     "mean_weight": "ratio",
@@ -27,7 +41,32 @@ KEPT = {
 CHANGES = ("squared_bias", "variance")
 # Of the sequence weights behind a paired bias: which seed's is told. The worst one's, as it decides.
 WEIGHTS = {"weight_ess": "min", "weight_largest_share": "max", "weight_mean": "mean"}
-_UNITS = {name: "1" if name == "cosine" else "of |g|²" for name in ESTIMATED}
+
+
+class Places:
+    """What is measured of the estimators, by place and seed."""
+
+    def __init__(self, experiment: Experiment, reader: Reader, places: list[dict[str, str]], values: str, parts: str):
+        """`values`, `parts` : the names of the reader's tables of values, and of those without a batch."""
+        self.experiment, self.seeds, index = experiment, experiment.seeds, [*places[0], "seed"]
+        self.values, self.jackknife = (reader.bias[name].set_index(index).sort_index() for name in (values, parts))
+
+    def rows(self, where: dict[str, str]) -> pd.DataFrame:
+        """A row a seed."""
+        return self.values.loc[tuple(where.values())].loc[self.seeds]
+
+    def without_batches(self, where: dict[str, str], seed: int) -> pd.DataFrame:
+        return self.jackknife.loc[(*where.values(), seed)]
+
+    def pooled(
+        self, where: dict[str, str], measured: dict[str, tuple[str, str, bootstrap.Scale]]
+    ) -> Iterator[Statistic]:
+        """Of each statistic in `measured` (column, unit, scale of its interval), where it is defined."""
+        rows = self.rows(where)
+        for name, (column, unit, scale) in measured.items():
+            numbers = pooled(rows[column], rows[f"{column}_se"], scale)
+            if math.isfinite(numbers[0]):
+                yield Statistic(name, where, *numbers, unit, over_problems(self.experiment), tuple(rows["source"]))
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
@@ -44,22 +83,69 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     Without an interval: estimator_NAME of KEPT and WEIGHTS, estimator_response_tokens (of the reference), batches and
     empty_batches.
     """
-    index = [*place_columns(experiment), "seed"]
-    estimators, jackknife = (reader.bias[name].set_index(index).sort_index() for name in ("estimators", "jackknife"))
-    for where in estimator_places(experiment):
-        rows = estimators.loc[tuple(where.values())].loc[experiment.seeds]
-        yield from _estimated(experiment, where, rows)
-        yield from _changes(experiment, where, estimators, jackknife)
-        yield from _paired_statistics(where, rows)
-        yield from _others(where, rows)
+    every = estimator_places(experiment)
+    places = Places(experiment, reader, every, "estimators", "jackknife")
+    for where in every:
+        yield from places.pooled(where, ESTIMATED)
+        yield from _changes(experiment, where, places)
+        yield from _paired_statistics(where, places.rows(where))
+        yield from _others(where, places.rows(where))
 
 
-def _estimated(experiment: Experiment, where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
-    for name in ESTIMATED:
-        scale = "ratio" if name in ("variance", "mse") else "plain"
-        numbers = pooled(rows[name], rows[f"{name}_se"], scale)
+def _changes(experiment: Experiment, where: dict[str, str], places: Places) -> Iterator[Statistic]:
+    partner = estimator_counterpart(experiment, where["method"], "unpruned")
+    if partner is None:
+        return
+    both = where, where | {"method": partner, "rho": "none"}
+    rows, theirs = map(places.rows, both)
+    for name in CHANGES:
+        errors = [
+            jackknife_error(*(places.without_batches(place, seed) for place in both), name) for seed in experiment.seeds
+        ]
+        how = f"{over_problems(experiment)}; paired with {partner}, the same seeds of the sampler"
+        numbers = pooled(rows[name] - theirs[name], errors)
+        yield Statistic(f"{name}_change", where, *numbers, "of |g|²", how, tuple(rows["source"]))
+
+
+def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
+    """Of every estimator at every policy, engine and position, pooled over seeds: BY_POSITION and RATIOS; and of every
+    policy and position proxy_rank_correlation and proxy_tokens.
+
+    A ratio is to the same correction and safe vocabulary with RLOO's baseline, where that is compared too: the
+    geometric mean over seeds, its interval that of the logarithm. What is not defined is left out.
+    """
+    every = variance_places(experiment)
+    places = Places(experiment, reader, every, "variance", "variance_jackknife")
+    for where in every:
+        yield from places.pooled(where, BY_POSITION)
+        if (partner := estimator_counterpart(experiment, where["method"], "rloo")) is not None:
+            yield from _ratios(experiment, where, partner, places)
+    # The trainer's own policy wrote the tokens: the same, and the same numbers, whatever engine is measured beside it.
+    proxy = reader.bias["proxy"][reader.bias["proxy"]["engine"] == experiment.bias.engines[0]]
+    for (policy, position), rows in proxy.groupby(["policy", "position"], sort=False):
+        where, sources = {"policy": policy, "position": position}, tuple(rows["source"])
+        numbers = pooled(rows["rank_correlation"], rows["rank_correlation_se"])
         if math.isfinite(numbers[0]):
-            yield Statistic(name, where, *numbers, _UNITS[name], over_problems(experiment), tuple(rows["source"]))
+            how = f"Spearman; {spread_text(len(experiment.seeds))}"
+            yield Statistic("proxy_rank_correlation", where, *numbers, "correlation", how, sources)
+        yield without_interval("proxy_tokens", where, rows["tokens"].sum(), "tokens", "of all seeds", sources)
+
+
+def _ratios(experiment: Experiment, where: dict[str, str], partner: str, places: Places) -> Iterator[Statistic]:
+    both = where, where | {"method": partner}
+    rows, theirs = map(places.rows, both)
+    mean, _, spread = over_problems(experiment, "geometric mean").partition("; ")
+    how = f"{mean}, over {partner} from the same responses (paired); {spread}, of logarithms"
+    for name, column in RATIOS.items():
+        ratios = rows[column] / theirs[column]
+        values, errors = [math.log(ratio) if ratio > 0 else math.nan for ratio in ratios], []
+        for seed in experiment.seeds:
+            of_seed = (places.without_batches(place, seed) for place in both)
+            logs = (part.assign(**{column: np.log(part[column].where(part[column] > 0))}) for part in of_seed)
+            errors.append(jackknife_error(*logs, column))
+        numbers = tuple(math.exp(number) for number in pooled(values, errors))
+        if math.isfinite(numbers[0]):
+            yield Statistic(name, where, *numbers, "ratio", how, tuple(rows["source"]))
 
 
 def over_problems(experiment: Experiment, mean: str = "mean") -> str:
@@ -67,25 +153,6 @@ def over_problems(experiment: Experiment, mean: str = "mean") -> str:
     count = len(experiment.seeds)
     over = "one seed" if count == 1 else f"the {mean} over {count} seeds (each with problems of its own)"
     return f"{over}; {spread_text(count)}"
-
-
-def _changes(
-    experiment: Experiment, where: dict[str, str], estimators: pd.DataFrame, jackknife: pd.DataFrame
-) -> Iterator[Statistic]:
-    partner = estimator_counterpart(experiment, where["method"], "unpruned")
-    if partner is None:
-        return
-    key, other = tuple(where.values()), tuple((where | {"method": partner, "rho": "none"}).values())
-    rows, theirs = (estimators.loc[place].loc[experiment.seeds] for place in (key, other))
-    for name in CHANGES:
-        values = [rows.loc[seed, name] - theirs.loc[seed, name] for seed in experiment.seeds]
-        errors = [
-            jackknife_error(jackknife.loc[(*key, seed)], jackknife.loc[(*other, seed)], name)
-            for seed in experiment.seeds
-        ]
-        how = f"{over_problems(experiment)}; paired with {partner}, the same seeds of the sampler"
-        numbers = pooled(values, errors)
-        yield Statistic(f"{name}_change", where, *numbers, _UNITS[name], how, tuple(rows["source"]))
 
 
 def _paired_statistics(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
@@ -111,17 +178,16 @@ def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[t
 
 
 def _others(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
-    def statistic(name: str, value: float, unit: str, how: str) -> Statistic:
-        return Statistic(name, where, float(value), math.nan, math.nan, unit, how, tuple(rows["source"]))
-
+    sources = tuple(rows["source"])
     for name, unit in (KEPT | {"response_tokens": "tokens"}).items():
-        yield statistic(f"estimator_{name}", rows[name].mean(), unit, "mean over seeds")
+        yield without_interval(f"estimator_{name}", where, rows[name].mean(), unit, "mean over seeds", sources)
     for end, (name, of_seeds) in product(("", "_pruned"), WEIGHTS.items()):
-        if rows[f"{name}{end}"].notna().all():
-            value, how = rows[f"{name}{end}"].agg(of_seeds), f"of the weights p(y)/q(y); {of_seeds} of the seeds"
-            yield statistic(f"estimator_{name}{end}", value, "ratio", how)
+        own = rows[f"{name}{end}"]
+        if own.notna().all():
+            how = f"of the weights p(y)/q(y); {of_seeds} of the seeds"
+            yield without_interval(f"estimator_{name}{end}", where, own.agg(of_seeds), "ratio", how, sources)
     for name in ("batches", "empty_batches"):
-        yield statistic(name, rows[name].sum(), "batches", "of all seeds")
+        yield without_interval(name, where, rows[name].sum(), "batches", "of all seeds", sources)
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
@@ -134,6 +200,15 @@ def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
         for policy, engine, task, (method, rho) in product(
             settings.policies, settings.engines, settings.tasks or [None], experiment.estimators
         )
+    ]
+
+
+def variance_places(experiment: Experiment) -> list[dict[str, str]]:
+    """Policy, engine, method, ρ and position of everything that is measured, as statistics name it."""
+    return [
+        where | {"position": position}
+        for where in estimator_places(experiment)
+        for position in [WHOLE, *experiment.positions]
     ]
 
 

@@ -5,9 +5,10 @@ problem of a seed; K columns; D bins of d; G points.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,22 +20,25 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
 from dvp.measurement.files import ENGINE, SOURCES
 
-MakeStatistics = Callable[..., Iterator[Statistic]]
-"""Makes one, or none: name, values (R,), unit, how, and what it is of beside policy and engine."""
 TAIL = (1e-4, 1e-2)
 """p of the tokens whose d is looked at as the tail's: rarer ones are hardly ever sampled."""
 HEAD = (0.9, 1.0)
 WEIGHTINGS = ("infer", "train")
-# How an interval is made, by how the unit begins; a sum of probabilities may exceed 1.
-SCALES: dict[str, bootstrap.Scale] = {
-    "fraction": "share",
-    "probability": "ratio",
-    "ratio": "ratio",
-    "tokens": "ratio",
-    "nats per token": "ratio",
-    "nats per response": "ratio",
-    "nats²": "ratio",
+# Of an interval, by how the unit begins; a sum of probabilities may exceed 1.
+ON_RATIO_SCALE = ("probability", "ratio", "tokens", "nats per", "nats²")
+# Of the noise: column, unit, what it is of q or z; the rest of the engine alone.
+NOISE = {
+    "kl": ("kl", "nats per token", "KL(q‖p), exact, q"),
+    "epsilon_sd": (
+        "epsilon_variance",
+        "nats",
+        "root mean square over positions of ε's standard deviation over the vocabulary, z",
+    ),
+    "ratio_outside": ("ratio_outside", "fraction of tokens", "sampled tokens with a ratio outside [0.9, 1.1], q"),
+    "k3": ("k3", "nats per token", "mean k3 of sampled tokens"),
+    "d_positive": ("d_positive", "fraction of tokens", "sampled tokens with d > 0"),
 }
+OF_ENGINE_ALONE = ("k3", "d_positive")
 # Of the safe sets, means over positions: column, unit, what it is.
 MEANS = {
     "safe_size": ("safe_size_train", "tokens", "|V_S|"),
@@ -45,13 +49,35 @@ MEANS = {
     "train_in_infer": ("train_in_infer", "fraction", "|V_S ∩ V'_S| / |V_S|"),
     "outside_safe": ("outside_train", "fraction of tokens", "what a pruned engine samples outside V_S, exact"),
 }
-
-
 # What is outside V_S: column of the safe sets, what it is a share of.
 OUTSIDE = {
     "kl": "KL(q‖p), less q(V_S) times that of both restricted to V_S",
     "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient, its terms outside V_S",
 }
+
+
+class Measured(NamedTuple):
+    """A number before its interval."""
+
+    name: str
+    value_R: np.ndarray | float
+    """With its replicates; a maximum alone, which has no interval."""
+    unit: str
+    how: str
+    where: dict[str, str] = {}
+    """Of what it is beside policy and engine."""
+    resolution: float = 0.0
+    """By which its interval is wider."""
+    scale: bootstrap.Scale | None = None
+    """Of its interval; by default what the unit says."""
+    signed: bool = False
+    """Whether it is |x|, from replicates of an x that has a sign."""
+
+
+def over(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Their ratio, not finite where there is nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return above / below
 
 
 @dataclass(frozen=True)
@@ -75,9 +101,7 @@ class Group:
 
     def ratio(self, rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
         """Σ above / Σ below, (R,); NaN where there is nothing."""
-        sums_RK = self.sums(rows, [above, below])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return sums_RK[:, 0] / sums_RK[:, 1]
+        return over(*self.sums(rows, [above, below]).T)
 
     def binned(self, rows: pd.DataFrame, key: str, column: str) -> tuple[np.ndarray, np.ndarray]:
         """(values of `key`, sums of `column` (R, K)), a column for each value, in increasing order."""
@@ -120,50 +144,28 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 def group_statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
     """Of one policy and engine."""
-    over = f"95 % over {over_what(experiment)}"
     single = group.draws.seeds * group.draws.problems == 1
-    if single:
-        over = "a single problem has no interval"
-
-    def statistic(
-        name: str,
-        value_R: np.ndarray,
-        unit: str,
-        how: str,
-        *,
-        resolution: float = 0.0,
-        of_responses: bool = False,
-        signed: bool = False,
-        **where: str,
-    ) -> Iterator[Statistic]:
-        """`signed`: of |x|, from replicates of an x that has a sign."""
-        if np.isfinite(value_R[0]):
-            scale = next((scale for start, scale in SCALES.items() if unit.startswith(start)), "plain")
-            # None of so many tokens, or all: not as many trials as there are problems. Of responses it is that.
-            if signed or (scale == "share" and not of_responses and not 1e-9 < value_R[0] < 1 - 1e-9):
-                scale = "plain"
-            value, low, high = group.draws.estimate(value_R[:1] if single else value_R, scale)
-            low, high = low - resolution / 2, high + resolution / 2
-            if signed:
+    text = "a single problem has no interval" if single else f"95 % over {over_what(experiment)}"
+    for of_table in (_noise, _by_probability, _bounds, _safe_sets, _by_length):
+        for one in of_table(group):
+            value, low, high, how = one.value_R, math.nan, math.nan, f"{one.how}; a maximum has no interval"
+            if np.ndim(value):
+                if not np.isfinite(value[0]):
+                    continue
+                value, low, high = group.draws.estimate(value[:1] if single else value, _scale(one))
+                low, high, how = low - one.resolution / 2, high + one.resolution / 2, f"{one.how}; {text}"
+            if one.signed:
                 value, low, high = magnitude(value, low, high)
-            yield Statistic(name, group.where | where, value, low, high, unit, f"{how}; {over}", group.sources)
+            yield Statistic(one.name, group.where | one.where, float(value), low, high, one.unit, how, group.sources)
 
-    def largest(name: str, value: float, unit: str, how: str) -> Iterator[Statistic]:
-        without = f"{how}; a maximum has no interval"
-        yield Statistic(name, group.where, float(value), math.nan, math.nan, unit, without, group.sources)
 
-    yield from _noise(group, statistic, largest)
-    yield from _by_probability(group, statistic)
-    pairs = group.tables["bounds"]
-    for kind in ("literal", "sharp"):
-        violations_R = group.ratio(pairs, f"{kind}_violations", "pairs")
-        count, of = pairs[f"{kind}_violations"].sum(), f"{pairs['pairs'].sum():,.0f} (position, token) pairs"
-        how = f"{f'{count:,.0f}' if count else 'none'} of {of}, by more than rounding"
-        yield from statistic(f"{kind}_bound_violations", violations_R, "fraction of pairs", how)
-    how = "largest |d| over the literal bound that it violates; 0 without a violation"
-    yield from largest("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
-    yield from _safe_sets(group, statistic)
-    yield from _by_length(group, statistic)
+def _scale(one: Measured) -> bootstrap.Scale:
+    if one.scale or one.signed:
+        return one.scale or "plain"
+    if one.unit.startswith("fraction"):
+        # None of so many tokens, or all: not as many trials as there are problems.
+        return "share" if 1e-9 < one.value_R[0] < 1 - 1e-9 else "plain"
+    return "ratio" if one.unit.startswith(ON_RATIO_SCALE) else "plain"
 
 
 def magnitude(value: float, low: float, high: float) -> tuple[float, float, float]:
@@ -172,68 +174,67 @@ def magnitude(value: float, low: float, high: float) -> tuple[float, float, floa
     return abs(value), nearest, max(abs(low), abs(high))
 
 
-def _noise(group: Group, statistic: MakeStatistics, largest: MakeStatistics) -> Iterator[Statistic]:
+def _noise(group: Group) -> Iterator[Measured]:
     """Of the engine, and of the trainer's own noise as control."""
-    engine = group.tables["noise"].query("source == @ENGINE")
+    every = group.tables["noise"]
     for source in SOURCES:
-        rows = group.tables["noise"].query("source == @source")
-        prefix, where = ("", {}) if source == ENGINE else ("self_noise_", {"control": source})
-        of = "the engine" if source == ENGINE else f"the trainer itself ({source})"
-
-        def mean(column: str, rows: pd.DataFrame = rows) -> np.ndarray:
-            return group.ratio(rows, column, "tokens")
-
-        yield from statistic(f"{prefix}kl", mean("kl"), "nats per token", f"KL(q‖p), exact, q of {of}", **where)
-        how = f"root mean square over positions of ε's standard deviation over the vocabulary, z of {of}"
-        yield from statistic(f"{prefix}epsilon_sd", np.sqrt(mean("epsilon_variance")), "nats", how, **where)
-        how = f"sampled tokens with a ratio outside [0.9, 1.1], q of {of}"
-        yield from statistic(f"{prefix}ratio_outside", mean("ratio_outside"), "fraction of tokens", how, **where)
+        rows, own = every[every["source"] == source], source == ENGINE
+        prefix, where = ("", {}) if own else ("self_noise_", {"control": source})
+        of = "the engine" if own else f"the trainer itself ({source})"
+        for name, (column, unit, what) in NOISE.items():
+            alone, mean_R = name in OF_ENGINE_ALONE, group.ratio(rows, column, "tokens")
+            if own or not alone:
+                value_R = np.sqrt(mean_R) if name == "epsilon_sd" else mean_R
+                yield Measured(f"{prefix}{name}", value_R, unit, what if alone else f"{what} of {of}", where)
         if source == "bf16":
-            with np.errstate(divide="ignore", invalid="ignore"):
-                over_R = mean("kl", engine) / mean("kl")
-            yield from statistic(
-                "kl_over_self_noise", over_R, "ratio", f"KL(q‖p) of the engine over that of {of}", **where
-            )
-        if source == ENGINE:
-            yield from statistic("k3", mean("k3"), "nats per token", "mean k3 of sampled tokens")
-            yield from statistic("d_positive", mean("d_positive"), "fraction of tokens", "sampled tokens with d > 0")
-            largest_ratio = rows["max_abs_log_ratio"].max()
-            yield from largest("max_abs_log_ratio", largest_ratio, "nats", "largest of the sampled tokens")
-            yield from largest("epsilon_max", rows["max_epsilon"].max(), "nats", "largest ε_max of all positions")
+            kl_R = group.ratio(every[every["source"] == ENGINE], "kl", "tokens")
+            over_R = over(kl_R, group.ratio(rows, "kl", "tokens"))
+            yield Measured("kl_over_self_noise", over_R, "ratio", f"KL(q‖p) of the engine over that of {of}", where)
+        if own:
+            largest = rows[["max_abs_log_ratio", "max_epsilon"]].max()
+            yield Measured("max_abs_log_ratio", largest["max_abs_log_ratio"], "nats", "largest of the sampled tokens")
+            yield Measured("epsilon_max", largest["max_epsilon"], "nats", "largest ε_max of all positions")
 
 
-def _by_probability(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+def _by_probability(group: Group) -> Iterator[Measured]:
     every = group.tables["histogram"]
     how = "mean |d| where p < 1e-2 over that where p > 0.5"
 
     def tail_over_head(rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
         head, tail = rows[rows["p_low"] >= 0.5], rows[rows["p_high"] <= 1e-2]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return group.ratio(tail, above, below) / group.ratio(head, above, below)
+        return over(group.ratio(tail, above, below), group.ratio(head, above, below))
 
     for source in SOURCES:
-        over_R = tail_over_head(every[every["source"] == source], "abs_d", "pairs")
+        prefix, of, where = "self_noise_", f"of the trainer itself ({source})", {"control": source}
         if source == ENGINE:
-            yield from statistic("tail_over_head", over_R, "ratio", f"{how}, all pairs alike")
-        else:
-            of = f"{how}, of the trainer itself ({source})"
-            yield from statistic("self_noise_tail_over_head", over_R, "ratio", of, control=source)
+            prefix, of, where = "", "all pairs alike", {}
+        over_R = tail_over_head(every[every["source"] == source], "abs_d", "pairs")
+        yield Measured(f"{prefix}tail_over_head", over_R, "ratio", f"{how}, {of}", where)
     table = every[every["source"] == ENGINE]
     for name in WEIGHTINGS:
         weighted, where = f"weighted by π_{name}", {"weighting": name}
         over_R = tail_over_head(table, f"{name}_abs_d", name)
-        yield from statistic("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", **where)
+        yield Measured("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", where)
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
             rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+            rows = rows.assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
             of, density = f"d of tokens with p in ({low:g}, {high:g}], {weighted}", Density(group, rows, name)
             of_mode = f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies"
-            yield from statistic(
-                f"{part}_mode", density.modes(), "nats", of_mode, resolution=density.resolution, **where
-            )
-            yield from statistic(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", **where)
-            positive = rows[[name, "unit"]].assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
-            positive_R = group.ratio(positive, "positive", name)
-            yield from statistic(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", **where)
+            yield Measured(f"{part}_mode", density.modes(), "nats", of_mode, where, density.resolution)
+            yield Measured(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", where)
+            positive_R = group.ratio(rows, "positive", name)
+            yield Measured(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", where)
+
+
+def _bounds(group: Group) -> Iterator[Measured]:
+    pairs = group.tables["bounds"]
+    for kind in ("literal", "sharp"):
+        count, of = pairs[f"{kind}_violations"].sum(), f"{pairs['pairs'].sum():,.0f} (position, token) pairs"
+        how = f"{f'{count:,.0f}' if count else 'none'} of {of}, by more than rounding"
+        violations_R = group.ratio(pairs, f"{kind}_violations", "pairs")
+        yield Measured(f"{kind}_bound_violations", violations_R, "fraction of pairs", how)
+    how = "largest |d| over the literal bound that it violates; 0 without a violation"
+    yield Measured("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
 
 
 class Density:
@@ -293,7 +294,7 @@ class Density:
         return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
 
 
-def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+def _safe_sets(group: Group) -> Iterator[Measured]:
     table = group.tables["safe_sets"]
     # Only ratios of the weights matter, so the largest may be 1.
     shift = table["log_ratio"].max()
@@ -314,27 +315,23 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         suffix = "" if plain else "_margin"
         with_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
         for name, (_, unit, what) in MEANS.items():
-            how = f"mean over positions of {what}{with_margin}"
-            yield from statistic(f"{name}{suffix}", group.ratio(rows, name, "tokens"), unit, how, **where)
+            mean_R = group.ratio(rows, name, "tokens")
+            yield Measured(f"{name}{suffix}", mean_R, unit, f"mean over positions of {what}{with_margin}", where)
         outside_R = group.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
         how = f"of the sampled tokens in V'_S, those outside V_S{with_margin}"
-        yield from statistic(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, **where)
+        yield Measured(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, where)
         if not plain:
             continue
         for name, what in OUTSIDE.items():
-            how = f"share of {what}"
-            yield from statistic(
-                f"{name}_outside", group.ratio(rows, f"{name}_outside", name), "fraction", how, **where
-            )
+            share_R = group.ratio(rows, f"{name}_outside", name)
+            yield Measured(f"{name}_outside", share_R, "fraction", f"share of {what}", where)
         mass_R = group.ratio(rows, "pruned_mass_sum", "responses")
         how = "Σ_t (1 − Z_t), mean over the engine's responses"
-        yield from statistic("pruned_mass_per_response", mass_R, "probability", how, **where)
+        yield Measured("pruned_mass_per_response", mass_R, "probability", how, where)
         # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
         change_R = group.ratio(rows, "pruned_weighted_reward", "pruned_weight")
         change_R = change_R - group.ratio(rows, "weighted_reward", "weight")
         bound_R = group.ratio(rows, "bound", "weight")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            over_R = change_R / bound_R
         lost = np.isneginf(rows["pruned_log_ratio"]).sum()
         weights = (
             f"importance weights p(y)/q(y) and p^mp(y)/q(y), each self-normalised; {lost} of {len(rows)} responses "
@@ -343,13 +340,13 @@ def _safe_sets(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
         for name, value_R, unit, what in (
             ("objective_change", change_R, "reward", "J_mp − J"),
             ("objective_bound", bound_R, "reward", "E_p[Σ_t (1 − Z_t)] · R_max (1)"),
-            ("objective_change_over_bound", over_R, "ratio", "|J_mp − J| / E_p[Σ_t (1 − Z_t)]"),
+            ("objective_change_over_bound", over(change_R, bound_R), "ratio", "|J_mp − J| / E_p[Σ_t (1 − Z_t)]"),
         ):
             signed = name == "objective_change_over_bound"
-            yield from statistic(name, value_R, unit, f"{what}, {weights}", signed=signed, **where)
+            yield Measured(name, value_R, unit, f"{what}, {weights}", where, signed=signed)
 
 
-def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
+def _by_length(group: Group) -> Iterator[Measured]:
     """How the mismatch of a response adds up over its first tokens."""
     table = group.tables["prefixes"]
     # ESS does not depend on the weights' scale.
@@ -357,29 +354,19 @@ def _by_length(group: Group, statistic: MakeStatistics) -> Iterator[Statistic]:
     table = table.assign(
         responses=1.0, squared=table["log_ratio"] ** 2, weight=weight, squared_weight=np.square(weight)
     )
+    columns = ["responses", "kl", "log_ratio", "squared", "kept", "weight", "squared_weight"]
+    kl = "KL(q‖p) of the responses' distributions, given an engine's noise if it has some: mean of Σ_t KL_t"
     for length, rows in table.groupby("length"):
-        columns = ["responses", "kl", "log_ratio", "squared", "kept", "weight", "squared_weight"]
         count_R, kl_R, log_ratio_R, squared_R, kept_R, weight_R, squared_weight_R = group.sums(rows, columns).T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = {
-                "kl": (
-                    kl_R / count_R,
-                    "nats per response",
-                    "KL(q‖p) of the responses' distributions, given an engine's noise if it has some: mean of Σ_t KL_t",
-                ),
-                "variance": (
-                    squared_R / count_R - (log_ratio_R / count_R) ** 2,
-                    "nats²",
-                    "variance over responses of Σ_t d_t, the sequence's log-ratio",
-                ),
-                "kept": (kept_R / count_R, "fraction of responses", "those that MIS keeps"),
-                "ess": (
-                    weight_R**2 / squared_weight_R / count_R,
-                    "fraction of responses",
-                    "(Σw)² / Σw² / count with w = ∏_t r_t",
-                ),
-            }
-        for name, (value_R, unit, what) in values.items():
-            how = f"{what}; of the first {length} tokens of each response"
-            kept = name == "kept"
-            yield from statistic(f"{name}_by_length", value_R, unit, how, of_responses=kept, length=str(length))
+        variance_R = over(squared_R, count_R) - over(log_ratio_R, count_R) ** 2
+        ess_R = over(over(weight_R**2, squared_weight_R), count_R)
+        for name, value_R, unit, what in (
+            ("kl", over(kl_R, count_R), "nats per response", kl),
+            ("variance", variance_R, "nats²", "variance over responses of Σ_t d_t, the sequence's log-ratio"),
+            ("kept", over(kept_R, count_R), "fraction of responses", "those that MIS keeps"),
+            ("ess", ess_R, "fraction of responses", "(Σw)² / Σw² / count with w = ∏_t r_t"),
+        ):
+            how, where = f"{what}; of the first {length} tokens of each response", {"length": str(length)}
+            # Of responses there are as many trials as problems.
+            scale = "share" if name == "kept" else None
+            yield Measured(f"{name}_by_length", value_R, unit, how, where, scale=scale)

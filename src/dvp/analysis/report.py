@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, mismatch, series, training, variance
+from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, mismatch, series, training
 from dvp.analysis.formats import to_html, to_markdown, to_tex
 from dvp.analysis.load import Reader, check_fresh
 from dvp.analysis.parts import parts
@@ -35,7 +35,7 @@ MEASURES = {
     "curve": curve.statistics,
     "mismatch": mismatch.statistics,
     "bias": bias.statistics,
-    "variance": variance.statistics,
+    "variance": bias.variances,
     "bias_length": bias_length.statistics,
 }
 

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dvp.analysis.bias import estimator_places
+from dvp.analysis.bias import estimator_places, variance_places
 from dvp.analysis.curve import evaluated
 from dvp.analysis.matrix import ONLY, OWN, entries, heading, models, own_sampler, sampler_in, sampler_text
 from dvp.analysis.points import BASE, estimator_counterpart, point_name, policy_label, role, where_of
 from dvp.analysis.statistics import Statistic
-from dvp.analysis.variance import variance_places
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, GridPoint, Sampler, setting_as_written

@@ -1,10 +1,11 @@
 """Measured numbers with intervals, by name: what config/claims.yaml asks for, and what tables and figures show.
 
 To add one, let the function that makes its part (`training`, `matrix`, `diversity`, `curve`, `mismatch`, `bias`,
-`variance`, `bias_length`) yield one more `Statistic`: report/estimates.parquet lists it, a claim can ask for it by its
+`bias_length`) yield one more `Statistic`: report/estimates.parquet lists it, a claim can ask for it by its
 name, and an entry in shown.yaml shows it in a table or a figure.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,13 @@ class Statistic:
     """A sentence: how the interval was made, over what."""
     sources: tuple[str, ...]
     """The stages' JSON files that it comes from, relative to the experiment's folder."""
+
+
+def without_interval(
+    name: str, where: dict[str, str], value: float, unit: str, how: str, sources: tuple[str, ...]
+) -> Statistic:
+    """A number that has none."""
+    return Statistic(name, where, float(value), math.nan, math.nan, unit, how, sources)
 
 
 def lookup(statistics: Iterable[Statistic]) -> Callable[[str, dict[str, str]], Statistic | None]:

@@ -23,7 +23,7 @@ from dvp.analysis.estimates import (
 from dvp.analysis.load import Reader
 from dvp.analysis.points import partner, where_of
 from dvp.analysis.reach import mean_weights, peak, tokens_to
-from dvp.analysis.statistics import Statistic
+from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint
@@ -57,8 +57,8 @@ class Group:
 
     @property
     def where(self) -> dict[str, str]:
-        """What its statistics add to the point's place."""
-        return {"task": self.task}
+        """Where its statistics stand."""
+        return where_of(self.experiment, self.point) | {"task": self.task}
 
     @property
     def draws(self) -> bootstrap.Draws:
@@ -160,10 +160,8 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     mean_score_tokens, over which mean scores are. See `_tokens` for the rest.
     """
     every = groups(reader)
-    how = "sampled by the run that sampled fewest"
-    yield Statistic(
-        "mean_score_tokens", {}, every[0].until, *[math.nan] * 2, "tokens", how, tuple(reader.runs["source"])
-    )
+    how, sources = "sampled by the run that sampled fewest", tuple(reader.runs["source"])
+    yield without_interval("mean_score_tokens", {}, every[0].until, "tokens", how, sources)
     for group in every:
         same_task = {other.point: other for other in every if other.task == group.task}
         yield from _scores(experiment, group, same_task)
@@ -178,8 +176,7 @@ def _scores(experiment: Experiment, group: Group, same_task: dict[GridPoint, Gro
         "mean": f"over the first {group.until:,.0f} sampled tokens of each run; ",
     }
     for key, estimate in group.score.items():
-        where, how = where_of(experiment, group.point) | group.where, says[key] + over(experiment)
-        yield estimate.statistic(f"{key}_score", where, "fraction", how, "share")
+        yield estimate.statistic(f"{key}_score", group.where, "fraction", says[key] + over(experiment), "share")
         compared = contrasts(
             experiment,
             SCORES[key],
@@ -193,18 +190,17 @@ def _scores(experiment: Experiment, group: Group, same_task: dict[GridPoint, Gro
 
 
 def _steps(experiment: Experiment, group: Group) -> Iterator[Statistic]:
-    where, none = where_of(experiment, group.point) | group.where, (math.nan, math.nan)
-    if group.peak:
-        for seed, step in zip(experiment.seeds, group.peak[1], strict=True):
-            yield Statistic("peak_step", where | {"seed": str(seed)}, step, *none, "step", "", group.sources)
+    where, sources = group.where, group.sources
+    for seed, step in zip(experiment.seeds, group.peak[1] if group.peak else (), strict=bool(group.peak)):
+        yield without_interval("peak_step", where | {"seed": str(seed)}, step, "step", "", sources)
     for n, step in enumerate(group.steps):
-        at, tokens_S, sources = where | {"step": str(step)}, group.tokens_SN[:, n], group.sources
+        at, tokens_S = where | {"step": str(step)}, group.tokens_SN[:, n]
         yield group.at(n).statistic("score_at_step", at, "fraction", over(experiment), "share")
-        yield Statistic("tokens_at_step", at, float(tokens_S.mean()), *none, "tokens", "mean over seeds", sources)
+        yield without_interval("tokens_at_step", at, tokens_S.mean(), "tokens", "mean over seeds", sources)
         for seed, score, tokens in zip(experiment.seeds, group.score_SN[:, n], tokens_S, strict=True):
             own = at | {"seed": str(seed)}
-            yield Statistic("score_at_step", own, float(score), *none, "fraction", "a single run", sources)
-            yield Statistic("tokens_at_step", own, float(tokens), *none, "tokens", "a single run", sources)
+            yield without_interval("score_at_step", own, score, "fraction", "a single run", sources)
+            yield without_interval("tokens_at_step", own, tokens, "tokens", "a single run", sources)
 
 
 def _tokens(
@@ -217,12 +213,11 @@ def _tokens(
     runs of a seed reach it before they are evaluated: that far a curve is one straight line from the base model, and
     hides which came first.
     """
-    where, to = where_of(experiment, group.point) | group.where, f"the score {100 * score:.1f} %"
-    t_over, none = t_over_seeds(experiment), (math.nan, math.nan)
+    to, t_over, none = f"the score {100 * score:.1f} %", t_over_seeds(experiment), (math.nan, math.nan)
 
     def statistic(name: str, numbers: tuple[float, float, float], unit: str, how: str, *others: Group) -> Statistic:
         sources = tuple(dict.fromkeys(file for each in (group, *others) for file in each.sources))
-        return Statistic(name, where, *numbers, unit, how, sources)
+        return Statistic(name, group.where, *numbers, unit, how, sources)
 
     total = over_seeds(list(group.tokens_SN[:, -1]))
     yield statistic("sampled_tokens", total, "tokens", f"of a run in training; {t_over}")

@@ -57,7 +57,7 @@ def curve(experiment: Experiment, groups: list[Curves]) -> Iterator[pd.DataFrame
     for task in experiment.data.tasks:
         yield _curve("score_to_reach", {"task": task}, [np.nan], target(experiment, groups, task))
     for group in groups:
-        where = where_of(experiment, group.point) | group.where
+        where = group.where
         mean = np.array([group.draws.estimate(value_R, "share") for value_R in group.curve_RN.T]).T
         for name, x_SN in (
             ("score_by_step", np.broadcast_to(group.steps, group.tokens_SN.shape)),

@@ -19,7 +19,7 @@ from dvp.analysis.estimates import (
 from dvp.analysis.load import Reader
 from dvp.analysis.parts import FEWEST_RHOS, swept
 from dvp.analysis.points import where_of
-from dvp.analysis.statistics import Statistic
+from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho
@@ -76,7 +76,7 @@ def _scores(
 ) -> Iterator[Statistic]:
     own, where, how = score[point], where_of(experiment, point), over_model(experiment, point)
     reference, scored = experiment.reference_point, reader.scored(point)
-    k, none = experiment.evaluation.samples_per_problem[experiment.report.task], (math.nan, math.nan)
+    k, sources = experiment.evaluation.samples_per_problem[experiment.report.task], own.sources
 
     def smallest(name: str, estimate: Estimate, scale: float, like: Statistic) -> Statistic:
         value = scale * estimate.draws.smallest_effect(estimate.value_R)
@@ -84,12 +84,12 @@ def _scores(
         return replace(like, name=name, value=value, low=math.nan, high=math.nan, how=seen)
 
     yield own.statistic("score", where, f"avg@{k}, fraction", how, "share")
-    for key, name in (("pass", f"pass@{k}"), ("maj", f"maj@{k}")):
-        value = math.fsum(scored.scores[key]) / len(scored.scores)
-        yield Statistic(f"{key}_at_k", where, value, *none, f"{name}, fraction", "mean over seeds", own.sources)
+    for key in ("pass", "maj"):
+        value, unit = math.fsum(scored.scores[key]) / len(scored.scores), f"{key}@{k}, fraction"
+        yield without_interval(f"{key}_at_k", where, value, unit, "mean over seeds", sources)
     for row in scored.scores.itertuples():
         seed = where | {"seed": "none" if point is None else str(row.seed)}
-        yield Statistic("seed_score", seed, row.avg, *none, f"avg@{k}, fraction", "a single run", own.sources)
+        yield without_interval("seed_score", seed, row.avg, f"avg@{k}, fraction", "a single run", sources)
     # Of a reference without a correct answer no change is defined.
     ratio = own / score[reference]
     change = ratio.statistic("score_change_percent", where, "%", f"{how}, paired with the reference", "ratio")
@@ -130,50 +130,44 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
     over = t_over_seeds(experiment)
     tokens = training.prompts_per_step * training.group_size * own.groupby("seed")["response_tokens_mean"].sum()
 
-    def statistic(name: str, numbers: tuple[float, float, float], unit: str, how: str, **more: str) -> Statistic:
-        return Statistic(name, where | more, *map(float, numbers), unit, how, sources)
+    def bare(name: str, value: float, unit: str, how: str, **more: str) -> Statistic:
+        return without_interval(name, where | more, value, unit, how, sources)
 
     # Where the engine prunes, it alone knows its full policy; of a trainer that prunes alone it is not measured.
     full = "k3" if method.safe_vocabulary is None else "unpruned_k3"
-    knows_full = full in own and own[full].notna().all()
-    for name, wanted, values, unit, logarithmic, what in (
-        ("final_k3", True, last["k3"].mean(), "nats per token", True, between),
-        ("k3_growth", steps >= 2 * LAST_STEPS, last["k3"].mean() / first["k3"].mean(), "ratio", True, between),
-        ("final_gradient_norm", True, last["gradient_norm"].mean(), "norm", True, ""),
-        ("final_reward", True, last["reward"].mean(), "fraction", False, ""),
-        (
-            "final_pruned_mass",
-            prunes,
-            last["pruned_mass_mean"].mean(),
-            "probability",
-            False,
-            "1 − Z of the trainer a token; ",
-        ),
-        ("seconds_per_step", True, own.groupby("seed")["seconds"].median(), "s", True, "median step; "),
-        ("k3_full", knows_full, last[full if knows_full else "k3"].mean(), "nats per token", True, _BETWEEN["full"]),
-        ("sampled_tokens", True, tokens, "tokens", False, "of a run in training; "),
+    full_S = last[full].mean() if full in own and own[full].notna().all() else None
+    mass_S = last["pruned_mass_mean"].mean() if prunes else None
+    growth_S = last["k3"].mean() / first["k3"].mean() if steps >= 2 * LAST_STEPS else None
+    for name, value_S, unit, logarithmic, what in (
+        ("final_k3", last["k3"].mean(), "nats per token", True, between),
+        ("k3_growth", growth_S, "ratio", True, between),
+        ("final_gradient_norm", last["gradient_norm"].mean(), "norm", True, ""),
+        ("final_reward", last["reward"].mean(), "fraction", False, ""),
+        ("final_pruned_mass", mass_S, "probability", False, "1 − Z of the trainer a token; "),
+        ("seconds_per_step", own.groupby("seed")["seconds"].median(), "s", True, "median step; "),
+        ("k3_full", full_S, "nats per token", True, _BETWEEN["full"]),
+        ("sampled_tokens", tokens, "tokens", False, "of a run in training; "),
     ):
-        if wanted:
+        if value_S is not None:
             how = f"{what}{over}" + (", of the logarithm" if logarithmic else "")
-            yield statistic(name, over_seeds(list(values), logarithmic=logarithmic), unit, how)
+            yield Statistic(name, where, *over_seeds(list(value_S), logarithmic=logarithmic), unit, how, sources)
     value, low, _ = over_seeds(list(1 - last["masked_fraction"].mean()))
     kept = (value, *bootstrap.ends(value, value - low, "share"))
-    yield statistic("kept", kept, "fraction", f"{over}, on the logit scale")
+    yield Statistic("kept", where, *kept, "fraction", f"{over}, on the logit scale", sources)
     for name, (one_number, unit) in AT_THE_END.items():
         if name in own and last[name].count().all() and (prunes or name not in _OF_PRUNED):
             seeds = last[name].agg(one_number)
             numbers, how = (seeds.mean(), seeds.min(), seeds.max()), "mean of the seeds; smallest and largest seed"
-            yield statistic(f"last_{name}", numbers, unit, how)
-    none = (math.nan, math.nan)
+            yield Statistic(f"last_{name}", where, *numbers, unit, how, sources)
     for name, count in (("skipped_steps", own["skipped"].sum()), ("training_steps", len(own))):
-        yield statistic(name, (count, *none), "steps", "of all seeds")
+        yield bare(name, count, "steps", "of all seeds")
     for run in runs.itertuples():
         step = math.nan if run.collapsed_at is None else run.collapsed_at
-        yield statistic("collapsed_at", (step, *none), "step", "not defined where it did not", seed=str(run.seed))
+        yield bare("collapsed_at", step, "step", "not defined where it did not", seed=str(run.seed))
     collapsed = sum(step is not None for step in runs["collapsed_at"])
-    yield statistic("collapsed_runs", (collapsed, *none), "runs", f"of {len(runs)}")
+    yield bare("collapsed_runs", collapsed, "runs", f"of {len(runs)}")
     how = f"Clopper-Pearson, {collapsed} of {len(runs)} seeds"
-    yield statistic("collapsed", share_of_runs(collapsed, len(runs)), "fraction of runs", how)
+    yield Statistic("collapsed", where, *share_of_runs(collapsed, len(runs)), "fraction of runs", how, sources)
 
 
 def _sweep(

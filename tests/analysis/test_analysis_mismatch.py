@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis import mismatch
 from dvp.analysis.claims import load_file
-from dvp.analysis.formats import EMPTY, to_text
+from dvp.analysis.formats import EMPTY
 from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group, magnitude
 from dvp.evaluation import bootstrap
@@ -91,6 +91,14 @@ def find(measured, name, **where):
     return one
 
 
+def written(results, name: str) -> pd.DataFrame:
+    """A table of the base model on the coarse engine, of all seeds."""
+    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
+    return pd.concat(
+        pd.read_parquet(folder / f"{name}.parquet").assign(seed=number) for number, folder in enumerate(folders)
+    )
+
+
 def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):
     asked = [
         condition
@@ -117,9 +125,8 @@ def test_no_statistic_is_there_twice_and_each_says_how(measured):
 
 
 def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_seeds(results, measured):
-    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    noise = [pd.read_parquet(folder / "noise.parquet").query("source == 'engine'") for folder in folders]
-    kl_S, tokens_S = (np.array([table[name].sum() for table in noise]) for name in ("kl", "tokens"))
+    of_seed = written(results, "noise").query("source == 'engine'").groupby("seed")
+    kl_S, tokens_S = (of_seed[name].sum().to_numpy() for name in ("kl", "tokens"))
     one = find(measured, "kl", engine="coarse")
     assert one.value == pytest.approx(kl_S.sum() / tokens_S.sum())
     # The jackknife over the three seeds, t with two degrees of freedom, of the logarithm.
@@ -145,21 +152,14 @@ def test_where_no_pair_breaks_a_bound_the_value_is_zero_and_says_of_how_many(mea
 
 
 def test_the_change_of_the_objective_is_the_importance_weighted_one(results, measured):
-    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
+    rows = written(results, "safe_sets")
     rows = rows[(rows["rho"] == "0.01") & (rows["side"] == "none")]
-    before = after = weight = pruned_weight = bound = 0.0
-    for row in rows.itertuples():
-        full, pruned = math.exp(row.log_ratio), math.exp(row.pruned_log_ratio)
-        before += full * row.reward
-        after += pruned * row.reward
-        weight += full
-        pruned_weight += pruned
-        bound += full * row.pruned_mass_sum
-    change = after / pruned_weight - before / weight
+    full, pruned = np.exp(rows["log_ratio"]), np.exp(rows["pruned_log_ratio"])
+    change = np.average(rows["reward"], weights=pruned) - np.average(rows["reward"], weights=full)
+    bound = np.average(rows["pruned_mass_sum"], weights=full)
     assert find(measured, "objective_change", engine="coarse", rho="0.01").value == pytest.approx(change)
     over = find(measured, "objective_change_over_bound", engine="coarse", rho="0.01")
-    assert over.value == pytest.approx(abs(change) / (bound / weight))
+    assert over.value == pytest.approx(abs(change) / bound)
     assert f"{np.isneginf(rows['pruned_log_ratio']).sum()} of {len(rows)} responses" in over.how
 
 
@@ -197,8 +197,7 @@ def test_the_magnitude_of_an_interval(signed, expected):
 
 
 def test_what_pruning_can_remove_is_a_share_of_all_seeds_and_grows_with_rho(results, measured):
-    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    rows = pd.concat(pd.read_parquet(folder / "safe_sets.parquet") for folder in folders)
+    rows = written(results, "safe_sets")
     for name in ("kl", "squared_score"):
         shares = {}
         for rho, own in rows[rows["side"] == "none"].groupby("rho"):
@@ -210,8 +209,7 @@ def test_what_pruning_can_remove_is_a_share_of_all_seeds_and_grows_with_rho(resu
 
 
 def test_how_the_mismatch_adds_up_over_a_response(results, measured):
-    folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    rows = pd.concat(pd.read_parquet(folder / "prefixes.parquet") for folder in folders)
+    rows = written(results, "prefixes")
     assert sorted(set(rows["length"])) == [1, 2, 4, 6]
     for length, own in rows.groupby("length"):
         weight = [math.exp(one) for one in own["log_ratio"]]
@@ -225,15 +223,6 @@ def test_how_the_mismatch_adds_up_over_a_response(results, measured):
             one = find(measured, f"{name}_by_length", engine="coarse", length=str(length))
             assert one.value == pytest.approx(value)
             assert one.low <= one.value <= one.high
-
-
-def test_where_every_response_is_right_pruning_changes_nothing(experiment, results):
-    """However few of the responses that it prunes were sampled: J is 1 before and after."""
-    for measurements in mismatch.groups(experiment, Reader(experiment, results)):
-        measurements.tables["safe_sets"]["reward"] = 1.0
-        changes = [one for one in mismatch.group_statistics(experiment, measurements) if one.name == "objective_change"]
-        assert changes
-        assert all(one.value == pytest.approx(0, abs=1e-12) for one in changes)
 
 
 def test_a_mode_is_not_known_more_finely_than_the_bins(measured):
@@ -268,19 +257,13 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
 
 def test_tables_have_a_row_for_each_engine_and_rho(measured):
     engines, safe, lengths = (measured.tables[f"{name}_table"] for name in ("engines", "safe_sets", "lengths"))
-    assert len(lengths.frame()) == 2 * len(SIGMA) * 4
-    assert len(engines.frame()) == 2 * len(SIGMA) == len(engines.formatted().rows)
+    assert [len(table.rows) for table in (engines, safe, lengths)] == [2 * len(SIGMA) * places for places in (1, 3, 4)]
     assert "after " in engines.formatted().rows[-1][0]
-    assert len(safe.frame()) == 2 * len(SIGMA) * 3
-    for name, table in measured.tables.items():
+    for table in (engines, safe, lengths):
         cells = [cell for row in table.formatted().rows for cell in row]
-        assert all(cells)
-        assert cells.count(EMPTY) == 0, name
-        assert not any("nan" in cell for cell in cells)
-        assert to_text(table.formatted())
+        assert all(cell and cell != EMPTY and "nan" not in cell for cell in cells)
         for row in table.provenance().values():
             for column, files in row.items():
                 assert bool(files) != (column in ("policy", "label", "engine", "rho", "length"))
                 assert set(files) <= set(measured.files)
     assert safe.formatted().headings[-1] == "with ε̂ = 0.5"
-    assert lengths.formatted().headings[-1] == "ESS"

@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_results import Results, make_experiment, measured_of
-from scipy import stats
 
 from dvp.analysis import curve
 from dvp.analysis.formats import tokens_text
@@ -201,21 +200,6 @@ def test_where_both_runs_come_there_before_they_are_evaluated_no_saving_is_told(
     assert "both before they are first evaluated" in saved(score).how
     # One of them was evaluated before it came there: by how much it is later can be told.
     assert saved((slow.score_SN[0, 1] + slow.score_SN[0, 2]) / 2).value > 0
-
-
-def test_an_interval_of_tokens_is_the_t_interval_of_the_logarithm(asked, written):
-    def scores(run):
-        return (0.5, 0.625, (0.75, 0.875, 1.0)[run.seed])
-
-    given_scores(written, asked, scores)
-    groups = curve.groups(Reader(asked, written.folder))
-    [group] = [group for group in groups if group.point.path == f"{POINT}/group_size~4"]
-    curves, taken = {each.point: each for each in groups}, group.tokens_taken(0.7)
-    assert len(set(taken)) == 3
-    [statistic] = [one for one in curve._tokens(asked, group, curves, 0.7) if one.name == "tokens_to_score"]
-    logs = np.log(taken)
-    ends = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
-    assert (statistic.value, statistic.low, statistic.high) == pytest.approx((np.exp(logs.mean()), *np.exp(ends)))
 
 
 def test_one_sample_a_problem_gives_no_peak(tmp_path):

@@ -137,12 +137,3 @@ def test_a_model_without_a_pair_of_right_answers_has_no_share(asked, written):
     shown = table.formatted()
     cells = dict(zip(shown.headings, shown.rows[list(table.rows).index(DVP.path)], strict=True))
     assert cells["pairs that differ (%) [95 %]"] == "–"
-
-
-def test_a_model_that_is_never_right_has_no_solution_and_no_interval(asked, written):
-    correct, stated = answers("9999")
-    for run in [None, *asked.runs]:
-        written.write_evaluation(run, correct, None, stated)
-    known = lookup(measured_of(asked, written.folder, "diversity").statistics)
-    found = known("different_solutions_by_policy", place_of(NAIVE))
-    assert (found.value, np.isnan(found.low), np.isnan(found.high)) == (0, True, True)

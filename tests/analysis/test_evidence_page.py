@@ -263,11 +263,3 @@ def test_every_number_names_its_runs_and_no_cell_is_empty(place):
     assert result["claims"][0]["files"] == {"tiny": ["runs/a/train.json"]}
     assert page.count("(../tiny/figures/scores.png)") == 1
     assert "data:image/png;base64,iVBORw==" in render(result, folder)["claims.html"]
-
-
-def test_the_html_page_escapes_what_it_quotes(place):
-    result = answered(place(statistic(8.0, 5.0, 11.0, rho="0.01")))
-    result["claims"][0]["text"] = "<script>"
-    html = render(result, place())["claims.html"]
-    assert "<script>" not in html
-    assert "&lt;script&gt;" in html

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from dvp.analysis.formats import Formatted, rho_text, tex_escape, to_html, to_markdown, to_tex, to_text
+from dvp.analysis.formats import Formatted, tex_escape, to_html, to_markdown, to_tex, to_text
 
 TABLE = Formatted(
     "smoke_1: 100 %",
@@ -10,10 +10,6 @@ TABLE = Formatted(
     [["a_b & co", "1", "50.0", "e⁻¹³"], ["[x]", "2", "60.0", "–"]],
     ["Costs $5, 70 % of {it}.", "k ≥ 1 × σ²"],
 )
-
-
-def test_rho():
-    assert [rho_text(rho) for rho in (None, "exp(-13)", "0.01", "1e-2")] == ["–", "e⁻¹³", "0.01", "1e-2"]
 
 
 @pytest.mark.parametrize(

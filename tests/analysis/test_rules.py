@@ -55,8 +55,3 @@ def test_each_condition_fits_one_statistic(name, tmp_path):
     for condition in asked:
         answered = _answer_condition(condition.says, condition, {name: report})
         assert answered["status"] != MISSING, answered["instead"]
-
-
-def test_no_experiment_of_otb_is_left_out():
-    asked = {condition.experiment for condition in ASKED}
-    assert {name for name in EVIDENCE if name.startswith("otb_")} <= asked

@@ -3,7 +3,6 @@
 import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
-from dvp.analysis.claims import Condition
 from dvp.analysis.notes import span
 from dvp.analysis.points import partner, policy_label
 
@@ -96,20 +95,6 @@ def test_a_decay_of_the_learning_rate_makes_another_method():
     experiment = make_experiment(grid=grid)
     [pruned] = [point for point in experiment.points if point.method == "dvp"]
     assert partner(experiment, pruned, "unpruned").method == "rloo"
-
-
-def test_a_claim_asks_for_a_point_by_its_settings():
-    asked = Condition(
-        says="x",
-        experiment="otb",
-        statistic="score",
-        where={"method": "otb", "group_size": 4, "learning_rate": 1e-6, "gradient_checkpointing": True},
-        above=0,
-    )
-    assert asked.where == {
-        **{"method": "otb", "group_size": "4", "learning_rate": "1e-06"},
-        "gradient_checkpointing": "true",
-    }
 
 
 def test_a_measured_policy_is_called_by_what_differs():

@@ -202,22 +202,6 @@ def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
         assert texts[name] == f"{value} [{low}, {high}]"
 
 
-def test_reference():
-    assert make_experiment().reference_point.path == REFERENCE
-    # Nothing but the evaluation's engine: the reference is there.
-    same = make_experiment(grid=[{"method": ["rloo", "rloo_mis"], "engine": ["fp32"]}])
-    assert same.reference_point.engine == "fp32"
-    # Two mismatched engines: the one that more points share.
-    grid = [
-        {"method": ["rloo"], "engine": ["fp32", "bf16", "coarse"]},
-        {"method": ["rloo_mis"], "engine": ["bf16"]},
-    ]
-    assert make_experiment(grid=grid).reference_point.engine == "bf16"
-    assert make_experiment(grid=grid, report__reference_engine="coarse").reference_point.engine == "coarse"
-    # A control, where it is asked for.
-    assert make_experiment(grid=grid[:1], report__reference_engine="fp32").reference_point.engine == "fp32"
-
-
 def test_a_table_of_what_is_measured_is_one_declaration():
     """Nothing but an entry: what it is of, how it is written, and where it stands."""
     declared = {

@@ -94,9 +94,8 @@ def find(measured, name, **where):
 def written(results, name: str) -> pd.DataFrame:
     """A table of the base model on the coarse engine, of all seeds."""
     folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
-    return pd.concat(
-        pd.read_parquet(folder / f"{name}.parquet").assign(seed=number) for number, folder in enumerate(folders)
-    )
+    tables = [pd.read_parquet(folder / f"{name}.parquet") for folder in folders]
+    return pd.concat(table.assign(seed=seed) for seed, table in enumerate(tables))
 
 
 def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):

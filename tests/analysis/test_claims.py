@@ -35,7 +35,9 @@ claims:
     - id: a
       text: t
       all: {experiment: grid, method: dvp, rho: 1e-2, this: DVP, that: RLOO}
-      conditions: [gain, {as: gain, rho: exp(-13), above: 0, control: true, that: MIS, where: {control: bf16, group_size: 4, learning_rate: 1e-6}}]
+      conditions:
+        - gain
+        - {as: gain, rho: exp(-13), above: 0, control: true, that: MIS, where: {control: bf16, size: 4, rate: 1e-6}}
 """,
     )
     [claim] = file.claims
@@ -45,7 +47,7 @@ claims:
     assert first.where == {"method": "dvp", "rho": "0.01", "evaluated_rho": "0.01"}
     assert (second.says, second.above, second.control) == ("DVP is above MIS", 0, True)
     assert second.where == {"method": "dvp", "rho": "exp(-13)", "evaluated_rho": "exp(-13)"} | {
-        **{"control": "bf16", "group_size": "4", "learning_rate": "1e-06"}
+        **{"control": "bf16", "size": "4", "rate": "1e-06"}
     }
 
 

@@ -8,9 +8,9 @@ import pytest
 from made_up_results import Results, make_experiment, measured_of
 
 from dvp.analysis import curve
+from dvp.analysis.curve import mean_weights, peak, tokens_to
 from dvp.analysis.formats import tokens_text
 from dvp.analysis.load import Reader
-from dvp.analysis.reach import mean_weights, peak, tokens_to
 
 pytestmark = pytest.mark.slow
 

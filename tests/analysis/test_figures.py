@@ -12,7 +12,6 @@ from made_up_results import CLAIMS, CONFIG, make_experiment
 from dvp.analysis import figures, series
 from dvp.analysis.charts import BELOW
 from dvp.analysis.claims import load_file
-from dvp.analysis.load import Reader
 from dvp.analysis.looks import Looks
 from dvp.analysis.shown import shown
 from dvp.analysis.statistics import Statistic
@@ -236,19 +235,6 @@ def test_the_reference_is_black_in_the_panels_of_others():
     ]
     for axes in figure.axes:
         assert sum(line.get_color() == "black" for line in bold(axes)) == 1
-
-
-def test_a_report_is_redrawn_from_its_files_byte_for_byte(experiment, results, tmp_path):
-    loaded = Reader(experiment, results.folder)
-    first = series.joined([*series.training(experiment, loaded)])
-    first.to_parquet(tmp_path / "series.parquet", index=False)
-    score = [made("score", where_of(experiment, point), 0.5, 0.4, 0.6) for point in experiment.points]
-    for name, frame in (("a", first), ("b", pd.read_parquet(tmp_path / "series.parquet"))):
-        drawn = figures.draw(experiment, score, frame)
-        assert list(drawn) == ["scores", "learning_curves", "mismatch_curves", "gradient_norm"]
-        figures.save(drawn["learning_curves"], tmp_path / name, "learning_curves")
-    files = [f"learning_curves.{suffix}" for suffix in ("png", "svg")]
-    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
 
 
 def test_declarations_are_read_without_matplotlib_and_pandas():

@@ -6,14 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jinja2
+import pandas as pd
 import pytest
 from docutils.core import publish_parts
 from made_up_results import Results, make_experiment
 
-from dvp.analysis.formats import to_markdown
 from dvp.analysis.load import evaluation_path
-from dvp.analysis.report import make, provenance, write
-from dvp.analysis.statistics import read_statistics
+from dvp.analysis.report import Part, draw, make, provenance, write
+from dvp.analysis.series import SERIES
+from dvp.analysis.statistics import ESTIMATES, read_statistics
 from dvp.analysis.tables import make_tables
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
@@ -48,12 +49,13 @@ def test_a_report_is_the_same_twice(written):
     assert {path.name for path in files[0] if path.parts[0] == "tables"} == tables
 
 
-def test_tables_are_made_of_the_archive_alone(experiment, written):
-    """Without a run: report/estimates.parquet is what is kept of an experiment."""
-    again = make_tables(experiment, read_statistics(written[1] / "report/estimates.parquet"))
-    for name, table in again.items():
-        assert table.frame().to_csv(index=False) == (written[1] / f"tables/{name}.csv").read_text()
-        assert to_markdown(table.formatted()) == (written[1] / f"tables/{name}.md").read_text()
+def test_a_report_is_redrawn_from_its_archive_alone(experiment, written, tmp_path):
+    """Without a run: estimates and series are what is kept of an experiment."""
+    statistics, curves = read_statistics(written[1] / ESTIMATES), pd.read_parquet(written[1] / SERIES)
+    draw(experiment, Part(statistics, make_tables(experiment, statistics), {}, [curves]), tmp_path)
+    again = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")]
+    assert len(again) == 2 * 4 + 2 * 5
+    assert all((tmp_path / name).read_bytes() == (written[1] / name).read_bytes() for name in again)
 
 
 def test_provenance_covers_every_cell(experiment, written):

@@ -177,10 +177,8 @@ def hostile_run(make_run) -> Recorded:
 def test_hostile_text_is_data_and_nothing_else(experiment, make_run):
     benign = [row(1, 0, np.random.default_rng(0), len(HOSTILE) + 1)]
     hostile = page(experiment, [hostile_run(make_run)])
-    described = page(
-        make_experiment(seeds=[0], description="<script>alert(1)</script> & more"), [hostile_run(make_run)]
-    )
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in described
+    described = make_experiment(seeds=[0], description="<script> & more")
+    assert "&lt;script&gt; &amp; more" in page(described, [hostile_run(make_run)])
     tags = [tag for tag, _ in parsed(hostile).tags]
     assert tags == [tag for tag, _ in parsed(page(experiment, [make_run(benign, 1)])).tags]
     assert hostile.count("</script>") == 2

@@ -221,7 +221,7 @@ def test_the_table_of_one_experiment_opens_the_page(place):
     score = statistic(0.5, 0.4, 0.6, "score_by_policy", "fraction", **where)
     folder = place(score, claims=claims, experiment=experiment)
     pages = render(answered(folder), folder)
-    parts = ["## The same work", "<b>RLOO \\| naive", "50.0 [40.0, 60.0]", "tiny/report/manifest.json names"]
+    parts = ["## Summary by method", "<b>RLOO \\| naive", "50.0 [40.0, 60.0]", "tiny/report/manifest.json names"]
     places = [pages["claims.md"].replace("&lt;", "<").index(part) for part in (*parts, "## What the verdicts")]
     assert places == sorted(places)
     assert "&lt;b&gt;RLOO | naive" in pages["claims.html"]

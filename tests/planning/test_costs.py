@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
+from dvp.planning.estimate import step_total
 
 SMALL = Model(
     hidden_size=4,
@@ -51,39 +52,29 @@ def test_parameters_of_the_published_models():
     assert Model(5120, 40, 40, 8, 128, 17408, False, 151936).parameters == 14_768_307_200
 
 
+def real(model: Model, layers: int | None = None, **more) -> Qwen3ForCausalLM:
+    """The model that these sizes stand for."""
+    sizes = {
+        "vocab_size": model.vocabulary_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": layers or model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size,
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, bos_token_id=None, eos_token_id=0, pad_token_id=0, **more))
+
+
 @settings(max_examples=40)
-@given(
-    hidden=st.integers(1, 6),
-    layers=st.integers(1, 3),
-    kv_heads=st.integers(1, 2),
-    groups=st.integers(1, 3),
-    half_head=st.integers(1, 3),
-    intermediate=st.integers(1, 9),
-    tied=st.booleans(),
-    vocabulary=st.integers(2, 30),
-)
-def test_parameters_are_those_of_the_real_model(
-    hidden, layers, kv_heads, groups, half_head, intermediate, tied, vocabulary
-):
-    model = Model(hidden, layers, kv_heads * groups, kv_heads, 2 * half_head, intermediate, tied, vocabulary)
+@given(*(st.integers(1, most) for most in (6, 3, 2, 3, 3, 9)), st.booleans(), st.integers(2, 30))
+def test_parameters_are_those_of_the_real_model(hidden, layers, kv_heads, groups, half, intermediate, tied, vocabulary):
+    model = Model(hidden, layers, kv_heads * groups, kv_heads, 2 * half, intermediate, tied, vocabulary)
     with torch.device("meta"):
-        real = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=vocabulary,
-                hidden_size=hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=model.heads,
-                num_key_value_heads=kv_heads,
-                head_dim=model.head_dim,
-                intermediate_size=intermediate,
-                tie_word_embeddings=tied,
-                bos_token_id=None,
-                eos_token_id=0,
-                pad_token_id=0,
-            )
-        )
-    assert model.parameters == sum(parameter.numel() for parameter in real.parameters())
-    embedding = 0 if tied else real.model.embed_tokens.weight.numel()
+        made = real(model)
+    assert model.parameters == sum(parameter.numel() for parameter in made.parameters())
+    embedding = 0 if tied else made.model.embed_tokens.weight.numel()
     assert model.multiplying == model.parameters - embedding
 
 
@@ -101,22 +92,9 @@ def test_flops_of_a_forward_pass_are_those_that_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 
     model = Model(16, 2, 4, 2, 8, 24, False, 50)
-    real = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=24,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-    )
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
-        real(torch.zeros((1, 300), dtype=torch.int64), use_cache=False)
+        real(model, attn_implementation="eager")(torch.zeros((1, 300), dtype=torch.int64), use_cache=False)
     # Norms are counted as parameters that multiply; rotary embeddings are counted by torch.
     whole_attention = model.forward_flops(300, 2 * 300**2)
     assert counter.get_total_flops() == pytest.approx(whole_attention, rel=0.03)
@@ -199,38 +177,33 @@ def test_what_does_not_fit_into_the_cache_waits():
 # --- a training step ---
 
 
+def step(device: Device, engine: EngineConfig = FP32, dtype: str = "float32", **changes) -> dict[str, float]:
+    return costs.step_seconds(SMALL, training(**changes), engine, device, FIXED, zero_stage=3, dtype=dtype)
+
+
 def test_a_training_step_by_hand():
     device = replace(SLOW, bandwidth=1e9)
-    step = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=2, dtype="float32")
+    alone = step(device)
     forward = 2 * 324 * 6 + 2 * 2 * 2 * 3 * 36
-    assert step.update == pytest.approx(8 * forward * (1 + 3) / 50)
-    again = training(gradient_checkpointing=True)
-    again = costs.step_seconds(SMALL, again, FP32, device, FIXED, zero_stage=2, dtype="float32")
-    assert again.update == pytest.approx(8 * forward * (1 + 4) / 50)
-    half = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=2, dtype="bfloat16")
-    assert half.update == pytest.approx(step.update / 4)
-    assert half.rollout == step.rollout == sampled(device, prompts=2, responses=8, at_once=8)
-    assert step.synchronise == pytest.approx(SMALL.parameters * 4 / 0.5e9)
-    assert step.total == step.rollout + step.update + step.synchronise
-
-
-def test_gpus_share_a_training_step():
-    device = replace(SLOW, bandwidth=1e9, link=1e9)
-    alone = costs.step_seconds(SMALL, training(), FP32, device, FIXED, zero_stage=3, dtype="float32")
-    shared = costs.step_seconds(SMALL, training(gpus=4), FP32, device, FIXED, zero_stage=3, dtype="float32")
-    assert shared.update == pytest.approx(alone.update / 4)
-    assert shared.rollout == pytest.approx(alone.rollout / 4)
-    pairs = EngineConfig(dtype="float32", tensor_parallel=2)
-    paired = costs.step_seconds(SMALL, training(gpus=4), pairs, device, FIXED, zero_stage=3, dtype="float32")
-    assert paired.rollout == pytest.approx(alone.rollout / 4)
+    assert alone["update"] == pytest.approx(8 * forward * (1 + 3) / 50)
+    assert step(device, gradient_checkpointing=True)["update"] == pytest.approx(8 * forward * (1 + 4) / 50)
+    half = step(device, dtype="bfloat16")
+    assert half["update"] == pytest.approx(alone["update"] / 4)
+    assert half["rollout"] == alone["rollout"] == sampled(device, prompts=2, responses=8, at_once=8)
+    assert alone["synchronise"] == pytest.approx(SMALL.parameters * 4 / 0.5e9)
+    assert step_total(alone) == alone["rollout"] + alone["update"] + alone["synchronise"]
+    # GPUs share it.
+    device = replace(device, link=1e9)
+    shared, paired = step(device, gpus=4), step(device, EngineConfig(dtype="float32", tensor_parallel=2), gpus=4)
+    assert shared["update"] == pytest.approx(alone["update"] / 4)
+    assert shared["rollout"] == paired["rollout"] == pytest.approx(alone["rollout"] / 4)
 
 
 def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     device = replace(SLOW, peak_flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12)
 
-    def update(**changes):
-        settings = training(**({"gpus": 2} | changes))
-        return costs.step_seconds(SMALL, settings, FP32, device, FIXED, zero_stage=3, dtype="float32").update
+    def update(dtype="float32", **changes):
+        return step(device, dtype=dtype, **({"gpus": 2} | changes))["update"]
 
     # Each GPU has 4 micro-batches, each gathers the weights for score, forward and backward and scatters gradients.
     assert update() == pytest.approx(4 * 4 * SMALL.parameters * 4 / 20)
@@ -238,13 +211,10 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     assert update(nodes=2) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 2)  # 4 GPUs, over the network
     # The last micro-batch is a whole one: 4 responses, 3 at once, are 2 micro-batches.
     assert update(tokens_per_micro_batch=3 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
-    narrow = costs.step_seconds(
-        SMALL, training(gpus=2), FP32, device, FIXED, zero_stage=3, dtype="bfloat16"
-    )  # gathers are fp32 all the same
-    assert narrow.update == update()
+    assert update("bfloat16") == update()  # gathers are fp32 all the same
 
 
-def test_memory_of_the_trainer_is_20_bytes_a_parameter_and_falls_with_the_zero_stage():
+def test_memory_of_the_trainer_falls_with_the_zero_stage():
     count = SMALL.parameters
     assert [costs.state_bytes(SMALL, 1, stage) for stage in (1, 2, 3)] == [20 * count] * 3
     assert costs.state_bytes(SMALL, 4, 1) == (8 + 3) * count
@@ -254,22 +224,11 @@ def test_memory_of_the_trainer_is_20_bytes_a_parameter_and_falls_with_the_zero_s
 
 def saved_bytes(model: Model, layers: int, bf16: bool, recompute: bool = False) -> int:
     """Of what autograd keeps of a real forward pass over 512 tokens, weights left out."""
-    real = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=model.vocabulary_size,
-            hidden_size=model.hidden_size,
-            num_hidden_layers=layers,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            intermediate_size=model.intermediate_size,
-            tie_word_embeddings=False,
-        )
-    )
+    made = real(model, layers)
     if recompute:
-        real.gradient_checkpointing_enable()
-        real.train()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()}
+        made.gradient_checkpointing_enable()
+        made.train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
     saved, sizes = [], {}
 
     def keep(tensor):
@@ -283,7 +242,7 @@ def saved_bytes(model: Model, layers: int, bf16: bool, recompute: bool = False) 
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
-        real.model(torch.zeros((1, 512), dtype=torch.int64), use_cache=False)
+        made.model(torch.zeros((1, 512), dtype=torch.int64), use_cache=False)
     return sum(sizes.values())
 
 

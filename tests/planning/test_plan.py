@@ -17,7 +17,7 @@ from dvp.experiment.jobs import Job
 from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.files import write_json
 from dvp.planning.costs import DEVICES
-from dvp.planning.estimate import Estimate
+from dvp.planning.estimate import Estimate, step_total
 from dvp.planning.kept import ASSUMED_KL, kept_share
 from dvp.planning.plan import Costed, make_plan, wall_seconds
 from dvp.planning.text import render
@@ -56,7 +56,7 @@ def stage(plan: dict, name: str) -> dict:
 def schedule(*jobs: tuple[float, set[int], int]) -> list[Costed]:
     """Of each job the seconds, the places of those that it waits for, and the GPUs."""
     return [
-        Costed(Job("train", str(place), tuple(("train", str(other)) for other in after)), gpus, seconds, "estimated", 0)
+        Costed(Job("train", str(place), tuple(("train", str(other)) for other in after)), gpus, seconds, "estimated")
         for place, (seconds, after, gpus) in enumerate(jobs)
     ]
 
@@ -298,7 +298,7 @@ def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded,
     expected = 20 + 32 * 128 * 40 * 4 / (128 * 80)
     assert stage(plan, "train")["hours_each"][0] * 3600 == pytest.approx(expected)
     # The recorded length is that of the estimates too.
-    exact = Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32").total
+    exact = step_total(Estimate(loaded, DEVICES["cpu"], response_tokens=40).step("fp32"))
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * expected + 2 * (20 + 32 * exact))
 
 
@@ -347,7 +347,7 @@ def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
     assert sources(plan, "train") == [0, 8, 2]
     # 128 responses of up to 64 tokens, 32 on average.
     seconds = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5)
-    exact = Estimate(loaded, DEVICES["cpu"], None).step("fp32").total
+    exact = step_total(Estimate(loaded, DEVICES["cpu"]).step("fp32"))
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * seconds + 2 * (20 + 32 * exact))
     assert {tuple(row["kl"]) for row in plan["kept"] if row["engine"] == "coarse"} == {(1e-3,)}
     assert (
@@ -383,9 +383,9 @@ def test_evaluated_steps_are_conversions_and_evaluations_of_their_runs():
     assert [(row["runs"], row["jobs"]) for row in plan["methods"]] == [(1, 7)] * 2
     assert sum(row["jobs"] for row in [*plan["methods"], plan["shared"]]) == plan["total"]["jobs"]
     # A step's weights take their space once: a run keeps them, and its model is the same file.
-    estimate = Estimate(curve, DEVICES["cpu"], None)
+    estimate = Estimate(curve, DEVICES["cpu"])
     whole = 4 * estimate.model.parameters
-    without = 2 * (Estimate(plain, DEVICES["cpu"], None).work(first_run(plain), {}).disk + whole)
+    without = 2 * (Estimate(plain, DEVICES["cpu"]).job(first_run(plain), {})[1] + whole)
     assert stage(plan, "train")["disk"] + stage(plan, "convert")["disk"] == pytest.approx(without + 2 * 2 * whole)
 
 
@@ -406,7 +406,7 @@ def test_each_point_counts_with_its_own_settings():
             grid=[{"method": [point.method], "engine": ["fp32"]}],
             report__reference=point.method,
         )
-        seconds.append(Estimate(alone, DEVICES["cpu"], None).work(first_run(alone), {}).other)
+        seconds.append(Estimate(alone, DEVICES["cpu"]).job(first_run(alone), {})[0])
     assert seconds[0] < seconds[1]
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(sum(seconds))
     assert list(plan["step"]) == [

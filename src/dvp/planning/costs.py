@@ -155,7 +155,6 @@ def sampling_seconds(
     engine: EngineConfig,
     device: Device,
     lengths: Lengths,
-    *,
     prompts: float,
     responses: float,
     at_once: float,
@@ -178,51 +177,26 @@ def sampling_seconds(
     )
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """A training step by its parts."""
-
-    rollout: float
-    update: float
-    """The longer of the next two, which overlap."""
-    arithmetic: float
-    exchange: float
-    """ZeRO-3's gathers of weights and scatters of gradients; 0 without them."""
-    synchronise: float
-    micro_batches: int
-    """Of a GPU. Each gathers all weights `GATHERS` times and scatters all gradients once."""
-
-    @property
-    def total(self) -> float:
-        return self.rollout + self.update + self.synchronise
-
-
 def step_seconds(
     model: Model,
     training: TrainingConfig,
     engine: EngineConfig,
     device: Device,
     lengths: Lengths,
-    *,
     zero_stage: int,
     dtype: str,
-) -> StepSeconds:
-    """One step on training.ranks GPUs: rollout, score and update of every response, weights to the engine.
+) -> dict[str, float]:
+    """One step on training.ranks GPUs by its parts: rollout, score and update of every response, weights to the engine.
 
-    Responses that carry no gradient, and are left out of the update, count in full; padding does not. ZeRO-3 gathers
-    weights and scatters gradients in fp32, beside the arithmetic: the slower of the two counts. What further
-    minibatches of a batch are scored for is left out.
+    `update` is the longer of `arithmetic` and `exchange`, which overlap: ZeRO-3 gathers weights and scatters gradients
+    in fp32, for each of the `micro_batches` of a GPU. Responses that carry no gradient, and are left out of the update,
+    count in full; padding does not. What further minibatches of a batch are scored for is left out.
     """
     responses = training.prompts_per_step * training.group_size
     engines = training.ranks / engine.tensor_parallel
+    of_engine = responses / engines
     rollout = sampling_seconds(
-        model,
-        engine,
-        device,
-        lengths,
-        prompts=training.prompts_per_step / engines,
-        responses=responses / engines,
-        at_once=responses / engines,
+        model, engine, device, lengths, training.prompts_per_step / engines, of_engine, at_once=of_engine
     )
     share = responses / training.ranks
     passes = 1 + 3 + training.gradient_checkpointing
@@ -233,8 +207,14 @@ def step_seconds(
     weights = model.parameters * MASTER
     gathered = training.ranks > 1 and zero_stage == 3
     exchange = micro_batches * (GATHERS + 1) * weights / link if gathered else 0.0
-    synchronise = weights / link if training.ranks > 1 else device.memory_seconds(weights)
-    return StepSeconds(rollout, max(arithmetic, exchange), arithmetic, exchange, synchronise, micro_batches)
+    return {
+        "rollout": rollout,
+        "update": max(arithmetic, exchange),
+        "arithmetic": arithmetic,
+        "exchange": exchange,
+        "synchronise": weights / link if training.ranks > 1 else device.memory_seconds(weights),
+        "micro_batches": micro_batches,
+    }
 
 
 def state_bytes(model: Model, ranks: int, zero_stage: int) -> float:
@@ -258,7 +238,7 @@ def layer_bytes(model: Model, dtype: str) -> int:
 
 
 def update_bytes(
-    model: Model, training: TrainingConfig, zero: dict, *, prompt_tokens: int, dtype: str
+    model: Model, training: TrainingConfig, zero: dict, prompt_tokens: int, dtype: str
 ) -> dict[str, float]:
     """Of a GPU in an update with full micro-batches, part by part; not all parts are largest at the same moment.
 

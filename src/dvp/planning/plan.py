@@ -6,7 +6,7 @@ Needs no GPU and no network.
 """
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,11 +18,11 @@ from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
 from dvp.experiment.jobs import Job
 from dvp.planning.costs import DEVICES
-from dvp.planning.estimate import Estimate
+from dvp.planning.estimate import Estimate, step_total
 from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
 from dvp.planning.records import Records
 
-RECORDED, INFERRED, ESTIMATED = "recorded", "inferred", "estimated"
+RECORDED, INFERRED, ESTIMATED = SOURCES = "recorded", "inferred", "estimated"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,14 @@ class Costed:
     seconds: float
     source: str
     """Of `seconds`: recorded (its own), inferred (from jobs like it), estimated."""
-    disk: float
+    disk: float = 0
+    memory: float | None = None
+    """Bytes of the machine that it held at most, if it has run."""
+
+    @property
+    def run(self) -> str:
+        """Path of the run that it trains or works on, also if it does so after a step; empty without one."""
+        return "" if self.job.run is None else whole_run(self.job.run.path)
 
 
 def make_plan(
@@ -62,8 +69,9 @@ def make_plan(
     records = Records(experiment, folder)
     if response_tokens is None and records.training:
         response_tokens = fmean(trained.tokens for trained in records.training.values())
+    estimates = {point.path: Estimate(experiment, device, response_tokens, point) for point in experiment.points}
     estimate = Estimate(experiment, device, response_tokens)
-    costed = cost_jobs(experiment, estimate, records, at_least=1 if on_cpu else 0)
+    costed = cost_jobs(estimate, estimates, records, at_least=1 if on_cpu else 0)
     largest = max(costed, key=lambda one: one.gpus)
     gpus = gpus or largest.gpus
     if gpus < largest.gpus:
@@ -76,30 +84,25 @@ def make_plan(
             "gpu_hours": hours,
             "money": None if price is None else hours * price,
             "disk": sum(one.disk for one in some),
-            "from": {kind: sum(one.source == kind for one in some) for kind in (RECORDED, INFERRED, ESTIMATED)},
+            "from": {kind: sum(one.source == kind for one in some) for kind in SOURCES},
         }
 
     stages = []
     for stage in dict.fromkeys(one.job.stage for one in costed):
         some = [one for one in costed if one.job.stage == stage]
         hours = [one.seconds / 3600 for one in some]
-        peaks = [peak for one in some if (peak := records.peak_memory(one.job)) is not None]
-        head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]}
-        stages.append(head | {"peak_memory": max(peaks, default=None)} | total(some))
+        peak = max((one.memory for one in some if one.memory is not None), default=None)
+        head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)], "peak_memory": peak}
+        stages.append(head | total(some))
     methods = []
-    for (method, engine, _), points in _by(experiment, "method", "engine").items():
+    for points in _by(experiment, "method", "engine").values():
         runs = {point.run(seed).path for point in points for seed in experiment.seeds}
-        row = {"method": method, "label": experiment.methods[method].label, "engine": engine}
-        row |= {"settings": experiment.settings_of(points[0]), "runs": len(runs)}
-        methods.append(row | total([one for one in costed if _run_of(one.job) in runs]))
-    grid = {run.path for run in experiment.runs}
+        some = [one for one in costed if one.run in runs]
+        methods.append(_row(experiment, points[0]) | {"runs": len(runs)} | total(some))
     # By engine, and by training settings where they differ.
-    trainings = {
-        ", ".join([engine, *settings]): (points[0], estimate.of(points[0]))
-        for (engine, settings), points in _by(experiment, "engine").items()
-    }
+    trainings = {", ".join(key): points[0] for key, points in _by(experiment, "engine").items()}
     on_gpus = {} if on_cpu else trainings
-    updates = [own.update_memory() for _, own in on_gpus.values()]
+    updates = [estimates[point.path].update_memory() for point in on_gpus.values()]
     return {
         "experiment": experiment.name,
         "device": device.name,
@@ -108,80 +111,83 @@ def make_plan(
         "price": price,
         "stages": stages,
         "methods": methods,
-        "shared": total([one for one in costed if _run_of(one.job) not in grid]),
+        "shared": total([one for one in costed if not one.run]),
         "total": total(costed),
         "hours_wall": wall_seconds(costed, gpus) / 3600,
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
-        "step": {name: asdict(own.step(point.engine)) for name, (point, own) in trainings.items()},
+        "step": {name: estimates[point.path].step(point.engine) for name, point in trainings.items()},
         "update_memory": max(updates, key=lambda parts: sum(parts.values()), default={}),
-        "rollout_memory": {name: own.rollout_memory(point.engine) for name, (point, own) in on_gpus.items()},
+        "rollout_memory": {name: estimates[point.path].rollout_memory(point.engine) for name, point in on_gpus.items()},
         "device_memory": None if on_cpu else device.memory,
         "preflights": {
             name: {
                 "device": rehearsed["device"],
                 "is_this_device": device.name.split()[0] in rehearsed["device"],
-                "step": _rehearsed_step(rehearsed, own),
+                "step": _rehearsed_step(rehearsed, estimates[point.path]),
                 "utilisation": rehearsed["utilisation"],
                 "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
             }
-            for name, (point, own) in trainings.items()
+            for name, point in trainings.items()
             if (rehearsed := records.preflight(point.preflight)) is not None
         },
-        "kept": forecast_kept(experiment, estimate, records),
+        "kept": forecast_kept(experiment, estimates, records),
         "assumptions": estimate.assumptions(),
     }
 
 
-def _run_of(job: Job) -> str:
-    """Path of the run that a job trains or works on, also if it does so after a step; empty without one."""
-    return "" if job.run is None else whole_run(job.run.path)
-
-
 def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
     """The grid points by these of their values, and by those training settings in which the grid differs, as text."""
-    grouped: dict[tuple, list[GridPoint]] = {}
+    grouped = defaultdict(list)
     for point in experiment.points:
-        key = (*(getattr(point, name) for name in names), tuple(settings_as_read(experiment.settings_of(point))))
-        grouped.setdefault(key, []).append(point)
+        settings = settings_as_read(experiment.settings_of(point))
+        grouped[*(getattr(point, name) for name in names), *settings].append(point)
     return grouped
 
 
-def cost_jobs(experiment: Experiment, estimate: Estimate, records: Records, at_least: int) -> list[Costed]:
-    """What each job takes; `at_least` is what a job takes that needs no GPU."""
+def _row(experiment: Experiment, point: GridPoint) -> dict[str, Any]:
+    """What a row of `methods` and `kept` begins with."""
+    row = {"method": point.method, "label": experiment.methods[point.method].label, "engine": point.engine}
+    return row | {"settings": experiment.settings_of(point)}
+
+
+def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Records, at_least: int) -> list[Costed]:
+    """What each job takes; `estimates` are by point, `at_least` is what a job takes that needs no GPU."""
+    experiment = records.experiment
     problems = count_problems(experiment, records)
-    preflights = {point.preflight: point for point in experiment.points}
     jobs = [job for job in experiment.jobs.values() if job.asked]
-    recorded = {(job.stage, job.path): seconds for job in jobs if (seconds := records.seconds(job)) is not None}
+    took = {job: records.took(job) for job in jobs}
     alike = defaultdict(list)  # jobs that differ in their run, seed or policy alone, or in what samples it
-    for job in jobs:
-        if (job.stage, job.path) in recorded:
-            alike[job.stage, job.task].append(recorded[job.stage, job.path])
+    for job, (seconds, _) in took.items():
+        if seconds is not None:
+            alike[job.stage, job.task].append(seconds)
+    of_preflight = {point.preflight: estimates[point.path] for point in experiment.points}
     costed = []
-    for job in jobs:
-        run = job.run if job.stage == "train" else None
-        point = run or (preflights[job.path] if job.stage == "preflight" else None)
-        work = (estimate.of(point) if point else estimate).work(job, problems)
-        if run is not None:
-            seconds, source = _training_time(experiment, estimate, records, run) or (work.other, ESTIMATED)
-        elif (job.stage, job.path) in recorded:
-            seconds, source = recorded[job.stage, job.path], RECORDED
+    for job, (recorded, memory) in took.items():
+        own, trained = of_preflight.get(job.path, estimate), None
+        if job.stage == "train":
+            own = estimates[job.run.point.path]
+            trained = _training_time(own, records, job.run)
+        estimated, disk = own.job(job, problems)
+        if trained is not None or job.stage == "train":
+            seconds, source = trained or (estimated, ESTIMATED)
+        elif recorded is not None:
+            seconds, source = recorded, RECORDED
         elif alike[job.stage, job.task]:
             seconds, source = fmean(alike[job.stage, job.task]), INFERRED
         else:
-            seconds, source = estimate.seconds(work), ESTIMATED
-        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, work.disk))
+            seconds, source = estimated, ESTIMATED
+        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, memory))
     return costed
 
 
-def _training_time(experiment: Experiment, estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
+def _training_time(estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
     """Of one run: by its own seconds per token, else by those of runs with its engine, its own settings' first.
 
     Without any of them, by what the preflight of its engine measured.
     """
-    training = experiment.training_of(run)
-    startups = [seconds for other in experiment.runs if (seconds := records.startup(other)) is not None]
+    training = estimate.training
     for source, is_alike in (
         (RECORDED, lambda other: other == run),
         (INFERRED, lambda other: (other.preflight, other.method) == (run.preflight, run.method)),
@@ -190,18 +196,17 @@ def _training_time(experiment: Experiment, estimate: Estimate, records: Records,
     ):
         of_response = [
             trained.seconds_per_token * min(trained.tokens, training.max_response_tokens)
-            for other in experiment.runs
+            for other in records.experiment.runs
             if is_alike(other) and (trained := records.training.get(other.path)) is not None
         ]
         if of_response:
             responses = training.steps * training.prompts_per_step * training.group_size
-            startup = fmean(startups) if startups else estimate.device.startup
-            return startup + responses * fmean(of_response), source
+            return (records.startup or estimate.device.startup) + responses * fmean(of_response), source
     rehearsed = records.preflight(run.preflight)
     if rehearsed is None:
         return None
-    step = _rehearsed_step(rehearsed, estimate.of(run))
-    return estimate.device.startup + training.steps * sum(step.values()), INFERRED
+    step = _rehearsed_step(rehearsed, estimate)
+    return estimate.device.startup + training.steps * step_total(step), INFERRED
 
 
 def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:
@@ -218,51 +223,42 @@ def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, 
     }
 
 
-def forecast_kept(experiment: Experiment, estimate: Estimate, records: Records) -> list[dict[str, Any]]:
+def forecast_kept(experiment: Experiment, estimates: dict[str, Estimate], records: Records) -> list[dict[str, Any]]:
     """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
 
     At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
     """
     rows = []
-    for (method, engine, _), points in _by(experiment, "method", "engine").items():
-        rule, lengths = experiment.methods[method].importance, estimate.of(points[0]).lengths()
+    for (method, engine, *_), (point, *_) in _by(experiment, "method", "engine").items():
+        rule, lengths = experiment.methods[method].importance, estimates[point.path].lengths()
         if not rejects(rule):
             continue
         trained = [(run, records.training[run.path].kl) for run in experiment.runs if run.path in records.training]
         of_engine = [(run.method, kl) for run, kl in trained if run.engine == engine]
-        rehearsed = records.preflight(points[0].preflight) or {"kl": 0.0}
+        rehearsed = records.preflight(point.preflight) or {"kl": 0.0}
         recorded = [kl for name, kl in of_engine if name == method] or [kl for _, kl in of_engine] or [rehearsed["kl"]]
         recorded = [kl for kl in recorded if kl > 0]  # what rounding took to 0 or below is no KL to forecast from
-        values = [fmean(recorded)] if recorded else ASSUMED_KL
+        values = [fmean(recorded)] if recorded else list(ASSUMED_KL)
         shares = {
             name: {"tokens": tokens, "share": [kept_share(rule, kl, tokens) for kl in values]}
             for name, tokens in (("mean", lengths.response), ("longest", lengths.longest))
         }
-        row = {"method": method, "label": experiment.methods[method].label, "engine": engine}
-        row |= {"settings": experiment.settings_of(points[0]), "recorded": bool(recorded), "kl": list(values)}
-        rows.append(row | shares)
+        rows.append(_row(experiment, point) | {"recorded": bool(recorded), "kl": values} | shares)
     return rows
 
 
 def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:
     """Problems by task: as `dvp prepare` counted them, else as the source says. Raises DvpError if it does not."""
-    counted = dict(records.problems)
-    for task in experiment.data.tasks:
-        if task in counted:
-            continue
-        if task == "held_out":
-            counted[task] = experiment.data.held_out
-            continue
+    counted = {"held_out": experiment.data.held_out} | records.problems
+    for task in (task for task in experiment.data.tasks if task not in counted):
         source = experiment.sources[task]
-        if isinstance(source, GeneratedSource):
-            counted[task] = source.count
-        elif isinstance(source, FileSource):
+        if isinstance(source, FileSource):
             from dvp.data.sources import load  # which no other plan needs
 
             counted[task] = len({row.problem for row in load(source, f"sources.{task}")})
-        elif source.problems is not None:
-            counted[task] = source.problems
         else:
+            counted[task] = source.count if isinstance(source, GeneratedSource) else source.problems
+        if counted[task] is None:
             raise DvpError(f"sources.{task}.problems: a plan needs their number until dvp prepare has counted them")
     return counted
 

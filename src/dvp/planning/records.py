@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import RESULTS
-from dvp.experiment.grid import Run
 from dvp.experiment.jobs import Job
 from dvp.files import read_json
 from dvp.tracking.record import read_rows
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """What the steps of a run tell."""
 
     seconds_per_token: float
@@ -28,46 +26,40 @@ class Trained:
     """k3 in nats a token, the median over the steps: a run that collapses ends with a huge one."""
 
 
+@dataclass(frozen=True)
 class Records:
     """What is below `folder` (results/E), which need not exist."""
 
-    def __init__(self, experiment: Experiment, folder: Path):
-        self._experiment, self._folder = experiment, folder
+    experiment: Experiment
+    folder: Path
 
     def of(self, job: Job) -> dict[str, Any] | None:
         """The JSON file with which a job ended; None if it has not run, or ran under other settings."""
-        path = self._folder / RESULTS[job.stage].replace("{of}", job.path)
+        path = self.folder / RESULTS[job.stage].replace("{of}", job.path)
         if not path.is_file():
             return None
         record = read_json(path, "config_hash", "seconds_stage")
-        return record if record["config_hash"] == self._experiment.config_hash(job.stage, job.path) else None
+        return record if record["config_hash"] == self.experiment.config_hash(job.stage, job.path) else None
 
-    def seconds(self, job: Job) -> float | None:
-        """Of a finished job, start-up included.
+    def took(self, job: Job) -> tuple[float | None, float | None]:
+        """Seconds of a finished job, start-up included, and the bytes of memory that it held at most; None: not known.
 
         The longer of what the stage and what Snakemake timed: a stage that was copied from another experiment says how
-        long the work itself took.
+        long the work itself took. A benchmark of a job that was killed may hold anything, and tells nothing then.
         """
-        record = self.of(job)
-        return None if record is None else max(record["seconds_stage"], self._benchmark(job).get("s", 0.0))
-
-    def peak_memory(self, job: Job) -> float | None:
-        """Bytes of memory that a finished job held at most, by Snakemake's benchmark; None if that is not known."""
-        megabytes = None if self.of(job) is None else self._benchmark(job).get("max_rss")
-        return None if megabytes is None else megabytes * 2**20
-
-    def _benchmark(self, job: Job) -> dict[str, float]:
-        """Seconds (s) and MB (max_rss); a file of a job that was killed may hold anything, and tells nothing then."""
-        path = self._folder / "benchmarks" / f"{'/'.join(filter(None, (job.stage, job.path)))}.tsv"
+        record, seconds, memory = self.of(job), 0.0, None
+        if record is None:
+            return None, None
+        path = self.folder / "benchmarks" / f"{'/'.join(filter(None, (job.stage, job.path)))}.tsv"
         with suppress(OSError, LookupError, TypeError, ValueError), open(path, encoding="utf-8", newline="") as file:
             row = list(csv.DictReader(file, delimiter="\t"))[-1]
-            return {key: float(row[key]) for key in ("s", "max_rss")}
-        return {}
+            seconds, memory = float(row["s"]), float(row["max_rss"]) * 2**20
+        return max(record["seconds_stage"], seconds), memory
 
     @cached_property
     def problems(self) -> dict[str, int]:
         """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
-        record = self.of(self._experiment.job("prepare"))
+        record = self.of(self.experiment.job("prepare"))
         return {} if record is None else record["counts"]["evaluation"]
 
     @cached_property
@@ -78,34 +70,33 @@ class Records:
         few steps of a run tell what all of them will take. Raises DvpError for a file that cannot be read.
         """
         rates = {}
-        for run in self._experiment.runs if self._current else ():
-            path = self._folder / "runs" / run.path / "metrics.jsonl"
-            rows = read_rows(path) if path.is_file() else []
+        for path, file in self._of_runs("metrics.jsonl"):
+            rows = read_rows(file)
             tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
             if tokens > 0:
                 seconds = sum(row["seconds"] for row in rows)
                 length = fmean(row["response_tokens_mean"] for row in rows)
-                rates[run.path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
+                rates[path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
         return rates
+
+    @cached_property
+    def startup(self) -> float | None:
+        """Seconds of a training job outside its steps, the mean of the finished ones; None if there are none."""
+        records = [read_json(file, "seconds_stage", "seconds_training") for _, file in self._of_runs("train.json")]
+        seconds = [record["seconds_stage"] - record["seconds_training"] for record in records]
+        return fmean(known) if (known := [one for one in seconds if one > 0]) else None  # a continued job timed its end
+
+    def _of_runs(self, name: str) -> list[tuple[str, Path]]:
+        """The runs that have a file of this name, none if the base model in the folder is not the experiment's."""
+        if self.of(self.experiment.job("base")) is None:
+            return []
+        files = ((run.path, self.folder / "runs" / run.path / name) for run in self.experiment.runs)
+        return [(path, file) for path, file in files if file.is_file()]
 
     def preflight(self, path: str) -> dict[str, Any] | None:
         """What a preflight measured, its checks by name; None without one of these settings and GPUs."""
-        job = self._experiment.job("preflight", path)
+        job = self.experiment.job("preflight", path)
         record = self.of(job)
         if record is None or (record["gpus"], record["nodes"]) != (job.gpus, job.nodes):
             return None
         return record | {"checks": {line["check"]: line for line in record["checks"]}}
-
-    def startup(self, run: Run) -> float | None:
-        """Seconds of a finished training job outside its steps."""
-        path = self._folder / "runs" / run.path / "train.json"
-        if not self._current or not path.is_file():
-            return None
-        record = read_json(path, "seconds_stage", "seconds_training")
-        seconds = record["seconds_stage"] - record["seconds_training"]
-        return seconds if seconds > 0 else None  # a job that was continued has timed its last leg only
-
-    @cached_property
-    def _current(self) -> bool:
-        """Whether the base model in the folder is the experiment's."""
-        return self.of(self._experiment.job("base")) is not None

@@ -5,18 +5,9 @@ import unicodedata
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
-from typing import Annotated, Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
@@ -38,20 +29,14 @@ _CONTROL = re.compile(
     r"|\t(?=(?:ext(?:bf|it|rm|sf|tt)?|imes|heta|anh|frac|binom|ilde|herefore|riangle(?:q|left|right)?)(?![A-Za-z]))"
     r"|(?<=[^\n\t])\t(?=(?:o|an|op|au) ?(?:[\\{^_($\d]|(?<= )[A-Za-z](?![A-Za-z])))"
 )
-_ESCAPES = dict(zip("\a\b\f\n\r\t\v", "abfnrtv", strict=True))
 
 
 def control_character(text: str) -> str | None:
-    """What is wrong with a text that has one, and which command of LaTeX it most likely was."""
-    found = _CONTROL.search(text)
-    if found is None:
+    """What is wrong with a text that has one."""
+    if (found := _CONTROL.search(text)) is None:
         return None
-    character, after = found[0], text[found.end() :][:20]
-    command = re.match("[a-z]*", after)[0]
-    cause = "which no text needs; remove it"
-    if command and character in _ESCAPES:
-        cause = f"most likely \\{_ESCAPES[character]}{command} with one backslash where two are needed"
-    return f"a control character, {character!r}, before {after!r}: {cause}"
+    after = text[found.end() :][:20]
+    return f"a control character, {found[0]!r}, before {after!r}; expected none: two backslashes, if LaTeX was meant"
 
 
 def _without_control_characters(text: str) -> str:
@@ -92,24 +77,6 @@ def optional(default: Any = None) -> Any:
     return Field(default, exclude_if=lambda value: value == default)
 
 
-class Told:
-    """Beside Field(discriminator=key): says which key is missing and what it may be, which pydantic does not."""
-
-    def __init__(self, key: str):
-        self.key = key
-
-    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The union's own schema, behind the check."""
-        known = [kind for model in get_args(union) for kind in get_args(model.model_fields[self.key].annotation)]
-
-        def has_key(value: Any) -> Any:
-            if isinstance(value, dict) and self.key not in value:
-                raise ValueError(f"{self.key} is missing; expected one of {', '.join(known)}")
-            return value
-
-        return core_schema.no_info_before_validator_function(has_key, handler(union))
-
-
 class Strict(BaseModel):
     """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
@@ -146,6 +113,9 @@ def first_problem(
         known = {*more}.union(*([group for group in groups if beside <= group] or groups)) - {location[-1]}
         meant = get_close_matches(str(location[-1]), sorted(known), n=1, cutoff=0.65)
         message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
+    elif first["type"] == "union_tag_not_found":
+        key = first["ctx"]["discriminator"].strip("'")
+        message = f"{key} is missing; config/README.md has what it may be"
     elif first["type"] not in ("value_error", "missing") and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

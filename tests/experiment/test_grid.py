@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dvp.errors import DvpError
 from dvp.experiment.grid import NO_AXES, GridPoint, Rho, Settings, setting_as_written, settings_as_read
 from dvp.experiment.loading import load_experiment, parse_experiment
-from dvp.progress import readable
+from dvp.progress import readable, rho_as_read
 from dvp.tracking.names import policy_params, policy_title
 
 OTB = {"method": "otb", "engine": "fp32"}
@@ -45,7 +45,7 @@ def test_rho_is_kept_as_exp_or_as_a_plain_number():
     written = ["exp(-13)", "exp(-0.5)", "1e-2", "0.010", 0.01, 0.123456789]
     assert [Rho(rho) for rho in written] == ["exp(-13)", "exp(-0.5)", "0.01", "0.01", "0.01", "0.123456789"]
     assert [Rho(rho).in_path for rho in written[:3]] == ["exp-13", "exp-0.5", "0.01"]
-    assert [Rho(rho).as_read for rho in written[:3]] == ["e⁻¹³", "e⁻⁰·⁵", "0.01"]
+    assert [rho_as_read(rho) for rho in written[:3]] == ["e⁻¹³", "e⁻⁰·⁵", "1e-2"]
     assert GridPoint(method="dvp", engine="coarse", rho="1e-2").path == "method~dvp/engine~coarse/rho~0.01"
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from dvp.experiment.grid import rho_as_read
+from dvp.progress import rho_as_read
 
 WIDTH = 110
 EMPTY = "–"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dvp.core.lazy import no_grad, torch
-from dvp.strict import PositiveFloat, Strict, Told
+from dvp.strict import PositiveFloat, Strict
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout
@@ -104,5 +104,5 @@ class SpuriousMask(MaskRule):
         return ~((advantage_BT > 0) & unlikely_BT & certain_BT)
 
 
-Mask = Annotated[OffPolicyMask | DivergenceMask | SpuriousMask, Field(discriminator="kind"), Told("kind")]
+Mask = Annotated[OffPolicyMask | DivergenceMask | SpuriousMask, Field(discriminator="kind")]
 """Every mask that an experiment can ask for."""

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 
 from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
-from dvp.strict import Positive, PositiveFloat, Strict, Told
+from dvp.strict import Positive, PositiveFloat, Strict
 
 Rho = Annotated[float, Field(gt=0, lt=1)]
 
@@ -420,9 +420,7 @@ class Feedback(_Ranged):
 
 
 Rule = Annotated[
-    Fixed | Margin | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback,
-    Field(discriminator="rule"),
-    Told("rule"),
+    Fixed | Margin | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback, Field(discriminator="rule")
 ]
 """Every rule for ρ that an experiment can ask for."""
 

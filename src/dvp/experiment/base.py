@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dvp.experiment.data import Revision
-from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict, Told
+from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict
 
 
 class TokenizerConfig(Strict):
@@ -105,4 +105,4 @@ class LocalBase(Strict):
     """Its sizes, without which there is no plan."""
 
 
-Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind"), Told("kind")]
+Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dvp.strict import Distinct, Fraction, Name, Positive, Seed, Strict, Text, Told
+from dvp.strict import Distinct, Fraction, Name, Positive, Seed, Strict, Text
 
 Revision = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 """A commit of a repository on the hub."""
@@ -91,7 +91,7 @@ class FileSource(_Table):
     """Relative to the repository's root, or absolute."""
 
 
-Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind"), Told("kind")]
+Source = Annotated[GeneratedSource | HubSource | FileSource, Field(discriminator="kind")]
 
 
 class Decontamination(Strict):

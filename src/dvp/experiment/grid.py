@@ -11,7 +11,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from dvp.experiment.training import TrainingConfig
-from dvp.progress import rho_as_read, setting_as_read
+from dvp.progress import setting_as_read
 from dvp.strict import Distinct, Name, OneOrMany, Positive, PositiveFloat, Several, Strict, optional
 
 # Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
@@ -43,11 +43,6 @@ class Rho(str):
     def in_path(self) -> str:
         """As part of a path, which a shell takes without quotes: `exp-13` for exp(-13)."""
         return self.replace("(", "").replace(")", "")
-
-    @property
-    def as_read(self) -> str:
-        """For a person: e⁻¹³ for exp(-13); other values as they are written."""
-        return rho_as_read(self)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> core_schema.CoreSchema:
@@ -210,11 +205,6 @@ class Sampler(Strict):
     def path(self) -> str:
         """The sampler as a relative path, which says what it is."""
         return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
-
-    @property
-    def in_path(self) -> str:
-        """What stands behind the run in the path of its evaluation, where not all models are sampled so."""
-        return f"/{self.path}"
 
     @property
     def rho_value(self) -> float | None:

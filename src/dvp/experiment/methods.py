@@ -4,7 +4,7 @@ Each part is a strict model, or for an advantage a name, that stands in dvp.core
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -14,7 +14,7 @@ from dvp.core.length_decay import LengthDecay
 from dvp.core.masks import Mask
 from dvp.core.objective import LOSSES, Loss, Reinforce
 from dvp.core.safe_vocabulary import Rule, SafeVocabularies
-from dvp.strict import Line, Strict, Told, optional
+from dvp.strict import Line, Strict, optional
 
 
 class Method(Strict):
@@ -30,7 +30,7 @@ class Method(Strict):
     """dvp.core.importance: a correction by its settings or by the name of a preset, which `preset` changes."""
     mask: Mask | None = optional()
     """dvp.core.masks: tokens that are left out by the sign of their advantage; None leaves none out."""
-    loss: Annotated[Loss, Told("kind")] = Reinforce()
+    loss: Loss = Reinforce()
     """dvp.core.objective: a loss by its settings or by its name."""
     learning_rate_decay: LengthDecay | None = optional()
     """dvp.core.length_decay: a learning rate that falls once responses grow longer; None keeps it."""

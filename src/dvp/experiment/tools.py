@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dvp.strict import Positive, PositiveFloat, Strict, Told
+from dvp.strict import Positive, PositiveFloat, Strict
 
 Delimiters = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)]
 
@@ -56,4 +56,4 @@ class Python(_Tool):
     """A program that prints more is stopped."""
 
 
-Tools = Annotated[Calculator | Python, Field(discriminator="kind"), Told("kind")]
+Tools = Annotated[Calculator | Python, Field(discriminator="kind")]

@@ -5,7 +5,8 @@ import re
 import numpy as np
 
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run, rho_as_read, setting_as_written, settings_as_read
+from dvp.experiment.grid import Run, setting_as_written, settings_as_read
+from dvp.progress import rho_as_read
 
 LAST_STEPS = 10  # final/…: means over the last steps of a run, as in the tables
 # In MLflow's pages a metric's group is what stands before the slash; the first pattern that fits a name decides.

@@ -51,13 +51,6 @@ def snakemake(place, monkeypatch):
     return run
 
 
-def test_the_snakefile_is_a_table_of_contents():
-    lines = (ROOT / "Snakefile").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 40
-    included = {line.split('"')[1] for line in lines if line.startswith("include:")}
-    assert included == {str(file.relative_to(ROOT)) for file in (ROOT / "workflow" / "rules").glob("*.smk")}
-
-
 def test_format():
     done = subprocess.run(
         [SCRIPTS / "snakefmt", "--check", "Snakefile", "workflow"],

@@ -27,6 +27,11 @@ RUN = "method~dvp_mis/engine~coarse/rho~exp-13/seed~0"
             "training rloo · fp32 · seed 1: step 3/32",
         ),
         ("comparing base/by~coarser/on~aime25/seed~2", "comparing base · by coarser · on aime25 · seed 2"),
+        (
+            "method~dvp/engine~coarse/rho~exp-13/group_size~4/learning_rate~1e-06/by~coarse/seed~2",
+            "dvp · coarse · ρ e⁻¹³ · G 4 · learning rate 1e-06 · by coarse · seed 2",
+        ),
+        ("rehearsing a run with engine coarse/group_size~4", "rehearsing a run with engine coarse · G 4"),
     ],
 )
 def test_paths_are_written_as_a_person_would(text, expected):
@@ -110,15 +115,9 @@ def test_a_job_that_failed_is_named_with_its_log_and_counts_again_when_it_is_tri
     assert screen.say(LogEvent.JOB_FINISHED, 9.0, job_id=1) == ["[1/1] done in 3 s: training a"]
 
 
-def test_what_snakemake_says_besides_is_passed_on(screen):
-    assert screen.say(None, message="Nothing to be done (all requested files are present and up to date).") == [
-        "Nothing to be done (all requested files are present and up to date)."
-    ]
-    assert screen.say(LogEvent.ERROR, message="no such file") == ["no such file"]
-
-
 def test_a_dry_run_looks_as_snakemakes_own(monkeypatch):
     screen = Screen(monkeypatch, dryrun=True)
+    assert screen.say(LogEvent.ERROR, message="no such file") == ["no such file"]
     assert screen.say(LogEvent.RUN_INFO, message="Job stats:\ntrain 3") == ["Job stats:", "train 3"]
 
 

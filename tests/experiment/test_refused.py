@@ -29,8 +29,6 @@ def odd(**settings) -> dict:
         # Unknown keys, before all else.
         ({"sedes": [0], "seeds": GONE}, "sedes: unknown key; did you mean seeds? (and 1 more)"),
         ({"training.learning_rte": 1e-3}, "training.learning_rte: unknown key; did you mean learning_rate?"),
-        ({"grid.0.rhoo": 1e-2}, "grid.0.rhoo: unknown key; did you mean rho?"),
-        ({"base.architecture.width": 3}, "base.architecture.width: unknown key"),
         ({f"{STORIES}.sede": 3}, f"{STORIES}.sede: unknown key; did you mean seed?"),
         ({"engines.noise": {"dtype": "float32", "quick": 1}}, "engines.noise.quick: unknown key"),
         ({"grid.0.training": {"groupsize": 4}}, "grid.0.training.groupsize: unknown key; did you mean group_size?"),
@@ -38,34 +36,27 @@ def odd(**settings) -> dict:
         (odd(loss={"kind": "reinforce", "clip_low": 0.2}), "methods.odd.loss.clip_low: unknown key"),
         ({"a\nb": 1}, "a b: unknown key"),
         # Values that cannot be.
-        ({"seeds": GONE}, "seeds: Field required"),
-        ({"seeds": []}, "seeds: Value should have at least 1 item"),
         ({"seeds": [0, 1, 0]}, "seeds: 0 is listed twice"),
         ({"seeds": [2**32]}, "seeds.0: Input should be less than or equal to 4294967295, found 4294967296"),
         *(({"training.steps": value}, "training.steps: Input should be ") for value in (0, 2.0, "3", True)),
         *(({"training.learning_rate": rate}, "training.learning_rate: ") for rate in (0.0, "fast", math.nan, math.inf)),
-        ({"training.adam_betas": [0.9, 1.0]}, "training.adam_betas.1: Input should be less than 1, found 1.0"),
         ({"evaluation.temperature": 0.009}, "evaluation: temperature: expected 0 or at least 0.01, found 0.009"),
         ({"evaluation.temperature": 0.0}, "evaluation: samples_per_problem: expected 1 at temperature 0 (greedy)"),
         ({"scale": "One.\n"}, "scale: expected one line without control characters, found 'One.\\n'"),
         (odd(label="a\u2028b"), "methods.odd.label: expected one line without control characters"),
         ({"data.prompt_template": "{{problem}}"}, "data.prompt_template: expected a text that contains {problem}, in"),
-        ({"data.prompt_template": "Solve it."}, "data.prompt_template: expected a text that contains {problem}"),
         (
             {"data.prompt_template": "{problem} Answer: \boxed{}"},
             "data.prompt_template: a control character, '\\x08', before 'oxed{}'; expected none: two ",
         ),
         ({"engines": {"a/b": {"dtype": "float32"}}}, "engines.a/b: String should match pattern"),
         ({"base.kind": GONE}, "base: kind is missing; config/README.md has"),
-        ({"base.kind": "magic"}, "base: Input tag 'magic' found using 'kind' does not match any of the expected tags"),
-        ({"sources.remote": HUB}, "sources.remote.revision: Field required"),
         ({"sources.remote": HUB | {"revision": "main"}}, "sources.remote.revision: String should match pattern"),
         # A ρ.
         *(
             ({"grid.1.rho": rho}, f"grid.1.rho: ρ must lie in (0, 1), written like 0.01 or exp(-13); found {rho!r}")
             for rho in (0, 1.0, -1, "abc", True, math.nan, "nan", "exp(-0)", "e-13", " 0.01", "٠.٥", "exp(-1e1)", "")
         ),
-        ({"grid.1.rho": [0.1, 1.5]}, "grid.1.rho.1: ρ must lie in (0, 1)"),
         ({"grid.1.rho": ["1e-2", 0.01]}, "grid.1.rho: 0.01 is listed twice"),
         ({"grid.1.rho": GONE}, "grid: method~dvp_mis/engine~coarse/rho~none: method 'dvp_mis' needs rho"),
         ({"grid.0.rho": 1e-2}, "grid: method~rloo/engine~fp32/rho~0.01: method 'rloo' takes no rho"),
@@ -74,12 +65,10 @@ def odd(**settings) -> dict:
             {"methods.odd": PLAIN | {"learning_rate_decay": DECAY | {"patience": 3}}, "grid.0.method": ["rloo", "odd"]},
             "grid: method~odd/engine~fp32/rho~none: method 'odd': learning_rate_decay.patience (3) must be below",
         ),
-        ({"mismatch": MISMATCH | {"rhos": ["1e-2", "exp(-1)", 0.01]}}, "mismatch.rhos: 0.01 is listed twice"),
         # Names that lead nowhere.
         ({"data.train": "nope"}, "data.train: 'nope' is not defined; known are "),
         ({"data.evaluation": ["nope"]}, "data.evaluation: 'nope' is not defined; known are "),
         ({"grid.0.method": "rlooo"}, "grid.method: 'rlooo' is not defined; did you mean rloo?"),
-        ({"grid.0.engine": ["fp32", "nope"]}, "grid.engine: 'nope' is not defined; known are "),
         ({"evaluation.engine": "nope"}, "evaluation.engine: 'nope' is not defined; known are "),
         ({"evaluation.also": [{"engine": "fp31"}]}, "evaluation.engine: 'fp31' is not defined; did you mean fp32?"),
         ({"base.source": "gsm8k"}, "base.source: 'gsm8k' is not defined; known are stories, stories_small"),
@@ -92,7 +81,6 @@ def odd(**settings) -> dict:
         ({"engines.training": {"dtype": "float32"}}, "engines: the name 'training' is reserved"),
         ({"data.evaluation": ["stories_small"]}, "data: evaluation: 'stories_small' is trained on; held_out splits"),
         ({"evaluation.samples_per_problem": {}}, "evaluation.samples_per_problem: expected a number for each of held_"),
-        ({"data.held_out": 0}, "report.task: 'held_out' is not defined"),
         # Numbers that do not fit together.
         ({"training.tokens_per_micro_batch": 47}, "training: tokens_per_micro_batch: expected a prompt and a response"),
         ({"training.gpus": 3}, "training: gpus × nodes (3) must divide prompts_per_step × group_size (16)"),
@@ -102,31 +90,23 @@ def odd(**settings) -> dict:
         ({"base.architecture.kv_heads": 3}, "base.architecture: heads (2) must be a multiple of kv_heads (3)"),
         ({f"{STORIES}.steps": [4, 2]}, f"{STORIES}: steps: expected [fewest, most] within 1 and 2, found [4, 2]"),
         ({STORIES: {"kind": "generated", "generator": "chains", "count": 9, "seed": 0, "steps": [7, 14]}}, STORIES),
-        ({STORIES: {"kind": "generated", "generator": "graph_color", "count": 9, "seed": 0, "steps": [1, 4]}}, STORIES),
         ({"data.chat": True}, "data.chat: a base model that is trained here has no chat template; expected false"),
         (
             {"training.max_response_tokens": 2048, "training.tokens_per_micro_batch": 10000},
             "training.max_response_tokens: a prompt of 1 and a response of 2048 tokens are longer than the model's "
             "context, 2048 (base.architecture.max_position_embeddings)",
         ),
-        ({"evaluation.max_response_tokens": 2048}, "evaluation.max_response_tokens: a prompt of 1 and a response of"),
         # Methods.
-        (odd(advantage="best"), "methods.odd.advantage: Input should be 'rloo', "),
         (odd(loss="ppo2"), "methods.odd.loss: no loss is called 'ppo2'; known are cispo"),
         (odd(loss={"clip_low": 0.1}), "methods.odd.loss: kind is missing"),
         (odd(importance="mis2"), "methods.odd.importance: no importance is called 'mis2'; known are"),
-        (odd(importance={"preset": ["mis"]}), "methods.odd.importance: no importance is called ['mis']; known are"),
         (odd(importance={"preset": "mis", "vet": 1e-4}), "methods.odd.importance.vet: unknown key; did you mean veto?"),
         (odd(importance={"level": "none", "upper": 2.0}), "methods.odd.importance: level: none has no ratio"),
-        (odd(safe_vocabulary="best"), "methods.odd.safe_vocabulary: Input tag 'best'"),
-        (odd(safe_vocabulary={}), "methods.odd.safe_vocabulary: rule is missing"),
-        (odd(safe_vocabulary="mass_budget"), "methods.odd.safe_vocabulary.delta: Field required"),
         (odd(importance="icepop", loss="gspo"), "methods.odd: loss gspo takes a correction of level none, sequence"),
         (odd(advantage="otb", loss="gspo"), "methods.odd: loss gspo takes one advantage a sequence; otb has one a "),
         (odd(true_norms=True), "methods.odd: true_norms: expected an advantage that weighs tokens: otb, "),
         ({"grid.0.method": ["rloo", "otb_oracle"]}, "grid: method~otb_oracle/engine~fp32/rho~none: method "),
         # A tool.
-        ({"tools": TOOLS | {"seconds": 1.0}}, "tools.seconds: unknown key"),
         ({"tools": TOOLS | {"call": ["|", "|"]}}, "tools.call: expected two different texts, found '|'"),
         ({"tools": TOOLS | {"max_answer_tokens": 48}}, "tools.max_answer_tokens (48) must be below training."),
         (
@@ -136,14 +116,11 @@ def odd(**settings) -> dict:
         ({"tools": TOOLS, "bias": BIAS}, "tools: `mismatch` and `bias` measure responses without tools; remove one"),
         # Measurements.
         ({"mismatch": MISMATCH | {"policies": ["foo"]}}, "mismatch.policies.0: Input should be a valid dictionary"),
-        ({"mismatch": MISMATCH | {"policies": [{"method": "rloo"}]}}, "mismatch.policies.0.engine: Field required"),
         (
             {"mismatch": MISMATCH | {"policies": [RLOO | {"engine": "bf16"}]}},
             "mismatch.policies: method~rloo/engine~bf16/rho~none is not in the grid, which must train it",
         ),
-        ({"mismatch": MISMATCH | {"margins": [0.1, 0.2, 1e-1]}}, "mismatch.margins: 0.1 is listed twice"),
         ({"mismatch": MISMATCH, "training.temperature": 0.7}, "training.temperature: expected 1 for `mismatch`, found"),
-        ({"bias": BIAS | {"batches": 3}}, "bias.batches: Input should be greater than or equal to 4, found 3"),
         ({"bias": BIAS | {"estimators": [{"method": "dvp"}]}}, "bias.estimators: method 'dvp' needs rho"),
         ({"bias": BIAS | {"estimators": [{"method": "gspo"}]}}, "bias.estimators: method 'gspo': expected loss rein"),
         ({"bias": BIAS | {"estimators": ESTIMATORS * 2}}, "bias.estimators: rloo, ρ None is listed twice"),
@@ -165,8 +142,6 @@ def test_what_is_impossible_is_one_line_with_its_key(changes, message):
     ("training", "line"),
     [
         ({"group_size": [4, "8"]}, "grid.0.training.group_size.1: Input should be a valid integer, found '8'"),
-        ({"group_size": True}, "grid.0.training.group_size: Input should be a valid integer, found True"),
-        ({"learning_rate": "inf"}, "grid.0.training.learning_rate: Input should be a valid number"),
         ([4], "grid.0.training: Input should be a valid dictionary, found [4]"),
         ({"minibatches": 3}, "grid: method~rloo/engine~fp32/rho~none/minibatches~3: minibatches (3) must divide "),
         ({"max_response_tokens": 2048, "tokens_per_micro_batch": 4096}, "grid: method~rloo/engine~fp32/rho~none/max_"),

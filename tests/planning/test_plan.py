@@ -210,12 +210,9 @@ def test_shorter_responses_and_more_gpus_take_less_time():
     assert walls[-1] == pytest.approx(make_plan(loaded, NOWHERE)["hours_longest_chain"])
 
 
-def test_a_job_that_needs_more_gpus_than_there_are_is_refused():
+def test_a_plan_that_cannot_be_made_is_refused():
     with pytest.raises(DvpError, match=r"^--gpus 15: a job of stage 'preflight' takes 16 at once$"):
         make_plan(experiment("paper_14b"), NOWHERE, gpus=15)
-
-
-def test_a_pretrained_base_of_unknown_size_is_refused():
     with pytest.raises(DvpError, match=r"base\.architecture: a plan needs the sizes of Qwen/Qwen3-8B-Base"):
         make_plan(experiment("paper_8b", base__architecture=None), NOWHERE)
 
@@ -505,9 +502,6 @@ def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
     assert "money" in text
     assert "money" not in render(make_plan(experiment("paper_8b"), NOWHERE))
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
-
-
-def test_the_text_warns_of_what_does_not_fit():
     small = experiment("paper_14b", training__tokens_per_micro_batch=9216)
     assert "does not fit" not in render(make_plan(small, NOWHERE, gpu="h100"))
     assert "does not fit" in render(make_plan(experiment("paper_14b"), NOWHERE, gpu="h100"))
@@ -556,10 +550,9 @@ sys.exit(f"imported {heavy}" if heavy else status)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAPER)
-def test_a_plan_at_the_papers_scale_needs_neither_gpu_nor_network(name):
+def test_a_plan_at_the_papers_scale_needs_neither_gpu_nor_network():
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, "plan", "--config", f"experiment={name}", "--json"],
+        [sys.executable, "-c", ALONE, "plan", "--config", "experiment=paper_8b", "--json"],
         cwd=ROOT,
         check=False,
         capture_output=True,
@@ -568,4 +561,4 @@ def test_a_plan_at_the_papers_scale_needs_neither_gpu_nor_network(name):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == make_plan(load_experiment(name, ROOT / "config"), ROOT / "results" / name)
+    assert json.loads(done.stdout) == make_plan(load_experiment("paper_8b", ROOT / "config"), ROOT / "results/paper_8b")

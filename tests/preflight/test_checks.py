@@ -52,10 +52,6 @@ def test_what_is_off_by_more_than_its_noise_is_refused(noise):
     assert not verdict(noise, positions(Noise(sigma=3 * noise.sigma))).passed
 
 
-def test_an_engine_without_noise_is_allowed_nothing_more():
-    assert kl_of_noise(EngineConfig(dtype="bfloat16")) == 0
-
-
 def test_what_replay_keeps_is_of_the_engines_sets():
     """Independent sets lose the tokens that the trainer prunes and the engine does not; replayed ones have none."""
     experiment = load_experiment("smoke_methods", ROOT / "config")

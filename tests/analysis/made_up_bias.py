@@ -14,11 +14,9 @@ from dvp.measurement.estimator_bias import (
     STATISTICS,
     VARIANCE_STATISTICS,
     Jackknifed,
-    estimator_bias,
-    gradient_variance,
+    gradient_statistics,
     inner_products,
 )
-from dvp.measurement.paired_bias import paired_squared_bias
 
 CONFIG = Path(__file__).parents[2] / "config"
 LENGTH = 30
@@ -59,7 +57,7 @@ def without_batches(found: dict[str, Jackknifed], names: tuple[str, ...], **wher
 
 def paired_numbers(difference_nD, y_mD, rho: str | None, engine: str, seed: int) -> dict[str, float]:
     """Weights that are too heavy on the coarse engine, but not those of its pruned samples."""
-    paired = paired_squared_bias(inner_products(difference_nD, difference_nD), inner_products(y_mD, y_mD))
+    paired = gradient_statistics(inner_products(difference_nD, difference_nD), inner_products(y_mD, y_mD))["signal"]
     pruned = paired if rho else None
     row = numbers({"paired_squared_bias": paired}, ("paired_squared_bias",))
     row |= {"weight_ess": 0.95 if engine == "fp32" else 0.3, "weight_largest_share": 0.001}
@@ -82,7 +80,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         squared_bias, variance = truth(method, rho, measurement.engine)
         own_nD = noise_nD + 0.2 * rng.normal(size=noise_nD.shape) / LENGTH**0.5
         x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (variance / 1.04) ** 0.5)
-        found = estimator_bias(inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD))
+        found = gradient_statistics(inner_products(x_nD, x_nD), inner_products(y_mD, y_mD), inner_products(x_nD, y_mD))
         row = {"method": method, "rho": rho, "label": experiment.methods[method].label} | numbers(found, STATISTICS)
         empty = 3 if method.endswith("geo_rs") else 0
         row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
@@ -93,7 +91,7 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         bins = np.array_split(np.arange(LENGTH), len(experiment.positions) or 1)
         for position, own in [("all", np.arange(LENGTH)), *zip(experiment.positions, bins, strict=False)]:
             part_nD = x_nD[:, own]
-            measured = gradient_variance(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
+            measured = gradient_statistics(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
             where = {"method": method, "rho": rho, "position": position}
             variances.append(where | numbers(measured, VARIANCE_STATISTICS))
             replicates += without_batches(measured, VARIANCE_STATISTICS, **where)

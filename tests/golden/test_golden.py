@@ -41,10 +41,10 @@ from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
 from dvp.files import sha256_json
 from dvp.measurement.bias import _fill
-from dvp.measurement.estimator_bias import estimator_bias
+from dvp.measurement.estimator_bias import STATISTICS, gradient_statistics
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
-from dvp.measurement.paired_bias import paired_squared_bias, weight_diagnostics
+from dvp.measurement.paired_bias import weight_diagnostics
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
@@ -310,11 +310,12 @@ def test_bias(root, tiny_model):
 
     batches_nD = torch.stack([gradient(0.5) for _ in range(4)])
     reference_mD = torch.stack([gradient(0.0) for _ in range(4)])
-    found = estimator_bias(batches_nD @ batches_nD.T, batches_nD @ reference_mD.T, reference_mD @ reference_mD.T)
+    reference_mm = reference_mD @ reference_mD.T
+    found = gradient_statistics(batches_nD @ batches_nD.T, reference_mm, batches_nD @ reference_mD.T)
     numbers = {f"norm_{index}": value.norm().item() for index, value in enumerate(batches_nD)}
-    numbers |= {name: float(jackknifed.value) for name, jackknifed in found.items()}
+    numbers |= {name: float(found[name].value) for name in STATISTICS}
     differences_nD = batches_nD - reference_mD
-    paired = paired_squared_bias(differences_nD @ differences_nD.T, reference_mD @ reference_mD.T)
+    paired = gradient_statistics(differences_nD @ differences_nD.T, reference_mm)["signal"]
     numbers |= {"paired_squared_bias": paired.value, "paired_squared_bias_se": paired.se}
 
     experiment = load_experiment("smoke", root / "config")

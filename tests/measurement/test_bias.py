@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp import cli
@@ -22,8 +24,8 @@ from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text
 from dvp.measurement import gradients as module
-from dvp.measurement.bias import _fill
-from dvp.measurement.gradients import Estimator, Gradients, position_parts
+from dvp.measurement.bias import _fill, clustered_rank_correlation
+from dvp.measurement.gradients import CountSketch, Estimator, Gradients, position_parts
 from dvp.measurement.problems import FixedProblems
 from dvp.rollout.engine import Completion
 from dvp.rollout.seeds import derived_seed
@@ -85,10 +87,44 @@ def dense_gradient(model_dir, batch, coefficient_BT, rho, temperature):
     return torch.cat([part.reshape(-1) for part in parts]), used_BT
 
 
-def test_a_batch_in_which_everything_was_rejected_has_the_gradient_zero(policy, batch):
-    gradients = Gradients(policy, temperature=1.0, tokens=32, seed=0)
-    assert not gradients.of_batch(batch, torch.zeros(batch.tokens_BT.shape), None, parts_of(batch)).any()
-    assert not gradients.of_responses(batch, torch.zeros(4, 2), None, parts_of(batch)).any()
+def rollout_of(batch, log_prob_BT, noise=0.0):
+    """Sampled by an engine whose log-probs are so far from these; and its log q − log p."""
+    noise_BT = noise * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
+    infer_BT = (log_prob_BT + noise_BT) * batch.response_BT
+    return Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool)), noise_BT
+
+
+def test_sketches_keep_inner_products_on_average_and_sums_exactly():
+    """With the variance that is stated; what fits stays as it is."""
+    torch.manual_seed(0)
+    x, y = torch.randn(300, dtype=torch.float64), torch.randn(300, dtype=torch.float64)
+    y, buckets, products = x + y, 64, []
+    for seed in range(800):
+        sketch = CountSketch([100, 200], buckets, seed)
+        short_x, short_y = (sketch([z[:100], z[100:].view(20, 10)]) for z in (x, y))
+        products.append((short_x @ short_y).item())
+    assert len(short_x) == sketch.length == buckets
+    torch.testing.assert_close(short_x + short_y, sketch([(x + y)[:100], (x + y)[100:]]))
+    bound = 2 * (x @ x) * (y @ y) / buckets
+    assert np.mean(products) == pytest.approx((x @ y).item(), abs=4 * np.std(products) / 800**0.5)
+    assert 0.3 * bound < np.var(products) < 1.2 * bound
+    assert torch.equal(CountSketch([100, 200], 300, 0)([x[:100].view(2, 50), x[100:]]), x)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_rank_correlation_is_scipys_and_its_error_the_jackknifes(ties):
+    rng = np.random.default_rng(0)
+    left = rng.integers(0, 5, 30) * 1.0 if ties else rng.normal(size=30)
+    tokens = pd.DataFrame({"proxy": left, "norm": left + rng.normal(size=30), "problem": rng.integers(0, 3, 30)})
+
+    def spearman(part):
+        return spearmanr(part["proxy"], part["norm"]).statistic
+
+    without = [spearman(tokens[tokens["problem"] != problem]) for problem in range(3)]
+    expected = spearman(tokens), math.sqrt(2 * np.var(without))
+    assert clustered_rank_correlation(tokens) == pytest.approx(expected)
+    for undefined in (tokens[:0], tokens[:3].assign(proxy=1.0, problem=0)):
+        assert clustered_rank_correlation(undefined) == pytest.approx((math.nan, math.nan), nan_ok=True)
 
 
 @pytest.mark.parametrize("rho", [None, 0.02])
@@ -112,6 +148,8 @@ def test_parts_by_position_are_the_gradients_of_their_tokens(tiny_model, policy,
         for found_D in found:
             close = {"rtol": 1e-3, "atol": 1e-4 * coefficient_BT.abs().max().item()}
             torch.testing.assert_close(found_D.double(), expected_D, **close)
+    assert not gradients.of_batch(batch, 0 * coefficient_BT, safe, parts_KBT).any()  # everything was rejected
+    assert not gradients.of_responses(batch, 0 * coefficient_BE, safe, parts_KBT).any()
     (whole_D,) = gradients.of_batch(batch, coefficient_BT, safe, parts_of(batch))
     torch.testing.assert_close(by_batch_KD.sum(dim=0), whole_D, rtol=1e-3, atol=1e-3)
     if rho is None:  # a long one is sketched after it was made
@@ -147,8 +185,7 @@ def test_the_oracle_weighs_tokens_by_their_true_norms(root, tmp_path, policy, ba
     oracle, otb = Estimator(experiment, "otb_oracle", None), Estimator(experiment, "otb", None)
     gradients = Gradients(policy, temperature=1.0, tokens=64, seed=0)
     statistics, norm_BT = gradients.score(batch, None), gradients.squared_norms(batch, None)
-    infer_BT = statistics["log_prob"] * batch.response_BT
-    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    rollout, _ = rollout_of(batch, statistics["log_prob"])
     found_BT = oracle.update(rollout, statistics, norm_BT).advantage_BT
     ones_BT = torch.ones(norm_BT.shape)
     expected_BT = ADVANTAGES["otb"](Responses(rollout.rewards_B, batch.response_BT, 4, norm_BT, ones_BT))
@@ -171,9 +208,7 @@ def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path,
     estimator = Estimator(experiment, method, "0.05" if method.startswith("dvp") else None)
     assert estimator.by_token == (method in ("rloo_tis", "otb", "dvp_tis"))
     statistics = Gradients(policy, temperature=1.0, tokens=64, seed=0).score(batch, estimator.safe.trainer)
-    noise_BT = 0.8 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
-    infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
-    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    rollout, _ = rollout_of(batch, statistics["pruned_log_prob"], 0.8)
     coefficient_BT = estimator.update(rollout, statistics).coefficients()
     in_safe_BT = batch.response_BT & statistics["target_in_safe"]
     values = [len(row_T[safe_T].unique()) for row_T, safe_T in zip(coefficient_BT, in_safe_BT, strict=True)]
@@ -187,9 +222,7 @@ def test_a_batch_also_gives_the_exact_gradient(root, tmp_path, tiny_model, polic
     estimator = Estimator(small_experiment(root, tmp_path), method, rho)
     gradients = Gradients(policy, temperature=1.0, tokens=64, seed=0)
     statistics = gradients.score(batch, estimator.safe.trainer)
-    noise_BT = 0.1 * torch.randn(batch.tokens_BT.shape, generator=torch.Generator().manual_seed(2))
-    infer_BT = (statistics["pruned_log_prob"] + noise_BT) * batch.response_BT
-    rollout = Rollout(batch, infer_BT, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.bool))
+    rollout, noise_BT = rollout_of(batch, statistics["pruned_log_prob"], 0.1)
     gradient_EKD = torch.empty(2, 1, gradients.sketch.length)
     _, log_ratio_B = _fill(gradient_EKD, [estimator], rollout, estimator.safe.trainer, gradients, [], group_size=4)
     ratio_B = (-noise_BT * batch.response_BT).double().sum(dim=1).exp()
@@ -261,36 +294,24 @@ def test_the_trainers_own_samples_follow_its_policy(root, tmp_path, tiny_model):
         ({"engine": "int1"}, "--engine: 'int1' is not defined; known are bf16"),
         ({"model": "nowhere"}, "nowhere: not a Hugging Face model directory"),
         ({"experiment": "tiny"}, "experiment 'tiny' has no `bias`"),
-        (
-            {"config": "results/x/config.yaml"},
-            "expected --config FILE --measurement MEASUREMENT, or --model FOLDER --engine NAME",
-        ),
-        (
-            {"rows": [{"problem": "x", "answer": "1"}] * 2},
-            "2 problems of 2 have a prompt .* fewer than the 4 to",
-        ),
-        ({"rows": [{"problem": "x", "answer": "x" * 500}] * 4}, r"row \d .id \d.: the answer .* is too long"),
-        (
-            {"rows": [{"problem": "bafi " * 600, "answer": "1"}] * 4},
-            "its prompt has .* tokens; the model's context of 512",
-        ),
+        ({"config": Path("config.yaml")}, "expected --config FILE --measurement MEASUREMENT, or --model FOLDER"),
+        ([{"problem": "x", "answer": "1"}] * 2, "2 problems of 2 have a prompt .* fewer than the 4 to"),
+        ([{"problem": "x", "answer": "x" * 500}] * 4, r"row \d .id \d.: the answer .* is too long"),
+        ([{"problem": "bafi " * 600, "answer": "1"}] * 4, "its prompt has .* tokens; the model's context of 512"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):
+    """A list stands in the file of problems."""
     small_experiment(root, tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = {"config": None, "measurement": None, "model": tiny_model, "engine": "fp32", "experiment": "small_bias"}
-    options |= {"problems": None, "seed": 0, "output": tmp_path / "out", "threads": 1}
-    change = dict(change)
-    if "rows" in change:
-        pd.DataFrame(change.pop("rows")).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
-        change["problems"] = "rows.jsonl"
-    for name in ("problems", "model", "config"):
-        if name in change:
-            change[name] = tmp_path / change[name] if name == "model" else type(tmp_path)(change[name])
+    options = {"model": tiny_model, "engine": "fp32", "experiment": "small_bias", "output": Path("out")}
+    if isinstance(change, list):
+        pd.DataFrame(change).to_json("rows.jsonl", orient="records", lines=True)
+        change = {"problems": Path("rows.jsonl")}
+    options |= {name: Path(value) if name == "model" else value for name, value in change.items()}
     with pytest.raises(DvpError, match=message):
-        cli.bias(**options | change)
-    assert not (tmp_path / "out").exists()
+        cli.bias(**options)
+    assert not Path("out").exists()
 
 
 @pytest.fixture(scope="module")

@@ -10,24 +10,12 @@ from hypothesis import strategies as st
 
 from dvp.errors import DvpError
 from dvp.measurement import estimator_bias as module
-from dvp.measurement.estimator_bias import (
-    STATISTICS,
-    VARIANCE_STATISTICS,
-    estimator_bias,
-    gradient_variance,
-    inner_products,
-)
+from dvp.measurement.estimator_bias import gradient_statistics, inner_products
 
 
 def measured(x_nD, y_mD):
-    """Of the estimates x; and `part.` what is measured of them as a part of the gradient."""
     x_nD, y_mD = torch.as_tensor(x_nD), torch.as_tensor(y_mD)
-    products = inner_products(x_nD, x_nD), inner_products(x_nD, y_mD), inner_products(y_mD, y_mD)
-    part = gradient_variance(products[0], products[2])
-    return estimator_bias(*products) | {f"part.{name}": value for name, value in part.items()}
-
-
-NAMES = [*STATISTICS, *(f"part.{name}" for name in VARIANCE_STATISTICS)]
+    return gradient_statistics(inner_products(x_nD, x_nD), inner_products(y_mD, y_mD), inner_products(x_nD, y_mD))
 
 
 def by_loops(x, y):
@@ -44,7 +32,7 @@ def by_loops(x, y):
     cosine = cross / math.sqrt(mean * norm) if mean > 0 else math.nan
     return {
         **{"squared_bias": bias, "cosine": cosine, "variance": variance, "mse": bias + variance},
-        **{"part.variance": variance, "part.signal": mean / norm, "part.variance_over_signal": (power - mean) / mean},
+        **{"signal": mean / norm, "variance_over_signal": (power - mean) / mean},
     }
 
 
@@ -69,17 +57,18 @@ def test_values_and_jackknife_are_those_of_the_definitions(seed, n, m, columns, 
         patch.setattr(module, "COLUMNS", columns)
         found = measured(x, y)
     expected = by_loops(x, y)
+    assert found.keys() == expected.keys()
     without_x = [by_loops(np.delete(x, i, axis=0), y) for i in range(n)]
     without_y = [by_loops(x, np.delete(y, k, axis=0)) for k in range(m)]
-    for name in NAMES:
-        if name == "part.variance_over_signal" and math.isnan(found[name].value):
+    for name, one in found.items():
+        if name == "variance_over_signal" and math.isnan(one.value):
             continue  # its signal may be 0
         close = {"rtol": 1e-7, "atol": 1e-9}
-        np.testing.assert_allclose(found[name].value, expected[name], **close)
-        np.testing.assert_allclose(found[name].over_batches_n, [one[name] for one in without_x], **close)
-        np.testing.assert_allclose(found[name].over_reference_m, [one[name] for one in without_y], **close)
-        variance = sum((len(part) - 1) * np.var([one[name] for one in part]) for part in (without_x, without_y))
-        np.testing.assert_allclose(found[name].se, math.sqrt(variance), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(one.value, expected[name], **close)
+        np.testing.assert_allclose(one.over_batches_n, [each[name] for each in without_x], **close)
+        np.testing.assert_allclose(one.over_reference_m, [each[name] for each in without_y], **close)
+        variance = sum((len(part) - 1) * np.var([each[name] for each in part]) for part in (without_x, without_y))
+        np.testing.assert_allclose(one.se, math.sqrt(variance), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("direction", "variance"), [("none", 3.0), ("along", 3.0), ("across", 12.0)])
@@ -94,7 +83,8 @@ def test_simulated_gradients_give_back_their_bias_and_variance(direction, varian
         "cosine": mean_D @ g_D / np.linalg.norm(mean_D),
         "variance": variance,
         "mse": shift**2 + variance,
-        "part.signal": mean_D @ mean_D,
+        "signal": mean_D @ mean_D,
+        "variance_over_signal": variance / (mean_D @ mean_D),
     }
     runs = [measured(gaussian(rng, mean_D, variance, 40), gaussian(rng, g_D, 2.0, 160)) for _ in range(300)]
     for name, expected in truth.items():
@@ -109,23 +99,12 @@ def test_simulated_gradients_give_back_their_bias_and_variance(direction, varian
         assert covered >= 0.9, name
 
 
-def test_intervals_of_the_variance_over_signal_cover_the_truth():
-    rng = np.random.default_rng(2)
-    g_D, part_D = np.eye(30)[0], 0.7 * np.eye(30)[1]
-    runs = [measured(gaussian(rng, part_D, 1.5, 40), gaussian(rng, g_D, 1.0, 80)) for _ in range(300)]
-    found = [run["part.variance_over_signal"] for run in runs]
-    assert np.mean([one.interval[0] < 1.5 / 0.49 < one.interval[1] for one in found]) > 0.88
-    assert np.median([one.value for one in found]) == pytest.approx(1.5 / 0.49, rel=0.05)
-
-
 def test_what_is_relative_to_a_mean_that_may_be_zero_is_undefined():
     rng = np.random.default_rng(0)
     y = gaussian(rng, np.ones(30), 0.1, 6)
     for x in (np.concatenate([y[:3], -y[:3]]), np.zeros((6, 30))):  # the second: no response is that long
-        found = measured(x, y)
-        for name in ("cosine", "part.variance_over_signal"):
-            assert math.isnan(found[name].value)
-        assert all(math.isfinite(found[name].value) for name in ("squared_bias", "mse", "part.signal"))
+        undefined = {name for name, one in measured(x, y).items() if math.isnan(one.value)}
+        assert undefined == {"cosine", "variance_over_signal"}
 
 
 def test_inner_products_of_float32_gradients_keep_the_digits_that_differences_need():
@@ -139,7 +118,6 @@ def test_inner_products_of_float32_gradients_keep_the_digits_that_differences_ne
     ("x", "y", "message"),
     [
         (np.ones((6, 2)), np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]]), "not distinguishable from 0"),
-        (np.ones((6, 2)), np.zeros((6, 2)), "not distinguishable from 0"),
         (np.ones((3, 2)), np.ones((6, 2)), "batches: expected at least 4, got 3"),
         (np.ones((6, 2)), np.ones((3, 2)), "reference batches: expected at least 4, got 3"),
     ],

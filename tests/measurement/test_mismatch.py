@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import cache
 
 import pandas as pd
 import pytest
@@ -47,27 +48,18 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def measure(root, tiny_model, model, tmp_path_factory):
-    """Diagnose the tiny model with a noise of σ: (the result, the tables, the engine)."""
-    known = {}
+    """Diagnose the tiny model with a noise of σ: (the result, the tables)."""
 
+    @cache
     def run(sigma):
-        if sigma not in known:
-            experiment = experiment_of(root)
-            folder = tmp_path_factory.mktemp("measurement")
-            tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-            engine = NoisyEngine(model, tokenizer, sigma)
-            result = mismatch.measure_mismatch(
-                experiment,
-                experiment.measurements("mismatch")[0],
-                ["a", "b", "c"],
-                Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
-                model,
-                engine,
-                folder,
-            )
-            assert result["files"] == checksums(folder)
-            known[sigma] = result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
-        return known[sigma]
+        experiment = experiment_of(root)
+        folder = tmp_path_factory.mktemp("measurement")
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        problems = Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None)
+        measurement, engine = experiment.measurements("mismatch")[0], NoisyEngine(model, tokenizer, sigma)
+        result = mismatch.measure_mismatch(experiment, measurement, list("abc"), problems, model, engine, folder)
+        assert result["files"] == checksums(folder)
+        return result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
 
     return run
 

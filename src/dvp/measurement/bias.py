@@ -16,41 +16,33 @@ Shape suffixes: B responses of a batch, T tokens, N some of them, E estimators, 
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import rankdata
 
 from dvp.core.advantages import optimal_token_proxy
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import WHOLE, rho_in_path
-from dvp.files import atomic_path, sha256_file
 from dvp.measurement.estimator_bias import (
     STATISTICS,
     VARIANCE_STATISTICS,
     Jackknifed,
-    estimator_bias,
-    gradient_variance,
+    gradient_statistics,
     inner_products,
     squared_norm,
 )
-from dvp.measurement.files import PAIRED, SMALLEST_ESS
+from dvp.measurement.files import PAIRED, SMALLEST_ESS, write_tables
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
-from dvp.measurement.paired_bias import (
-    exact_coefficients,
-    paired_squared_bias,
-    rloo_advantage,
-    sequence_log_ratio,
-    weight_diagnostics,
-)
+from dvp.measurement.paired_bias import exact_coefficients, rloo_advantage, sequence_log_ratio, weight_diagnostics
 from dvp.measurement.problems import FixedProblems
-from dvp.measurement.rank_correlation import clustered_rank_correlation
 from dvp.progress import Progress
 from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import prove_safe_vocabulary
@@ -85,6 +77,11 @@ class BiasTables:
     the jackknife over problems; tokens. No rows if not asked for."""
     summary: dict
     """Problems, batches, model, and the reference's own numbers; JSON-able."""
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write every table as NAME.parquet; their SHA-256 by file name."""
+        tables = {name: table for name, table in vars(self).items() if isinstance(table, pd.DataFrame)}
+        return write_tables(tables, folder)
 
     def results(self) -> dict[str, dict[str, float]]:
         """The statistics that are defined, by estimator; and the proxy's rank correlation, by position."""
@@ -142,24 +139,6 @@ def measure_bias(experiment: Experiment, fixed: FixedProblems, engine: str, name
     return _compare(experiment, estimators, rollouts, exact, gradients, fixed, proxy, name)
 
 
-def write_tables(measured: BiasTables, folder: Path) -> dict[str, str]:
-    """Write every table as NAME.parquet; their SHA-256 by file name."""
-    names = ("estimators", "jackknife", "variance", "variance_jackknife", "proxy")
-    for name in names:
-        with atomic_path(folder / f"{name}.parquet") as temporary:
-            getattr(measured, name).to_parquet(temporary)
-    return {f"{name}.parquet": sha256_file(folder / f"{name}.parquet") for name in names}
-
-
-@dataclass(frozen=True, eq=False)
-class _Exact:
-    """The exact gradient: by the trainer's own samples, or by the engine's (dvp.measurement.paired_bias)."""
-
-    gradient_nD: torch.Tensor
-    weights: dict[str, float] = field(default_factory=dict)
-    """How heavy the weights of the engine's samples are."""
-
-
 def _compare(
     experiment: Experiment,
     estimators: list[Estimator],
@@ -189,7 +168,7 @@ def _compare(
     products_mm = inner_products(reference_mD, reference_mD)
     norm = squared_norm(products_mm)
 
-    found: dict[Estimator, tuple[dict, Statistics, dict[str, Statistics]]] = {}
+    found: dict[Estimator, tuple[dict, dict[str, Statistics]]] = {}
     unpruned = None
     for (safe, rule), members in together.items():
         gradient_EnKD = torch.empty(len(members) + 1, batches, len(bins) + 1, gradients.sketch.length)
@@ -201,22 +180,32 @@ def _compare(
             notes_nE.append(notes_E)
             log_ratios.append(log_ratio_B)
             progress.step(next(done), f"safe vocabulary {rule}")
-        own = _Exact(gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios)))
+        # The exact gradient by the same samples, and how heavy their weights are.
+        own = gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios))
         unpruned = unpruned or own
+        no_weights = dict.fromkeys(unpruned[1], math.nan)
         # Replayed sets are the engine's, and so is their objective.
         paired = {"": unpruned, "_pruned": own if isinstance(safe, SafeVocabulary) else None}
         for place, estimator in enumerate(members):
             gradient_nKD = gradient_EnKD[place]
             gradient_nD = gradient_nKD.sum(dim=1)
-            batches_nn = inner_products(gradient_nD, gradient_nD)
-            bias = estimator_bias(batches_nn, inner_products(gradient_nD, reference_mD), products_mm)
-            variance = {WHOLE: gradient_variance(batches_nn, products_mm)}
+            by_position = {
+                WHOLE: gradient_statistics(
+                    inner_products(gradient_nD, gradient_nD), products_mm, inner_products(gradient_nD, reference_mD)
+                )
+            }
             for position, part_nD in zip(experiment.positions, gradient_nKD.unbind(dim=1), strict=False):
-                variance[position] = gradient_variance(inner_products(part_nD, part_nD), products_mm)
-            row = _numbers(bias) | _over_batches([notes_E[place] for notes_E in notes_nE], rollouts[rule])
+                by_position[position] = gradient_statistics(inner_products(part_nD, part_nD), products_mm)
+            notes = pd.DataFrame([notes_E[place] for notes_E in notes_nE])
+            row = {"batches": batches, "empty_batches": int(notes.pop("empty").sum())}
+            row |= {name: fmean(values) for name, values in notes.items()} | {"reward": _mean_reward(rollouts[rule])}
             for end, exact_by in paired.items():
-                row |= _paired(gradient_nD, exact_by, products_mm, end, unpruned.weights)
-            found[estimator] = row, bias, variance
+                exact_nD, weights = exact_by or (torch.full_like(gradient_nD, math.nan), no_weights)
+                difference_nD = gradient_nD - exact_nD
+                squared = gradient_statistics(inner_products(difference_nD, difference_nD), products_mm)["signal"]
+                row |= _numbers({f"paired_squared_bias{end}": squared})
+                row |= {f"{name}{end}": of for name, of in weights.items()}
+            found[estimator] = row, by_position
         gradient_EnKD = None  # its memory, before the next one's
 
     summary = {
@@ -226,58 +215,27 @@ def _compare(
         "parameters": gradients.sketch.size,
         "coordinates": gradients.sketch.length,
         "sketched": not gradients.sketch.exact,
-        "paired": unpruned.weights | {"smallest_ess": SMALLEST_ESS},
+        "paired": unpruned[1] | {"smallest_ess": SMALLEST_ESS},
         "reference": _about_reference(exact, norm),
     }
-    measured = {estimator: found[estimator] for estimator in estimators}
-    by_position = [
-        (estimator, position, statistics)
-        for estimator, (*_, variance) in measured.items()
-        for position, statistics in variance.items()
-    ]
+    rows, parts, variances, replicates = [], [], [], []
+    for each in estimators:
+        (row, by_position), where = found[each], {"method": each.method, "rho": each.rho}
+        bias = {name: by_position[WHOLE][name] for name in STATISTICS}
+        rows.append(where | {"label": each.label} | _numbers(bias) | row)
+        parts += _replicates(where, bias)
+        for position, statistics in by_position.items():
+            variance = {name: statistics[name] for name in VARIANCE_STATISTICS}
+            variances.append(where | {"position": position} | _numbers(variance))
+            replicates += [part.assign(position=position) for part in _replicates(where, variance)]
     return BiasTables(
-        estimators=_table(
-            [
-                {"method": each.method, "rho": each.rho, "label": each.label} | row
-                for each, (row, *_) in measured.items()
-            ]
-        ),
-        jackknife=pd.concat([_replicates(each, bias) for each, (_, bias, _) in measured.items()], ignore_index=True),
-        variance=_table(
-            [
-                {"method": each.method, "rho": each.rho, "position": position} | _numbers(statistics)
-                for each, position, statistics in by_position
-            ]
-        ),
-        variance_jackknife=pd.concat(
-            [_replicates(each, statistics).assign(position=position) for each, position, statistics in by_position],
-            ignore_index=True,
-        ),
+        estimators=_table(rows),
+        jackknife=pd.concat(parts, ignore_index=True),
+        variance=_table(variances),
+        variance_jackknife=pd.concat(replicates, ignore_index=True),
         proxy=proxy,
         summary=summary,
     )
-
-
-def _paired(
-    gradient_nD: torch.Tensor, exact: _Exact | None, products_mm: torch.Tensor, end: str, names: Iterable[str]
-) -> dict[str, float]:
-    """The squared bias paired with the exact gradient by the same samples; undefined (NaN) without one."""
-    if exact is None:
-        undefined = torch.full((1,), math.nan)
-        squared, weights = Jackknifed(math.nan, undefined, undefined), dict.fromkeys(names, math.nan)
-    else:
-        difference_nD = gradient_nD - exact.gradient_nD
-        squared = paired_squared_bias(inner_products(difference_nD, difference_nD), products_mm)
-        weights = exact.weights
-    return _numbers({f"paired_squared_bias{end}": squared}) | {f"{name}{end}": of for name, of in weights.items()}
-
-
-def _over_batches(notes: list[dict], rollouts: list[Rollout]) -> dict:
-    """Columns of an estimator's row that need no gradients, from what `_fill` says of each batch."""
-    means = ("kept_fraction", "mean_weight", "outside_safe_fraction")
-    row = {"batches": len(notes), "empty_batches": sum(note["empty"] for note in notes)}
-    row |= {name: fmean(note[name] for note in notes) for name in means}
-    return row | {"reward": _mean_reward(rollouts)}
 
 
 def _about_reference(exact: list[Rollout], norm: Jackknifed) -> dict:
@@ -309,23 +267,37 @@ def _proxy(
     generator = torch.Generator().manual_seed(derived_seed(fixed.seed))
     chosen = torch.randperm(available, generator=generator)[:wanted].tolist()
     progress = Progress(f"{name}: norms of single tokens' gradients", wanted)
-    proxies, norms, problems, places = [], [], [], []
+    parts = []
     for number, response in enumerate(chosen, start=1):
         row = response % fixed.responses
         batch = exact[response // fixed.responses].batch.rows(torch.tensor([row]))
         scored, mask_BT = gradients.score(batch, None), batch.response_BT
-        proxies.append(optimal_token_proxy(scored["log_prob"], scored["sum_p_squared"])[mask_BT])
-        norms.append(gradients.squared_norms(batch, None)[mask_BT])
-        places.append(position_parts(mask_BT, bins).int().argmax(dim=0)[mask_BT])
-        problems.append(torch.full_like(places[-1], row // fixed.group_size))
-        progress.step(number, f"{len(norms[-1])} tokens")
-    proxy_N, norm_N, problem_N, place_N = (torch.cat(parts) for parts in (proxies, norms, problems, places))
+        values_BT = {
+            "proxy": optimal_token_proxy(scored["log_prob"], scored["sum_p_squared"]),
+            "norm": gradients.squared_norms(batch, None),
+            "place": position_parts(mask_BT, bins).int().argmax(dim=0),
+        }
+        tokens = pd.DataFrame({name: value_BT[mask_BT].numpy() for name, value_BT in values_BT.items()})
+        parts.append(tokens.assign(problem=row // fixed.group_size))
+        progress.step(number, f"{len(tokens)} tokens")
+    tokens = pd.concat(parts)
     rows = []
     for place, position in enumerate([WHOLE, *experiment.positions], start=-1):
-        here_N = (place_N == place) if position != WHOLE else torch.ones_like(place_N, dtype=torch.bool)
-        value, error = clustered_rank_correlation(proxy_N[here_N], norm_N[here_N], problem_N[here_N])
-        rows.append(dict(zip(columns, (position, value, error, int(here_N.sum())), strict=True)))
-    return pd.DataFrame(rows)
+        here = tokens if position == WHOLE else tokens[tokens["place"] == place]
+        rows.append((position, *clustered_rank_correlation(here), len(here)))
+    return pd.DataFrame(rows, columns=columns)
+
+
+def clustered_rank_correlation(tokens: pd.DataFrame) -> tuple[float, float]:
+    """Spearman's ρ of `proxy` and `norm`, and its standard error by the jackknife over each `problem`.
+
+    NaN where one of them is not defined, as for fewer than two problems.
+    """
+    problems = [tokens[tokens["problem"] != problem] for problem in np.unique(tokens["problem"])]
+    value, *without = (
+        _rank_correlation(part["proxy"].to_numpy(), part["norm"].to_numpy()) for part in [tokens, *problems]
+    )
+    return value, math.sqrt((len(without) - 1) * np.var(without)) if len(without) > 1 else math.nan
 
 
 def _fill(
@@ -390,12 +362,21 @@ def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:
     return row
 
 
-def _replicates(estimator: Estimator, statistics: dict[str, Jackknifed]) -> pd.DataFrame:
+def _replicates(where: dict, statistics: dict[str, Jackknifed]) -> list[pd.DataFrame]:
+    """The statistics without one batch of either sample."""
     parts = []
     for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
-        part = pd.DataFrame({name: getattr(statistic, attribute).numpy() for name, statistic in statistics.items()})
-        parts.append(part.assign(method=estimator.method, rho=estimator.rho, sample=sample, batch=range(len(part))))
-    return pd.concat(parts, ignore_index=True)[["method", "rho", "sample", "batch", *statistics]]
+        values = {name: getattr(statistic, attribute).numpy() for name, statistic in statistics.items()}
+        batches = range(len(next(iter(values.values()))))
+        parts.append(pd.DataFrame({"batch": batches} | values).assign(**where, sample=sample))
+    return [part[[*where, "sample", "batch", *statistics]] for part in parts]
+
+
+def _rank_correlation(left_N: np.ndarray, right_N: np.ndarray) -> float:
+    """Spearman's; NaN if a side is constant. Sums of ranks are exact."""
+    left_N, right_N = (rankdata(values_N) - (len(values_N) + 1) / 2 for values_N in (left_N, right_N))
+    size = math.sqrt((left_N @ left_N) * (right_N @ right_N))
+    return float(left_N @ right_N) / size if size > 0.0 else math.nan
 
 
 def _mean_reward(rollouts: list[Rollout]) -> float:

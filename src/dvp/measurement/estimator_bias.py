@@ -9,7 +9,7 @@ With A = |E x|², B = ⟨E x, g⟩, C = |g|² and P = E|x|²:
     variance      (P − A) / C         E|ĝ − E ĝ|² / |g|² of one batch: the trace of the covariance
     mse           (P − 2B + C) / C    their sum, E|ĝ − g|² / |g|²
 
-What part of the gradient comes from some of the tokens alone has statistics of its own (`gradient_variance`). With A
+What part of the gradient comes from some of the tokens alone has statistics of its own. With A
 and P of that part, and C of the whole gradient:
 
     variance              (P − A) / C
@@ -44,7 +44,7 @@ class Jackknifed:
     """A statistic with its delete-one jackknife over both samples."""
 
     value: float
-    """NaN where it is not defined: the cosine of an estimator whose |E x|² is not estimated above 0."""
+    """NaN where it is not defined."""
     over_batches_n: torch.Tensor
     """The statistic without the i-th batch of the estimator, float64."""
     over_reference_m: torch.Tensor
@@ -85,85 +85,51 @@ def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
     return norm
 
 
-def estimator_bias(
-    batches_nn: torch.Tensor, cross_nm: torch.Tensor, reference_mm: torch.Tensor
+def gradient_statistics(
+    batches_nn: torch.Tensor, reference_mm: torch.Tensor, cross_nm: torch.Tensor | None = None
 ) -> dict[str, Jackknifed]:
-    """Each of STATISTICS.
+    """Each of VARIANCE_STATISTICS, of estimates of the gradient or of a part of it; with `cross_nm` STATISTICS too.
+
+    The cosine and variance_over_signal are NaN where they are not defined: with an |E x|² that is not estimated above
+    0, and where its 95 % interval holds 0. The signal of differences x − h is the squared bias of x paired with h
+    (dvp.measurement.paired_bias).
 
     Args:
         batches_nn: ⟨x_i, x_j⟩, float64.
-        cross_nm: ⟨x_i, y_k⟩.
-        reference_mm: ⟨y_k, y_l⟩.
-
-    Raises:
-        DvpError: fewer than 4 batches of either, or as `squared_norm`.
-    """
-    sums = Moments(batches_nn, reference_mm)
-    count, others = cross_nm.shape
-    total = cross_nm.sum()
-    cross_R = torch.cat(
-        [
-            (total / cross_nm.numel())[None],
-            (total - cross_nm.sum(dim=1)) / ((count - 1) * others),
-            (total - cross_nm.sum(dim=0)) / (count * (others - 1)),
-        ]
-    )
-    mean_R, power_R, norm_R = sums.mean_R, sums.power_R, sums.norm_R
-    return {
-        "squared_bias": sums.jackknifed((mean_R - 2 * cross_R + norm_R) / norm_R),
-        # The root of a negative estimate of |E x|² is NaN, which is what the cosine then is.
-        "cosine": sums.jackknifed(cross_R / (mean_R * norm_R).sqrt()),
-        "variance": sums.jackknifed((power_R - mean_R) / norm_R),
-        "mse": sums.jackknifed((power_R - 2 * cross_R + norm_R) / norm_R),
-    }
-
-
-def gradient_variance(batches_nn: torch.Tensor, reference_mm: torch.Tensor) -> dict[str, Jackknifed]:
-    """Each of VARIANCE_STATISTICS, of estimates of the gradient or of a part of it.
-
-    variance_over_signal is NaN where the 95 % interval of the squared signal holds 0: nothing can be given relative to
-    it.
-
-    Args:
-        batches_nn: ⟨x_i, x_j⟩ of the part, float64.
         reference_mm: ⟨y_k, y_l⟩ of the whole gradient.
-
-    Raises:
-        DvpError: as `estimator_bias`.
-    """
-    sums = Moments(batches_nn, reference_mm)
-    mean_R, power_R, norm_R = sums.mean_R, sums.power_R, sums.norm_R
-    # Nothing of the reference is in it.
-    defined = sums.jackknifed(mean_R).interval[0] > 0.0
-    over_R = (power_R - mean_R) / mean_R if defined else torch.full_like(mean_R, math.nan)
-    return {
-        "variance": sums.jackknifed((power_R - mean_R) / norm_R),
-        "signal": sums.jackknifed(mean_R / norm_R),
-        "variance_over_signal": sums.jackknifed(over_R),
-    }
-
-
-class Moments:
-    """|E x|², E|x|² and |g|², each (R,).
+        cross_nm: ⟨x_i, y_k⟩.
 
     Raises:
         DvpError: fewer than 4 batches of either, or as `squared_norm`.
     """
+    norm = squared_norm(reference_mm)
+    mean, mean_n = _squared_mean(batches_nn, "batches")
+    own_n = batches_nn.diagonal()
+    count, others = len(own_n), len(reference_mm)
+    mean_R = torch.cat([mean[None], mean_n, mean.expand(others)])
+    power_R = torch.cat([own_n.mean()[None], (own_n.sum() - own_n) / (count - 1), own_n.mean().expand(others)])
+    norm_R = torch.cat([torch.full((1 + count,), norm.value, dtype=torch.float64), norm.over_reference_m])
 
-    def __init__(self, batches_nn: torch.Tensor, reference_mm: torch.Tensor):
-        squared_norm(reference_mm)
-        mean, mean_n = _squared_mean(batches_nn, "batches")
-        norm, norm_m = _squared_mean(reference_mm, "reference batches")
-        own_n = batches_nn.diagonal()
-        self._count, others = len(mean_n), len(norm_m)
-        power, power_n = own_n.mean(), (own_n.sum() - own_n) / (self._count - 1)
-        self.mean_R = torch.cat([mean[None], mean_n, mean.expand(others)])
-        self.power_R = torch.cat([power[None], power_n, power.expand(others)])
-        self.norm_R = torch.cat([norm.expand(1 + self._count), norm_m])
+    def jackknifed(value_R: torch.Tensor) -> Jackknifed:
+        return Jackknifed(value_R[0].item(), value_R[1 : 1 + count], value_R[1 + count :])
 
-    def jackknifed(self, value_R: torch.Tensor) -> Jackknifed:
-        """Where nothing of a sample is in a statistic, it is the same without any batch of it."""
-        return Jackknifed(value_R[0].item(), value_R[1 : 1 + self._count], value_R[1 + self._count :])
+    values = {"variance": (power_R - mean_R) / norm_R, "signal": mean_R / norm_R}
+    defined = jackknifed(mean_R).interval[0] > 0.0
+    values["variance_over_signal"] = (power_R - mean_R) / (mean_R if defined else torch.full_like(mean_R, math.nan))
+    if cross_nm is not None:
+        total = cross_nm.sum()
+        cross_R = torch.cat(
+            [
+                (total / cross_nm.numel())[None],
+                (total - cross_nm.sum(dim=1)) / ((count - 1) * others),
+                (total - cross_nm.sum(dim=0)) / (count * (others - 1)),
+            ]
+        )
+        values["squared_bias"] = (mean_R - 2 * cross_R + norm_R) / norm_R
+        # The root of a negative estimate of |E x|² is NaN, which is what the cosine then is.
+        values["cosine"] = cross_R / (mean_R * norm_R).sqrt()
+        values["mse"] = (power_R - 2 * cross_R + norm_R) / norm_R
+    return {name: jackknifed(value_R) for name, value_R in values.items()}
 
 
 def _squared_mean(products_nn: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,13 @@
 """Names, bins and limits of what measurements write and reports read; apart, so that reports load no torch."""
 
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dvp.files import atomic_path, sha256_file
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ENGINE = "engine"
 SOURCES = (ENGINE, "shape", "bf16")
@@ -20,3 +27,11 @@ PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "we
 SMALLEST_ESS = 0.5
 """Of the sequence weights, over the number of responses. Below it the variance of r is above 1 and a few responses
 carry h: the exact reference is to be used instead. From it on no weight has more than √(2/N) of the sum of N."""
+
+
+def write_tables(tables: dict[str, "pd.DataFrame"], folder: Path) -> dict[str, str]:
+    """Write each as NAME.parquet; their SHA-256 by file name."""
+    for name, table in tables.items():
+        with atomic_path(folder / f"{name}.parquet") as temporary:
+            table.to_parquet(temporary, index=False)
+    return {f"{name}.parquet": sha256_file(folder / f"{name}.parquet") for name in tables}

@@ -1,7 +1,7 @@
 """Estimators of the policy gradient as training makes them, and exact gradients at a fixed policy.
 
 Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
-made once, serve all of them. Gradients longer than BUCKETS are count-sketched (dvp.measurement.count_sketch).
+made once, serve all of them. Gradients longer than BUCKETS are sketched.
 
 A gradient comes in parts that sum to it: what the tokens of each bin of positions contribute.
 
@@ -20,7 +20,6 @@ from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
-from dvp.measurement.count_sketch import CountSketch
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 
@@ -72,6 +71,37 @@ class Estimator:
             mask=self._mask,
             squared_norm_BT=squared_norm_BT if self.true_norms else None,
         )
+
+
+class CountSketch:
+    """Brings vectors, given as several tensors, to at most `buckets` coordinates; shorter ones stay as they are.
+
+    Every coordinate is added, with a random sign, to one of the buckets. ⟨Sx, Sy⟩ is an unbiased estimate of ⟨x, y⟩
+    with a variance of at most 2|x|²|y|²/buckets (Charikar, Chen and Farach-Colton 2002), and S is linear.
+    """
+
+    def __init__(self, sizes: Sequence[int], buckets: int, seed: int):
+        """`sizes`: elements of each tensor. Takes four bytes for each of them unless they fit into the buckets."""
+        self.size = sum(sizes)
+        self.exact = self.size <= buckets
+        self.length = self.size if self.exact else buckets
+        self._places: list[torch.Tensor] = []
+        if not self.exact:
+            generator = torch.Generator().manual_seed(seed)
+            # The lower half of the places is for plus, the upper half for minus.
+            self._places = [
+                torch.randint(2 * buckets, (size,), generator=generator, dtype=torch.int32) for size in sizes
+            ]
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The vector's sketch, (length,), on its device; `parts` have the sizes given, in any shape."""
+        if self.exact:
+            return torch.cat([part.reshape(-1) for part in parts])
+        self._places = [places.to(parts[0].device) for places in self._places]
+        signed = parts[0].new_zeros(2 * self.length)
+        for part, places in zip(parts, self._places, strict=True):
+            signed.index_add_(0, places, part.reshape(-1))
+        return signed[: self.length] - signed[self.length :]
 
 
 class Gradients:

@@ -20,8 +20,7 @@ from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_m
 from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
-from dvp.files import atomic_path, sha256_file
-from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES
+from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES, write_tables
 from dvp.measurement.vocabulary_mismatch import (
     GAP_EDGES,
     PROBABILITY_EDGES,
@@ -89,9 +88,6 @@ def measure_mismatch(
             tables[table].append(rows.assign(problem=name))
         progress.step(index + 1, f"{sum(len(completion.token_ids) for completion in completions)} tokens")
     written = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
-    for name, table in written.items():
-        with atomic_path(folder / f"{name}.parquet") as temporary:
-            table.to_parquet(temporary, index=False)
     return {
         "measurement": measurement.path,
         "problems": len(ids),
@@ -100,7 +96,7 @@ def measure_mismatch(
         "vocabulary": model.config.vocab_size,
         "tolerance": TOLERANCE,
         **_headline(written),
-        "files": {f"{name}.parquet": sha256_file(folder / f"{name}.parquet") for name in TABLES},
+        "files": write_tables(written, folder),
     }
 
 

@@ -19,7 +19,6 @@ import torch
 from dvp.core.advantages import Responses, rloo
 from dvp.core.batch import Rollout
 from dvp.core.limits import LOG_RATIO_CLAMP
-from dvp.measurement.estimator_bias import Jackknifed, Moments
 
 
 def sequence_log_ratio(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -73,17 +72,3 @@ def weight_diagnostics(log_ratio_B: torch.Tensor) -> dict[str, float]:
         "weight_largest_share": (1 / total).item(),
         "weight_mean": (scaled_B.mean() * largest.exp()).item(),
     }
-
-
-def paired_squared_bias(differences_nn: torch.Tensor, reference_mm: torch.Tensor) -> Jackknifed:
-    """|E[x − h]|² / |g|² by Σ_{i≠j} ⟨b_i, b_j⟩ / n(n − 1) of b = x − h, jackknifed.
-
-    Args:
-        differences_nn: ⟨b_i, b_j⟩ of each batch, float64.
-        reference_mm: ⟨y_k, y_l⟩ of the exact gradient's batches, for the unit alone.
-
-    Raises:
-        DvpError: as `estimator_bias`.
-    """
-    sums = Moments(differences_nn, reference_mm)
-    return sums.jackknifed(sums.mean_R / sums.norm_R)

@@ -1,7 +1,8 @@
 """The stages that measure at a fixed policy: `mismatch` and `bias`."""
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,28 +23,18 @@ if TYPE_CHECKING:
 
 def mismatch(config: Path, path: str, threads: int) -> None:
     """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
-    directory = ExperimentDir(config)
-    experiment, settings = directory.experiment, directory.experiment.mismatch
-    measurement = experiment.job("mismatch", path).measurement
-    claim(experiment.engines[measurement.engine].tensor_parallel)
-    configure_environment(threads)
-    import torch
+    with _measuring("mismatch", config, path, threads) as (directory, measurement, model, stage):
+        from dvp.data.prepared import TRAIN_COLUMNS, read_problems
+        from dvp.measurement.mismatch import measure_mismatch
+        from dvp.measurement.problems import FixedProblems, drawn
 
-    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
-    from dvp.measurement.mismatch import measure_mismatch
-    from dvp.measurement.problems import FixedProblems, drawn
-
-    torch.set_num_threads(threads)
-    with _run_stage("mismatch", directory, measurement) as stage:
-        stage.tracked.log_params(
-            {
-                "mismatch": settings.model_dump(mode="json", exclude={"policies", "engines"}),
-                "engine": experiment.engines[measurement.engine].model_dump(mode="json"),
-            }
-        )
+        experiment, settings = directory.experiment, directory.experiment.mismatch
+        engine = experiment.engines[measurement.engine].model_dump(mode="json")
+        chosen = settings.model_dump(mode="json", exclude={"policies", "engines"})
+        stage.tracked.log_params({"mismatch": chosen, "engine": engine})
         fixed = FixedProblems(
             experiment,
-            directory.model(measurement.run)[1].parent,
+            model,
             read_problems(directory.data / "train.parquet", TRAIN_COLUMNS),
             where="data/train.parquet",
             count=settings.problems,
@@ -67,34 +58,23 @@ def bias(config: Path, path: str, threads: int) -> None:
 
     Writes bias/MEASUREMENT/*.parquet (the tables of dvp.measurement.bias.BiasTables) and bias.json.
     """
-    directory = ExperimentDir(config)
-    experiment = directory.experiment
-    measurement = experiment.job("bias", path).measurement
-    claim(experiment.engines[measurement.engine].tensor_parallel)
-    configure_environment(threads)
-    import torch
+    with _measuring("bias", config, path, threads) as (directory, measurement, model, stage):
+        from dvp.data.prepared import TRAIN_COLUMNS, read_problems, read_task
+        from dvp.measurement.bias import measure_bias
+        from dvp.measurement.problems import FixedProblems
 
-    from dvp.data.prepared import TRAIN_COLUMNS, read_problems, read_task
-    from dvp.measurement.bias import measure_bias, write_tables
-    from dvp.measurement.problems import FixedProblems
-
-    torch.set_num_threads(threads)
-    model = directory.model(measurement.run)[1].parent
-    with _run_stage("bias", directory, measurement) as stage:
-        stage.tracked.log_params(
-            {"measurement": path, "bias": experiment.bias.model_dump(mode="json", exclude={"estimators"})}
-        )
+        experiment, settings = directory.experiment, directory.experiment.bias
+        chosen = settings.model_dump(mode="json", exclude={"estimators"})
+        stage.tracked.log_params({"measurement": path, "bias": chosen})
         if measurement.task is None:
             problems, where = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS), "data/train.parquet"
         else:
             problems = read_task(directory.data / "eval.parquet", measurement.task)
             where = f"data/eval.parquet, task '{measurement.task}'"
-        fixed = FixedProblems(
-            experiment, model, problems, where=where, count=experiment.bias.problems, seed=measurement.seed
-        )
+        fixed = FixedProblems(experiment, model, problems, where=where, count=settings.problems, seed=measurement.seed)
         measured = measure_bias(experiment, fixed, measurement.engine, path)
         stage.tracked.log_result(measured.results())
-        files = write_tables(measured, stage.result.parent)
+        files = measured.write(stage.result.parent)
         for name in ("estimators.parquet", "variance.parquet", "proxy.parquet"):
             stage.tracked.log_file(stage.result.parent / name)
         stage.finish({"measurement": path, **measured.summary, "files": files})
@@ -118,15 +98,11 @@ def bias_of_model(
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
     if engine not in experiment.engines:
         raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
-    claim(experiment.engines[engine].tensor_parallel)
-    configure_environment(threads)
-    import torch
-
-    from dvp.measurement.bias import measure_bias, write_tables
+    _claim(experiment, engine, threads)
+    from dvp.measurement.bias import measure_bias
     from dvp.measurement.problems import FixedProblems, source_problems
     from dvp.training.models import check_model
 
-    torch.set_num_threads(threads)
     check_model(model)
     where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
     if problems is not None:
@@ -143,7 +119,7 @@ def bias_of_model(
         "experiment": experiment.name,
         "seed": seed,
         **measured.summary,
-        "files": write_tables(measured, output),
+        "files": measured.write(output),
         "git_commit": git_commit(),
         "seconds_stage": round(time.time() - started, 2),
     }
@@ -151,16 +127,32 @@ def bias_of_model(
     return measured
 
 
-def _run_stage(name: str, directory: ExperimentDir, measurement: Measurement) -> AbstractContextManager[Stage]:
-    """`run_stage` with what both stages have in common."""
+@contextmanager
+def _measuring(
+    name: str, config: Path, path: str, threads: int
+) -> Iterator[tuple[ExperimentDir, Measurement, Path, Stage]]:
+    """The stage of a measurement: its experiment, which one it is, the policy's folder, and what it writes to."""
+    directory = ExperimentDir(config)
+    measurement = directory.experiment.job(name, path).measurement
+    _claim(directory.experiment, measurement.engine, threads)
     made_by, model_result = directory.model(measurement.run)
-    return run_stage(
+    with run_stage(
         name,
         directory,
-        directory.result(name, measurement.path),
-        directory.experiment.config_hash(name, measurement.path),
+        directory.result(name, path),
+        directory.experiment.config_hash(name, path),
         {made_by: model_result, "prepare": directory.result("prepare")},
         run=measurement.run and measurement.run.path,
-        task=measurement.path.removeprefix(f"{measurement.policy_path}/").replace("/", "-"),
+        task=path.removeprefix(f"{measurement.policy_path}/").replace("/", "-"),
         problems=None if measurement.task is None else "eval.parquet",
-    )
+    ) as stage:
+        yield directory, measurement, model_result.parent, stage
+
+
+def _claim(experiment: Experiment, engine: str, threads: int) -> None:
+    """GPUs and threads, before anything that would take others is imported."""
+    claim(experiment.engines[engine].tensor_parallel)
+    configure_environment(threads)
+    import torch
+
+    torch.set_num_threads(threads)

@@ -16,13 +16,14 @@ class DecisionProcess:
     """All states and all responses of at most `horizon` tokens.
 
     `state` maps a prefix to its row; `mask_YT` is False past a response's end, where `tokens_YT` and `states_YT` are 0.
+    Without `ends` no token ends a response.
     """
 
-    def __init__(self, vocabulary: int, horizon: int):
+    def __init__(self, vocabulary: int, horizon: int, ends: bool = True):
         prefixes, responses = [()], []
         for prefix in prefixes:  # grows while it is walked through
             for token in range(vocabulary):
-                ended = token == 0 or len(prefix) + 1 == horizon
+                ended = (ends and token == 0) or len(prefix) + 1 == horizon
                 (responses if ended else prefixes).append((*prefix, token))
         self.vocabulary, self.horizon = vocabulary, horizon
         self.state = {prefix: row for row, prefix in enumerate(prefixes)}
@@ -82,13 +83,17 @@ class Instance:
         """∇_θ of a scalar, (P,)."""
         return torch.autograd.grad(value, self.theta_P, retain_graph=True)[0]
 
+    def token_scores(self, safe_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """∇_θ log p(y_t), or ∇_θ log p^mp(y_t) where V_S is given, of every token, (Y, T, P); 0 at padding."""
+
+        def log_prob(theta_P):
+            return self.process.of_tokens(log_policy(self.trainer_logits(theta_P), safe_SV))
+
+        return torch.autograd.functional.jacobian(log_prob, self.theta_P.detach(), vectorize=True)
+
     def scores(self, safe_SV: torch.Tensor | None = None) -> torch.Tensor:
-        """∇_θ log p(y), or ∇_θ log p^mp(y) where V_S is given, of every response, (Y, P)."""
-
-        def response_log_prob(theta_P):
-            return self.process.response_log_prob(log_policy(self.trainer_logits(theta_P), safe_SV))
-
-        return torch.autograd.functional.jacobian(response_log_prob, self.theta_P.detach(), vectorize=True)
+        """The same of every response, (Y, P)."""
+        return self.token_scores(safe_SV).sum(dim=1)
 
 
 def random_instance(
@@ -99,10 +104,11 @@ def random_instance(
     vocabulary: int = 4,
     horizon: int = 3,
     lowest_reward: float = -1.0,
+    ends: bool = True,
 ) -> Instance:
     """Normal logits of standard deviation 1.5, |ε| < `epsilon` uniform, rewards uniform up to 1."""
     generator = torch.Generator().manual_seed(seed)
-    process = DecisionProcess(vocabulary, horizon)
+    process = DecisionProcess(vocabulary, horizon, ends)
     shape = (len(process.state), vocabulary)
     entries = shape[0] * shape[1]
     if shared:

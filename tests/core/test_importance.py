@@ -11,7 +11,6 @@ from dvp.core.importance import PRESETS, ImportanceRule, importance_weights
 from dvp.errors import DvpError
 
 MIS = PRESETS["mis"]
-UNBOUNDED = ImportanceRule(level="sequence")
 BOUNDED = [
     ImportanceRule(level=level, action=action, lower=0.5 if action == "mask" else 0.0, upper=2.0)
     for level in ("token", "sequence", "geometric")
@@ -157,61 +156,23 @@ def test_a_log_ratio_that_is_no_number_is_an_error_that_names_its_place(rule, va
         importance_weights(log_ratio, every_token(2, 2), rule)
 
 
-@pytest.mark.parametrize(
-    ("rule", "log_ratio"),
-    [
-        (MIS, 4.0),
-        (MIS.changed(self_normalise=True), 4.0),
-        (PRESETS["icepop"].changed(self_normalise=True), -3.0),
-        (PRESETS["geo_rs"], 0.1),
-        (PRESETS["k3"], 1.0),
-        (PRESETS["veto"], -10.0),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("denominator", ["all", "kept"])
-def test_everything_rejected_is_a_result(rule, log_ratio, denominator):
-    rule = rule.changed(denominator=denominator)
-    weights = importance_weights(torch.full((2, 3), log_ratio), every_token(2, 3), rule)
-    assert torch.equal(weights.weight_BT, torch.zeros(2, 3))
-    assert not weights.kept_B.any()
-    assert weights.vetoed_B.all() == (rule.veto is not None)
-    assert weights.filtered_B.all() == (rule.k3_max is not None)
-    assert weights.denominator == (0 if denominator == "kept" else 2)
-
-
-def test_no_gradient_flows():
-    log_ratio = torch.zeros(1, 2, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_have_no_gradient_and_the_log_ratios_type(dtype):
     for rule in RULES:
-        assert not importance_weights(log_ratio, every_token(1, 2), rule).weight_BT.requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_weights_come_in_the_type_of_the_log_ratios(dtype):
-    weights = importance_weights(torch.zeros(1, 2, dtype=dtype), every_token(1, 2), MIS)
-    assert weights.weight_BT.dtype == dtype
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_empty_batches(rule, shape):
-    weights = importance_weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), rule)
-    assert weights.weight_BT.shape == shape
-    assert weights.kept_B.tolist() == weights.vetoed_B.tolist() == weights.filtered_B.tolist() == [False] * shape[0]
-    assert weights.denominator == (0 if rule.denominator == "kept" else shape[0])
+        weight_BT = importance_weights(
+            torch.zeros(1, 2, dtype=dtype).requires_grad_(), every_token(1, 2), rule
+        ).weight_BT
+        assert not weight_BT.requires_grad
+        assert weight_BT.dtype == dtype
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"level": "harmonic"}, r"level\n .*'geometric'.*input_value='harmonic'"),
-        ({"level": "token", "action": "mask", "lower": -0.5}, "lower"),
         ({"level": "token", "action": "mask", "lower": 3.0, "upper": 2.0}, "must not exceed"),
         ({"level": "token", "action": "truncate", "lower": 0.5}, "truncate has no lower bound"),
         ({"level": "none", "upper": 2.0}, "none has no ratio"),
         ({"level": "none", "self_normalise": True}, "self_normalise"),
-        ({"veto": 0.0}, "veto"),
-        ({"k3_max": 0.0}, "k3_max"),
     ],
 )
 def test_impossible_rules(arguments, message):

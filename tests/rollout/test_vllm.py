@@ -113,7 +113,8 @@ SAFE = {
     EntropyScaled: by_entropy,
     TopNSigma: lambda p_V, rule: p_V.log() >= p_V.log().max() - rule.n * p_V.log().std(correction=0),
 }
-RULES = [None, FixedRho(0.02), FixedRho(math.exp(-13)), MassBudget(0.3), MassBudget(0.02), ENTROPY, TopNSigma(1.5)]
+SIGMA = TopNSigma(rule="top_n_sigma", n=1.5)
+RULES = [None, FixedRho(0.02), FixedRho(math.exp(-13)), MassBudget(0.3), MassBudget(0.02), ENTROPY, SIGMA]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

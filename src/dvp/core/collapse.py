@@ -4,8 +4,6 @@ import math
 from collections import deque
 from statistics import fmean
 
-from dvp.errors import DvpError
-
 MONITORED = ("k3", "gradient_norm")
 
 
@@ -33,15 +31,11 @@ class CollapseDetector:
         self._low_steps = 0
 
     def observe(self, step: int, row: dict) -> None:
-        """Take in the metrics row of a finished step. After a collapse nothing changes any more.
-
-        Raises:
-            DvpError: the row lacks a metric that is watched.
-        """
+        """Take in the metrics row of a finished step. After a collapse nothing changes any more."""
         if self.collapsed_at is None:
-            values = {name: _value(step, row, name) for name in (*MONITORED, "reward")}
-            reasons = [f"{name} is {values[name]}" for name in MONITORED if math.isinf(values[name] or 0.0)]
-            reasons += self._reasons(values["reward"])
+            reasons = [f"{name} is {row[name]}" for name in MONITORED if math.isinf(row[name] or 0.0)]
+            missing = row["reward"] is None or math.isnan(row["reward"])
+            reasons += self._reasons(None if missing else row["reward"])
             if reasons:
                 self.collapsed_at, self.reason = step, "; ".join(reasons)
 
@@ -59,10 +53,3 @@ class CollapseDetector:
         if self._low_steps >= self._patience:
             reasons.append(f"reward was below {self._reward_below:g} for {self._patience} steps")
         return reasons
-
-
-def _value(step: int, row: dict, name: str) -> float | None:
-    if name not in row:
-        raise DvpError(f"collapse: the metrics of step {step} have no '{name}'")
-    value = row[name]
-    return None if value is None or math.isnan(value) else value

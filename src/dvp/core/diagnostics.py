@@ -36,6 +36,7 @@ def mismatch_metrics(
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
         mask_BT: bool, True at the response's tokens that have a ratio.
         pruned_BT: bool, True at those that p gives nothing to: their log-ratio is not looked at. None: there are none.
+            There is a token of either kind.
 
     Returns:
         Token level, over the masked tokens:
@@ -47,17 +48,14 @@ def mismatch_metrics(
         Sequence level, over the sequences that have a token of either kind:
             ess: (Σw)² / Σw² / count with w = ∏r, 0 with a pruned token: the effective fraction of the sample.
             ratio_below_1e-4_fraction: sequences with any r < 1e-4, whatever veto the run's own rule has.
-        Exponents are cut at 700, so the values are finite for finite log-ratios. Without a token to be looked at a
-        value is 0; with some, ess = 0 says that every sequence has a pruned one.
+        Exponents are cut at 700, so the values are finite for finite log-ratios; ess = 0 says that every sequence has
+        a pruned token.
     """
     pruned_BT = torch.zeros_like(mask_BT) if pruned_BT is None else pruned_BT
     sequence_B = (mask_BT | pruned_BT).any(dim=1)
     impossible_B = pruned_BT.any(dim=1)[sequence_B]
     log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()[sequence_B]
     log_ratio_N = log_ratio_BT[mask_BT[sequence_B]]
-    if not sequence_B.any():
-        names = ("k1", "k3", "chi2", "ess", "max_abs_log_ratio", "ratio_outside_0.9_1.1", "ratio_below_1e-4_fraction")
-        return dict.fromkeys(names, 0.0)
 
     # Of 0 tokens the sums below are 0, whatever they are divided by.
     count, every = max(log_ratio_N.numel(), 1), log_ratio_N.numel() + pruned_BT.sum().item()
@@ -141,21 +139,6 @@ def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[s
 
 
 @torch.no_grad()
-def self_noise(log_prob_BT: torch.Tensor, again_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """The control: `mismatch_metrics` between two scorings of the same tokens by the trainer, prefix "self_noise_".
-
-    The two differ in batch shape or precision only. What the engine adds to the mismatch is what exceeds this.
-
-    Args:
-        log_prob_BT: log p as the run scores it, in the place of p.
-        again_BT: log p as scored otherwise, in the place of q.
-        mask_BT: bool, True at the response's tokens.
-    """
-    metrics = mismatch_metrics(log_prob_BT - again_BT, mask_BT)
-    return {f"self_noise_{name}": value for name, value in metrics.items()}
-
-
-@torch.no_grad()
 def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """Mean |d| (nats) of the sampled tokens that the trainer finds unlikely, p < 0.01; 0 if there is none.
 
@@ -181,14 +164,12 @@ def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> 
 
     Returns:
         pruned_mass_mean and pruned_mass_max over tokens; pruned_mass_per_response_mean and
-        pruned_mass_per_response_max of Σ_t (1 − Z_t), over the sequences that have a token. All 0 with no token.
+        pruned_mass_per_response_max of Σ_t (1 − Z_t), over the sequences that have a token.
     """
     mass_BT = torch.where(mask_BT, pruned_mass_BT, 0.0).double()[mask_BT.any(dim=1)]
-    # Without a token, as of one that loses nothing.
-    mass_BT = mass_BT if len(mass_BT) else mass_BT.new_zeros(1, 1)
     mass_B = mass_BT.sum(dim=1)
     return {
-        "pruned_mass_mean": (mass_B.sum() / mask_BT.sum().clamp(min=1)).item(),
+        "pruned_mass_mean": (mass_B.sum() / mask_BT.sum()).item(),
         "pruned_mass_max": mass_BT.max().item(),
         "pruned_mass_per_response_mean": mass_B.mean().item(),
         "pruned_mass_per_response_max": mass_B.max().item(),

@@ -88,7 +88,7 @@ def token_statistics(
     A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
     is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it
     moves every safe logit, but neither the target's own nor any other pruned one, and sums to −1, not to 0.
-    Such tokens must not reach the loss: see `dvp.core.objective.zero_outside_safe`.
+    Such tokens must not reach the loss: see `dvp.core.update.make_update`.
 
     Args:
         hidden_NH: last hidden states, one row a target (leave out prompts and padding); N = 0 is legal and keeps the

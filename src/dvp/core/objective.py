@@ -196,18 +196,3 @@ def _clipped_term(
     )
     bounded = torch.where(stopped, ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high), ratio)
     return coefficient * bounded, stopped | (log_ratio.abs() > LOG_RATIO_CLAMP)
-
-
-def zero_outside_safe(weight_BT: torch.Tensor, target_in_safe_BT: torch.Tensor) -> torch.Tensor:
-    """Set the weight of sampled tokens outside V_S to zero.
-
-    V'_S ≠ V_S, so the engine can sample what the trainer prunes. Such a token's p^mp is a constant over the
-    sum of the safe ones, and its gradient pushes ALL safe logits; with no importance weight to bring it to
-    nothing it must be zeroed here (docs/method.md, "Dynamic vocabulary pruning"). The caller counts these tokens:
-    (mask_BT & ~target_in_safe_BT).sum().
-
-    Args:
-        weight_BT: importance weights.
-        target_in_safe_BT: bool, `TokenStatistics.target_in_safe`; its value at padding is immaterial.
-    """
-    return torch.where(target_in_safe_BT, weight_BT, 0.0)

@@ -9,9 +9,9 @@ together, and the set is the same for `logits` as for `logits − max`. A rule t
 number of entries) has its threshold half-way between the least likely entry that it keeps and the next one: whoever
 makes the logits again, as the head's backward pass does, gets them with other last bits, and still the same set.
 
-A new rule is a subclass of `SafeVocabulary` (what ρ is in each state, which trainer and engine then both apply) and one
-of `RhoRule` (its settings, with a `rule` of its own, and `safe`), which joins `Rule`. Experiments ask for it by its
-`rule`.
+A new rule is a `RhoRule` (settings with a `rule` of its own, and `safe`), which joins `Rule`, and a `SafeVocabulary`
+(what ρ is in each state, which trainer and engine then both apply); one that takes no ρ can be both, as TopNSigma.
+Experiments ask for it by its `rule`.
 
 Shape suffixes: N flattened tokens, V vocabulary, K trials.
 """
@@ -35,7 +35,7 @@ SORTED_AT_ONCE = 2**24
 
 
 class SafeVocabulary:
-    """A rule for ρ(s): a frozen dataclass whose fields are numbers or strict models, as it is sent to the engine."""
+    """A rule for ρ(s): a frozen dataclass or strict model, as it is sent to the engine."""
 
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """log ρ(s) of each state, (N,) float32, ≤ 0, constant under the gradient.
@@ -144,47 +144,6 @@ class EntropyScaled(SafeVocabulary):
     def control(self, rho: float) -> EntropyScaled:
         """Still a function of the entropy, but never far below `rho`."""
         return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=max(self.settings.highest, rho)))
-
-
-@dataclass(frozen=True)
-class TopK(SafeVocabulary):
-    """The `k` most likely entries, and those as likely as the last of them; none that cannot be sampled."""
-
-    k: int
-
-    @no_grad
-    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        gap_NV = _gaps(logits_NV)
-        least_N = gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
-        # Below them all where fewer than k can be sampled.
-        return _half_way_down(gap_NV, least_N.clamp(min=torch.finfo(torch.float32).min))
-
-    def control(self, rho: float) -> TopK:
-        """About ρ is where the second one lies: it prunes everywhere."""
-        return TopK(min(self.k, 2))
-
-
-@dataclass(frozen=True)
-class TopNSigma(SafeVocabulary):
-    """log ρ(s) = −n · σ(s), with σ the standard deviation of the state's logits: top-nσ (arXiv 2411.07641).
-
-    σ is that of the population (divisor the number of entries), over those that can be sampled, with a finite logit.
-    """
-
-    n: float
-
-    @no_grad
-    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        gap_NV = _gaps(logits_NV)
-        finite_NV = gap_NV.isfinite()
-        count_N1 = finite_NV.sum(dim=-1, keepdim=True)
-        mean_N1 = gap_NV.where(finite_NV, 0.0).sum(dim=-1, keepdim=True) / count_N1
-        square_NV = (gap_NV - mean_N1).square().where(finite_NV, 0.0)
-        return -self.n * (square_NV.sum(dim=-1) / count_N1[:, 0]).sqrt()
-
-    def control(self, rho: float) -> TopNSigma:
-        """Entries further than σ below the largest exist in every state but a flat one."""
-        return TopNSigma(min(self.n, 1.0))
 
 
 @dataclass(frozen=True)
@@ -344,26 +303,56 @@ class TopPRule(RhoRule):
         return MassBudget(1 - self.p)
 
 
-class TopKRule(RhoRule):
-    """The k most likely tokens of each state, on both sides. Takes no ρ."""
+class _OfLogits(RhoRule, SafeVocabulary):
+    """A rule that is its own settings, the same on both sides. Takes no ρ."""
 
     takes_rho = False
+    __str__ = RhoRule.__repr__
+
+    def safe(self, rho: float | None, max_response_tokens: int) -> SafeVocabulary:
+        return self
+
+
+class TopK(_OfLogits):
+    """The k most likely tokens of each state, and those as likely as the last of them, on both sides. Takes no ρ."""
+
     rule: Literal["top_k"]
     k: Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-    def safe(self, rho: float | None, max_response_tokens: int) -> TopK:
-        return TopK(self.k)
+    @no_grad
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        gap_NV = _gaps(logits_NV)
+        least_N = gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
+        # Below them all where fewer than k can be sampled.
+        return _half_way_down(gap_NV, least_N.clamp(min=torch.finfo(torch.float32).min))
+
+    def control(self, rho: float) -> TopK:
+        """About ρ is where the second one lies: it prunes everywhere."""
+        return self.changed(k=min(self.k, 2))
 
 
-class TopNSigmaRule(RhoRule):
-    """Tokens at most n standard deviations of the state's logits below the likeliest, on both sides. Takes no ρ."""
+class TopNSigma(_OfLogits):
+    """Tokens at most n standard deviations of the state's logits below the likeliest, on both sides. Takes no ρ.
 
-    takes_rho = False
+    Top-nσ (arXiv 2411.07641): log ρ(s) = −n · σ(s). σ is that of the population (divisor the number of entries), over
+    those that can be sampled, with a finite logit.
+    """
+
     rule: Literal["top_n_sigma"]
     n: PositiveFloat
 
-    def safe(self, rho: float | None, max_response_tokens: int) -> TopNSigma:
-        return TopNSigma(self.n)
+    @no_grad
+    def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        gap_NV = _gaps(logits_NV)
+        finite_NV = gap_NV.isfinite()
+        count_N1 = finite_NV.sum(dim=-1, keepdim=True)
+        mean_N1 = gap_NV.where(finite_NV, 0.0).sum(dim=-1, keepdim=True) / count_N1
+        square_NV = (gap_NV - mean_N1).square().where(finite_NV, 0.0)
+        return -self.n * (square_NV.sum(dim=-1) / count_N1[:, 0]).sqrt()
+
+    def control(self, rho: float) -> TopNSigma:
+        """Entries further than σ below the largest exist in every state but a flat one."""
+        return self.changed(n=min(self.n, 1.0))
 
 
 class _Ranged(RhoRule):
@@ -420,7 +409,7 @@ class Feedback(_Ranged):
 
 
 Rule = Annotated[
-    Fixed | Margin | Mass | TopPRule | TopKRule | TopNSigmaRule | Entropy | Feedback, Field(discriminator="rule")
+    Fixed | Margin | Mass | TopPRule | TopK | TopNSigma | Entropy | Feedback, Field(discriminator="rule")
 ]
 """Every rule for ρ that an experiment can ask for."""
 

@@ -15,7 +15,6 @@ from dvp.core.advantages import Responses, optimal_token_proxy
 from dvp.core.batch import Rollout
 from dvp.core.importance import Correction, ImportanceWeights
 from dvp.core.masks import Mask
-from dvp.core.objective import zero_outside_safe
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,10 @@ def make_update(
     """
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
     weights = importance.weights(rollout, statistics)
-    weight_BT = zero_outside_safe(weights.weight_BT, statistics["target_in_safe"]) * mask_BT
+    # The engine can sample what the trainer prunes. Such a token's p^mp is a constant over a sum of the safe ones, and
+    # its gradient pushes ALL safe logits: where no importance weight brings it to nothing, this does
+    # (docs/method.md, "Dynamic vocabulary pruning").
+    weight_BT = torch.where(statistics["target_in_safe"], weights.weight_BT, 0.0) * mask_BT
     proxy_BT = squared_norm_BT
     if proxy_BT is None:
         proxy_BT = optimal_token_proxy(log_prob_BT, statistics["pruned_sum_p_squared"])

@@ -23,10 +23,10 @@ import torch
 from dvp.core.advantages import ADVANTAGES, otb_variance_readouts
 from dvp.core.batch import Rollout, unflatten
 from dvp.core.collapse import CollapseDetector
-from dvp.core.diagnostics import rollout_metrics, self_noise
+from dvp.core.diagnostics import mismatch_metrics, rollout_metrics
 from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
-from dvp.core.objective import policy_loss, zero_outside_safe
+from dvp.core.objective import policy_loss
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -287,8 +287,8 @@ class Loop:
         noise = {}
         for kind, options in {"shape": {"tokens": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
             again_BT = self.score(rollout, **options)["log_prob"]
-            values = self_noise(statistics["log_prob"], again_BT, rollout.batch.response_BT)
-            noise |= {f"{name}_{kind}": value for name, value in values.items()}
+            values = mismatch_metrics(statistics["log_prob"] - again_BT, rollout.batch.response_BT)
+            noise |= {f"self_noise_{name}_{kind}": value for name, value in values.items()}
         return noise
 
     def _update(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
@@ -387,7 +387,7 @@ class Loop:
         """
         log_prob_bT, safe_bT = (unflatten(values, mask_bT) for values in (now.pruned_log_prob, now.target_in_safe))
         counts["left"] += (mask_bT & (weight_bT != 0) & ~safe_bT).sum().item()
-        constants = (log_prob_bT.detach() if old_bT is None else old_bT, zero_outside_safe(weight_bT, safe_bT))
+        constants = (log_prob_bT.detach() if old_bT is None else old_bT, torch.where(safe_bT, weight_bT, 0.0))
         result = policy_loss(self.loss, log_prob_bT, *constants, advantage_bT, mask_bT, denominator)
         counts["clipped"] += result.clipped_BT.sum().item()
         return result.loss

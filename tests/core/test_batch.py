@@ -30,19 +30,22 @@ def test_each_row_is_in_one_micro_batch_which_holds_its_tokens_unless_a_row_alon
     assert in_order == sorted(lengths, reverse=True)
 
 
-def test_lengths_are_counted_where_the_batch_is():
-    """A tensor on `meta` meets one of the CPU as badly as one of a GPU does."""
-    batch = batch_of([(2, 3), (1, 1)])
-    assert batch.to(torch.device("meta")).lengths().device.type == "meta"
-
-
 def test_only_rows_that_are_asked_for_are_there():
     parts = batch_of([(2, 3), (1, 1), (2, 6), (1, 2)]).micro_batches(10, torch.tensor([3, 0, 1]))
     assert [part.tolist() for part in parts] == [[0, 3], [1]]
     assert batch_of([(2, 3)]).micro_batches(10, torch.tensor([], dtype=torch.int64)) == []
 
 
-@pytest.mark.parametrize("median", [500, 1000, 2000, 4000])
+def test_a_batch_with_answers_of_a_tool_keeps_them_as_context():
+    batch = Batch.collate([[5, 6], [7]], [[1, 2, 3, 4], [8, 9]], 0, [[True, False, False, True], None])
+    assert batch.tokens_BT.tolist() == [[5, 6, 1, 2, 3, 4], [7, 8, 9, 0, 0, 0]]
+    assert batch.response_BT.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 1, 0, 0, 0]]
+    assert batch.lengths().tolist() == [6, 3]
+    # A tensor on `meta` meets one of the CPU as badly as one of a GPU does.
+    assert batch.to(torch.device("meta")).lengths().device.type == "meta"
+
+
+@pytest.mark.parametrize("median", [500, 4000])
 def test_at_the_papers_lengths_hardly_anything_is_padded(root, median):
     """A step of paper_8b: 64 prompts, log-normal responses of up to its longest; less than 2 %."""
     training = load_experiment("paper_8b", root / "config").training

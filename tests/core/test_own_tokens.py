@@ -65,12 +65,3 @@ def test_the_loss_is_that_of_the_same_batch_without_the_tools_tokens(advantage, 
     gradients = [torch.autograd.grad(loss, log_prob_N)[0] for loss, _ in made]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
     assert made[0][1] == pytest.approx(made[1][1])
-
-
-def test_a_batch_with_answers_of_a_tool_keeps_them_as_context():
-    batch = Batch.collate([[5, 6], [7]], [[1, 2, 3, 4], [8, 9]], 0, [[True, False, False, True], None])
-    assert batch.tokens_BT.tolist() == [[5, 6, 1, 2, 3, 4], [7, 8, 9, 0, 0, 0]]
-    assert batch.response_BT.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 1, 0, 0, 0]]
-    assert batch.lengths().tolist() == [6, 3]
-    assert batch.rows(torch.tensor([0])).tokens_BT.tolist() == [[5, 6, 1, 2, 3, 4]]
-    assert [part.tolist() for part in batch.micro_batches(6)] == [[0], [1]]

@@ -11,14 +11,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dvp.core.head import dense_log_prob, token_statistics
+from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopK, safe_mask
 
 V, H, CHUNK = 37, 5, 3
 RHO = 0.05
 
 
+ENTROPY = EntropyScaled(RHO, Entropy(rule="entropy", alpha=1.0, target_entropy=2.0, lowest=1e-3, highest=0.3))
+REPLAYED, COMPARED = "replayed sets", "compared sets"
+SETS = [None, FixedRho(RHO), MassBudget(0.02), ENTROPY, REPLAYED, COMPARED]
+
+
 def rule(rho):
     return None if rho is None else FixedRho(rho)
+
+
+def sets_of(safe, hidden, weight, targets, temperature):
+    """Options of the head, the mask of V_S that they make, and the overlap of what is replayed or compared with it."""
+    logits = (hidden @ weight.T / temperature).detach()
+    own = torch.ones_like(logits, dtype=torch.bool)
+    if safe is not None:
+        own = safe_mask(logits, FixedRho(RHO) if isinstance(safe, str) else safe)
+    if not isinstance(safe, str):
+        return {"safe": safe}, own, torch.ones(len(logits))
+    other = (
+        torch.rand(logits.shape, generator=torch.Generator().manual_seed(1))
+        < torch.linspace(0.05, 0.9, len(logits))[:, None]
+    )
+    other[torch.arange(len(logits)), targets] = True
+    kept = KeptSets(other.nonzero()[:, 1].int(), other.sum(dim=1), torch.zeros(len(logits)))
+    options = {"safe": FixedRho(RHO), {REPLAYED: "kept", COMPARED: "compared"}[safe]: kept}
+    overlap = (own & other).sum(dim=1) / (own | other).sum(dim=1)
+    return options, other if safe == REPLAYED else own, overlap
 
 
 def random_problem(rows=8, dtype=torch.float32, seed=0):
@@ -60,34 +85,36 @@ def test_huge_and_tiny_logits(scale):
     assert_statistics(statistics, logits, torch.eye(V), targets, RHO)
 
 
-@pytest.mark.parametrize("which", DIFFERENTIABLE)
-@pytest.mark.parametrize("rho", [None, RHO])
+@pytest.mark.parametrize("which", [[name] for name in DIFFERENTIABLE] + [DIFFERENTIABLE[:3]])
+@pytest.mark.parametrize("safe", SETS, ids=lambda safe: safe if isinstance(safe, str) else type(safe).__name__)
 @pytest.mark.parametrize("chunk_size", [1, CHUNK, None])
-def test_gradients_of_each_statistic_by_itself(which, rho, chunk_size):
+def test_statistics_and_gradients_by_rules_and_by_sets(which, safe, chunk_size):
     hidden, weight, targets = random_problem()
-    statistics = token_statistics(hidden, weight, targets, safe=rule(rho), temperature=0.7, chunk_size=chunk_size)
-    if rho is not None:  # both kinds of target are in the sample
+    options, mask, overlap = sets_of(safe, hidden, weight, targets, 0.7)
+    statistics = token_statistics(hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, **options)
+    if safe not in (None, REPLAYED):  # both kinds of target are in the sample
         assert 0 < statistics.target_in_safe.sum() < len(targets)
-    assert_statistics(statistics, hidden, weight, targets, rho, 0.7, tolerance=1e-5)
-    assert_gradients(statistics, hidden, weight, targets, {which: torch.linspace(-1, 1, len(targets))}, rho, 0.7)
-
-
-@pytest.mark.parametrize(
-    "safe",
-    [
-        MassBudget(0.02),
-        EntropyScaled(RHO, Entropy(rule="entropy", alpha=1.0, target_entropy=2.0, lowest=1e-3, highest=0.3)),
-    ],
-)
-def test_rules_that_choose_rho_by_state_prune_what_they_say(safe):
-    hidden, weight, targets = random_problem(rows=30)
-    statistics = token_statistics(hidden, weight, targets, safe=safe, temperature=0.7, chunk_size=CHUNK)
-    assert len(set(statistics.safe_size.tolist())) > 3
-    mask = safe_mask(hidden @ weight.T / 0.7, safe)
     assert_statistics(statistics, hidden, weight, targets, mask, 0.7, tolerance=1e-5)
+    torch.testing.assert_close(statistics.set_overlap, overlap)
+    coefficients = dict.fromkeys(which, torch.linspace(-1, 1, len(targets)))
+    assert_gradients(statistics, hidden, weight, targets, coefficients, mask, 0.7)
 
 
-@pytest.mark.parametrize("safe", [TopK(3), MassBudget(0.05), MassBudget(0.5)])
+@pytest.mark.parametrize("safe", [None, FixedRho(RHO), REPLAYED])
+def test_log_probs_from_whole_logits_have_gradients_that_can_be_vectorised(safe):
+    hidden, weight, targets = random_problem()
+    options, mask, _ = sets_of(safe, hidden, weight, targets, 0.7)
+    expected = dense_statistics(hidden, weight, targets, mask, 0.7)["pruned_log_prob"]
+    found = dense_log_prob(hidden, weight, targets, temperature=0.7, **options)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    each = [torch.autograd.grad(one, [hidden, weight], retain_graph=True) for one in expected]
+    together = torch.autograd.grad(found, [hidden, weight], torch.eye(len(found)), is_grads_batched=True)
+    for number, gradients in enumerate(each):
+        for one, several in zip(gradients, together, strict=True):
+            torch.testing.assert_close(several[number], one.float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("safe", [TopK(rule="top_k", k=3), MassBudget(0.05), MassBudget(0.5)])
 def test_the_least_likely_entry_that_is_kept_has_its_gradient_although_a_few_rows_are_made_again(safe):
     """A product of other rows rounds otherwise in the last bits: a threshold at that very entry would lose it."""
     generator = torch.Generator().manual_seed(0)
@@ -179,10 +206,11 @@ def test_target_outside_the_safe_set():
     torch.testing.assert_close(gradient, torch.tensor([[-p_mp[0], -p_mp[1], 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("rho", [None, RHO])
-def test_no_tokens(rho):
+@pytest.mark.parametrize("safe", [None, FixedRho(RHO), REPLAYED])
+def test_no_tokens(safe):
     hidden, weight, targets = random_problem(rows=0)
-    statistics = token_statistics(hidden, weight, targets, safe=rule(rho))
+    options, *_ = sets_of(safe, hidden, weight, targets, 1.0)
+    statistics = token_statistics(hidden, weight, targets, **options)
     assert all(value.shape == (0,) for value in vars(statistics).values())
     loss = statistics.log_prob.sum() + statistics.pruned_log_prob.sum()
     assert loss.item() == 0
@@ -315,17 +343,3 @@ def test_one_chunk_of_logits_is_alive_at_a_time(rho):
             peaks.append((forward_peak, live.peak))
     assert min(peaks[0]) >= CHUNK  # the instrument does see logits
     assert peaks[1] == peaks[0]
-
-
-@pytest.mark.parametrize("rho", [None, RHO])
-def test_log_probs_from_whole_logits_are_those_of_the_statistics_and_their_gradients_can_be_vectorised(rho):
-    hidden, weight, targets = (tensor.detach() for tensor in random_problem())
-    hidden.requires_grad_(), weight.requires_grad_()
-    expected = dense_statistics(hidden, weight, targets, rho, 0.7)["pruned_log_prob"]
-    found = dense_log_prob(hidden, weight, targets, safe=rule(rho), temperature=0.7)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    each = [torch.autograd.grad(one, [hidden, weight], retain_graph=True) for one in expected]
-    together = torch.autograd.grad(found, [hidden, weight], torch.eye(len(found)), is_grads_batched=True)
-    for number, gradients in enumerate(each):
-        for one, several in zip(gradients, together, strict=True):
-            torch.testing.assert_close(several[number], one.float(), atol=1e-5, rtol=1e-4)

@@ -1,22 +1,17 @@
-"""Sets of token ids one after the other, and the head that renormalises over them (mask replay)."""
+"""Sets of token ids one after the other; the head that renormalises over them is in test_head.py."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
-from dense import assert_gradients, assert_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, Rollout
 from dvp.core.diagnostics import set_metrics
-from dvp.core.head import dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
-from dvp.core.safe_vocabulary import FixedRho
 
-N, V, H = 9, 41, 6
-RULE = FixedRho(0.1)
+V = 41
 SETS = st.lists(st.sets(st.integers(0, V - 1), min_size=1, max_size=12).map(sorted), max_size=8)
 
 
@@ -26,10 +21,6 @@ def kept(sets, log_mass=None):
         torch.tensor([len(own) for own in sets], dtype=torch.long),
         torch.zeros(len(sets)) if log_mass is None else torch.tensor(log_mass),
     )
-
-
-def of_mask(mask_NV):
-    return kept([row.nonzero()[:, 0].tolist() for row in mask_NV])
 
 
 def plain(sets):
@@ -64,60 +55,6 @@ def test_large_sets_are_added_up_without_loss():
     kept = KeptSets(torch.arange(sum(sizes), dtype=torch.int32), torch.tensor(sizes), torch.zeros(3))
     expected = [math.fsum(part.double().tolist()) for part in values.split(sizes)]
     assert kept.sums(values).tolist() == pytest.approx(expected, rel=1e-7)
-
-
-def problem(seed=0):
-    """Hidden states, weight, and a random half of the vocabulary in each state with a target in it."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(N, H, generator=generator, requires_grad=True)
-    weight = torch.randn(V, H, generator=generator, requires_grad=True)
-    targets = torch.randint(V, (N,), generator=generator)
-    mask = torch.rand(N, V, generator=generator) < torch.linspace(0.05, 0.9, N)[:, None]
-    mask[torch.arange(N), targets] = True
-    return hidden, weight, targets, mask
-
-
-def overlap(hidden, weight, mask, temperature):
-    z = hidden.double() @ weight.double().T / temperature
-    own = z - z.amax(1, keepdim=True) >= math.log(RULE.rho)
-    return (mask & own).sum(1) / (mask | own).sum(1)
-
-
-@pytest.mark.parametrize(
-    "which", [("pruned_log_prob",), ("pruned_entropy",), ("log_prob", "pruned_log_prob", "entropy")]
-)
-@pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_statistics_and_gradients_over_the_sets_against_float64(which, chunk_size):
-    hidden, weight, targets, mask = problem()
-    options = {"safe": RULE, "kept": of_mask(mask), "temperature": 0.7}
-    found = token_statistics(hidden, weight, targets, chunk_size=chunk_size, **options)
-    assert_statistics(found, hidden, weight, targets, mask, 0.7)
-    torch.testing.assert_close(found.set_overlap, overlap(hidden, weight, mask, 0.7))
-    coefficients = dict.fromkeys(which, torch.linspace(-1, 1, N))  # one of them is 0
-    assert_gradients(found, hidden, weight, targets, coefficients, mask, 0.7, atol=5e-6)
-    dense = dense_log_prob(hidden, weight, targets, **options)
-    torch.testing.assert_close(dense, found.pruned_log_prob, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_sets_that_are_compared_change_nothing_but_the_overlap(chunk_size):
-    hidden, weight, targets, mask = problem(4)
-    options = {"safe": RULE, "temperature": 0.7, "chunk_size": chunk_size}
-    plain, compared = (token_statistics(hidden, weight, targets, **options, compared=c) for c in (None, of_mask(mask)))
-    for field in fields(plain):
-        if field.name != "set_overlap":
-            assert torch.equal(getattr(plain, field.name), getattr(compared, field.name)), field.name
-    assert (plain.set_overlap == 1).all()
-    torch.testing.assert_close(compared.set_overlap, overlap(hidden, weight, mask, 0.7))
-    one, other = (torch.autograd.grad(made.pruned_log_prob.sum(), [hidden, weight]) for made in (plain, compared))
-    assert all(map(torch.equal, one, other))
-
-
-def test_no_rows_keep_the_graph():
-    hidden, weight, targets, mask = problem()
-    nothing = token_statistics(hidden[:0], weight, targets[:0], safe=RULE, kept=of_mask(mask[:0]))
-    [gradient] = torch.autograd.grad(nothing.pruned_log_prob.sum(), weight)
-    assert (gradient == 0).all()
 
 
 def test_batches_carry_the_sets_of_their_rows():

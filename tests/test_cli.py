@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from importlib import import_module
 from inspect import signature
@@ -16,7 +15,7 @@ from typing import get_args, get_type_hints
 import pytest
 from sqlalchemy import NullPool, create_engine
 
-from dvp import cli, signals
+from dvp import cli
 from dvp.cli import LARGEST_SEED, app, main
 from dvp.errors import Stopped
 from dvp.experiment.loading import load_experiment, parse_experiment, read_resolved, write_resolved
@@ -340,7 +339,7 @@ def spin():
 threading.Thread(target=spin, daemon=True).start()  # so the signal comes again in the midst of the hook, too
 stoppable()
 with StopRequest() if sys.argv[1] == "training" else nullcontext() as training:
-    for _ in range(30):
+    for _ in range(5):
         try:
             with training.abandonable() if training else nullcontext():
                 connection = Connection()
@@ -352,7 +351,7 @@ with StopRequest() if sys.argv[1] == "training" else nullcontext() as training:
             print(type(error).__name__)
         if training:
             training.signal = None
-    time.sleep(0.1)  # nothing comes again that was heard
+    time.sleep(0.5)  # nothing comes again that was heard
 """
 
 
@@ -362,22 +361,7 @@ def test_a_signal_within_a_callback_of_python_is_not_lost(where, raised):
     command = [sys.executable, "-c", DROPPED, where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr == ""
-    assert done.stdout.split() == [raised] * 30
-
-
-def test_a_signal_that_was_heard_a_moment_ago_is_not_sent_again(monkeypatch):
-    """It would come where nothing waits for it, and end a process that has been told already."""
-
-    class HeardMeanwhile(threading.Event):
-        def wait(self, timeout=None):
-            heard = self.is_set()
-            self.set()
-            return heard
-
-    sent = []
-    monkeypatch.setattr(signal, "pthread_kill", lambda *arguments: sent.append(arguments))
-    signals._send(signal.SIGTERM, HeardMeanwhile())
-    assert sent == []
+    assert done.stdout.split() == [raised] * 5
 
 
 def test_a_stop_that_a_library_makes_an_error_of_is_a_stop(monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """Files are whole or absent, and altered ones are noticed."""
 
 import json
-import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from dvp.errors import DvpError
 from dvp.files import (
-    _KINDS,
     append_line,
     atomic_files,
     atomic_path,
@@ -107,12 +106,6 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_pa
 # --- JSON ---
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_numbers_that_json_has_not_are_refused(tmp_path, value):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "x.json", {"a": {"b": [value]}})
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -120,8 +113,7 @@ JSON = st.recursive(
 )
 
 
-# A few keys of any file are of one kind, as the test below says.
-@given(value=st.dictionaries(st.text().filter(lambda key: key not in _KINDS), JSON, max_size=4))
+@given(value=st.dictionaries(st.text(), JSON, max_size=4))
 def test_json_is_read_back(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "same.json"
     write_json(path, value)
@@ -139,24 +131,9 @@ def test_json_is_read_back(tmp_path_factory, value):
             b'{"a": ["x \\ud83d y"]}',
             "not valid JSON (half a character (\\ud83d without its other half), which is no text)",
         ),
-        (
-            b'{"a": %b}' % (b"1" * 5000),
-            "not valid JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits)",
-        ),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON (nested too deeply)"),
         (b"[1]", "expected a JSON object, found list"),
         (b'{"a": 1}', "key 'b' is missing"),
-        *(
-            (b'{"a": 1, "b": 2, "%b": %b}' % (key.encode(), value), f"{key}: expected {expected}")
-            for key, value, expected in (
-                ("files", b"null", "an object, found null"),
-                ("tracking_key", b"null", "a text, found null"),
-                ("statistics", b"{}", "a list, found {}"),
-                ("seconds_stage", b"-1", "a finite number, 0 or more, found -1"),
-                ("seconds_training", b"NaN", "a finite number, 0 or more, found nan"),
-                ("seconds_training", b"true", "a finite number, 0 or more, found True"),
-            )
-        ),
     ],
 )
 def test_bad_json_is_named(tmp_path, content, message):
@@ -243,14 +220,11 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path):
             pass
         with only_writer(tmp_path / "other", "training this run"):
             pass
-    with only_writer(folder, "training this run"):
-        pass
-
-
-def test_a_file_in_the_place_of_a_folder_of_results_is_named(tmp_path):
-    (tmp_path / "run").write_text("")
-    with (
-        pytest.raises(DvpError, match=r"run: results cannot be written there \(File exists\)$"),
-        only_writer(tmp_path / "run", "training this run"),
+    (tmp_path / "file").write_text("")
+    for place, message in (
+        (folder, None),
+        (tmp_path / "file", r"file: results cannot be written there \(File exists\)$"),
     ):
-        pass
+        with pytest.raises(DvpError, match=message) if message else nullcontext():
+            with only_writer(place, "training this run"):
+                pass

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dvp import signals
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
-from dvp.signals import dropped
 
 app = typer.Typer(
     add_completion=False,
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     finally:
         # What is cleaned up at exit, and a signal then, is no stage's any more.
-        dropped.heard()
+        signals.heard()
         sys.unraisablehook = before
 
 
@@ -371,7 +371,7 @@ def stoppable() -> None:
 
     def hook(unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, Stopped):
-            dropped.send_again(unraisable.exc_value.code - 128)
+            signals.send_again(unraisable.exc_value.code - 128)
         else:
             before(unraisable)
 
@@ -383,9 +383,9 @@ _stopped: list[Stopped] = []
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    if dropped.may_raise():
-        _stopped.append(Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number))
-        raise _stopped[-1]
+    signals.heard()
+    _stopped.append(Stopped(f"stopped by {signal.Signals(number).name}; run again to go on", number))
+    raise _stopped[-1]
 
 
 def _run(arguments: list[str]) -> int:

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from glob import escape
@@ -16,25 +15,8 @@ from filelock import FileLock, Timeout
 
 from dvp.errors import WRITING, DvpError
 
-# By the words for it, what a value is expected to be; true and false are no numbers.
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "an object": lambda value: isinstance(value, dict),
-    "a list": lambda value: isinstance(value, list),
-    "a text": lambda value: isinstance(value, str),
-    "true or false": lambda value: isinstance(value, bool),
-    "a finite number": lambda value: _is_number(value) and -math.inf < value < math.inf,
-    "a finite number or null": lambda value: value is None or _FITS["a finite number"](value),
-    "a finite number, 0 or more": lambda value: _is_number(value) and 0 <= value < math.inf,
-}
 _UMASK = os.umask(0o022)  # to be read it must be set
 os.umask(_UMASK)
-# Of keys that mean the same in every file that has them.
-_KINDS = {
-    **dict.fromkeys(("files", "counts", "tables"), "an object"),
-    **dict.fromkeys(("statistics", "figures", "checks"), "a list"),
-    **dict.fromkeys(("config_hash", "git_commit", "tracking_key", "checkpoint"), "a text"),
-    **dict.fromkeys(("seconds_stage", "seconds_training"), "a finite number, 0 or more"),
-}
 
 
 def sha256_file(path: Path) -> str:
@@ -49,30 +31,12 @@ def sha256_json(value: object) -> str:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`; move it to `path` only when the block ends without an exception.
-
-    The block creates a file or a directory there. A directory replaces an older one. An exception is told `path`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(f".{escape(path.name)}.*.old"):  # of a process that was killed between two renames
-        _remove(old) if path.exists() else os.replace(old, path)
+def _aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`, which is gone in the end. An exception is told `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(temporary)
     try:
         yield temporary
-        for made in [temporary, *temporary.rglob("*")]:
-            if not made.is_symlink():
-                _finish(made)
-        if path.is_dir():
-            # A directory cannot be replaced in one step: the old one steps aside first.
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            _remove(old)
-        else:
-            os.replace(temporary, path)
-        sync(path.parent)  # the rename itself
     except Exception as error:
         error.add_note(f"{WRITING}{path}")
         raise
@@ -81,15 +45,36 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`; move it to `path` only when the block ends without an exception.
+
+    The block creates a file or a directory there. A directory replaces an older one. An exception is told `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f".{escape(path.name)}.*.old"):  # of a process that was killed between two renames
+        _remove(old) if path.exists() else os.replace(old, path)
+    with _aside(path) as temporary:
+        yield temporary
+        for made in [temporary, *temporary.rglob("*")]:
+            if not made.is_symlink():
+                _finish(made)
+        # A directory cannot be replaced in one step: the old one steps aside first.
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        if path.is_dir():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _remove(old)
+        sync(path.parent)  # the rename itself
+
+
+@contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, whose files replace those of `folder` when the block ends without an exception.
 
     Each of them is moved in one step. Folders within `folder` stay: others may be writing there.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    _remove(temporary)
-    temporary.mkdir(parents=True)
-    try:
+    with _aside(folder) as temporary:
+        temporary.mkdir(parents=True)
         yield temporary
         made = sorted(temporary.iterdir())
         for file in made:
@@ -101,11 +86,6 @@ def atomic_files(folder: Path) -> Iterator[Path]:
             if old.is_file() and old.name not in {file.name for file in made}:
                 old.unlink()
         sync(folder)
-    except Exception as error:
-        error.add_note(f"{WRITING}{folder}")
-        raise
-    finally:
-        _remove(temporary)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -173,30 +153,10 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def expect(kind: str, value: object, where: str) -> None:
-    """Raise DvpError, which `where` begins, unless `value` is what the words `kind` say, such as `an object`."""
-    if not _FITS[kind](value):
-        found = "null" if value is None else repr(value)[:60]
-        raise DvpError(f"{where}: expected {kind}, found {found}")
-
-
-def expect_keys(value: object, kinds: Mapping[str, str], where: str) -> None:
-    """Raise DvpError unless `value` is an object with these keys, each of its kind.
-
-    `where` begins the message and ends before a key: `FILE: ` or `FILE: key.`.
-    """
-    expect("an object", value, where.rstrip(".: "))
-    for key, kind in kinds.items():
-        if key not in value:
-            raise DvpError(f"{where}{key}: expected {kind}, found nothing")
-        expect(kind, value[key], f"{where}{key}")
-
-
 def read_json(path: Path, *required: str) -> dict:
     """Read a JSON object and check that it has the `required` keys.
 
-    Raises DvpError if the file is missing, is not a JSON object, lacks a key, or has something else than belongs under
-    a key that means the same in every file.
+    Raises DvpError if the file is missing, is not a JSON object, or lacks a key.
     """
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
@@ -211,9 +171,6 @@ def read_json(path: Path, *required: str) -> dict:
     for key in required:
         if key not in value:
             raise DvpError(f"{path}: key '{key}' is missing")
-    for key, kind in _KINDS.items():
-        if key in value:
-            expect(kind, value[key], f"{path}: {key}")
     return value
 
 
@@ -265,10 +222,6 @@ def _finish(path: Path) -> None:
     if path.is_file() and path.stat().st_mode & 0o777 == 0o600:
         path.chmod(0o666 & ~_UMASK)
     sync(path)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """From which code, commit and device a result comes. It is recorded, and decides nothing: see dvp.versions."""
 
-import hashlib
 import platform
 import subprocess
 import sys
@@ -24,16 +23,6 @@ def git_commit() -> str:
         return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-@cache
-def code_hash() -> str:
-    """Hash (12 hex digits) of the package's source: every .py and .yaml file of it, with its name."""
-    digest = hashlib.sha256()
-    for file in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")]):
-        digest.update(f"{file.relative_to(PACKAGE)}\n".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def device() -> str:

@@ -17,7 +17,7 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import whole_run
-from dvp.files import atomic_path, expect, expect_keys, read_json, sha256_json, verify_checksums, write_json
+from dvp.files import atomic_path, read_json, sha256_json, verify_checksums, write_json
 from dvp.provenance import git_commit
 from dvp.tracking.names import policy_params, policy_title
 from dvp.tracking.record import KEY
@@ -72,12 +72,9 @@ class Stage:
                 record = read_json(there, KEY, "files")
                 if record[KEY] != self.tracked.key_in(other.name, run):
                     continue
-                # A run of an older version that did not keep its last weights has to write them first.
-                if "steps" in record and str(record["steps"]) not in kept_steps(record, there):
-                    continue
                 verify_checksums(there.parent, record["files"])
                 checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
-                for name in [*record["files"], *checkpoints, *kept_steps(record, there).values()]:
+                for name in [*record["files"], *checkpoints, *record.get("kept", {}).values()]:
                     _copy(there.parent / name, self.result.parent / name)
                 source = f"{other.name} {record[KEY]}"
                 self.tracked.adopt(other, run)
@@ -191,14 +188,6 @@ def _check_current(experiment: Experiment, stage: str, run: str | None, record: 
             f"{path}: written under other settings (config_hash {record['config_hash']}, that of the experiment is "
             f"{expected}); run `dvp {stage}` again"
         )
-
-
-def kept_steps(record: dict, path: Path) -> dict[str, str]:
-    """Of a training run's JSON file, `path`, where the weights of single steps are, by the step. Raises DvpError."""
-    kept = record.get("kept", {})  # read_json cannot check it: a preflight's `kept` is something else
-    expect("an object", kept, f"{path}: kept")
-    expect_keys(kept, dict.fromkeys(kept, "a text"), f"{path}: kept.")
-    return kept
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import whole_run
 from dvp.files import read_json
-from dvp.stage import kept_steps, run_stage
+from dvp.stage import run_stage
 from dvp.training.weights import PROBE
 
 
@@ -42,8 +42,8 @@ def convert(config: Path, path: str, threads: int) -> None:
 
 def _trained(result: Path, step: int | None) -> tuple[Path, Path]:
     """The weights that a training run kept of a step, None for the last, and their probe. Raises DvpError."""
-    record = read_json(result, "steps")
-    step, kept = step or record["steps"], kept_steps(record, result)
+    record = read_json(result, "steps", "kept")
+    step, kept = step or record["steps"], record["kept"]
     if str(step) not in kept:
         raise DvpError(f"{result}: the weights after step {step} were not kept; `dvp train` writes the last ones")
     folder = result.parent / kept[str(step)]

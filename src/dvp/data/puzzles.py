@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dvp.data.stories import Story
 from dvp.errors import DvpError
-from dvp.files import expect_keys, parse_json
+from dvp.files import parse_json
 
 VERIFIED = ("shortest_path", "graph_color")
 """Data sets whose verifiers evaluate nothing of what a model wrote (that of countdown, for one, gives it to `eval`)."""
@@ -74,8 +74,10 @@ def read(reference: str) -> Puzzle:
         found = parse_json(reference)
     except ValueError as error:
         raise DvpError(f"a puzzle of reasoning-gym: not valid JSON: {error}") from None
-    kinds = {"reasoning_gym": "a text", "answer": "a text", "metadata": "an object"}
-    expect_keys(found, kinds, "a puzzle of reasoning-gym: ")
+    kinds = {"reasoning_gym": (str, "a text"), "answer": (str, "a text"), "metadata": (dict, "an object")}
+    for key, (kind, expected) in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise DvpError(f"a puzzle of reasoning-gym: {key}: expected {expected}, found {found.get(key)!r:.60}")
     if unknown := found.keys() - kinds:
         raise DvpError(f"a puzzle of reasoning-gym: expected answer and metadata, found also {sorted(unknown)}")
     if found["reasoning_gym"] not in VERIFIED:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.experiment.grid import whole_run
-from dvp.provenance import code_hash, device, git_commit
+from dvp.provenance import device, git_commit
 from dvp.tracking import store
 from dvp.tracking.names import final_metrics, result_name, stage_name
 from dvp.tracking.record import (
@@ -181,7 +181,6 @@ def stage_run(
     key = key_of(experiment, tags)
     tags |= {
         KEY: key,
-        "code_hash": code_hash(),
         "device": device(),
         "mlflow.source.name": f"dvp {stage.partition('_')[0]}",
         "mlflow.source.type": "LOCAL",

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from dvp import signals
 from dvp.errors import STOP_SIGNALS, Stopped
-from dvp.signals import dropped
 from dvp.training import ranks
 
 
@@ -43,7 +43,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        dropped.heard()
+        signals.heard()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         sys.unraisablehook = self._previous_hook
@@ -51,15 +51,14 @@ class StopRequest:
     def _dropped(self, unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, Abandoned):
             self._abandonable = True
-            dropped.send_again(self.signal)
+            signals.send_again(self.signal)
         else:
             self._previous_hook(unraisable)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        if not self._abandonable:
-            dropped.heard()
-        elif dropped.may_raise():
+        signals.heard()
+        if self._abandonable:
             self._abandonable = False
             raise Abandoned
 

@@ -225,6 +225,6 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path):
         (folder, None),
         (tmp_path / "file", r"file: results cannot be written there \(File exists\)$"),
     ):
-        with pytest.raises(DvpError, match=message) if message else nullcontext():
-            with only_writer(place, "training this run"):
-                pass
+        refused = pytest.raises(DvpError, match=message) if message else nullcontext()
+        with refused, only_writer(place, "training this run"):
+            pass

@@ -34,6 +34,7 @@ def base(directory: ExperimentDir, **options):
 def test_the_json_file_comes_last_and_says_what_it_is_from(directory):
     upstream = prepared(directory)
     with base(directory) as stage:
+        key = stage.tracked.key
         assert not stage.result.exists()
         stage.finish({"parameters": 3, "files": {}})
     record = read_json(directory.result("base"))
@@ -44,15 +45,9 @@ def test_the_json_file_comes_last_and_says_what_it_is_from(directory):
     assert tags["upstream.prepare"] == upstream["tracking_key"]
     assert tags["stage"] == "base"
     assert read_record(directory.folder / "tracking/base.json").files == {"base/manifest.json": ""}
-
-
-def test_other_contents_of_an_input_are_other_work(directory):
-    keys = set()
-    for text in ("problems", "other problems"):
-        prepared(directory, text)
-        with base(directory) as stage:
-            keys.add(stage.tracked.key)
-    assert len(keys) == 2
+    prepared(directory, "other problems")
+    with base(directory) as stage:  # other contents of an input are other work
+        assert stage.tracked.key != key
 
 
 @pytest.mark.parametrize(
@@ -89,16 +84,6 @@ def test_no_input_of_other_settings_is_read(directory, stage):
     write_json(path, record | {"config_hash": "0" * 12})
     with pytest.raises(DvpError, match=rf"{path.name}: written under other settings .*; run `dvp {stage}` again"):
         read_inputs(directory, {stage: path}, run and run.path)
-
-
-def test_a_stage_that_verifies_its_input_itself_is_not_held_up(directory):
-    prepared(directory)
-    (directory.data / "train.parquet").write_text("altered")
-    path = directory.result("train", directory.experiment.runs[0].path)
-    write_json(path, {"files": {}, "tracking_key": "train 1", "config_hash": "old"})
-    inputs = {"prepare": directory.result("prepare"), "train": [path]}
-    with run_stage("report", directory, directory.result("report"), "1" * 12, inputs, verify=False):
-        pass
 
 
 def test_a_stage_that_fails_has_no_json_file_and_its_run_says_why(directory):

@@ -1,43 +1,34 @@
 """The ages of results, put in the order in which they were made, as a copy of them (`cp -r`) does not keep it.
 
-Snakemake makes again what is older than what it was made from. When a stage ended and what it read, its record says.
+Snakemake makes again what is older than what it was made from. When a stage ended, its record says.
 """
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import RESULTS
 from dvp.files import read_json, verify_checksums
-from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, read_records
+from dvp.tracking.record import KEY, STAGE, Record, read_records
+
+LATE = 60.0  # seconds; Snakemake's own file comes after the stage has ended
 
 
 def restore_order(folder: Path) -> None:
-    """Date what is in `folder` by when its stage ended, if an output is older than what it needs, or not of the past.
+    """Date what is in `folder` by when its stage ended, where a file is newer than that.
 
     That holds for files that are as they were written, by the stage's last attempt. What was altered, or cannot be
-    changed, is left as it is, for Snakemake to judge. So are reports, which take seconds.
+    changed, is left as it is, for Snakemake to judge.
     """
     with contextlib.suppress(DvpError, OSError):
-        made = {record.key: (record, files) for record in read_records(folder) if (files := _outputs(folder, record))}
-        ages = {key: [file.lstat().st_mtime for file in files] for key, (_, files) in made.items()}
-        for key, (record, _) in made.items():
-            read = {key for name, keys in record.tags.items() if name.startswith(UPSTREAM) for key in keys.split()}
-            if record.tags[STAGE] == "train":  # which waits for a preflight, and reads nothing of it
-                ended = [other for other, _ in made.values() if other.ended <= record.started]
-                read |= {other.key for other in ended if other.tags[STAGE] == "preflight"}
-            read = [age for other in read for age in ages.get(other, ())]
-            if not max(read, default=0) <= min(ages[key]) <= max(ages[key]) <= time.time():
-                break
-        else:
-            return
-        for record, files in made.values():
+        for record in read_records(folder):
             with contextlib.suppress(DvpError, OSError):
-                verify_checksums(files[0].parent, read_json(files[0], "files")["files"])
-                for file in files:
-                    os.utime(file, ns=(record.ended * 10**6,) * 2, follow_symlinks=False)
+                files = _outputs(folder, record)
+                if files and max(file.lstat().st_mtime for file in files) > record.ended / 1000 + LATE:
+                    verify_checksums(files[0].parent, read_json(files[0], "files")["files"])
+                    for file in files:
+                        os.utime(file, ns=(record.ended * 10**6,) * 2, follow_symlinks=False)
 
 
 def _outputs(folder: Path, record: Record) -> list[Path]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from urllib.parse import unquote_plus
 
 from filelock import FileLock, Timeout
 
@@ -57,14 +56,9 @@ def store_name(results: Path) -> str:
 
 
 def reason_of(error: Exception, results: Path) -> str:
-    """One line of what went wrong with the store; the error's kind alone if it names a part of what is not shown."""
-    uri, name = store_uri(results), store_name(results)
-    lines = re.split(r"\[SQL:|\(Background", str(error).replace(uri, name))[0].splitlines()
-    text = " ".join(" ".join(line for line in lines if not line.startswith("(raised as a result")).split())
-    hidden = uri.removesuffix(name.partition("://")[2]) if "?" not in uri else uri
-    words = {word for way in (str, unquote_plus) for word in re.split(r"\W+", way(hidden).partition("://")[2]) if word}
-    words -= {*re.split(r"\W+", name)}
-    if not text or any(re.search(rf"\b{word}\b" if len(word) < 4 else word, text, re.IGNORECASE) for word in words):
+    """One line of what went wrong with the store; the error's kind alone if its address has what is not shown."""
+    text = " ".join(re.split(r"\[SQL:|\(Background", str(error))[0].split())
+    if not text or store_uri(results) != store_name(results):
         return type(error).__name__
     return text if len(text) <= 200 else f"{text[:70]} … {text[-120:]}"  # the cause comes last
 

@@ -15,7 +15,6 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from dvp.analysis.formats import Formatted, to_markdown, to_tex
 from dvp.data import sources
 from dvp.data.prompts import encode_prompt, encode_prompts
 from dvp.errors import DvpError
@@ -133,32 +132,11 @@ def test_yaml_builds_no_objects(tmp_path):
     assert not (tmp_path / "HACKED").exists()
 
 
-def test_a_label_is_text_in_tables():
-    label = r"\input{/etc/passwd} \write18{x} $x$ | a & b \\ % {}"
-    table = Formatted(label, ["method", "score"], [[label, "1"]], [label + "\n\n\\end{tabular}"])
-    tex = to_tex(table)
-    body = [line for line in tex.splitlines() if not line.startswith("%")]
-    for command in (r"\input{", r"\write18", r"\end{tabular}\par"):
-        assert not any(command in line for line in body)
-    rows = [line for line in to_markdown(table).splitlines() if line.startswith("|")]
-    assert len(rows) == 3
-    assert rows[2].count("|") - rows[2].count(r"\|") == 3
-
-
 # --- pickles and code ---
 
 
-def _torch_pickle(file: Path, mark: Path) -> None:
-    torch.save({"module": Trap(mark)}, file)
-
-
-def _bare_pickle(file: Path, mark: Path) -> None:
-    file.write_bytes(pickle.dumps(Trap(mark)))
-
-
-@pytest.mark.parametrize("write", [_torch_pickle, _bare_pickle])
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_pickle_that_poses_as_a_checkpoint_is_not_unpickled(tmp_path, write, listed):
+def test_a_pickle_that_poses_as_a_checkpoint_is_not_unpickled(tmp_path, listed):
     """All sums are right: who can write a pickle can write a manifest. Unlisted, it does not even get so far."""
     folder, mark = tmp_path / "fingerprint/step-000001", tmp_path / "HACKED"
     folder.mkdir(parents=True)
@@ -166,11 +144,11 @@ def test_a_pickle_that_poses_as_a_checkpoint_is_not_unpickled(tmp_path, write, l
     write_json(folder / "weights.json", {})
     write_json(folder / "state.json", {"step": 1, "fingerprint": "fingerprint"})
     if listed:
-        write(folder / "model_states.pt", mark)
+        torch.save({"module": Trap(mark)}, folder / "model_states.pt")
     write_json(folder / "manifest.json", {"files": checksums(folder)})
     if not listed:
-        write(folder / "model_states.pt", mark)
-    expected = "would call .*mkdir|not a checkpoint of torch" if listed else "not listed in the checkpoint's manifest"
+        (folder / "model_states.pt").write_bytes(pickle.dumps(Trap(mark)))
+    expected = "would call .*mkdir" if listed else "not listed in the checkpoint's manifest"
     with pytest.raises(DvpError, match=expected):
         checkpoint.verify(folder)
     assert not mark.exists()

@@ -126,9 +126,7 @@ SHAPE = {
     ("stated", "found"),
     [
         ({}, None),
-        ({"hidden_size": 65}, "hidden_size 64"),
         ({"kv_heads": 2}, "num_key_value_heads 1"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings True"),
     ],
 )
 def test_a_base_has_the_shape_that_is_stated(experiment, tiny_model, tmp_path, stated, found):

@@ -83,14 +83,6 @@ def test_two_steps_of_every_method_and_its_estimator_is_the_gradient_it_trains_w
 
 
 @pytest.mark.slow
-def test_what_the_trust_region_drops_is_counted_with_what_the_veto_drops(make_loop):
-    loop = make_loop(next(run for run in EXPERIMENT.runs if run.method == "rloo_trm"))
-    loop.engine._sigma = 0.6
-    row = loop.step(1)
-    assert 0 < row["vetoed_fraction"] == 1 - row["kept_fraction"]
-
-
-@pytest.mark.slow
 def test_on_an_exact_engine_replayed_sets_are_the_trainers_own(make_loop, trainer):
     """The two differ in what an engine's error makes of the sets, and in nothing else."""
     by_method = {run.method: run for run in EXPERIMENT.runs}

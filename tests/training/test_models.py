@@ -1,7 +1,6 @@
 """Models of many layouts: each is right in trainer and engine, or refused in a line that says what it is."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -25,15 +24,6 @@ WORKING = [
     if family.refused is None
 ]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused is not None]
-EXACT = {"dtype": "float32"}
-
-
-def compared(model: Path, engine: dict, *left_out: str) -> tuple[list[float], str | None]:
-    """How far trainer and engine are apart at first and after an update, in a process of its own; what stopped it."""
-    command = [sys.executable, Path(__file__).parent / "family_process.py", model, json.dumps(engine), *left_out]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["apart"], found["said"]
 
 
 # --- families ---
@@ -53,8 +43,9 @@ def test_a_family_that_works_is_right(name, tmp_path):
     """The engine's log-probs are the trainer's, sampled token by token, at first and after new weights."""
     write_model(tmp_path, FAMILIES[name])
     check_model(tmp_path)
-    apart, said = compared(tmp_path, EXACT)
-    assert said is None
+    command = [sys.executable, Path(__file__).parent / "family_process.py", tmp_path]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+    apart = json.loads(done.stdout.splitlines()[-1])
     assert len(apart) == 2
     assert max(apart) < 2e-5
 
@@ -67,33 +58,6 @@ def test_a_family_that_does_not_work_is_refused(name, tmp_path):
     assert FAMILIES[name].refused in str(raised.value)
     assert str(raised.value).startswith(str(tmp_path))
     assert "\n" not in str(raised.value)
-
-
-# --- what no list of names tells, and a run sees ---
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "left_out", "message"),
-    [
-        ("Qwen3-MoE", [], "engine and trainer .*Qwen3MoeForCausalLM"),  # whose experts new weights scramble
-        ("Llama", ["model.layers.1.mlp.down_proj.weight"], "engine and trainer changed differently with the first new"),
-    ],
-)
-def test_a_weight_that_does_not_arrive_is_noticed(tmp_path, name, left_out, message):
-    """Where `base` lets the model pass, or would."""
-    _, said = compared(write_model(tmp_path, FAMILIES[name]), EXACT, *left_out)
-    assert re.match(message, said)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["Qwen3", "GPT-2"])
-def test_a_coarse_engine_passes_and_is_coarse(name, tmp_path):
-    apart, said = compared(write_model(tmp_path, FAMILIES[name]), EXACT | {"weight_rounding": "int8"})
-    assert said is None
-    assert min(apart) > 1e-4
 
 
 @pytest.mark.slow
@@ -136,11 +100,6 @@ def shard(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2
 
 
-def lose_a_shard(folder):
-    shard(folder)
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
 def truncate(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -174,7 +133,6 @@ FOLDERS = {
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
         r"adapter_config.json: an adapter of another model \(PEFT\); expected a whole model",
     ),
-    "missing shard": (lose_a_shard, "model.safetensors.index.json: names model-00002-of-.*, which is not there"),
     "missing weight": (
         lambda folder: edit_weight(folder, MATRIX, lambda value: None),
         f"weight {MATRIX} is not in its files",
@@ -194,10 +152,6 @@ FOLDERS = {
     "no language model": (
         partial(edit_config, model_type="clip", architectures=["CLIPModel"]),
         r"architectures: \['CLIPModel'\] is no causal .*; clip has none in transformers$",
-    ),
-    "code of its own": (
-        partial(edit_config, model_type="unheard_of", auto_map={"AutoModelForCausalLM": "own.Model"}),
-        "model_type 'unheard_of' is none that transformers knows, and the code that",
     ),
     "type of a key": (partial(edit_config, num_hidden_layers="many"), "num_hidden_layers"),
 }

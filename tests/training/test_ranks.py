@@ -162,11 +162,14 @@ def training(**settings) -> TrainingConfig:
     return TrainingConfig(**(rank_process.SETTINGS | {"deepspeed": "zero3"} | settings))
 
 
-def test_one_node_is_one_torchrun():
+def test_one_node_is_one_torchrun_and_several_need_an_allocation(monkeypatch):
     command = launch.command(training(gpus=2), Path("logs"), ["train", "--run", "a b; rm -rf /"])
     assert command[: len(LAUNCH)] == LAUNCH
     assert {"--standalone", "--nproc-per-node=2", "--max-restarts=0", "--shutdown-timeout=1800"} < set(command)
     assert command[-6:] == ["-m", "--", "dvp.cli", "train", "--run", "a b; rm -rf /"]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(DvpError, match=r"training\.nodes is 2: several nodes need a Slurm allocation"):
+        launch.command(training(gpus=1, nodes=2), Path("logs"), ["train"])
 
 
 def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tmp_path, monkeypatch):
@@ -187,12 +190,6 @@ def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tm
     monkeypatch.setenv("SLURM_JOB_ID", "30002")
     with pytest.raises(DvpError, match="Slurm does not name the nodes of job 30002"):
         launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
-
-
-def test_several_nodes_need_an_allocation(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(DvpError, match=r"training\.nodes is 2: several nodes need a Slurm allocation"):
-        launch.command(training(gpus=1, nodes=2), Path("logs"), ["train"])
 
 
 def test_the_error_that_came_first_is_raised_and_no_other():

@@ -19,7 +19,6 @@ from dvp.files import (
     checksums,
     only_writer,
     read_json,
-    sha256_file,
     sha256_json,
     verify_checksums,
     write_json,
@@ -148,12 +147,6 @@ def test_bad_json_is_named(tmp_path, content, message):
 # --- checksums ---
 
 
-def test_checksums_of_a_folder(tmp_path):
-    _fill(tmp_path, "", "a", "deep/b", ".hidden", "deep/.hidden")
-    assert checksums(tmp_path) == {"a": EMPTY, "deep/b": EMPTY}
-    assert sha256_file(tmp_path / "a") == EMPTY
-
-
 @given(value=st.dictionaries(st.text(), JSON, min_size=2, max_size=4))
 def test_the_hash_of_json_does_not_depend_on_the_order_of_keys(value):
     assert sha256_json(value) == sha256_json(dict(reversed(value.items())))
@@ -162,7 +155,9 @@ def test_the_hash_of_json_does_not_depend_on_the_order_of_keys(value):
 
 
 def test_an_altered_or_missing_file_is_named_and_a_further_one_does_no_harm(tmp_path):
-    _fill(tmp_path, "x" * 1000, "a", "deep/b")
+    _fill(tmp_path, "", "a", ".hidden", "deep/.hidden")
+    assert checksums(tmp_path) == {"a": EMPTY}
+    _fill(tmp_path, "x" * 1000, "deep/b")
     expected, file = checksums(tmp_path), tmp_path / "deep" / "b"
     _fill(tmp_path, "x", "c")
     verify_checksums(tmp_path, expected)

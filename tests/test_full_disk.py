@@ -5,7 +5,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,27 +86,6 @@ def test_the_file_that_was_written_is_named(disk):
 # --- stages ---
 
 
-@pytest.fixture
-def place(disk, root) -> Path:
-    """The repository's configuration beside a disk for the results, which gets full."""
-    shutil.copytree(root / "config", disk.parent / "config")
-    return disk.parent
-
-
-def dvp(place: Path, *arguments: str) -> tuple[int, str]:
-    """Exit status and standard error. The store is elsewhere."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dvp.cli", *arguments],
-        cwd=place,
-        env=os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{place}/mlflow.db"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stderr
-
-
 def fill(disk: Path, left: int) -> Path:
     filler = disk / "filler"
     with open(filler, "wb", buffering=0) as file:
@@ -120,18 +98,24 @@ RESOLVE = ("resolve", "--experiment", "smoke", "--folder", "disk/smoke")
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_resolve_and_prepare_in_a_line(place):
-    """At once, and in the midst of the data."""
-    disk = place / "disk"
+def test_a_full_disk_ends_resolve_and_prepare_in_a_line(dvp, disk, root, monkeypatch):
+    """At once, and in the midst of the data. The repository's configuration and the store are elsewhere."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        status, _, errors = dvp(*arguments, cwd=disk.parent)
+        return status, errors
+
+    shutil.copytree(root / "config", disk.parent / "config")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{disk.parent}/mlflow.db")
     filler = fill(disk, 0)
-    assert dvp(place, *RESOLVE) == (2, f"dvp resolve: disk/smoke/config.yaml: {FULL}\n")
+    assert run(*RESOLVE) == (2, f"dvp resolve: disk/smoke/config.yaml: {FULL}\n")
     filler.unlink()
-    assert dvp(place, *RESOLVE) == (0, "")
+    assert run(*RESOLVE) == (0, "")
     kept = checksums(disk)
     prepare = ("prepare", "--config", "disk/smoke/config.yaml")
     for left, file in ((0, "tracking/prepare.json"), (2**13, "data/train.parquet")):
         filler = fill(disk, left)
-        assert dvp(place, *prepare) == (2, f"dvp prepare: disk/smoke/{file}: {FULL}\n")
+        assert run(*prepare) == (2, f"dvp prepare: disk/smoke/{file}: {FULL}\n")
         filler.unlink()
         assert kept.items() <= checksums(disk).items()
-    assert dvp(place, *prepare)[0] == 0
+    assert run(*prepare)[0] == 0

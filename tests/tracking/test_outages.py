@@ -46,51 +46,37 @@ def locked(store: Path) -> Iterator[subprocess.Popen]:
 class Server:
     """A real `mlflow server` on its own SQLite file, that can be killed and started again."""
 
-    def __init__(self, folder: Path, empty_store: Path):
+    def __init__(self, folder: Path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        folder.mkdir()
-        shutil.copy(empty_store, folder)
-        self.process: subprocess.Popen | None = None
+        self.uri, self.folder = f"http://127.0.0.1:{self.port}", folder
 
     def start(self) -> None:
-        log = open(self.folder / "log", "a", encoding="utf-8")  # noqa: SIM115
+        command = [Path(sys.executable).parent / "mlflow", "server", "--port", str(self.port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
-        self.process = subprocess.Popen(
-            [
-                Path(sys.executable).parent / "mlflow",
-                *("server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"),
-                *("--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"),
-                *("--artifacts-destination", str(self.folder / "artifacts")),
-            ],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=environment,
-        )
-        log.close()
+        with open(self.folder / "log", "a", encoding="utf-8") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         for _ in range(240):
-            try:
-                with urllib.request.urlopen(f"{self.uri}/health", timeout=5):
-                    return
-            except OSError:
-                assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
-                time.sleep(0.5)
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=5):
+                return
+            assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+            time.sleep(0.5)
         raise AssertionError((self.folder / "log").read_text()[-2000:])
 
     def kill(self) -> None:
-        if self.process is not None:
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            self.process = None
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch, empty_store) -> Iterator[Server]:
-    server = Server(tmp_path / "server", empty_store)
+    server = Server(tmp_path / "server")
+    server.folder.mkdir()
+    shutil.copy(empty_store, server.folder)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     server.start()
     yield server

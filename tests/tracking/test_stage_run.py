@@ -64,19 +64,6 @@ def test_make_mlflow_starts_nothing_where_a_server_is_the_store(monkeypatch):
     assert done.stdout == "the tracking server is at https://host/mlflow\n"
 
 
-def test_other_inputs_settings_or_task_make_another_run(folder):
-    keys = []
-    for more in ({"inputs": "one"}, {"inputs": "two"}, {"inputs": "one", "config_hash": "other"}, {"inputs": "one"}):
-        with stage_run(folder, EXPERIMENT, "train", **({"config_hash": "abc", "run": RUN} | more)) as tracked:
-            keys.append(tracked.key)
-    for task in ("aime24", "aime25"):
-        with stage_run(folder, EXPERIMENT, "evaluate", config_hash="abc", run=RUN, task=task) as tracked:
-            keys.append(tracked.key)
-    assert len(set(keys)) == 5
-    assert keys[3] == keys[0]
-    assert set(contents(folder)) == set(keys)
-
-
 def test_a_stage_that_runs_again_continues_its_run(folder):
     """Of a failed or killed attempt nothing is said of the next one."""
 

@@ -1,8 +1,7 @@
 """Run by the tests as each rank of one world, under torchrun: short runs with real DeepSpeed and a scripted engine.
 
 usage: rank_process.py MODEL UNTIED FOLDER; leaves FOLDER/NAME/{metrics.jsonl,checkpoints,probe,weights,continued} of
-each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one, and in
-hashed-RANK.json the checkpoints' files that each rank has hashed while it saved them. UNTIED is a model
+each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one. UNTIED is a model
 whose head has a weight of its own; zero3_bf16 trains it, as it would one of eight billion parameters.
 """
 
@@ -10,11 +9,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param
@@ -22,11 +18,9 @@ from safetensors.torch import save_file
 from test_loop import PROMPTS, ScriptedEngine, build_loop
 from test_loop import SETTINGS as ONE_RANK
 
-from dvp import files
 from dvp.cli import quiet
 from dvp.core.batch import Batch
-from dvp.files import sha256_file
-from dvp.training import checkpoint, launch, ranks
+from dvp.training import launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES
@@ -65,9 +59,7 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         place = folder / name
         loop = make_loop(model, name)
-        with recorded_hashes() as hashed:
-            run_loop(loop, place, place / "checkpoints", lambda row: None)
-        (place / f"hashed-{ranks.rank()}.json").write_text(json.dumps(hashed))
+        run_loop(loop, place, place / "checkpoints", lambda row: None)
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
@@ -91,19 +83,6 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         if ranks.is_main():
             recorded = [(place / part / RESPONSES).read_bytes() for part in (".", "continued")]
             assert recorded[0] == recorded[1]
-
-
-@contextmanager
-def recorded_hashes() -> Iterator[list[str]]:
-    """The files that this rank hashes in this block: TEMPORARY/deepspeed/NAME."""
-    hashed: list[str] = []
-
-    def record(path: Path) -> str:
-        hashed.append("/".join(path.parts[-3:]))
-        return sha256_file(path)
-
-    with patch.object(checkpoint, "sha256_file", record), patch.object(files, "sha256_file", record):
-        yield hashed
 
 
 def check_sums(trainer: Trainer) -> None:

@@ -109,16 +109,8 @@ def as_classifier(folder):
     Qwen3ForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
 
 
-def resize(folder):
-    """Qwen3 itself has 151,936 rows for 151,669 tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(448)
-    model.save_pretrained(folder)
-
-
 EMBEDDING, MATRIX = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
 FOLDERS = {
-    "padded": (resize, None),
     "in several files": (shard, None),
     "vocabulary": (
         partial(edit_config, vocab_size=399),
@@ -148,10 +140,6 @@ FOLDERS = {
     "classifier": (
         as_classifier,
         r"architectures: \['Qwen3ForSequenceClassification'\] is no causal .*'Qwen3ForCausalLM'$",
-    ),
-    "no language model": (
-        partial(edit_config, model_type="clip", architectures=["CLIPModel"]),
-        r"architectures: \['CLIPModel'\] is no causal .*; clip has none in transformers$",
     ),
     "type of a key": (partial(edit_config, num_hidden_layers="many"), "num_hidden_layers"),
 }

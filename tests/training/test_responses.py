@@ -153,22 +153,15 @@ def test_the_steps_that_are_kept(step, before, until, collapsed_at, kept):
 def test_other_files_are_refused_by_name(step, tmp_path):
     taken, path = recorder(), tmp_path / "responses.parquet"
     taken.record(1, *step)
-    whole = pa.Table.from_pylist(taken.rows, schema=SCHEMA)
-    with pytest.raises(DvpError, match="no such file"):
+    refused = "responses.parquet: expected the responses that `dvp train` records"
+    with pytest.raises(DvpError, match=f"{refused}.*No such file"):
         read_responses(path)
     path.write_text("not parquet")
-    with pytest.raises(DvpError, match="expected the responses that `dvp train` records"):
+    with pytest.raises(DvpError, match=refused):
         read_responses(path)
-    taken.rows[1]["weight"] = taken.rows[1]["weight"][:-1]
-    uneven = pa.Table.from_pylist(taken.rows, schema=SCHEMA)
-    for table, message in (
-        (whole.set_column(0, "step", pa.nulls(len(whole), pa.int32())), "step"),
-        (whole.slice(0, 0), "expected rows"),
-        (uneven, "expected rows with as many token_id, text"),
-    ):
-        pq.write_table(table, path)
-        with pytest.raises(DvpError, match=message):
-            read_responses(path)
+    pq.write_table(pa.Table.from_pylist(taken.rows, schema=SCHEMA).drop(["weight"]), path)
+    with pytest.raises(DvpError, match=f"{refused}.*weight"):
+        read_responses(path)
 
 
 TEXT = "Ein Apfel, 12 naïve 日本語 🦊👩‍🚀 √2 ≈ 1.41\n\tEnde"

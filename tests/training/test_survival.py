@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import ScriptedEngine, make_loop  # noqa: F401
+from test_loop import ScriptedEngine, make_loop, rows  # noqa: F401
 
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
@@ -24,16 +24,7 @@ from dvp.training.loop import run_loop
 from dvp.training.responses import RESPONSES, read_responses
 
 pytestmark = pytest.mark.slow
-TIMINGS = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync", "tokens_per_second")
 WORK = {"settings": "aaa", "data": {"train.parquet": "d"}, "base": {"model.safetensors": "b"}}
-
-
-def rows(folder: Path) -> list[dict]:
-    """metrics.jsonl but for the clock's part, which no two runs share."""
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMINGS} for line in lines]
 
 
 def train(loop, folder: Path, on_step=lambda row: None):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from dvp.errors import DvpError
 from dvp.files import read_json
-from dvp.rollout.layout import INDEX, weight_files
+from dvp.rollout.layout import weight_files
 from dvp.training.backend import Policy
 from dvp.training.rollouts import in_a_line
 
@@ -114,12 +114,10 @@ def _types(folder: Path) -> dict[str, str]:
     """safetensors' names for the types of all weights. Raises DvpError for a file that is missing or cut off."""
     types = {}
     for file in weight_files(folder):
-        if not file.is_file():
-            raise DvpError(f"{folder / INDEX}: names {file.name}, which is not there; is the model whole?")
         try:
             with safe_open(file, framework="pt") as weights:
                 types |= {name: weights.get_slice(name).get_dtype() for name in weights.offset_keys()}
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise DvpError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from None
     if not types:
         raise DvpError(f"{folder}: expected weights as .safetensors, found none")

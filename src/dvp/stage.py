@@ -5,7 +5,6 @@ config_hash, commit and the key of its MLflow run, which the next stage links to
 """
 
 import contextlib
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -66,38 +65,27 @@ class Stage:
         where a grid gives it. The JSON file keeps commit and seconds of the work itself, and says in `reused_from`
         where it was done.
         """
-        for other, there, run in self._alike():
+        for other, theirs in self.tracked.alike():
             # A file that cannot be read is of no use, and for one that cannot be written the work itself will say so.
             with contextlib.suppress(DvpError, OSError):
+                there = other / list(theirs.files)[-1]
                 record = read_json(there, KEY, "files")
-                if record[KEY] != self.tracked.key_in(other.name, run):
+                if record[KEY] != theirs.key:
                     continue
                 verify_checksums(there.parent, record["files"])
                 checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
                 for name in [*record["files"], *checkpoints, *record.get("kept", {}).values()]:
                     _copy(there.parent / name, self.result.parent / name)
-                source = f"{other.name} {record[KEY]}"
-                self.tracked.adopt(other, run)
+                source = f"{other.name} {theirs.key}"
+                self.tracked.adopt(other, theirs)
                 self.tracked.tag("reused_from", source)
                 print(f"the same as in {other}: copied", flush=True)
-                if run and "run" in record:
+                if "run" in record and self.tracked.run:
                     record["run"] = self.tracked.run
                 write_json(self.result, record | {KEY: self.tracked.key, "reused_from": source})
                 self.tracked.log_file(self.result)
                 return True
         return False
-
-    def _alike(self) -> Iterator[tuple[Path, Path, str]]:
-        """JSON files that this stage may have written for the same run, each with the experiment's folder that it is in
-        and the run's path there.
-        """
-        own, run = self.result.relative_to(self.folder).as_posix(), self.tracked.run
-        before, _, after = own.partition(run) if run else (own, "", "")
-        with_any_settings = re.sub(r"(/rho~[^/]+)(/.+)?(/seed~)", r"\1/**\3", own)
-        for other in sorted(self.folder.parent.iterdir()):
-            for there in sorted(other.glob(with_any_settings)) if other != self.folder else ():
-                name = there.relative_to(other).as_posix()
-                yield other, there, name[len(before) : len(name) - len(after)]
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def other(folder):
             "tracking_key": tracked.key,
         }
         write_json(run / "train.json", record)
+        tracked.log_file(run / "train.json")
     return other
 
 

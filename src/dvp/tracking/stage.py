@@ -33,8 +33,8 @@ from dvp.versions import STAGE_VERSIONS
 
 WAIT = 10.0  # seconds after a failed attempt at least, and
 SHARE = 20  # times what the attempt took: a dead store costs a stage 5 % of its time at most
-# The tags that say what a stage works on.
-WORK = ("stage", "stage_version", "config_hash", "inputs_hash", "run", "task")
+# The tags that say what a stage works on, beside the path of its run.
+WORK = ("stage", "stage_version", "config_hash", "inputs_hash", "task")
 
 
 class StageRun:
@@ -48,12 +48,19 @@ class StageRun:
         self._out, self._next_attempt = False, 0.0
         self.flush()
 
-    def key_in(self, experiment: str, run: str) -> str:
-        """The key that the same work (stage, version, settings, inputs, task) has in another experiment.
+    def alike(self) -> Iterator[tuple[Path, Record]]:
+        """What other experiments of the same results have finished of the same work, each with its folder.
 
-        run : the path of this run there.
+        The path of their run may have other training settings in it than this one's.
         """
-        return key_of(experiment, {name: self._record.tags[name] for name in WORK} | {"run": run})
+        ours = {name: self._record.tags[name] for name in WORK}
+        with_any_settings = re.sub(r"(/rho~[^/]+)(/.+)?(/seed~)", r"\1/**\3", self._relative(self._path))
+        for other in sorted(self._folder.parent.iterdir()):
+            for path in sorted(other.glob(with_any_settings)) if other != self._folder else ():
+                with contextlib.suppress(DvpError):
+                    theirs = read_record(path)
+                    if theirs.status == "FINISHED" and theirs.files and ours.items() <= theirs.tags.items():
+                        yield other, theirs
 
     def log_params(self, params: dict) -> None:
         """Parameters, flattened to dotted names; what is not set is left out. A re-run has the same ones."""
@@ -89,14 +96,10 @@ class StageRun:
         """Something to find the run by."""
         self._record.tags[name] = value
 
-    def adopt(self, folder: Path, run: str) -> None:
-        """Log what the same stage has logged in another experiment's `folder`, of a run with the path `run` there.
-
-        Raises DvpError.
-        """
-        path = self._relative(self._path).replace(f"/{self.run}/", f"/{run}/")
-        theirs = read_record(folder / path)
-        moved = re.sub(rf'/{re.escape(run)}(?=[/"])', lambda _: f"/{self.run}", theirs.model_dump_json())
+    def adopt(self, folder: Path, theirs: Record) -> None:
+        """Log what the same stage has logged in another experiment's `folder`. Raises DvpError."""
+        run = re.escape(theirs.tags["run"])
+        moved = re.sub(rf'/{run}(?=[/"])', lambda _: f"/{self.run}", theirs.model_dump_json())
         ours = Record.model_validate_json(moved)
         ours.params |= self._record.params
         for name in ("params", "results", "files", "metrics", "datasets"):

@@ -176,7 +176,7 @@ def make_loop(tiny_model, root, monkeypatch):
 
     def make(**options) -> Loop:
         experiment = load_experiment("smoke")
-        changes = {"max_response_tokens": 12, "tokens_per_micro_batch": 64, "keep_checkpoints": 2}
+        changes = {"max_response_tokens": 12, "tokens_per_micro_batch": 64}
         experiment = rehearsal.rehearsed(
             experiment.model_copy(update={"training": experiment.training.model_copy(update=changes)})
         )

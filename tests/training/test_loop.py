@@ -331,12 +331,18 @@ def test_the_first_step_measures_the_trainers_own_noise(make_loop):
     assert not any(name.startswith("self_noise") for name in second)
 
 
-def test_a_collapse_is_marked_and_the_run_goes_on(make_loop, tmp_path):
-    settings = {"collapse": {"reward_below": 0.6, "patience": 3}, "keep_responses": {"before_collapse": 1}}
-    loop = make_loop(steps=5, checkpoint_every=5, **settings)
+@pytest.fixture
+def collapse_at_3(monkeypatch):
+    """A mean reward that stays as it was is a fall, of two steps."""
+    monkeypatch.setattr("dvp.core.collapse.PATIENCE", 2)
+    monkeypatch.setattr("dvp.core.collapse.FALL", 1.5)
+
+
+def test_a_collapse_is_marked_and_the_run_goes_on(make_loop, tmp_path, collapse_at_3):
+    loop = make_loop(steps=5, checkpoint_every=5, keep_responses={"before_collapse": 1})
     _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     assert [row["collapsed"] for row in rows] == [False, False, True, True, True]
-    assert (loop.collapse.collapsed_at, loop.collapse.reason) == (3, "reward was below 0.6 for 3 steps")
+    assert (loop.collapse.collapsed_at, loop.collapse.reason) == (3, "the mean reward of 2 steps is 0.5, and was 0.5")
     assert sorted({row["step"] for row in read_responses(tmp_path / RESPONSES).to_pylist()}) == [1, 2, 3, 5]
 
 
@@ -381,7 +387,6 @@ CONTINUED = {
         "rho": "1e-3",
         "synchronise_every": 2,
         "minibatches": 2,
-        "collapse": {"reward_below": 0.6, "patience": 3},
     },
     "a learning rate that falls": {
         "method": {"advantage": "rloo", "learning_rate_decay": DECAY},
@@ -393,7 +398,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize("settings", CONTINUED.values(), ids=CONTINUED)
-def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings):
+def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings, collapse_at_3):
     """Stopped after step 3, with a checkpoint at step 2: the rest is as if nothing had happened."""
     whole = make_loop(**settings)
     run_loop(whole, tmp_path / "whole", tmp_path / "whole/checkpoints", lambda row: None)
@@ -434,11 +439,10 @@ def test_a_run_whose_files_are_deleted_under_it_ends_with_whole_ones(make_loop, 
             for name in ("metrics.jsonl", RESPONSES):
                 (tmp_path / name).unlink()
 
-    settings = {"checkpoint_every": 2, "keep_checkpoints": 1}
-    run_loop(make_loop(**settings), tmp_path, tmp_path / "c", on_step)
+    run_loop(make_loop(), tmp_path, tmp_path / "c", on_step)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-    _, rows = run_loop(make_loop(**settings, steps=5), tmp_path, tmp_path / "c", lambda row: None)
+    _, rows = run_loop(make_loop(steps=5), tmp_path, tmp_path / "c", lambda row: None)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
@@ -454,7 +458,7 @@ def test_weights_of_evaluated_steps_are_kept(make_loop, tmp_path, tiny_model, la
     """And checkpoints go as ever. Killed after a step: before it was kept, after that but before its checkpoint, …"""
 
     def run(folder, on_step=lambda row: None):
-        loop = make_loop(checkpoint_every=2, keep_checkpoints=1)
+        loop = make_loop()
         loop.kept = [1, 3, 4]
         run_loop(loop, folder, folder / "checkpoints", on_step)
         return loop
@@ -468,7 +472,11 @@ def test_weights_of_evaluated_steps_are_kept(make_loop, tmp_path, tiny_model, la
     with pytest.raises(KeyboardInterrupt):
         run(cut.parent, stop)
     run(cut.parent)
-    assert names(cut) == names(whole) == ["step-000004", "weights-000001", "weights-000003", "weights-000004"]
+    assert (
+        names(cut)
+        == names(whole)
+        == ["step-000002", "step-000004", "weights-000001", "weights-000003", "weights-000004"]
+    )
     for step in (1, 3, 4):
         path = checkpoint.kept_weights(cut, step)
         assert checkpoint.verify(path) == {"step": step, "ranks": 1, "fingerprint": "checkpoints"}

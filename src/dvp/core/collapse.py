@@ -5,6 +5,7 @@ from collections import deque
 from statistics import fmean
 
 MONITORED = ("k3", "gradient_norm")
+FALL, PATIENCE = 0.5, 8
 
 
 class CollapseDetector:
@@ -13,22 +14,18 @@ class CollapseDetector:
     It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands
     where it stood. A collapse is
 
-    - a fall: the mean reward of the last `patience` steps below `reward_fall` times the highest such mean so far;
-    - or a reward below `reward_below` for `patience` steps in a row;
+    - a fall: the mean reward of the last `PATIENCE` steps below `FALL` times the highest such mean so far;
     - or one of MONITORED that is infinite.
 
-    A value that is None or NaN (a skipped step has no gradient norm) is no value: it joins no history and breaks a run
-    of low ones.
+    A value that is None or NaN (a skipped step has no gradient norm) is no value: it joins no history.
     """
 
-    def __init__(self, *, reward_fall: float | None = 0.5, reward_below: float | None = None, patience: int = 8):
-        """A detector that has seen nothing; None: there is no such collapse."""
+    def __init__(self) -> None:
+        """A detector that has seen nothing."""
         self.collapsed_at: int | None = None
         self.reason: str | None = None
-        self._reward_fall, self._reward_below, self._patience = reward_fall, reward_below, patience
-        self._rewards = deque(maxlen=patience)
+        self._rewards = deque(maxlen=PATIENCE)
         self._highest = -math.inf
-        self._low_steps = 0
 
     def observe(self, step: int, row: dict) -> None:
         """Take in the metrics row of a finished step. After a collapse nothing changes any more."""
@@ -40,16 +37,11 @@ class CollapseDetector:
                 self.collapsed_at, self.reason = step, "; ".join(reasons)
 
     def _reasons(self, reward: float | None) -> list[str]:
-        reasons = []
         if reward is not None:
             self._rewards.append(reward)
-        if reward is not None and len(self._rewards) == self._patience:
-            mean, highest = fmean(self._rewards), self._highest
-            self._highest = max(mean, highest)
-            if self._reward_fall is not None and mean < self._reward_fall * highest:
-                reasons.append(f"the mean reward of {self._patience} steps is {mean:.3g}, and was {highest:.3g}")
-        low = reward is not None and self._reward_below is not None and reward < self._reward_below
-        self._low_steps = self._low_steps + 1 if low else 0
-        if self._low_steps >= self._patience:
-            reasons.append(f"reward was below {self._reward_below:g} for {self._patience} steps")
-        return reasons
+            if len(self._rewards) == PATIENCE:
+                mean, highest = fmean(self._rewards), self._highest
+                self._highest = max(mean, highest)
+                if mean < FALL * highest:
+                    return [f"the mean reward of {PATIENCE} steps is {mean:.3g}, and was {highest:.3g}"]
+        return []

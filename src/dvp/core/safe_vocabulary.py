@@ -408,9 +408,7 @@ class Feedback(_Ranged):
         return SafeVocabularies(safe, safe, self)
 
 
-Rule = Annotated[
-    Fixed | Margin | Mass | TopPRule | TopK | TopNSigma | Entropy | Feedback, Field(discriminator="rule")
-]
+Rule = Annotated[Fixed | Margin | Mass | TopPRule | TopK | TopNSigma | Entropy | Feedback, Field(discriminator="rule")]
 """Every rule for ρ that an experiment can ask for."""
 
 

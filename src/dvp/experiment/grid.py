@@ -15,7 +15,7 @@ from dvp.progress import setting_as_read
 from dvp.strict import Distinct, Name, OneOrMany, Positive, PositiveFloat, Several, Strict, optional
 
 # Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
-NO_AXES = ("adam_betas", "collapse", "keep_responses", "gpus", "nodes", "deepspeed")
+NO_AXES = ("adam_betas", "keep_responses", "gpus", "nodes", "deepspeed")
 
 WHOLE = "all"  # tokens of a response, beside bins of positions
 

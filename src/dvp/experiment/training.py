@@ -17,6 +17,8 @@ could then not be scored in fp32, and gradients would be summed in bf16. The pri
 pass of a micro-batch over the whole model brings 4 (N - 1)/N bytes a parameter to every rank, 29 GB for 8B on 8 ranks.
 That is 80 ms at 350 GB/s, hidden behind a forward pass of more than 2,000 tokens at 400 TFLOP/s.
 """
+KEEP_CHECKPOINTS = 2
+"""Of a run, the last so many."""
 
 
 class Noise(Strict):
@@ -47,17 +49,6 @@ class EngineConfig(Strict):
     """GPUs that one engine is spread over."""
     cuda_graphs: bool = True
     """Compile the model and replay its decoding steps as CUDA graphs; no effect on a CPU."""
-
-
-class Collapse(Strict):
-    """When a run counts as collapsed. It goes on: a collapse is a result."""
-
-    reward_fall: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
-    """The run collapsed when the mean reward of `patience` steps is below this share of the highest one before."""
-    reward_below: PositiveFloat | None = None
-    """Mean reward of a step."""
-    patience: Positive = 8
-    """Steps in a row that the reward must be low, and that mean rewards are over."""
 
 
 class KeepResponses(Strict):
@@ -104,8 +95,6 @@ class TrainingConfig(Strict):
     """Optimiser steps per rollout batch, each on as many of its prompts."""
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
-    collapse: Collapse = Collapse()
-    """When a run is marked as collapsed."""
     keep_responses: KeepResponses = KeepResponses()
     """Which responses are kept token by token."""
     max_prompt_tokens: Positive | None = None
@@ -123,8 +112,6 @@ class TrainingConfig(Strict):
     products are not rounded, though their factors still are bf16."""
     checkpoint_every: Positive
     """Steps."""
-    keep_checkpoints: Positive = 2
-    """The last so many are kept."""
 
     @property
     def ranks(self) -> int:

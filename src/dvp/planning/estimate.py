@@ -6,7 +6,7 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource, HubSource
 from dvp.experiment.grid import GridPoint
 from dvp.experiment.jobs import Job
-from dvp.experiment.training import EngineConfig
+from dvp.experiment.training import KEEP_CHECKPOINTS, EngineConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
 
@@ -98,7 +98,7 @@ class Estimate:
             case "train":
                 kept = len(experiment.evaluated_steps(job.run)) * whole
                 seconds = start + self.training.steps * step_total(self.step(job.engine)) + kept / DISK
-                return seconds, self.training.keep_checkpoints * self.checkpoint_bytes + kept
+                return seconds, KEEP_CHECKPOINTS * self.checkpoint_bytes + kept
             case "convert" if job.run.step is None:  # the checkpoint is checked; its weights are handled five times
                 return start + (self.checkpoint_bytes + 5 * whole) / DISK, whole
             case "convert":  # a run keeps the weights of its steps; the model is the same file

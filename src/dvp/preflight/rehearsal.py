@@ -95,7 +95,6 @@ def rehearsed(experiment: Experiment) -> Experiment:
     changed = {
         "steps": STEPS,
         "checkpoint_every": STEPS,
-        "keep_checkpoints": STEPS,
         "synchronise_every": 1,
         "warmup_steps": 0,
         "learning_rate": max(training.learning_rate, LEARNING_RATE),

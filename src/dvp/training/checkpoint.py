@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dvp.errors import DvpError
+from dvp.experiment.training import KEEP_CHECKPOINTS
 from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import TAG, Trainer
@@ -64,13 +65,13 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
     return path
 
 
-def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: int) -> Path:
+def save(folder: Path, step: int, trainer: Trainer, growing: list[Path]) -> Path:
     """Write the checkpoint of `step` below `folder`, with copies of the files that grow, metrics.jsonl among them.
 
     Returns its path.
 
-    All but the newest `keep` are deleted, and so is what a killed process left half-written; the caller holds the
-    run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
+    All but the newest KEEP_CHECKPOINTS are deleted, and so is what a killed process left half-written. The caller holds
+    the run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
     Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
     check_finite(trainer, step)
@@ -87,7 +88,7 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path], keep: i
 
     path = _written(folder / f"step-{step:06d}", step, write)
     if ranks.is_main():
-        for old in [*checkpoints(folder)[:-keep], *folder.glob(f"*{DAMAGED}")]:
+        for old in [*checkpoints(folder)[:-KEEP_CHECKPOINTS], *folder.glob(f"*{DAMAGED}")]:
             shutil.rmtree(old)
     return path
 

@@ -82,7 +82,7 @@ def run_loop(
             # Whole, as another Snakemake deletes a run's files before its job learns that the run goes on.
             write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
         began = time.perf_counter()
-        checkpoint.save(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file], config.keep_checkpoints)
+        checkpoint.save(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file])
         saved = len(rows)
         given_up = loop.engine.ranks == 1  # a rollout is, at once
         seconds_step = max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows)
@@ -152,7 +152,7 @@ class Loop:
         decay = method.learning_rate_decay
         self.learning_rate_share = None if decay is None else LearningRateShare(decay)
         self.tools = experiment.tools
-        self.collapse = CollapseDetector(**self.config.collapse.model_dump())
+        self.collapse = CollapseDetector()
         self.trainer = trainer
         self.engine = engine
         self.recorder = recorder

@@ -71,7 +71,7 @@ def save(folder: Path, step: int, trainer: Trainer, growing: list[Path]) -> Path
     Returns its path.
 
     All but the newest KEEP_CHECKPOINTS are deleted, and so is what a killed process left half-written. The caller holds
-    the run's lock. All ranks call this, each writes and hashes its own part, and it returns when the checkpoint is whole.
+    the run's lock. All ranks call this, each writes and hashes its own part; it returns when the checkpoint is whole.
     Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
     """
     check_finite(trainer, step)

@@ -340,19 +340,13 @@ class Loop:
             # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by
             # rounding, in bf16 by more than GSPO's bounds.
             old_BT = statistics["pruned_log_prob"] if moved else None
-            parts = {
-                "mask": rollout.batch.response_BT,
-                "old": old_BT,
-                "weight": weight_BT,
-                "advantage": update.advantage_BT,
-            }
-            cut = {
-                f"{name}_bT": None
+            parts = [
+                values_BT
                 if values_BT is None
                 else values_BT[rows_b, : batch.tokens_BT.shape[1]].to(self.trainer.device)
-                for name, values_BT in parts.items()
-            }
-            loss = partial(self._loss, **cut, denominator=update.weights.denominator, counts=counts)
+                for values_BT in (rollout.batch.response_BT, old_BT, weight_BT, update.advantage_BT)
+            ]
+            loss = partial(self._loss, counts, update.weights.denominator, *parts)
             self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
@@ -371,14 +365,13 @@ class Loop:
 
     def _loss(
         self,
-        now: TokenStatistics,
-        *,
+        counts: dict[str, int],
+        denominator: int,
         mask_bT: torch.Tensor,
         old_bT: torch.Tensor | None,
         weight_bT: torch.Tensor,
         advantage_bT: torch.Tensor,
-        denominator: int,
-        counts: dict[str, int],
+        now: TokenStatistics,
     ) -> torch.Tensor:
         """The loss of one micro-batch. To `counts` come its tokens that are clipped, and those that are outside the V_S
         of now, which has moved with the weights since the scoring, or its rounding with the batch.

@@ -210,6 +210,8 @@ def read_responses(path: Path) -> pa.Table:
             every = [[True] * length for length in pc.list_value_length(table["token_id"]).to_pylist()]
             table = table.append_column(WRITTEN, pa.array(every, WRITTEN.type))
         table = table.select([*SCHEMA.names, WRITTEN.name]).cast(SCHEMA.append(WRITTEN))
+    except FileNotFoundError:
+        raise DvpError(f"{path}: no such file; `dvp train` writes it") from None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         problem = " ".join(str(error).split())[:100]
         raise DvpError(f"{path}: expected the responses that `dvp train` records ({problem})") from None

@@ -16,7 +16,8 @@ from dvp.experiment.loading import load_experiment
 from dvp.experiment.reference import HEADING, reference
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "config/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "config/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 # Top-level names of the repository, so that a word with a slash is taken for a path only if it begins with one of them.
 TOP = ("src/", "tests/", "config/", "docs/", "envs/", "workflow/", "profiles/", "slurm/", "results/reference/")
 TO_BE_WRITTEN = ("config/experiments/mine.yaml",)
@@ -30,9 +31,32 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The links to a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The links to a document's headings, as GitHub makes them, and those that it names itself."""
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {*re.findall(r'<a id="([^"]+)"', text)} | {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
+
+
+DIALECT = re.compile(
+    r"""could[ ]not[ ]have[ ]been[ ]seen | told ([ ]apart)?[ ]from[ ]0 | cannot[ ]be[ ]told | by[ ]the[ ]rules?\b
+    | no[ ]rule[ ]asked
+    | by[ ]the[ ]estimates | wins?[ ](\w+[ ]){0,3}back | tak(e|es|ing)[ ](\w+[ ]){0,3}away | holds[ ]0 | turned[ ]round
+    | weights[ ]that[ ]come[ ]late | late[ ]weights | exact[ ]engine | coarse[ ]engine | sampled[ ]exactly | hardly
+    | sets?[ ]of[ ]problems | right[ ](answers|samples) | to[ ]the[ ]last[ ](bit|digit) | rehears\w* | borrowed[ ]time
+    | the[ ]nights | ended[ ]without[ ]a[ ]word | told[ ]as[ ]stories | page[ ]of[ ]claims | a[ ]method[ ]in[ ]a[ ]row
+    | made[ ]anew | mended | (nats|tokens|seconds|responses|prompts|bytes)[ ]a[ ](token|step|response|problem)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Words of this project's past that a reader of the field would have to decode."""
+TEXTS = [*DOCUMENTS, *(ROOT / "config").rglob("*.yaml"), ROOT / "src/dvp/analysis/shown.yaml"]
+TEXTS += [*(ROOT / "src/dvp/analysis/templates").iterdir(), *(ROOT / "workflow/report").iterdir()]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_words_are_those_of_the_field(text):
+    assert not [found[0] for found in DIALECT.finditer(text.read_text(encoding="utf-8"))]
 
 
 @documents

@@ -31,7 +31,7 @@ RUN = "method~dvp_mis/engine~coarse/rho~exp-13/seed~0"
             "method~dvp/engine~coarse/rho~exp-13/group_size~4/learning_rate~1e-06/by~coarse/seed~2",
             "dvp · coarse · ρ e⁻¹³ · G 4 · learning rate 1e-06 · by coarse · seed 2",
         ),
-        ("rehearsing a run with engine coarse/group_size~4", "rehearsing a run with engine coarse · G 4"),
+        ("preflight of a run with engine coarse/group_size~4", "preflight of a run with engine coarse · G 4"),
     ],
 )
 def test_paths_are_written_as_a_person_would(text, expected):

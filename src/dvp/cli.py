@@ -182,7 +182,7 @@ def preflight(
     memory_mb: Annotated[float | None, MEMORY] = None,
     process: Annotated[Literal["train", "resume", "convert", "evaluate"] | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Rehearse the whole path of a run in minutes.
+    """Run the whole path of a run once, in minutes, before the grid is trained.
 
     Starts trainer and engine with the ranks of the experiment, compares them, takes two steps on responses of the
     longest length, stops, resumes, converts and evaluates. Writes preflight/engine~NAME/preflight.json if every check

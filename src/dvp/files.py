@@ -144,7 +144,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"half a character (\\u{ord(half):04x} without its other half), which is no text") from None
+        raise ValueError(f"unpaired surrogate \\u{ord(half):04x}: not valid text") from None
     except json.JSONDecodeError:
         raise
     except ValueError as error:
@@ -228,7 +228,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is a duplicate")
     return value
 
 

@@ -1,4 +1,4 @@
-"""A version for each stage, bumped by hand, which says when its results must be made again."""
+"""A version for each stage, bumped by hand, which says when its results must be regenerated."""
 
 STAGE_VERSIONS = {
     "resolve": 1,

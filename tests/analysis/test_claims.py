@@ -62,7 +62,7 @@ claims:
         (CONDITION % "rho: e-13, above: 0", r"claims.0.conditions.0.where: ρ must lie in \(0, 1\)"),
         (CONDITION % "control: true, above: 0", "expected one that is not a control"),
         (CONDITION % "as: gain, above: 0", "claims: expected lists of claims by source; KeyError: 'gain'"),
-        ("{id: a, text: t, not_testable: n}, {id: a, text: u, not_testable: n}", "id 'a' is given twice"),
+        ("{id: a, text: t, not_testable: n}, {id: a, text: u, not_testable: n}", "id 'a' is a duplicate"),
         ("{id: a, text: t, not_testable: n, published: {relation: equal, value: high, unit: m}}", "published.value: "),
     ],
 )

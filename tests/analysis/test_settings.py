@@ -52,8 +52,8 @@ def test_a_table_has_a_column_for_each_setting_that_differs_and_says_which_sizes
         # tiny: 8 prompts a step; 41 tokens a response were made up.
         prompts = experiment.training.prompts_per_step
         assert note == (
-            f"The rows differ in training settings: G, steps. Equal in all of them: prompts a step ({prompts}). Not "
-            f"equal: responses a step ({4 * prompts} to {16 * prompts}), steps (12 to 48), responses of a run "
+            f"The rows differ in training settings: G, steps. Equal in all of them: prompts per step ({prompts}). Not "
+            f"equal: responses per step ({4 * prompts} to {16 * prompts}), steps (12 to 48), responses of a run "
             f"({48 * prompts:,} to {192 * prompts:,}), sampled tokens of a run ({span([48 * prompts * 41])} to "
             f"{span([192 * prompts * 41])})."
         )
@@ -75,8 +75,8 @@ def test_equal_responses_and_tokens_are_said(tmp_path):
     )
     notes = main_table(same, Results(same, tmp_path).folder).notes
     assert any(
-        "Equal in all of them: responses a step (128), steps (12), responses of a run (1,536), sampled tokens of a run "
-        "(62,976, within 5 %). Not equal: prompts a step (8 to 32)." in note
+        "Equal in all of them: responses per step (128), steps (12), responses of a run (1,536), sampled tokens of a "
+        "run (62,976, within 5 %). Not equal: prompts per step (8 to 32)." in note
         for note in notes
     )
 

@@ -113,21 +113,6 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
             for value in (2.5, "1_000", "nan", "1e999999999", "12 apples")
         ),
         ({}, {"answer_format": "gsm8k"}, "column 'answer': expected a result after ####, found '2'"),
-        # What one backslash in JSON left of \frac, \times and \neq.
-        *(
-            (
-                {column: text},
-                {},
-                f"column '{column}': a control character, {text[2]!r}, before {text[3:]!r}: most likely ",
-            )
-            for column in GOOD
-            for text in ("1 \frac{1}{2}", "3 \times 4", "a \neq b")
-        ),
-        (
-            {"problem": "Page\x0c2"},
-            {},
-            "column 'problem': a control character, '\\x0c', before '2': which no text ",
-        ),
         ({"id": True}, {"columns": GOOD | {"id": "id"}}, "column 'id': expected a text or a number, found True"),
     ],
 )
@@ -181,7 +166,7 @@ def table(**columns) -> pa.Table:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pa.table([["a"], ["1"], ["2"]], names=["problem", "answer", "answer"]), "a column is there twice"),
+        (pa.table([["a"], ["1"], ["2"]], names=["problem", "answer", "answer"]), "duplicate column"),
         (table(problem=pa.array([b"a\xff"]).cast(pa.string(), safe=False)), "UnicodeDecodeError: "),
         (table(answer=pa.array([2**60], pa.timestamp("ms"))), ""),
     ],
@@ -209,11 +194,11 @@ def test_a_damaged_parquet_file_is_one_line(write_file):
         ("a.jsonl", b"\xff\xfe\n", "UnicodeDecodeError"),
         ("a.jsonl", b"", "no rows"),
         ("a.jsonl", b'["a"]', "row 1: expected an object with named columns, found ['a']"),
-        ("a.jsonl", b'{"problem": "a", "problem": "b"}', "key 'problem' is there twice"),
+        ("a.jsonl", b'{"problem": "a", "problem": "b"}', "key 'problem' is a duplicate"),
         ("a.jsonl", b'{"problem": "a", "answer": %b}' % (b"1" * 5000), "Exceeds the limit"),
         ("a.jsonl", b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         ("a.json", b'{"problem": "a"}', "expected a list of objects, found dict"),
-        ("a.json", b'[{"problem": "a", "problem": "b"}]', "key 'problem' is there twice"),
+        ("a.json", b'[{"problem": "a", "problem": "b"}]', "key 'problem' is a duplicate"),
         ("a.parquet", b"nothing of the kind", "ArrowInvalid"),
         ("a.csv", b"problem,answer\n", "expected a file that ends in .json, .jsonl, .parquet"),
         ("gone.jsonl", None, "No such file"),

@@ -156,7 +156,7 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path, text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x:\n  a: 1\n  a: 1\n", "key 'a' is given twice .*line 3"),
+        ("x:\n  a: 1\n  a: 1\n", "key 'a' is a duplicate .*line 3"),
         ("a: [1, 2\nb: 3\n", "not valid YAML: .*line 2"),
         ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("a: 2024-13-45\n", "not valid YAML: month must be in"),
@@ -260,7 +260,7 @@ def test_what_is_not_resolved_is_no_results(name):
             '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',
             "torch_autocast: expected {'enabled': True, 'dtype': 'bfloat16', 'lower_precision_safe_modules': []} or no",
         ),
-        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "not valid JSON (key 'stage' is there twice)"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "not valid JSON (key 'stage' is a duplicate)"),
         ('{"zero_optimization": {"stage": 1}, "gradient_clipping": 2}', "gradient_clipping: unknown key"),
     ],
 )

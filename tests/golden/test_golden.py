@@ -227,7 +227,7 @@ def set_up_run(root, tiny_model, tmp_path, monkeypatch):
 
 
 def test_train_and_convert(set_up_run, tiny_model, tmp_path):
-    """Two steps with an engine that is off by 0.05 nats a token, and the model that they end in."""
+    """Two steps with an engine that is off by 0.05 nats per token, and the model that they end in."""
     loop, given = set_up_run
     before = {name: value.clone() for name, value in loop.trainer.weights()}
     final, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)

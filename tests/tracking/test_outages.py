@@ -102,7 +102,7 @@ def test_a_store_locked_for_a_part_of_the_run(folder, capfd):
     gone, back = lines_of(capfd)
     name = f"MLflow store sqlite:///{folder.parent}/mlflow.db"
     assert gone == (
-        f"{name}: cannot be used ((sqlite3.OperationalError) database is locked); the stage goes on, and "
+        f"{name}: cannot be used ((sqlite3.OperationalError) database is locked); the stage continues, and "
         f"`dvp track --config {folder}/config.yaml` brings in what it missed"
     )
     assert back == f"{name}: can be used again and has everything of this stage"

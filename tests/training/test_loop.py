@@ -546,6 +546,6 @@ def test_an_engine_with_another_model_stops_the_run(make_loop, tmp_path):
     resumed = make_loop()
     resumed.engine.load_weights = lambda weights: None  # it has the base model's
     with pytest.raises(
-        DvpError, match=r"^engine and trainer do not agree: KL [0-9.e-]+ nats a token, at most 1e-05 is"
+        DvpError, match=r"^engine and trainer do not agree: KL [0-9.e-]+ nats per token, at most 1e-05 is"
     ):
         run_loop(resumed, tmp_path, tmp_path / "checkpoints", lambda row: None)

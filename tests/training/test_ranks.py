@@ -198,7 +198,7 @@ def test_the_error_that_came_first_is_raised_and_no_other():
         ([stopped | {"timestamp": 3.0}, bug, aborted], RuntimeError, "^RuntimeError: lost rank 1$"),
         ([told], Stopped, "^stopped by SIGTERM; run again to go on$"),
         ([told, aborted], DvpError, r"^rank 1 was ended by SIGABRT \(Aborted\)$"),
-        ([], DvpError, "without a word"),
+        ([], DvpError, "no rank reported an error"),
     ):
         with pytest.raises(kind, match=message):
             launch.raise_first(reports)

@@ -20,7 +20,7 @@ rule preflight:
         version=STAGE_VERSIONS["preflight"],
         memory=declared_memory,
     message:
-        "rehearsing a run with engine {wildcards.engine}"
+        "preflight of a run with engine {wildcards.engine}"
     shell:
         "dvp preflight --config {params.config:q} --engine {wildcards.engine:q}"
         " --threads {threads} --stop-seconds {resources.stop_seconds} {params.memory} 2>&1 | tee {log:q}"

@@ -40,7 +40,8 @@ class Answers:
     """What docs/numbers.yaml names, of the results kept below a folder.
 
     Args:
-        declared: docs/numbers.yaml: `views` (keys used again and again), `numbers`, `tables` and `answers`.
+        declared: docs/numbers.yaml: `results` (the folder), `views` (keys used again and again), `numbers`, `tables`,
+            `answers`.
         results: the folder with EXPERIMENT/report/estimates.parquet.
         claims: as `evidence.answer` gives them.
     """
@@ -68,7 +69,9 @@ class Answers:
         experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
         style, negate = asked.pop("as", "number"), asked.pop("negate", False)
         if experiment not in self.statistics:
-            self.statistics[experiment] = read_statistics(self.results / experiment / ESTIMATES)
+            if not (file := self.results / experiment / ESTIMATES).is_file():
+                raise DvpError(f"{NUMBERS}: {name}: {file}: no such file")
+            self.statistics[experiment] = read_statistics(file)
         where = {key: str(value) for key, value in asked.items()}
         found = [
             one for one in self.statistics[experiment] if one.name == quantity and where.items() <= one.where.items()
@@ -118,7 +121,7 @@ class Answers:
 
 
 def _over(one: Statistic) -> str:
-    """Over what its interval is: training seeds, or sets of problems."""
+    """Over what its interval is: training seeds, or problem sets."""
     trained, sets = re.search(r"(\d+) training seeds", one.how), re.search(r"over (\d+) seeds", one.how)
     return f"{trained[1]} seeds" if trained else f"{sets[1]} problem sets" if sets else one.how
 
@@ -140,6 +143,6 @@ def pages(root: Path) -> list[Path]:
 def read(docs: Path, results: Path, claims: list[dict[str, Any]]) -> Answers:
     """docs/numbers.yaml. Raises DvpError."""
     declared = read_yaml(docs / NUMBERS)
-    if not isinstance(declared, dict) or set(declared) != {"views", "numbers", "tables", "answers"}:
-        raise DvpError(f"{docs / NUMBERS}: expected views, numbers, tables and answers")
+    if not isinstance(declared, dict) or set(declared) != {"results", "views", "numbers", "tables", "answers"}:
+        raise DvpError(f"{docs / NUMBERS}: expected results, views, numbers, tables and answers")
     return Answers(declared, results, claims)

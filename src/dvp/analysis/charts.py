@@ -25,7 +25,8 @@ from dvp.analysis.points import BASE
 from dvp.experiment.grid import parse_rho
 
 STEP = 0.22  # of a row's height, between its marks
-BELOW = 30.0  # times below its value ends a bar on a logarithmic axis that would go on to 0 and beyond
+BELOW = 30.0  # times below the lowest value a logarithmic axis ends at most; intervals that reach zero leave it there
+ZERO = 1e-300
 FEW = 5  # points of a line that are marked, so that a single one is seen
 MOST_WITH_SEEDS = 8  # lines of a panel, above which their seeds would hide them
 DODGE = 0.04  # of an axis, over which the bars of lines stand side by side
@@ -88,7 +89,7 @@ def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.D
     for place, row in enumerate(own.to_dict("records")):
         y, color = height + STEP * (place - (len(own) - 1) / 2), looks.color(row, by)
         value, low, high = (panel.get("scale", 1) * row[key] for key in VALUES)
-        low = value / BELOW if panel.get("log") == "log" and low <= 0 else low
+        low = max(low, ZERO) if panel.get("log") == "log" else low
         marker = MARKERS[panel["quantity"].index(row["quantity"])]
         hollow = row["at"] != "none" or (panel.get("hollow") == "zero" and row["low"] <= 0 <= row["high"])
         face = "white" if hollow else color
@@ -235,7 +236,7 @@ class _Lines:
         value, low, high = (scale * mean[key].to_numpy(dtype=float) for key in VALUES)
         if axes.get_yscale() == "log":
             value = np.where(value > 0, value, math.nan)
-            low = np.where(low > 0, low, value / BELOW)
+            low = np.maximum(low, ZERO)
         x = mean["x_shown"].to_numpy(dtype=float)
         if panel.get("bars"):
             span = x.max() / x.min() if axes.get_xscale() == "log" else max(np.ptp(x), 1)
@@ -303,6 +304,8 @@ def _scale(axes: Axes, axis: str, kind: str) -> None:
     name, _, linear = kind.partition(":")
     settings = {"linthresh": float(linear), "linscale": 0.7} if linear else {}
     getattr(axes, f"set_{axis}scale")(name, **settings)
+    if not linear:
+        getattr(axes, f"set_{axis}lim")(*_limits(axes, axis))
     low, high = getattr(axes, f"get_{axis}lim")()
     of = getattr(axes, f"{axis}axis")
     if linear:
@@ -312,6 +315,19 @@ def _scale(axes: Axes, axis: str, kind: str) -> None:
         of.set_major_locator(LogLocator(subs=(1, 2, 5)))
         of.set_major_formatter("{x:g}")
         of.set_minor_formatter(NullFormatter())
+
+
+def _limits(axes: Axes, axis: str) -> tuple[float | None, float | None]:
+    """A logarithmic axis has all intervals; where one reaches zero it ends so far below all values."""
+    place, shared = "xy".index(axis), getattr(axes, f"get_shared_{axis}_axes")().get_siblings(axes)
+    drawn = [line.get_xydata()[:, place] for of in shared for line in of.lines if line.get_zorder() == 3]
+    paths = [path for of in shared for collection in of.collections for path in collection.get_paths()]
+    values, ends = np.concatenate([[], *drawn]), np.concatenate([[], *(path.vertices[:, place] for path in paths)])
+    values, every = values[values > 0], np.concatenate([values, ends])
+    if not len(values):
+        return None, None
+    lowest = values.min() / BELOW if (ends <= ZERO).any() else every[every > ZERO].min()
+    return lowest / 1.2, 1.2 * np.nanmax(every)
 
 
 def present(shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, Any]]:

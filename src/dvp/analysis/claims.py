@@ -122,7 +122,7 @@ class Claims(Strict):
         ids = [claim.id for claim in self.claims]
         for claim in self.claims:
             if ids.count(claim.id) > 1:
-                raise ValueError(f"claims: id '{claim.id}' is given twice")
+                raise ValueError(f"claims: id '{claim.id}' is a duplicate")
             if claim.source not in self.sources:
                 raise ValueError(f"claims: {claim.source}: no such source; known are {', '.join(self.sources)}")
         return self

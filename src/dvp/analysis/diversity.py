@@ -1,7 +1,7 @@
 """Different solutions of problems that can have several: how many a policy finds, and whether two of them differ.
 
 How many are found grows with the score, as fewer samples are wrong. Whether two right samples of a problem differ does
-not, of one problem; over problems with equal weights it hardly does.
+not, of one problem; over problems with equal weights it rarely does.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     """Of every model and sampler, in places as those of the scores by policy (dvp.analysis.matrix.statistics).
 
     different_solutions_by_policy: different solutions among the right samples of a problem, mean over problems.
-    differing_pairs_by_policy: of the pairs of right samples of a problem the share that are different solutions, mean
+    differing_pairs_by_policy: of the pairs of correct samples of a problem the share that are different solutions, mean
     over the problems of all seeds that have a pair. tokens_used_by_policy: different tokens in the texts of all
     responses of a model. The first two also as differences, different_solutions_over_unpruned_by_policy and so on, that
     of differing pairs over the problems that have a pair with both models.
@@ -70,7 +70,7 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 
 def solutions(samples: pd.DataFrame) -> pd.DataFrame:
-    """Of every seed and problem: different solutions, pairs of right samples, and those that differ."""
+    """Of every seed and problem: different solutions, pairs of correct samples, and those that differ."""
     key = ["seed", "problem"]
     right = samples[samples["correct"]]
     puzzles = {reference: read(reference) for reference in right["reference"].unique()}

@@ -70,7 +70,7 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
         if not (key and equals and folder):
             raise DvpError(f"--experiments {pair}: expected KEY=FOLDER")
         if key in folders:
-            raise DvpError(f"--experiments {pair}: '{key}' is given twice, as {folders[key]} too")
+            raise DvpError(f"--experiments {pair}: '{key}' is a duplicate of {folders[key]}")
         folders[key] = Path(folder)
     file.check_keys(folders)
     read = {folder: read_report(folder) for folder in dict.fromkeys(folders.values())}

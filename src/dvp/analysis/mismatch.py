@@ -21,7 +21,7 @@ from dvp.experiment.grid import Measurement
 from dvp.measurement.files import ENGINE, SOURCES
 
 TAIL = (1e-4, 1e-2)
-"""p of the tokens whose d is looked at as the tail's: rarer ones are hardly ever sampled."""
+"""p of the tokens whose d is looked at as the tail's: rarer ones are rarely sampled."""
 HEAD = (0.9, 1.0)
 WEIGHTINGS = ("infer", "train")
 # Of an interval, by how the unit begins; a sum of probabilities may exceed 1.

@@ -95,8 +95,8 @@ def settings_note(experiment: Experiment, statistics: list[Statistic]) -> str:
         return ""
     responses = [training.prompts_per_step * training.group_size for training in every]
     sizes = {
-        "prompts a step": [training.prompts_per_step for training in every],
-        "responses a step": responses,
+        "prompts per step": [training.prompts_per_step for training in every],
+        "responses per step": responses,
         "steps": [training.steps for training in every],
         "responses of a run": [one * training.steps for one, training in zip(responses, every, strict=True)],
         "sampled tokens of a run": [one.value for one in sampled],

@@ -72,7 +72,7 @@ def mismatch(groups: list[Group]) -> Iterator[pd.DataFrame]:
     """Of every policy and engine what `_bounds`, `_by_probability` and `_densities` say."""
     for place, group in enumerate(groups):
         yield from _bounds(group)
-        # The trainer's own noise hardly depends on the engine whose positions are looked at.
+        # The trainer's own noise barely depends on the engine whose positions are looked at.
         first = group.policy not in [other.policy for other in groups[:place]]
         yield from _by_probability(group, SOURCES if first else (ENGINE,))
         yield from _densities(group)

@@ -96,7 +96,7 @@ def evidence(experiments: list[str], output: Path) -> None:
 
 def redraw(results: Path, root: Path = Path()) -> None:
     """Everything that is drawn below `results`, from the estimates that are kept there; the claims report; an index;
-    and the numbers in the pages below `root`, where docs/numbers.yaml declares some.
+    and the numbers in the pages below `root`, if docs/numbers.yaml has them from these results.
 
     A picture of what no estimate or series was kept of stays as it is.
     """
@@ -128,7 +128,8 @@ def redraw(results: Path, root: Path = Path()) -> None:
         write_text(results / name, text)
     write_json(results / "claims.json", answered)
     print(f"{results / 'claims.md'}: {len(answered['claims'])} claims")
-    if (root / "docs" / NUMBERS).is_file():
+    declared = root / "docs" / NUMBERS
+    if declared.is_file() and (root / read_yaml(declared)["results"]).resolve() == results.resolve():
         answers = read(root / "docs", results, answered["claims"])
         for page in pages(root):
             write_text(page, fill(page.read_text(encoding="utf-8"), answers))

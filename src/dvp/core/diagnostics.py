@@ -153,7 +153,7 @@ def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT
 
 @torch.no_grad()
 def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """What pruning takes away: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
+    """What pruning removes: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
 
     (docs/method.md, Theory 5.) The expectation is over the trainer's responses, full or pruned. What is measured is the
     mean over the engine's responses. It is an estimate, as good as the two agree, and not a bound.

@@ -183,7 +183,7 @@ class _Head(torch.autograd.Function):
         ctx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, ...]:
         sums, target_logit_N, log_rho_N, overlap_N = _sums(hidden_NH, weight_VH, targets_N, options)
-        # Where nothing is pruned the pruned sums are 0, and both forms are equal to the last bit.
+        # Where nothing is pruned the pruned sums are 0, and both forms are bit-identical.
         sum_N = sums.safe_sum + sums.pruned_sum
         target_shift_N = target_logit_N - sums.maximum
         in_safe_N = target_shift_N >= log_rho_N if options.kept is None else options.kept.contain(targets_N)
@@ -222,7 +222,7 @@ class _Head(torch.autograd.Function):
         hidden_NH, weight_VH, *of_rows = ctx.saved_tensors
         saved, options = _Saved(*of_rows), ctx.options
         # Then the gradient is exactly 0 at every token that is pruned. Where none is, the products are those without a
-        # safe vocabulary, to the last bit.
+        # safe vocabulary, bit-identical.
         of_safe_alone = (options.safe, options.kept) != (None, None) and grad_log_prob is None and grad_entropy is None
         of_safe_alone = of_safe_alone and bool((saved.safe_size < len(weight_VH)).any())
         # Of log-prob and entropy, full and pruned.

@@ -66,7 +66,7 @@ class KeptSets:
         return state_M, self.ids_M.long()
 
     def sums(self, values_M: torch.Tensor) -> torch.Tensor:
-        """The sum over each set, (N,), always in the same order: a GPU's index_add would not repeat to the last bit.
+        """The sum over each set, (N,), always in the same order: a GPU's index_add would not be bit-identical.
 
         Added up in float64: one after the other, 1e5 small fp32 values would lose four digits, all to the same side.
         """

@@ -50,7 +50,7 @@ class OffPolicyMask(MaskRule):
     by_token = False
     kind: Literal["off_policy"]
     delta: PositiveFloat
-    """δ, nats a token."""
+    """δ, nats per token."""
 
     @no_grad
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Which tokens are safe is known when the maximum is, and a running maximum could 
 So the first reading takes an entry for the maximum that mostly is it, and a row in which it is not is read again.
 
 Block sizes are fixed, not tuned by timing: that would change the order of summation from process to process, and a run
-that goes on would not repeat to the last bit. Compiled for an H100 (sm_90) the sums take 48 registers a thread, and
+that resumes would not be bit-identical. Compiled for an H100 (sm_90) the sums take 48 registers a thread, and
 five programs of 8 warps share a multiprocessor; blocks of 4,096 would take 172, and one program would fit. On an H200
 other blocks changed the head's time by 6 % or less (results/reference/bench/h200_profile.txt).
 

@@ -36,7 +36,7 @@ class Puzzle(NamedTuple):
         return json.dumps(fields, separators=(", ", ": "))
 
     def solution(self, answer: str) -> str:
-        """What right answers share that are the same solution: another layout, or more than was asked for, is none."""
+        """What correct answers share that are the same solution: another layout, or more than asked, is none."""
         if self.dataset == "graph_color":
             colors = json.loads(answer)
             if isinstance(colors, dict):

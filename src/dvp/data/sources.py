@@ -187,7 +187,7 @@ def _parquet_rows(source: FileSource) -> Iterator[Any]:
     file = pq.ParquetFile(source.path)
     names = file.schema_arrow.names
     if len(set(names)) < len(names):
-        raise ValueError(f"a column is there twice: {', '.join(sorted(names))}")
+        raise ValueError(f"duplicate column: {', '.join(sorted(names))}")
     for batch in file.iter_batches(columns=_top_level(source, names)):
         yield from batch.to_pylist()
 

@@ -65,9 +65,9 @@ class Experiment(Strict):
     tools: Tools | None = optional()
     """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
-    """Whether the whole path is rehearsed before the grid is trained; auto: where the base model is not trained here.
-    No run is trained before all rehearsals have passed, so that a change of this key after training asks for all of it
-    again."""
+    """Whether a preflight of the whole path runs before the grid is trained; auto: where the base model is not
+    trained here. No run is trained before all preflights have passed, so that a change of this key after training
+    asks for all of it again."""
     mismatch: MismatchConfig | None = None
     """Measurements of the mismatch at fixed policies."""
     bias: BiasConfig | None = None

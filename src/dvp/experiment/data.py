@@ -25,8 +25,8 @@ class Columns(Strict):
 
 
 MOST_STEPS = {"chains": 13, "shortest_path": 12, "graph_color": 12}
-"""Of chains of 17 rounds or more no three changes keep the numbers in their range, and of 16 hardly any; of 20 vertices
-at random hardly any have a colouring."""
+"""Of chains of 17 rounds or more no three changes keep the numbers in their range, and of 16 almost none; of 20
+vertices at random almost none have a colouring."""
 
 
 class GeneratedSource(Strict):

@@ -35,7 +35,7 @@ class Job:
     """Of an evaluation."""
     measurement: Measurement | None = None
     asked: bool = True
-    """False: a rehearsal that no run waits for, which somebody may ask for by hand."""
+    """False: a preflight that no run waits for, which somebody may ask for by hand."""
 
 
 def list_jobs(experiment: "Experiment") -> Iterator[Job]:

@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
         keys = [key for key, _ in node.value]
         for place, key in enumerate(keys):
             if key.value in [before.value for before in keys[:place]]:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is a duplicate", key.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:

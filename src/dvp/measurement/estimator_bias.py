@@ -73,7 +73,7 @@ def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
     """|g|² from the inner products of the reference's batches.
 
     Raises:
-        DvpError: fewer than 4 batches, or an interval that holds 0: nothing can be given relative to it.
+        DvpError: fewer than 4 batches, or an interval that includes zero: nothing can be given relative to it.
     """
     value, without_m = _squared_mean(reference_mm, "reference batches")
     norm = Jackknifed(value.item(), without_m[:0], without_m)
@@ -91,7 +91,7 @@ def gradient_statistics(
     """Each of VARIANCE_STATISTICS, of estimates of the gradient or of a part of it; with `cross_nm` STATISTICS too.
 
     The cosine and variance_over_signal are NaN where they are not defined: with an |E x|² that is not estimated above
-    0, and where its 95 % interval holds 0. The signal of differences x − h is the squared bias of x paired with h
+    0, and where its 95 % interval includes zero. The signal of differences x − h is the squared bias of x paired with h
     (dvp.measurement.paired_bias).
 
     Args:

@@ -1,7 +1,7 @@
 """What share of the responses' tokens a correction will keep, before a run has shown it.
 
-Trainer and engine differ by Gaussian noise, independent from token to token: with a KL(q‖p) of κ nats a token, log p −
-log q of a sampled token is N(−κ, 2κ), the only normal law under which the ratio has mean 1. The sum over T tokens is
+Trainer and engine differ by Gaussian noise, independent from token to token: with a KL(q‖p) of κ nats per token, log p
+− log q of a sampled token is N(−κ, 2κ), the only normal law under which the ratio has mean 1. The sum over T tokens is
 N(−κT, 2κT), their mean N(−κ, 2κ/T). Tails of a real mismatch are heavier, so that a veto costs more than is said here.
 """
 
@@ -22,7 +22,7 @@ def kept_share(rule: ImportanceRule, kl: float, tokens: float) -> float:
     For a rule that rejects whole responses it is their share. Bounds, veto, trust region and K3 filter count as
     independent.
 
-    kl : KL(q‖p), nats a token, above 0.
+    kl : KL(q‖p), nats per token, above 0.
     """
     share = 1.0
     if rule.action == "mask":

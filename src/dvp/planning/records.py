@@ -23,7 +23,7 @@ class Trained(NamedTuple):
     tokens: float
     """Of a response, the mean over all."""
     kl: float
-    """k3 in nats a token, the median over the steps: a run that collapses ends with a huge one."""
+    """k3 in nats per token, the median over the steps: a run that collapses ends with a huge one."""
 
 
 @dataclass(frozen=True)

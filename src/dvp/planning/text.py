@@ -86,7 +86,7 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
                 f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
                 f"{row['engine']} would keep {few[0][0]:.0%} of the responses of {row['mean']['tokens']:,.0f} tokens "
                 f"at {'the recorded' if row['recorded'] else 'a'} KL of {few[0][1]:.2g}; "
-                "long responses are then hardly trained on"
+                "long responses are then rarely trained on"
             )
     yield "memory: of the machine, the most that a recorded job held"
     yield "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it"
@@ -130,7 +130,7 @@ def _kept(row: dict[str, Any]) -> dict[str, str]:
         for name in ("mean", "longest")
     )
     nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-    return _of(row) | {"nats a token": nats, "kept of tokens": ", ".join(shares)}
+    return _of(row) | {"nats per token": nats, "kept of tokens": ", ".join(shares)}
 
 
 def _table(rows: list[dict[str, str]], left: int) -> str:

@@ -1,1 +1,1 @@
-"""The whole path of a run, rehearsed in minutes before the grid is trained."""
+"""The whole path of a run, tried in minutes before the grid is trained."""

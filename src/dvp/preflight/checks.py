@@ -71,8 +71,8 @@ def check_mismatch(engine: Positions, noise: dict[str, Positions], kind: str, of
     own = {name: distance(positions) for name, positions in noise.items()}
     return Verdict(
         measured["kl"] <= limit,
-        f"KL {measured['kl']:.2g} nats a token at {len(engine.train_NV)} positions, {limit:g} are allowed to an engine "
-        f"that is {kind}{' and has noise' if of_noise else ''}; worst token {measured['worst_token']:.2g} nats; "
+        f"KL {measured['kl']:.2g} nats per token at {len(engine.train_NV)} positions, {limit:g} are allowed to an "
+        f"engine that is {kind}{' and has noise' if of_noise else ''}; worst token {measured['worst_token']:.2g} nats; "
         f"the trainer against itself, KL {own['shape']['kl']:.2g} in another batch shape and "
         f"{own['bf16']['kl']:.2g} in another precision",
         {**measured, "limit": limit, "positions": len(engine.train_NV), "noise": own},

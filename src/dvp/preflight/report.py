@@ -21,7 +21,7 @@ CHECKS = {
     "steps": "two optimiser steps on responses of the longest length",
     "memory": "the largest memory of these steps against what there is",
     "save": "on SIGTERM an update is finished and saved in the time that the scheduler leaves",
-    "resume": "what the checkpoint gives back is what was saved, to the last bit",
+    "resume": "what the checkpoint gives back is bit-identical to what was saved",
     "convert": "the checkpoint becomes a Hugging Face model, with its proof",
     "synchronise": "an engine that was handed the weights in memory equals one freshly started from them",
     "evaluate": "four problems are sampled, graded and summarised",

@@ -35,7 +35,7 @@ WORK = "work"
 def preflight(
     config: Path, engine: str, threads: int, stop_seconds: int, memory: float | None, process: Process | None
 ) -> None:
-    """Rehearse the path of a run with an engine → preflight/engine~ENGINE/preflight.json if nothing failed.
+    """Try the path of a run with an engine → preflight/engine~ENGINE/preflight.json if nothing failed.
 
     engine : the engine, followed by the training settings that the grid gives, if any: ENGINE/KEY~VALUE/….
     stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.

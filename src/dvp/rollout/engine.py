@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Log-probabilities (V,) float32 with which the engine would sample the token after `prompt`, at temperature 1.
 
         `rule` is the safe vocabulary, None for the full one; −inf where it masks. The logits behind two calls with the
-        same prompt are the same to the last bit, whatever the rule.
+        same prompt are bit-identical, whatever the rule.
         """
 
     def sleep(self, *, keep_weights: bool) -> None:

@@ -115,14 +115,14 @@ class StageRun:
             return
         try:
             store.send(self._folder, self._record, self._rows)
-        except Exception as error:  # whatever a store's client may raise: the files have everything, the stage goes on
+        except Exception as error:  # whatever a store's client may raise: the files have everything
             ended = time.monotonic()
             self._next_attempt = ended + max(WAIT, SHARE * (ended - started))
             if not self._out:
                 config = self._folder / "config.yaml"
                 remedy = f"`dvp track --config {config}`" if config.is_file() else "the same command again"
                 reason = store.reason_of(error, self._folder.parent)
-                self._say(f"cannot be used ({reason}); the stage goes on, and {remedy} brings in what it missed")
+                self._say(f"cannot be used ({reason}); the stage continues, and {remedy} brings in what it missed")
             self._out = True
         else:
             if self._out:

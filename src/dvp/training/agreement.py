@@ -49,7 +49,7 @@ def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
 
 
 def kl_of_noise(engine: EngineConfig) -> float:
-    """The most that an engine's own noise adds to the KL on average, nats a token: σ².
+    """The most that an engine's own noise adds to the KL on average, nats per token: σ².
 
     With δ = σ ξ on the logits, KL(q‖p) = E_q[δ] − log E_p[e^δ]. The mean of the second term is ≥ 0 (Jensen), that of
     the first σ² E[1 − Σ_a q_a²] (Stein), at most σ²; noise on some entries alone has less.
@@ -88,7 +88,7 @@ def compare(
 
 
 def distance(positions: Positions) -> dict[str, float]:
-    """Mean KL (nats a token) and largest |ε| (nats) of what was compared, over all ranks."""
+    """Mean KL (nats per token) and largest |ε| (nats) of what was compared, over all ranks."""
     kl_N = kl(positions.infer_NV, positions.train_NV)
     worst_N, _ = epsilon(positions.train_NV, positions.infer_NV)
     every = ranks.gather((kl_N.mean().item(), worst_N.max().item()))
@@ -146,7 +146,7 @@ class Agreement:
         found = distance(positions)["kl"]
         if not found <= self._limit:
             raise DvpError(
-                f"engine and trainer do not agree{when}: KL {found:.2g} nats a token, at most {self._limit:.2g} is "
+                f"engine and trainer do not agree{when}: KL {found:.2g} nats per token, at most {self._limit:.2g} is "
                 f"rounding of this engine: vLLM computes another {self._name} than transformers, or did not get all of "
                 "its weights; use a model of another architecture (docs/models.md)"
             )

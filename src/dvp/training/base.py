@@ -136,7 +136,7 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
 def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> list[Story]:
     """Stories for the tokenizer and the warm start, none of which is an evaluation problem.
 
-    Raises DvpError if hardly any other problem comes up.
+    Raises DvpError if almost no other problem comes up.
     """
     wanted = max(base.tokenizer.documents, base.warm_start.steps * base.warm_start.batch_size)
     # Another stream than the experiment's problems, which use source.seed itself.

@@ -128,7 +128,7 @@ def _reports(logs: str) -> list[dict]:
 def raise_first(reports: list[dict]) -> None:
     """Raise what went wrong first; a rank that loses another one fails as well."""
     if not reports:
-        raise DvpError("the ranks did not start, or ended without a word; expected a line above that says why")
+        raise DvpError("the ranks did not start, or no rank reported an error; expected a line above that says why")
     first = min(reports, key=lambda report: (KINDS.index(report["kind"]), report["timestamp"]))
     if first["kind"] in ("other", "told") and first["signal"] is not None:
         raise Stopped(first["message"], first["signal"])

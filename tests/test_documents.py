@@ -1,19 +1,23 @@
 """What the documents say is there, is there: files, verbs, links, configuration keys, experiments that they show."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
-from dvp.experiment.loading import load_experiment
-from dvp.experiment.reference import HEADING, reference
+from dvp.experiment.config import Experiment
+from dvp.experiment.loading import load_experiment, read_yaml
+from dvp.experiment.reference import HEADING, editor_schema, reference
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "config/README.md")
@@ -140,6 +144,34 @@ def test_the_experiments_and_methods_that_are_shown_are_accepted(document, tmp_p
 def test_all_keys_are_in_the_configurations_manual():
     written = (ROOT / "config/README.md").read_text(encoding="utf-8").partition(HEADING)[2]
     assert written == reference(), "run `make format`"
+
+
+def test_editors_have_the_schema_of_every_experiment():
+    schema = json.loads((ROOT / "config/schema.json").read_text(encoding="utf-8"))
+    assert schema == editor_schema(), "run `make format`"
+    check = jsonschema.Draft202012Validator(schema)
+    for file in (ROOT / "config/experiments").rglob("*.yaml"):
+        named = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# yaml-language-server: $schema=")
+        assert (file.parent / named).resolve() == ROOT / "config/schema.json", file
+        assert not list(check.iter_errors(read_yaml(file))), file
+    for wrong in ({"seedz": [0]}, {"training": {"stepz": 1}}, {"training": {"steps": "many"}}):
+        assert not check.is_valid(wrong)
+
+
+def test_every_key_has_a_meaning():
+    schema = Experiment.model_json_schema()
+    groups = [("file", schema), *schema["$defs"].items()]
+    keys = {f"{name}.{key}": value for name, group in groups for key, value in group.get("properties", {}).items()}
+    assert not [
+        key for key, value in keys.items() if not key.endswith((".kind", ".rule")) and "description" not in value
+    ]
+
+
+def test_the_version_is_told_once():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"badge/version-{version}-" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changes\n", "", 1)
 
 
 def test_the_citation_is_complete():

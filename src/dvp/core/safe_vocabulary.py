@@ -298,6 +298,7 @@ class TopPRule(RhoRule):
     takes_rho = False
     rule: Literal["top_p"]
     p: Annotated[float, Field(gt=0, lt=1)]
+    """The probability that is kept, such as 0.99."""
 
     def safe(self, rho: float | None, max_response_tokens: int) -> MassBudget:
         return MassBudget(1 - self.p)
@@ -318,6 +319,7 @@ class TopK(_OfLogits):
 
     rule: Literal["top_k"]
     k: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    """Tokens kept, such as 32."""
 
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -340,6 +342,7 @@ class TopNSigma(_OfLogits):
 
     rule: Literal["top_n_sigma"]
     n: PositiveFloat
+    """Standard deviations, such as 1."""
 
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -357,7 +360,9 @@ class TopNSigma(_OfLogits):
 
 class _Ranged(RhoRule):
     lowest: Rho
+    """The smallest ρ that it may come to, such as 1e-4."""
     highest: Rho
+    """The largest, such as 0.1."""
 
     @model_validator(mode="after")
     def _ordered(self) -> _Ranged:
@@ -392,8 +397,11 @@ class Feedback(_Ranged):
     signal: Literal["k3", "vetoed_fraction", "tail_mismatch", "reward"]
     """The metric that is watched; the reward of a step's responses is the pass rate of its problems."""
     low: Annotated[float, Field(ge=0)]
+    """Below it ρ is divided by `factor`, in the signal's unit."""
     high: PositiveFloat
+    """Above it ρ is multiplied by `factor`."""
     factor: Annotated[float, Field(gt=1)]
+    """Such as 2."""
     patience: Positive
     """This many steps in a row on the same side make one change; then counting starts anew."""
 

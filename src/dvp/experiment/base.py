@@ -21,13 +21,19 @@ class _Transformer(Strict):
     """The shape of a Qwen3 model: grouped queries with normalised heads, SwiGLU."""
 
     hidden_size: Positive
+    """Width of the residual stream."""
     layers: Positive
+    """Transformer blocks."""
     heads: Positive
+    """Query heads of attention, a multiple of kv_heads."""
     kv_heads: Positive
+    """Key and value heads."""
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     """Even, as rotary positions turn pairs of numbers."""
     intermediate_size: Positive
+    """Width of the feed-forward layer."""
     tie_word_embeddings: bool = True
+    """Whether the head is the embedding."""
 
     @model_validator(mode="after")
     def _grouped(self) -> "_Transformer":
@@ -58,8 +64,9 @@ class WarmStart(Strict):
     steps: Positive
     """Optimiser steps."""
     batch_size: Positive
-    """Documents a step."""
+    """Documents per step."""
     learning_rate: LearningRate
+    """AdamW's, at its highest, such as 1e-3."""
     careless_fraction: Fraction
     """Share of the solutions that are careless."""
     careless_error: Fraction
@@ -75,7 +82,9 @@ class TrainedBase(Strict):
     source: Name
     """The generated source whose generator supplies the documents."""
     tokenizer: TokenizerConfig
+    """Trained on the documents."""
     architecture: Architecture
+    """Sizes of the model, such as 3 layers of 128."""
     warm_start: WarmStart
     """Supervised training before RL."""
 

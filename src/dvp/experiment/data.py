@@ -41,6 +41,7 @@ class GeneratedSource(Strict):
     count: Positive
     """Problems."""
     seed: Seed
+    """Of the problems: the same seed makes the same ones."""
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
     """Fewest and most steps of a problem; of chains, rounds: 13 at most; of shortest_path, rows and columns, of
     graph_color, vertices: 2 to 12."""
@@ -127,6 +128,7 @@ class DataConfig(Strict):
     """Whether only what follows a response's last </think> states its answer, and an unclosed <think> nothing; null:
     it does if a chat template is applied that mentions <think>."""
     decontamination: Decontamination = Decontamination()
+    """Which training problems are too like one of the evaluation, and are left out."""
 
     @field_validator("prompt_template")
     @classmethod

@@ -49,7 +49,9 @@ class Rho(str):
         """A text, made by `Rho`."""
         text = core_schema.to_string_ser_schema()
         return core_schema.no_info_plain_validator_function(
-            cls, serialization=text, json_schema_input_schema=core_schema.str_schema()
+            cls,
+            serialization=text,
+            json_schema_input_schema=core_schema.union_schema([core_schema.float_schema(), core_schema.str_schema()]),
         )
 
 

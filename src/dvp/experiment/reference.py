@@ -1,11 +1,14 @@
-"""Every key of an experiment as Markdown, from the JSON Schema of the models.
+"""Every key of an experiment as Markdown, and their JSON Schema for editors, from the models.
 
-config/README.md ends with it: `python -m dvp.experiment.reference` writes it there, and a test fails when it is stale.
+config/README.md ends with the one, config/schema.json is the other: `python -m dvp.experiment.reference` writes both,
+and a test fails when they are stale.
 """
 
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.importance import PRESETS
@@ -26,6 +29,36 @@ def reference() -> str:
     for title in titles:  # and those that it comes to
         titles += dict.fromkeys(name for name in re.findall(r"defs/(\w+)", str(groups[title])) if name not in titles)
     return "\n\n".join([*(_section(title, groups[title]) for title in titles), _names()]) + "\n"
+
+
+def editor_schema() -> dict[str, Any]:
+    """The JSON Schema of a file of config/experiments: any key may be left to `extends`, and null removes one."""
+    schema = Experiment.model_json_schema()
+    del schema["properties"]["deepspeed"]  # filled in
+    extends = "The experiment that has every key which this file leaves out."
+    schema["properties"]["extends"] = {"type": "string", "description": extends}
+    groups = schema["$defs"]
+    for group in ("GridEntry", "Estimators"):  # one or many
+        for value in groups[group]["properties"].values():
+            _or(value, *[each["items"] for each in (value, *value.get("anyOf", ())) if "items" in each])
+    for key in ("safe_vocabulary", "importance", "loss"):  # by name
+        _or(groups["Method"]["properties"][key], {"type": "string"})
+    for group in (schema, *groups.values()):
+        group.pop("required", None)
+        for value in group.get("properties", {}).values():
+            named = [value.get("additionalProperties"), *value.get("patternProperties", {}).values()]
+            for each in (value, *(one for one in named if isinstance(one, dict))):
+                _or(each, {"type": "null"})
+    text = json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, ensure_ascii=False)
+    return json.loads(text.replace('{"type": "value"}', "{}"))
+
+
+def _or(value: dict[str, Any], *more: dict[str, Any]) -> None:
+    """What is also allowed, in place."""
+    told = {key: value.pop(key) for key in ("description", "default", "title") if key in value}
+    own = dict(value)
+    value.clear()
+    value.update({"anyOf": [own, *more]} | told)
 
 
 def _section(title: str, group: dict) -> str:
@@ -98,3 +131,4 @@ def write_reference(document: Path) -> None:
 
 if __name__ == "__main__":
     write_reference(Path("config/README.md"))
+    Path("config/schema.json").write_text(json.dumps(editor_schema(), indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -110,6 +110,25 @@ def resolve(
     create_store(named(folder).parent, loaded.name, view_tags(loaded))
 
 
+@app.command(name="list", rich_help_panel=EXPERIMENT)
+def list_(results: Annotated[Path, _path("FOLDER", "where results go")] = Path("results")) -> None:
+    """List the experiments: training runs, whether a report is there, and what each asks.
+
+    Reads config/; run it in the repository's root.
+    """
+    from dvp.experiment.listing import experiments
+
+    print(experiments(results))
+
+
+@app.command(rich_help_panel=EXPERIMENT)
+def keys(key: Annotated[str | None, typer.Argument(help="a key or a group of keys")] = None) -> None:
+    """Say what a key of an experiment means, or list the groups of keys."""
+    from dvp.experiment import listing
+
+    print(listing.keys(key))
+
+
 SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")
 GPU = _option("GPU", "a100, h100, h200 or cpu", show_default="h200; cpu if the pipeline trains the base model")
 GPUS = _option("N", "used at once", min=1, show_default="what the largest job takes")
@@ -128,7 +147,7 @@ def plan(
     response_tokens: Annotated[float | None, LENGTH] = None,
     json: Annotated[bool, typer.Option("--json", help="print numbers: hours, bytes")] = False,
 ) -> None:
-    """Say what an experiment will take before anything is submitted.
+    """Estimate an experiment's cost before submitting it.
 
     Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the experiment
     has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network. Run it in the
@@ -293,7 +312,7 @@ def evidence(
     output: Annotated[Path, _path("FOLDER", "where the page goes")],
     more: More = None,
 ) -> None:
-    """Hold what was measured against what was published.
+    """Compare measured results with published claims.
 
     Reads config/claims.yaml and results/E/report/; writes claims.md, claims.html and claims.json. What these
     experiments do not answer stands there as not run.

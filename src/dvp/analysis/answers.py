@@ -31,6 +31,7 @@ _FORMATS: dict[str, tuple[float, Callable[[float], str], str]] = {
     "share": (100, _digits, " %"),
     "saving": (1, _digits, " %"),
     "change": (1, "{:.1f}".format, " %"),
+    "ratio": (1, "{:.2f}".format, ""),
     "number": (1, _digits, ""),
     "tokens": (1, tokens_text, ""),
 }

@@ -1,0 +1,38 @@
+"""What there is to run, and what can be set: `dvp list` and `dvp keys`."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from dvp.errors import DvpError
+from dvp.experiment.loading import load_experiment
+from dvp.experiment.reference import reference
+
+REPORT = "report/manifest.json"
+KEPT = Path("results/reference")
+
+
+def experiments(results: Path, config: Path = Path("config")) -> str:
+    """A line for each experiment: training runs, whether a report is there or kept, and what it asks."""
+    lines = ["runs  report  experiment"]
+    for file in sorted((config / "experiments").rglob("*.yaml")):
+        experiment = load_experiment(file.stem, config)
+        found = "here" if (results / file.stem / REPORT).is_file() else "-"
+        found = "kept" if found == "-" and (KEPT / file.stem / REPORT).is_file() else found
+        description = " ".join(experiment.description.split())
+        lines.append(f"{len(experiment.runs):4}  {found:6}  {file.stem}: {description}")
+    return "\n".join(lines)
+
+
+def keys(name: str | None) -> str:
+    """The groups of keys, or what is told of a key or a group. Raises DvpError for one that is not there."""
+    sections = dict(section.split("\n\n", 1) for section in reference().split("### ")[1:])
+    if name is None:
+        return "\n".join(f"{title}: {text.splitlines()[0]}" for title, text in sections.items())
+    found = [sections[name].strip()] if name in sections else []
+    rows = {title: [row for row in text.splitlines() if row.startswith("| `")] for title, text in sections.items()}
+    found += [f"{title}: {row}" for title, of in rows.items() for row in of if row.startswith(f"| `{name}` ")]
+    if not found:
+        known = [*sections, *(row.split("`")[1] for of in rows.values() for row in of)]
+        meant = get_close_matches(name, known, n=1)
+        raise DvpError(f"keys: no key '{name}'" + (f"; did you mean {meant[0]}?" if meant else ""))
+    return "\n".join(found)

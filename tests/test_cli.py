@@ -186,7 +186,7 @@ def test_a_command_that_cannot_be_is_one_line(arguments, line, refused):
 def options_of(kind: type) -> list[tuple[str, str]]:
     """Verb and name of every option of a kind."""
     return [
-        (command.callback.__name__, f"--{name.replace('_', '-')}")
+        (command.name or command.callback.__name__, f"--{name.replace('_', '-')}")
         for command in app.registered_commands
         for name, option in get_type_hints(command.callback).items()
         if kind in (option, *get_args(option))
@@ -262,7 +262,7 @@ def test_prepare_names_what_is_wrong_and_keeps_it_in_its_record(refused, resolve
     config = resolved([good, {"question": "x", "meta": {"true": "2"}}])
     folder = (place / config).parent
     line = refused("prepare", "--config", config)
-    assert line.endswith(": row 2: no column 'meta.truth'; found question, meta.true")
+    assert line.endswith(": row 2: no column 'meta.truth'; found question, meta")
     assert sorted(path.name for path in folder.rglob("*")) == ["config.yaml", "prepare.json", "tracking"]
     assert read_record(folder / "tracking/prepare.json").tags["failure"] == f"DvpError: {line}"
 

@@ -82,7 +82,7 @@ def test_planted_powers_and_shares_are_found():
         assert found(measured, "bias_removed_per_doubling", **where).value == pytest.approx(0.1)
     assert found(measured, "response_tokens", task="middle").value == 120
     assert found(measured, "reward", task="middle").value == pytest.approx(0.52)
-    assert "Right answers of the trainer's own policy: short 52 %, middle 52 %, long 52 %." in measured.table.notes
+    assert "Correct responses of the trainer's own policy: short 52 %, middle 52 %, long 52 %." in measured.table.notes
     assert not [one for one in measured.statistics if one.name == "bias_removed" and "rloo" in one.where["method"]]
 
 

@@ -30,7 +30,7 @@ def answers(tmp_path):
             "mis": {"view": "gain", "method": "mis"},
             "loss": {"view": "gain", "method": "mis", "negate": True},
             "dvp": {"view": "gain", "method": "dvp"},
-            "many": {"view": "gain"},
+            "once": {"view": "gain", "method": "mis", "as": "ratio", "invert": True},
         },
         "tables": {
             "all": {
@@ -52,6 +52,7 @@ def answers(tmp_path):
         ("mis", "2.9 pp [1.2, 4.6]"),
         ("loss", "−2.9 pp [−4.6, −1.2]"),
         ("dvp", "0.0 pp [−1.1, 1.1]"),
+        ("once", "34.84 [21.93, 84.03]"),
         ("status", "2 claims: 1 supported, 1 mixed"),
         ("all", "\n|  | here | there |\n| --- | --- | --- |\n| MIS | +2.9 [1.2, 4.6] | – |\n"),
     ],
@@ -67,10 +68,24 @@ def test_an_answer_says_over_what_its_interval_is(answers):
     )
 
 
-@pytest.mark.parametrize(("name", "problem"), [("none", "not declared"), ("many", "expected one estimate")])
-def test_what_fits_no_one_estimate_is_refused(answers, name, problem):
-    with pytest.raises(DvpError, match=problem):
-        answers.text(name)
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"view": "gain"}, "expected one estimate, found .*mis.*dvp"),
+        ({"view": "gain", "method": "none"}, "expected one estimate, found nothing"),
+        ({"view": "lost"}, "KeyError: 'lost'"),
+        ({"experiment": "made_up"}, "KeyError: 'quantity'"),
+        ({"view": "gain", "method": "mis", "as": "furlongs"}, "KeyError: 'furlongs'"),
+        ({"view": "gain", "experiment": "other"}, "no such file"),
+        (None, "TypeError"),
+    ],
+)
+def test_what_fits_no_one_estimate_is_refused_in_a_line(answers, asked, problem):
+    answers.declared["numbers"]["x"] = asked
+    with pytest.raises(DvpError, match=rf"^numbers\.yaml: x: .*{problem}"):
+        answers.text("x")
+    with pytest.raises(DvpError, match=r"^numbers\.yaml: unknown: .*KeyError: 'unknown'"):
+        fill("<!--=unknown--><!--/-->", answers)
 
 
 @pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: str(page.relative_to(ROOT)))

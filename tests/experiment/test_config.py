@@ -124,6 +124,7 @@ TEXT = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(TEXT)
 @example("1e-2")
 @example("010")
@@ -160,7 +161,7 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path, text, value):
         ("a: [1, 2\nb: 3\n", "not valid YAML: .*line 2"),
         ("{problem}: 1\n", "not valid YAML: .*unhashable key.*line 1"),
         ("a: 2024-13-45\n", "not valid YAML: month must be in"),
-        ("a: " + "[" * 3000 + "]" * 3000, "not valid YAML: maximum recursion"),
+        ("a: " + "[" * 300_000, "not valid YAML: expected at most 100 levels, found more at line 1"),
         (b"a: \xff\n", "not valid YAML: .*can't decode"),
         ("", "expected a mapping"),
     ],

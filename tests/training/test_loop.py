@@ -148,11 +148,6 @@ def build_loop(model, root, method="rloo", rho=None, distance=0.0, tools=None, e
     return Loop(experiment, run, problems, PROMPTS, 1, trainer, made, recorder)
 
 
-@pytest.fixture
-def make_loop(tiny_model, root):
-    return partial(build_loop, tiny_model, root)
-
-
 def rows(folder):
     """metrics.jsonl but for the clock's part, which no two runs share."""
     file = folder / "metrics.jsonl"

@@ -2,7 +2,6 @@
 
 The engine is scripted and lives in this process; tests/pipeline/test_bad_night.py kills the real thing.
 """
-# ruff: noqa: F811 (a fixture of another module is an argument here)
 
 import contextlib
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import ScriptedEngine, make_loop, rows  # noqa: F401
+from test_loop import ScriptedEngine, rows
 
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.formats import EMPTY, tokens_text
+from dvp.analysis.formats import EMPTY
 from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics
 from dvp.errors import DvpError
 from dvp.experiment.loading import read_yaml
@@ -27,14 +27,13 @@ def _digits(value: float) -> str:
 
 _FORMATS: dict[str, tuple[float, Callable[[float], str], str]] = {
     "pp": (100, "{:.1f}".format, " pp"),
-    "percent": (100, "{:.1f}".format, " %"),
     "share": (100, _digits, " %"),
     "saving": (1, _digits, " %"),
     "change": (1, "{:.1f}".format, " %"),
     "ratio": (1, "{:.2f}".format, ""),
     "number": (1, _digits, ""),
-    "tokens": (1, tokens_text, ""),
 }
+OPTIONS = {"as": "number", "negate": False, "invert": False}
 
 
 class Answers:
@@ -53,22 +52,22 @@ class Answers:
         self.statistics: dict[str, list[Statistic]] = {}
 
     def text(self, name: str) -> str:
-        """What stands between the marks. Raises DvpError for a name that is not declared, or fits no one estimate."""
-        if name == "status":
-            return self._status()
-        if name == "answers":
-            return self._answers()
-        if name in self.declared["tables"]:
-            return self._table(name, self.declared["tables"][name])
-        if name in self.declared["numbers"]:
+        """What stands between the marks. Raises DvpError for what is not declared, or not as it should be."""
+        try:
+            if name in ("status", "answers"):
+                return self._status() if name == "status" else self._answers()
+            if name in self.declared["tables"]:
+                return self._table(name, self.declared["tables"][name])
             return self.number(name, self.declared["numbers"][name])[0]
-        raise DvpError(f"{NUMBERS}: '{name}' is not declared; a page asks for it")
+        except (AttributeError, KeyError, TypeError) as error:
+            expected = "expected a number or a table with the keys that the file's head names"
+            raise DvpError(f"{NUMBERS}: {name}: {expected}; {type(error).__name__}: {error}") from None
 
     def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> tuple[str, Statistic]:
         """One number with its interval, and the estimate; in a table with a plus sign and without its unit."""
         asked = self._written_out(asked)
         experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
-        style, negate = asked.pop("as", "number"), asked.pop("negate", False)
+        style, negate, invert = (asked.pop(key, default) for key, default in OPTIONS.items())
         if experiment not in self.statistics:
             if not (file := self.results / experiment / ESTIMATES).is_file():
                 raise DvpError(f"{NUMBERS}: {name}: {file}: no such file")
@@ -82,16 +81,16 @@ class Answers:
             raise DvpError(f"{NUMBERS}: {name}: {experiment} {quantity} {where}: expected one estimate, found {fits}")
         [one] = found
         scale, form, unit = _FORMATS[style]
-        low, value, high = (scale * number * (-1 if negate else 1) for number in (one.low, one.value, one.high))
+        low, value, high = (scale * (1 / number if invert else number) for number in (one.low, one.value, one.high))
+        low, value, high = (-low, -value, -high) if negate else (low, value, high)
         sign = "+" if table and style in ("pp", "change") and value > 0 else ""
         ends = f" [{form(min(low, high))}, {form(max(low, high))}]" if math.isfinite(low) else ""
         text = re.sub(r"-(0\.0+)(?!\d)", r"\1", f"{sign}{form(value)}{'' if table else unit}{ends}")
         return text.replace("-", "−"), one
 
     def _written_out(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return self.declared["views"].get(asked.get("view"), {}) | {
-            key: it for key, it in asked.items() if key != "view"
-        }
+        view = self.declared["views"][asked["view"]] if "view" in asked else {}
+        return view | {key: value for key, value in asked.items() if key != "view"}
 
     def _table(self, name: str, table: dict[str, Any]) -> str:
         """Rows and columns by their headings; a cell asks for what table, column and row say together."""
@@ -144,6 +143,7 @@ def pages(root: Path) -> list[Path]:
 def read(docs: Path, results: Path, claims: list[dict[str, Any]]) -> Answers:
     """docs/numbers.yaml. Raises DvpError."""
     declared = read_yaml(docs / NUMBERS)
-    if not isinstance(declared, dict) or set(declared) != {"results", "views", "numbers", "tables", "answers"}:
-        raise DvpError(f"{docs / NUMBERS}: expected results, views, numbers, tables and answers")
+    if set(declared) != {"results", "views", "numbers", "tables", "answers"}:
+        found = ", ".join(declared)
+        raise DvpError(f"{docs / NUMBERS}: expected results, views, numbers, tables and answers, found {found}")
     return Answers(declared, results, claims)

@@ -128,10 +128,10 @@ def redraw(results: Path, root: Path = Path()) -> None:
         write_text(results / name, text)
     write_json(results / "claims.json", answered)
     print(f"{results / 'claims.md'}: {len(answered['claims'])} claims")
-    declared = root / "docs" / NUMBERS
-    if declared.is_file() and (root / read_yaml(declared)["results"]).resolve() == results.resolve():
+    if (root / "docs" / NUMBERS).is_file():
         answers = read(root / "docs", results, answered["claims"])
-        for page in pages(root):
+        # Of other results the pages do not speak.
+        for page in pages(root) if (root / answers.declared["results"]).resolve() == results.resolve() else ():
             write_text(page, fill(page.read_text(encoding="utf-8"), answers))
 
 

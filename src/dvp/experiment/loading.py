@@ -19,12 +19,13 @@ from dvp.strict import NAME, Strict, first_problem
 
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
 TABLES = ("sources", "engines", "methods")  # that config/catalogue fills
+DEEPEST = 100  # levels of a value; libyaml's recursion would end the process at some ten thousand
 M = TypeVar("M", bound=Strict)
 Given = Annotated[str, Field(min_length=1)]
 
 
-class _Loader(yaml.SafeLoader):
-    """No duplicate keys."""
+class _Loader(yaml.CSafeLoader):
+    """No duplicate keys. libyaml's parser: ten times as fast as Python's."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key for key, _ in node.value]
@@ -64,7 +65,12 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 def read_yaml(path: Path) -> dict:
     """A YAML mapping. Raises DvpError, naming the file and the line."""
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text, depth = path.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ValueError(f"expected at most {DEEPEST} levels, found more at line {event.start_mark.line + 1}")
+        value = yaml.load(text, Loader=_Loader)
     except FileNotFoundError:
         raise DvpError(f"{path}: no such file{_elsewhere(path)}") from None
     except OSError as error:

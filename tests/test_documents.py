@@ -57,8 +57,8 @@ DIALECT = re.compile(
             r"wins? (?:\w+ ){0,3}back|tak(?:e|es|ing) (?:\w+ ){0,3}away|holds 0|turned round|hardly|mended|rehears\w*",
             r"weights that come late|late weights|(?:exact|coarse) engine|sampled exactly|sets? of problems",
             r"right (?:answers|samples)|to the last (?:bit|digit)|(?:made|drawn) (?:anew|again)|lost with \w+ machine",
-            r"the nights|by the estimates|borrowed time|ended without a word|told as stories|page of claims|a method in a row",
-            r"(?:nats|tokens|seconds|responses|prompts|bytes) a (?:token|step|response|problem)",
+            r"the nights|by the estimates|borrowed time|told as stories|page of claims|a method in a row",
+            r"ended without a word|(?:nats|tokens|seconds|responses|prompts|bytes) a (?:token|step|response|problem)",
         )
     ),
     re.IGNORECASE,

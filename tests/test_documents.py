@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
+from dvp.analysis.claims import load_file
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import load_experiment, read_yaml
 from dvp.experiment.reference import HEADING, editor_schema, reference
@@ -205,3 +206,17 @@ def test_the_cuda_lock_has_no_two_packages_with_the_same_files():
     """Before 12.8, cuda-python held the files of cuda-bindings; since then it only asks for it, in its own version."""
     versions = dict(line.split("==") for line in (ROOT / "envs/cuda.txt").read_text(encoding="utf-8").split())
     assert versions["cuda-python"] == versions["cuda-bindings"]
+
+
+def test_the_count_of_verdicts_with_a_criterion_of_before_is_that_of_the_table():
+    """Of the claims with conditions, those that no changed criterion names whose result was known, wholly or partly."""
+    text = (ROOT / "docs/changed_rules.md").read_text(encoding="utf-8")
+    criteria = text.partition("## Criterion")[2].partition("## Wording")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in criteria.splitlines() if "|" in line]
+    named = {name for claims, _, _, known in rows[2:] if known != "no" for name in claims.split(", ")}
+    named |= set(re.findall(r"\b[a-z]+_\w+", criteria.partition("\n¹ ")[2]))
+    claims = {claim.id for claim in load_file(ROOT / "config/claims.yaml").claims if claim.conditions}
+    assert named - {"all"} <= claims
+    count = f"{len(claims - named)} of {len(claims)} verdicts"
+    assert count in text
+    assert count in (ROOT / "docs/results/README.md").read_text(encoding="utf-8")

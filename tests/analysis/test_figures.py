@@ -181,7 +181,7 @@ def test_marks_of_a_row_stand_below_one_another():
     assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True, False, True]
     assert marks[2].get_color() != marks[3].get_color()
     assert "in evaluation only" in figure.axes[0].get_yticklabels()[1].get_text().replace("\n", " ")
-    assert {"engine fp32", "engine coarse, at ρ"} <= set(labels(figure))
+    assert {"sampled on fp32", "sampled on coarse, at ρ"} <= set(labels(figure))
 
 
 def test_estimators_stand_by_family_on_one_scale_hollow_where_zero_is_inside():

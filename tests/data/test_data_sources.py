@@ -93,7 +93,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="0" * 40, columns=PLAIN))
-    assert message.startswith("x: a/b (test): cannot be read after row 0: revision 000")
+    assert message.startswith("x: a/b (test): cannot be read: revision 000")
     assert "Couldn't reach 'a/b' on the Hub; without it, get its file" in message
 
 
@@ -172,7 +172,7 @@ def table(**columns) -> pa.Table:
     ],
 )
 def test_parquet_files_that_python_cannot_hold(write_file, content, message):
-    assert refusal(write_file("a.parquet", content)).startswith(f"cannot be read after row 0: {message}")
+    assert refusal(write_file("a.parquet", content)).startswith(f"cannot be read: {message}")
 
 
 def test_a_damaged_parquet_file_is_one_line(write_file):
@@ -184,13 +184,17 @@ def test_a_damaged_parquet_file_is_one_line(write_file):
         source.path.write_bytes(
             content[:start] + bytes(255 - byte for byte in content[start:][:length]) + content[start + length :]
         )
-        assert refusal(source).startswith("cannot be read after row 0: ")
+        assert refusal(source).startswith("cannot be read: ")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("a.jsonl", b'{"problem": "a", "answer": "1"}\n\n{"problem": \n', "after row 2: JSONDecodeError"),
+        (
+            "a.jsonl",
+            b'{"problem": "a", "answer": "1"}\n\n{"problem": \n',
+            "row 3: not valid JSON: Expecting value, column",
+        ),
         ("a.jsonl", b"\xff\xfe\n", "UnicodeDecodeError"),
         ("a.jsonl", b"", "no rows"),
         ("a.jsonl", b'["a"]', "row 1: expected an object with named columns, found ['a']"),
@@ -201,7 +205,7 @@ def test_a_damaged_parquet_file_is_one_line(write_file):
         ("a.json", b'[{"problem": "a", "problem": "b"}]', "key 'problem' is a duplicate"),
         ("a.parquet", b"nothing of the kind", "ArrowInvalid"),
         ("a.csv", b"problem,answer\n", "expected a file that ends in .json, .jsonl, .parquet"),
-        ("gone.jsonl", None, "No such file"),
+        ("gone.jsonl", None, "no such file"),
     ],
     ids=lambda value: str(value)[:30],
 )

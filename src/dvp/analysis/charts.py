@@ -49,7 +49,7 @@ def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figur
     rows = drawn.drop_duplicates(keys)
     rows = looks.by_family(rows) if shown.get("order") == "family" else rows
     named = [key for key in keys if key == "method" or rows[rows["method"] != BASE][key].nunique() > 1]
-    labels = [textwrap.fill(looks.name(row, named), 36) for row in rows.to_dict("records")]
+    labels = [textwrap.fill(looks.name(row, named), 46) for row in rows.to_dict("records")]
     lines = max(label.count("\n") + 1 for label in labels)
     most = drawn.groupby(["quantity", *keys, *facets[0], *columns[0]]).size().max() * max(
         len(panel["quantity"]) for panel in panels

@@ -123,7 +123,7 @@ class Looks:
         if column == "method":
             return "base model" if value == BASE else self.experiment.methods[value].label
         if column in ("engine", "evaluated_on"):
-            return f"engine {value}"
+            return f"engine {value}" if column == "engine" else f"sampled on {value}"
         if column == "policy":
             return policy_label(self.experiment, value)
         if column in self.experiment.axes:

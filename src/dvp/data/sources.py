@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from functools import cache
+from json import JSONDecodeError
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -161,9 +162,16 @@ def _rows(source: HubSource | FileSource, name: str) -> Iterator[tuple[int, Any]
         for number, row in enumerate(read(source), start=1):
             if row is not BLANK:
                 yield number, row
+    except FileNotFoundError:
+        raise DvpError(f"{name}: no such file") from None
+    except JSONDecodeError as error:
+        at = f"row {number + 1}: not valid JSON: {error.msg}, column {error.colno}"
+        of_list = f"not valid JSON: {error}; JSON lines are called .jsonl"
+        raise DvpError(f"{name}: {of_list if read is _json_list else at}") from None
     except _UNREADABLE as error:
         problem = error if type(error) is ValueError else first_line(error)
-        raise DvpError(f"{name}: cannot be read after row {number}: {problem}") from None
+        after = f" after row {number}" if number else ""
+        raise DvpError(f"{name}: cannot be read{after}: {problem}") from None
 
 
 def _json_lines(source: FileSource) -> Iterator[Any]:

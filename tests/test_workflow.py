@@ -90,6 +90,13 @@ def test_dry_run(snakemake, place, experiment, jobs):
     assert not (place / "results").exists()
 
 
+def test_replicates_are_made_before_what_is_over_them(snakemake):
+    status, out, errors = snakemake("-n", "--quiet", "rules", "--config", "experiment=bases")
+    assert status == 0, errors
+    counts = dict(re.findall(r"^(\w+) +(\d+)$", out, re.MULTILINE))
+    assert (counts["base"], counts["train"], counts["report"]) == ("5", "80", "6")
+
+
 def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
     """A profile declares it; without one it is all that the machine has. (Jobs of a dry run have one core.)"""
     settings = ("-n", "-p", "--config", "experiment=paper_8b", "results=there")
@@ -104,14 +111,16 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
     assert status == 0, errors
     counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
     names = read_yaml(ROOT / "config/config.yaml")["evidence"].values()
-    experiments = [load_experiment(name, ROOT / "config") for name in names]
+    reported = [load_experiment(name, ROOT / "config") for name in names]
+    experiments = [each for each in reported if not each.replicates]
+    experiments += [load_experiment(name, ROOT / "config") for each in reported for name in each.replicates]
     expected = {
-        "resolve": len(names),
-        "base": len(names),
+        "resolve": len({each.name for each in reported + experiments}),
+        "base": len(experiments),
         "train": sum(len(each.runs) for each in experiments),
         "mismatch": sum(len(each.measurements("mismatch")) for each in experiments),
         "bias": sum(len(each.measurements("bias")) for each in experiments),
-        "report": len(names),
+        "report": len({each.name for each in reported + experiments}),
         "evidence": 1,
     }
     assert expected.items() <= {rule: int(count) for rule, count in counted.items()}.items()

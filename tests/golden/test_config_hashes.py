@@ -21,6 +21,8 @@ EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glo
 
 def hashes(experiment: Experiment) -> dict[str, str]:
     """Of each stage; one for all of its jobs where there is a job a run or a measurement."""
+    if experiment.replicates:
+        return {"report": experiment.config_hash("report")}
     tasks, runs = experiment.data.tasks, experiment.runs
     jobs = {
         "train": [experiment.config_hash("train", run.path) for run in runs],

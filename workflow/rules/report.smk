@@ -2,6 +2,10 @@ rule report:
     input:
         config=rules.resolve.output,
         results=needed("report"),
+        replicates=lambda wildcards: expand(
+            f"{RESULTS}/report/manifest.json",
+            experiment=experiment(wildcards.experiment).replicates,
+        ),
     output:
         f"{RESULTS}/report/manifest.json",
         f"{RESULTS}/report/estimates.parquet",

@@ -121,7 +121,9 @@ class Answers:
 
 
 def _over(one: Statistic) -> str:
-    """Over what its interval is: training seeds, or problem sets."""
+    """Over what its interval is: base models, training seeds, or problem sets."""
+    if models := re.search(r"over (\d+ base models)", one.how):
+        return models[1]
     trained, sets = re.search(r"(\d+) training seeds", one.how), re.search(r"over (\d+) seeds", one.how)
     return f"{trained[1]} seeds" if trained else f"{sets[1]} problem sets" if sets else one.how
 

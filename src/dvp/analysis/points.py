@@ -103,4 +103,6 @@ def policy_label(experiment: Experiment, policy: str) -> str:
 def seeds_text(experiment: Experiment) -> str:
     """How many seeds, in words."""
     count = len(experiment.seeds)
+    if experiment.replicates:
+        return f"{count} base models"
     return "one training seed" if count == 1 else f"{count} training seeds"

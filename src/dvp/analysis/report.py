@@ -10,9 +10,11 @@ from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, m
 from dvp.analysis.formats import to_html, to_markdown, to_tex
 from dvp.analysis.load import Reader, check_fresh
 from dvp.analysis.parts import parts
+from dvp.analysis.replicates import across, folders, origins
 from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics, to_frame
 from dvp.analysis.tables import Table, make_tables
 from dvp.experiment.config import Experiment
+from dvp.experiment.loading import read_resolved
 from dvp.files import atomic_path, read_json, verify_checksums, write_text
 
 
@@ -56,6 +58,11 @@ def make(experiment: Experiment, results: Path, *of_parts: str) -> Part:
     Raises:
         DvpError: an input is missing, malformed, or written by another version of the experiment.
     """
+    if experiment.replicates:
+        each = [kept(read_resolved(folder / "config.yaml"), folder) for folder in folders(experiment, results)]
+        statistics = list(across(experiment, [part.statistics for part in each]))
+        files = origins(experiment, [part.files for part in each])
+        return Part(statistics, make_tables(experiment, statistics), files)
     reader = Reader(experiment, results)
     statistics = measure(experiment, reader, *of_parts)
     curves = [

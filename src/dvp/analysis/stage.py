@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from dvp.analysis.parts import several_solutions
+from dvp.analysis.replicates import folders
 from dvp.errors import DvpError
-from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.folder import RESULTS, ExperimentDir
 from dvp.experiment.jobs import BASE
 from dvp.experiment.loading import check_settings, read_yaml
 from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
@@ -29,7 +30,13 @@ def report(config: Path) -> None:
         drawn = write(experiment, made, folder)
         write_json(folder / "provenance.json", provenance(experiment, made))
         page = folder / "report" / "responses.html"
-        write_page(experiment, folder, page)
+        if experiment.replicates:
+            links = [
+                f'<li><a href="../../{name}/report/responses.html">{name}</a></li>' for name in experiment.replicates
+            ]
+            write_text(page, f"<!doctype html>\n<p>Responses, token by token:</p>\n<ul>{''.join(links)}</ul>\n")
+        else:
+            write_page(experiment, folder, page)
         for file in (folder / "provenance.json", folder / ESTIMATES, folder / SERIES, page):
             stage.tracked.log_file(file)
         texts = []
@@ -52,6 +59,8 @@ def report(config: Path) -> None:
 
 def _inputs(directory: ExperimentDir) -> Inputs:
     experiment, task = directory.experiment, directory.experiment.report.task
+    if experiment.replicates:
+        return {"report": [folder / RESULTS["report"] for folder in folders(experiment, directory.folder)]}
     runs = [run.path for run in experiment.runs]
     scores = [f"{path}/{task}" for path in (BASE, *runs)]
     if experiment.snapshots:

@@ -201,6 +201,7 @@ def _texts(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any
     return {
         "experiment": experiment.name,
         "task": task,
+        "each": "base model" if experiment.replicates else "seed",
         "k": experiment.evaluation.samples_per_problem[task],
         "exact": experiment.evaluation.engine,
         "goal": "the score" if len(goals) > 1 else "".join(goals.values()),

@@ -36,7 +36,7 @@ from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
-from dvp.strict import Line, Name, Seed, Several, Strict, distinct, optional
+from dvp.strict import Distinct, Line, Name, Seed, Several, Strict, distinct, optional
 
 
 class Experiment(Strict):
@@ -62,6 +62,9 @@ class Experiment(Strict):
     """The main table."""
     grid: Annotated[list[GridEntry], Field(min_length=1)]
     """What is trained."""
+    replicates: Distinct[Name] = []
+    """Experiments like this one, each with a base model of its own, such as [bases_0, bases_1]. This one then trains
+    nothing: its numbers are their means, with intervals over them. `seeds` numbers them."""
     tools: Tools | None = optional()
     """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
@@ -96,6 +99,12 @@ class Experiment(Strict):
         if set(self.data.tasks) != set(self.evaluation.samples_per_problem):
             tasks = ", ".join(self.data.tasks)
             raise ValueError(f"evaluation.samples_per_problem: expected a number for each of {tasks} and no other")
+        return self
+
+    @model_validator(mode="after")
+    def _check_replicates(self) -> "Experiment":
+        if self.replicates and len(self.replicates) != len(self.seeds):
+            raise ValueError(f"seeds: expected {len(self.replicates)}, which number the replicates")
         return self
 
     def _named(self) -> Iterator[tuple[str, Iterable[str], Iterable[str]]]:
@@ -310,8 +319,8 @@ class Experiment(Strict):
 
     @property
     def runs(self) -> list[Run]:
-        """Every run of the grid, in the order of the file."""
-        return [point.run(seed) for point in self.points for seed in self.seeds]
+        """Every run of the grid, in the order of the file; none where those of replicates stand for them."""
+        return [] if self.replicates else [point.run(seed) for point in self.points for seed in self.seeds]
 
     def training_of(self, point: GridPoint) -> TrainingConfig:
         """The training settings of a grid point or a run: the section `training`, with those of its entry on top."""

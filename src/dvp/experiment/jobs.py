@@ -40,6 +40,9 @@ class Job:
 
 def list_jobs(experiment: "Experiment") -> Iterator[Job]:
     """Every job, each after those that it waits for."""
+    if experiment.replicates:
+        yield Job("report")
+        return
     training = experiment.training
     of_training = {"gpus": training.gpus, "nodes": training.nodes}
     problems, base = ("prepare", ""), ("base", "")

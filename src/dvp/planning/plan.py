@@ -63,6 +63,8 @@ def make_plan(
     response_tokens : mean length of a response; by default as recorded, else half of the longest.
     Raises DvpError if `gpus` are too few for a job, or the size of model or task is not known.
     """
+    if experiment.replicates:
+        raise DvpError(f"{experiment.name}: trains nothing itself; expected one of {', '.join(experiment.replicates)}")
     # A base that the pipeline trains itself is made for a CPU.
     device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]

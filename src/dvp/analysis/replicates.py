@@ -1,0 +1,55 @@
+"""What experiments that differ in the base model say together: means over them, with intervals over them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dvp.analysis.estimates import over_seeds, t_over_seeds
+from dvp.analysis.statistics import Statistic, lookup, without_interval
+from dvp.experiment.config import Experiment
+
+# Those that mean the same in every base model, and whose interval in one is over its own problems and seeds.
+QUANTITIES = (
+    *("score", "pass_at_k", "maj_at_k", "score_change_percent"),
+    *("score_over_reference", "score_over_unpruned", "score_over_rloo"),
+    *("final_k3", "final_reward", "kept"),
+)
+OF_EACH = ("score", "score_over_reference", "score_over_unpruned")  # of each replicate as well, seed_NAME
+
+
+def folders(experiment: Experiment, folder: Path) -> list[Path]:
+    """Of its replicates, beside the experiment's own, `folder`."""
+    return [folder.parent / name for name in experiment.replicates]
+
+
+def across(experiment: Experiment, measured: list[list[Statistic]]) -> Iterator[Statistic]:
+    """QUANTITIES of the replicates, as means with t intervals, and some as each replicate has them.
+
+    An interval covers all in which they differ: the base model, and what is made of it, its runs and, where they have
+    problems of their own, these. It needs no number of theirs but the value.
+
+    Args:
+        measured: the statistics of each replicate, in the order of `experiment.replicates`.
+    """
+    each = list(map(lookup, measured))
+    for first in measured[0]:
+        found = [known(first.name, first.where) for known in each]
+        if first.name not in QUANTITIES or None in found:
+            continue
+        values = [one.value for one in found]
+        sources = tuple(
+            f"../{name}/{file}" for name, one in zip(experiment.replicates, found, strict=True) for file in one.sources
+        )
+        yield Statistic(first.name, first.where, *over_seeds(values), first.unit, t_over_seeds(experiment), sources)
+        for seed, value in zip(experiment.seeds, values, strict=True) if first.name in OF_EACH else ():
+            where = first.where | {"seed": str(seed)}
+            yield without_interval(f"seed_{first.name}", where, value, first.unit, "mean of its seeds", sources)
+
+
+def origins(experiment: Experiment, files: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of the replicates' JSON files, by their paths from the experiment's own folder."""
+    return {
+        f"../{name}/{file}": origin
+        for name, own in zip(experiment.replicates, files, strict=True)
+        for file, origin in own.items()
+    }

@@ -1,0 +1,57 @@
+"""Experiments that differ in the base model, reported together."""
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+from made_up_results import make_experiment
+
+from dvp.analysis.figures import draw
+from dvp.analysis.replicates import across
+from dvp.analysis.series import joined
+from dvp.analysis.statistics import Statistic, lookup
+from dvp.analysis.tables import make_tables
+
+MIS = {"method": "rloo_mis", "engine": "coarse", "rho": "none"}
+GAINS = [0.01, 0.04, 0.025]
+T_2 = 4.302653  # 97.5 %, two degrees of freedom
+
+
+@pytest.fixture
+def over_three():
+    return make_experiment(replicates=["one", "two", "three"], seeds=[0, 1, 2])
+
+
+def measured(gain: float, *, more: str = "score") -> list[Statistic]:
+    def one(name: str, value: float, where: dict[str, str] = MIS) -> Statistic:
+        return Statistic(name, where, value, value - 1, value + 1, "fraction", "over its seeds", ("evals/x.json",))
+
+    return [one("score", 0.5 + gain), one("score_over_reference", gain), one("last_k3", 1.0), one(more, 1.0, {})]
+
+
+def test_the_mean_of_base_models_has_their_t_interval(over_three):
+    found = lookup(across(over_three, list(map(measured, GAINS))))("score_over_reference", MIS)
+    reach = T_2 * stdev(GAINS) / math.sqrt(3)
+    expected = (fmean(GAINS), fmean(GAINS) - reach, fmean(GAINS) + reach)
+    assert (found.value, found.low, found.high) == pytest.approx(expected)
+    assert found.how == "t interval over 3 base models"
+    assert found.sources == tuple(f"../{name}/evals/x.json" for name in over_three.replicates)
+
+
+def test_what_one_base_model_lacks_has_no_mean(over_three):
+    each = [measured(0.0), measured(0.0), measured(0.0, more="other")]
+    assert {(one.name, bool(one.where)) for one in across(over_three, each) if "seed" not in one.where} == {
+        ("score", True),
+        ("score_over_reference", True),
+    }
+
+
+def test_table_and_figure_show_each_base_model(over_three):
+    statistics = list(across(over_three, list(map(measured, GAINS))))
+    table = make_tables(over_three, statistics)["main_table"].formatted()
+    [row] = [row for row in table.rows if row[0] == "RLOO + MIS"]
+    assert "per base model (%)" in table.headings
+    assert row[-1] == "51.0 54.0 52.5"
+    assert any("over the 3 base models (one, two, three)" in note for note in table.notes)
+    figure = draw(over_three, statistics, joined([]))["differences"]
+    assert "one base model" in [text.get_text() for text in figure.legends[0].texts]

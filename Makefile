@@ -74,7 +74,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/snakefmt Snakefile workflow
-	$(BIN)/python -m dvp.experiment.reference  # all keys, in config/README.md
+	$(BIN)/python -m dvp.experiment.reference  # docs/keys.md and config/schema.json
 
 # The address goes through the environment, as it may hold a password.
 mlflow: install

@@ -101,7 +101,7 @@ def test_shell_metacharacters_in_an_experiment_are_text(tmp_path, root):
         f"{word} `touch HACKED` $(touch HACKED) ; touch HACKED" for word in ("one", "two", "three", "four", "five")
     ]
     rows.write_text("".join(json.dumps({"q": problem, "a": "7"}) + "\n" for problem in problems))
-    file = tmp_path / "config/experiments/smoke.yaml"
+    file = tmp_path / "config/experiments/start/smoke.yaml"
     value = yaml.safe_load(file.read_text())
     value["description"] = value["scale"] = SHELL
     value["report"]["declarations"] = [SHELL]

@@ -17,7 +17,7 @@ from recipes import METHODS, declare, follow
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-EXPERIMENT = Path("config/experiments/smoke.yaml")
+EXPERIMENT = Path("config/experiments/start/smoke.yaml")
 RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
 REPORTS = {"resolve": 1, "report": 1}
 SCORES = {"evaluate": 4, "report": 1}
@@ -221,7 +221,7 @@ def test_a_model_along_training_may_go_when_it_has_been_evaluated(curve):
 
 def test_other_steps_are_another_training(curve):
     """Two runs of five steps, evaluated after each of them, or at the end alone."""
-    experiment = "config/experiments/smoke_curve.yaml"
+    experiment = "config/experiments/tests/smoke_curve.yaml"
     reports = {"resolve": 1, "report": 1}
     curve.edit(experiment, "at: {every: 2}", "at: {every: 1}")
     assert curve.jobs() == {"train": 2, "convert": 2 * 5, "evaluate": 2 * 5, **reports}

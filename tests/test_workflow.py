@@ -346,7 +346,7 @@ def test_a_tool_that_does_not_work_here_is_refused_before_the_first_job_that_lea
     ],
 )
 def test_a_mistake_is_told_in_one_line(snakemake, place, request, arguments, line):
-    text = (place / "config/experiments/smoke.yaml").read_text(encoding="utf-8")
+    text = (place / "config/experiments/start/smoke.yaml").read_text(encoding="utf-8")
     bad = place / "config/experiments/bad.yaml"
     bad.write_text(text.replace("name: smoke", "name: bad").replace("seeds:", "sedes:"), encoding="utf-8")
     request.addfinalizer(bad.unlink)

@@ -115,7 +115,7 @@ def first_problem(
         message = f"unknown key; did you mean {meant[0]}?" if meant else "unknown key"
     elif first["type"] == "union_tag_not_found":
         key = first["ctx"]["discriminator"].strip("'")
-        message = f"{key} is missing; config/README.md has what it may be"
+        message = f"{key} is missing; docs/keys.md has what it may be"
     elif first["type"] not in ("value_error", "missing") and not isinstance(first["input"], dict):
         message += f", found {first['input']!r}"
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

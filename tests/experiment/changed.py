@@ -8,11 +8,11 @@ import pytest
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.loading import load_experiment, parse_experiment
+from dvp.experiment.loading import experiment_files, load_experiment, parse_experiment
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config"
-EXPERIMENTS = sorted(file.stem for file in (CONFIG / "experiments").glob("*.yaml"))
+EXPERIMENTS = sorted(experiment_files(CONFIG))
 GONE = object()
 RLOO = {"method": "rloo", "engine": "fp32"}
 

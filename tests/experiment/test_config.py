@@ -46,8 +46,10 @@ def edit(config):
     """Write experiment `smoke` with changes at dotted keys; what `load_experiment` makes of it."""
 
     def changed(changes: dict[str, object]) -> Experiment:
-        value = put(read_yaml(CONFIG / "experiments" / "smoke.yaml"), changes)
-        (config / "experiments" / "smoke.yaml").write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        value = put(read_yaml(CONFIG / "experiments" / "start" / "smoke.yaml"), changes)
+        (config / "experiments" / "start" / "smoke.yaml").write_text(
+            yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        )
         return load_experiment("smoke", config)
 
     return changed
@@ -219,7 +221,9 @@ SLIP = {"kind": "file", "path": "no/such.jsonl", "columns": {"problem": "p", "an
 )
 def test_a_fault_of_the_file_names_the_file(edit, config, changes, says):
     """Of a file that is not there, Snakemake would take what was made of an earlier one."""
-    with pytest.raises(DvpError, match=rf"^{re.escape(str(config / 'experiments/smoke.yaml'))}: {re.escape(says)}"):
+    with pytest.raises(
+        DvpError, match=rf"^{re.escape(str(config / 'experiments/start/smoke.yaml'))}: {re.escape(says)}"
+    ):
         edit(changes)
 
 
@@ -244,7 +248,13 @@ def test_an_unknown_experiment_and_a_missing_catalogue_are_named(config):
         load_experiment("smoke", Path("elsewhere"))
 
 
-@pytest.mark.parametrize("name", ["smoke", "smoke_axes"])
+def test_a_name_is_that_of_one_experiment(config):
+    shutil.copy(config / "experiments/start/smoke.yaml", config / "experiments")
+    with pytest.raises(DvpError, match=r"experiments/start/smoke\.yaml: .*experiments/smoke\.yaml has the same name"):
+        load_experiment("tiny", config)
+
+
+@pytest.mark.parametrize("name", ["start/smoke", "tests/smoke_axes"])
 def test_what_is_not_resolved_is_no_results(name):
     with pytest.raises(DvpError, match=r"yaml: not a resolved experiment; expected one that dvp wrote, results/NAME/"):
         read_resolved(CONFIG / "experiments" / f"{name}.yaml")

@@ -15,7 +15,8 @@ def test_every_experiment_has_its_runs_report_and_question(monkeypatch, tmp_path
     (tmp_path / "smoke/report").mkdir(parents=True)
     (tmp_path / "smoke/report/manifest.json").touch()
     lines = experiments(tmp_path).splitlines()
-    assert len(lines) == 1 + len(list((ROOT / "config/experiments").rglob("*.yaml")))
+    assert sum(": " in line for line in lines) == len(list((ROOT / "config/experiments").rglob("*.yaml")))
+    assert lines[lines.index("config/experiments/start/") + 1].split()[2] == "smoke:"
     assert any(line.startswith("  10  kept    tiny: Naive RLOO, RLOO + MIS, DVP") for line in lines)
     assert any(" here    smoke: " in line for line in lines)
     assert any(" -       paper_8b: " in line for line in lines)

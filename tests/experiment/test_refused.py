@@ -50,7 +50,7 @@ def odd(**settings) -> dict:
             "data.prompt_template: a control character, '\\x08', before 'oxed{}'; expected none: two ",
         ),
         ({"engines": {"a/b": {"dtype": "float32"}}}, "engines.a/b: String should match pattern"),
-        ({"base.kind": GONE}, "base: kind is missing; config/README.md has"),
+        ({"base.kind": GONE}, "base: kind is missing; docs/keys.md has"),
         ({"sources.remote": HUB | {"revision": "main"}}, "sources.remote.revision: String should match pattern"),
         # A ρ.
         *(

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from dvp.experiment.config import Experiment
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.loading import experiment_files, load_experiment
 from dvp.files import sha256_json
 from dvp.strict import Strict
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "config_hashes.json"
-EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiments").glob("*.yaml"))
+EXPERIMENTS = sorted(experiment_files(ROOT / "config"))
 
 
 def hashes(experiment: Experiment) -> dict[str, str]:

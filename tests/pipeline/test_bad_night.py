@@ -29,7 +29,7 @@ def prepared(tmp_path_factory, root) -> Path:
     """A folder with the smoke experiment's data and base model, RL of eight steps before it."""
     folder = tmp_path_factory.mktemp("night")
     shutil.copytree(root / "config", folder / "config")
-    file = folder / "config/experiments/smoke.yaml"
+    file = folder / "config/experiments/start/smoke.yaml"
     value = yaml.safe_load(file.read_text())
     value["training"] |= {"steps": 8, "checkpoint_every": 3, "minibatches": 2}
     # A base model so good, at problems so easy, that some answers are right and the weights move in nearly every step.

@@ -123,7 +123,7 @@ def test_a_second_run_has_nothing_to_do(copy):
 @pytest.mark.nightly
 def test_another_experiment_takes_over_what_is_the_same(copy):
     path = copy.folder / "config/experiments/mine.yaml"
-    value = yaml.safe_load((copy.folder / f"config/experiments/{NAME}.yaml").read_text())
+    value = yaml.safe_load((copy.folder / f"config/experiments/tests/{NAME}.yaml").read_text())
     path.write_text(yaml.safe_dump(value | {"name": "mine"}, sort_keys=False))
     run = "method~rloo/engine~coarse/rho~none/seed~0"
     goal = f"results/mine/evals/{run}/held_out/scores.json"

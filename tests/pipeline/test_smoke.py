@@ -28,7 +28,7 @@ class Smoke(Copy):
         self.smoke = self.results / "smoke"
 
     def edit(self, change) -> None:
-        path = self.folder / "config/experiments/smoke.yaml"
+        path = self.folder / "config/experiments/start/smoke.yaml"
         value = yaml.safe_load(path.read_text())
         change(value)
         path.write_text(yaml.safe_dump(value, sort_keys=False))
@@ -242,5 +242,5 @@ def test_a_slip_in_a_path_does_not_train_on_the_old_data(copy):
     copy.edit(lambda value: value["sources"]["aime25"].update(path="no/such.jsonl"))
     done = copy.snakemake("--dry-run")
     assert done.returncode == 1
-    assert "config/experiments/smoke.yaml: sources.aime25.path: no/such.jsonl: no such file" in done.stdout
+    assert "config/experiments/start/smoke.yaml: sources.aime25.path: no/such.jsonl: no such file" in done.stdout
     assert "Traceback" not in done.stdout

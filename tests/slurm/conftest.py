@@ -159,7 +159,7 @@ class Checkout:
         profile.write_text(shipped.replace('account: "" ', "account: testacct "))
         assert profile.read_text() != shipped
         # Two of its three runs: one on the exact engine, one with a safe vocabulary on a coarse one.
-        file = folder / "config/experiments/smoke.yaml"
+        file = folder / "config/experiments/start/smoke.yaml"
         settings = yaml.safe_load(file.read_text())
         settings["grid"] = settings["grid"][:2]
         file.write_text(yaml.safe_dump(settings, sort_keys=False))

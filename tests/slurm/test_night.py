@@ -13,7 +13,7 @@ TRAINED = f"results/smoke/runs/{RUN}/train.json"
 
 
 def set_steps(checkout, steps: int) -> None:
-    path = checkout.folder / "config/experiments/smoke.yaml"
+    path = checkout.folder / "config/experiments/start/smoke.yaml"
     experiment = yaml.safe_load(path.read_text())
     experiment["training"]["steps"] = steps
     path.write_text(yaml.safe_dump(experiment, sort_keys=False))

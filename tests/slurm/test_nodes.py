@@ -15,7 +15,7 @@ def test_a_run_on_two_nodes_has_a_rank_on_each(finished, slurm, tmp_path):
         pytest.skip("there is no second node: namespaces cannot be made here")
     checkout = finished.copy(tmp_path / "checkout")
     shutil.rmtree(checkout.run_folder(RUN))
-    experiment = checkout.folder / "config/experiments/smoke.yaml"
+    experiment = checkout.folder / "config/experiments/start/smoke.yaml"
     settings = yaml.safe_load(experiment.read_text())
     settings["training"]["nodes"] = 2
     experiment.write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -17,7 +17,7 @@ def checkout(finished, tmp_path):
     """The experiment with a run to be trained on two GPUs, after a rehearsal."""
     checkout = finished.copy(tmp_path / "checkout")
     shutil.rmtree(checkout.run_folder(RUN))
-    file = checkout.folder / "config/experiments/smoke.yaml"
+    file = checkout.folder / "config/experiments/start/smoke.yaml"
     settings = yaml.safe_load(file.read_text())
     settings["preflight"] = "always"
     settings["training"]["gpus"] = 2

@@ -22,7 +22,7 @@ def untrained(finished, tmp_path_factory):
     """The experiment with its data and base model, one run untrained and long enough to be caught half-way."""
     checkout = finished.copy(tmp_path_factory.mktemp("resume") / "checkout")
     shutil.rmtree(checkout.run_folder(RUN))
-    file = checkout.folder / "config/experiments/smoke.yaml"
+    file = checkout.folder / "config/experiments/start/smoke.yaml"
     value = yaml.safe_load(file.read_text())
     value["training"] |= {"steps": 24, "checkpoint_every": 12}
     file.write_text(yaml.safe_dump(value, sort_keys=False))

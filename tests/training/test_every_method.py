@@ -1,6 +1,6 @@
 """Every method of the catalogue at work on a tiny model: real trainer, an engine with noise of a known size, no vLLM.
 
-This is the smoke form of config/experiments/smoke_methods.yaml.
+This is the smoke form of config/experiments/tests/smoke_methods.yaml.
 """
 
 import json

@@ -216,7 +216,7 @@ def experiment(untied_model, tmp_path_factory, root) -> Path:
     Prepared for `dvp train`; its config.yaml.
     """
     folder = tmp_path_factory.mktemp("experiment")
-    config = yaml.safe_load((root / "config/experiments/smoke.yaml").read_text())
+    config = yaml.safe_load((root / "config/experiments/start/smoke.yaml").read_text())
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"q": f"bada {letter} mete", "a": "7"}) + "\n" for letter in "abcdefghijkl"))
     config["sources"]["rows"] = {"kind": "file", "path": str(file), "columns": {"problem": "q", "answer": "a"}}
@@ -226,7 +226,7 @@ def experiment(untied_model, tmp_path_factory, root) -> Path:
     config["training"] |= {"deepspeed": "zero3_bf16", "max_response_tokens": 12, "gradient_checkpointing": True}
     config["grid"] = [{"method": "rloo", "engine": "fp32"}]
     for name, text in {
-        "experiments/smoke.yaml": yaml.safe_dump(config),
+        "experiments/start/smoke.yaml": yaml.safe_dump(config),
         # The tiny model's parameters are all small enough to be left whole otherwise.
         "deepspeed/zero3_bf16.json": json.dumps(
             {

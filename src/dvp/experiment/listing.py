@@ -1,10 +1,11 @@
 """What there is to run, and what can be set: `dvp list` and `dvp keys`."""
 
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 
 from dvp.errors import DvpError
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.loading import experiment_files, load_experiment
 from dvp.experiment.reference import reference
 
 REPORT = "report/manifest.json"
@@ -12,20 +13,24 @@ KEPT = Path("results/reference")
 
 
 def experiments(results: Path, config: Path = Path("config")) -> str:
-    """A line for each experiment: training runs, whether a report is there or kept, and what it asks."""
+    """A line for each experiment, by folder: training runs, whether a report is there or kept, and what it asks."""
     lines = ["runs  report  experiment"]
-    for file in sorted((config / "experiments").rglob("*.yaml")):
-        experiment = load_experiment(file.stem, config)
-        found = "here" if (results / file.stem / REPORT).is_file() else "-"
-        found = "kept" if found == "-" and (KEPT / file.stem / REPORT).is_file() else found
-        description = " ".join(experiment.description.split())
-        lines.append(f"{len(experiment.runs):4}  {found:6}  {file.stem}: {description}")
+    for folder, files in groupby(experiment_files(config).values(), key=lambda file: file.parent):
+        lines += ["", f"{folder}/"]
+        lines += [_line(file.stem, results, config) for file in files]
     return "\n".join(lines)
+
+
+def _line(name: str, results: Path, config: Path) -> str:
+    experiment = load_experiment(name, config)
+    found = "here" if (results / name / REPORT).is_file() else "-"
+    found = "kept" if found == "-" and (KEPT / name / REPORT).is_file() else found
+    return f"{len(experiment.runs):4}  {found:6}  {name}: {' '.join(experiment.description.split())}"
 
 
 def keys(name: str | None) -> str:
     """The groups of keys, or what is told of a key or a group. Raises DvpError for one that is not there."""
-    sections = dict(section.split("\n\n", 1) for section in reference().split("### ")[1:])
+    sections = dict(section.split("\n\n", 1) for section in reference().split("\n## ")[1:])
     if name is None:
         return "\n".join(f"{title}: {text.splitlines()[0]}" for title, text in sections.items())
     found = [sections[name].strip()] if name in sections else []

@@ -104,11 +104,23 @@ def parse_experiment(value: dict, where: Path) -> Experiment:
     return _parse(Experiment, value, where)
 
 
+def experiment_files(config: Path = Path("config")) -> dict[str, Path]:
+    """The experiments by name, of config/experiments and the folders in it. Raises DvpError for a name in two."""
+    files: dict[str, Path] = {}
+    for file in sorted((config / "experiments").rglob("*.yaml")):
+        if file.stem in files:
+            raise DvpError(f"{file}: {files[file.stem]} has the same name; expected another one")
+        files[file.stem] = file
+    return files
+
+
 def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
-    """The experiment config/experiments/NAME.yaml, resolved against config/catalogue. Raises DvpError.
+    """The experiment NAME.yaml of config/experiments or a folder in it, resolved against config/catalogue.
+
+    Raises DvpError.
 
     The local files that it names must be there: Snakemake would take results made of earlier ones for results of these.
-    One that says `extends: OTHER` is config/experiments/OTHER.yaml, which may extend another one in turn, with its own
+    One that says `extends: OTHER` is that experiment, which may extend another one in turn, with its own
     keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
     null takes a key away.
     """
@@ -118,14 +130,15 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
 def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, Experiment]:
     """An experiment as its file and those that it extends have it, and resolved."""
     folder = config / "experiments"
-    asked = f"{folder / extended_by[-1]}.yaml: extends: " if extended_by else ""
+    files = experiment_files(config)
+    asked = f"{files[extended_by[-1]]}: extends: " if extended_by else ""
     if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(".yaml"):
         raise DvpError(f"{asked}experiment '{name}': expected the name of a file in {folder}, without .yaml")
     if name in extended_by:
         raise DvpError(f"{asked}{' → '.join([*extended_by, name])} is a circle; one of them must stand alone")
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+    path = files.get(name, folder / f"{name}.yaml")
+    if name not in files:
+        known = ", ".join(sorted(files))
         raise DvpError(f"{asked}{path}: no such experiment{f'; known are {known}' if known else _elsewhere(path)}")
     value = read_yaml(path)
     if value.get("name") != name or name in RESERVED:
@@ -135,7 +148,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
     if "extends" in value:  # mistakes of the parent are reported in its own name
         value = _merged(_load(value.pop("extends"), config, (*extended_by, name))[0], value)
-    resolved, files = dict(value), {}
+    resolved, of_catalogue = dict(value), {}
     for table in TABLES:
         own = value.get(table, {})
         if not isinstance(own, dict):
@@ -143,12 +156,14 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         file = config / "catalogue" / f"{table}.yaml"
         catalogue = read_yaml(file)
         resolved[table] = catalogue | own
-        files |= {(table, entry): file for entry in catalogue if entry not in own}
-    experiment = _parse(Experiment, resolved, path, files)
+        of_catalogue |= {(table, entry): file for entry in catalogue if entry not in own}
+    experiment = _parse(Experiment, resolved, path, of_catalogue)
     for key in (experiment.data.train, *experiment.data.evaluation):
         source = experiment.sources[key]
         if isinstance(source, FileSource) and not source.path.is_file():
-            raise DvpError(f"{files.get(('sources', key), path)}: sources.{key}.path: {source.path}: no such file")
+            raise DvpError(
+                f"{of_catalogue.get(('sources', key), path)}: sources.{key}.path: {source.path}: no such file"
+            )
     if isinstance(experiment.base, LocalBase) and not Path(experiment.base.path, "config.json").is_file():
         raise DvpError(
             f"{path}: base.path: {experiment.base.path}: expected a Hugging Face model, found no config.json"

@@ -1,6 +1,6 @@
 """Every key of an experiment as Markdown, and their JSON Schema for editors, from the models.
 
-config/README.md ends with the one, config/schema.json is the other: `python -m dvp.experiment.reference` writes both,
+docs/keys.md is the one, config/schema.json the other: `python -m dvp.experiment.reference` writes both,
 and a test fails when they are stale.
 """
 
@@ -15,20 +15,23 @@ from dvp.core.importance import PRESETS
 from dvp.core.objective import LOSSES
 from dvp.experiment.config import Experiment
 
-HEADING = "## All keys\n\n"
+HEADING = (
+    "# All keys\n\nOf a file in config/experiments, generated from the models. [The guide](../config/README.md) says how to "
+    "write one.\n\n"
+)
 WORDS = {"string": "text", "boolean": "true or false"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def reference() -> str:
-    """A section for the file and for each group of keys, and the names that a method may use."""
+    """The page: a section for the file and for each group of keys, and the names that a method may use."""
     schema = Experiment.model_json_schema()
     del schema["properties"]["deepspeed"]  # filled in
     groups = schema.pop("$defs") | {"The file": schema}
     titles = ["The file"]
     for title in titles:  # and those that it comes to
         titles += dict.fromkeys(name for name in re.findall(r"defs/(\w+)", str(groups[title])) if name not in titles)
-    return "\n\n".join([*(_section(title, groups[title]) for title in titles), _names()]) + "\n"
+    return HEADING + "\n\n".join([*(_section(title, groups[title]) for title in titles), _names()]) + "\n"
 
 
 def editor_schema() -> dict[str, Any]:
@@ -71,7 +74,7 @@ def _section(title: str, group: dict) -> str:
         ]
         for key, value in group["properties"].items()
     ]
-    return f"### {title}\n\n{_text(group)}\n\n{_table(['key', 'value', 'default', 'meaning'], rows)}"
+    return f"## {title}\n\n{_text(group)}\n\n{_table(['key', 'value', 'default', 'meaning'], rows)}"
 
 
 def _names() -> str:
@@ -80,7 +83,7 @@ def _names() -> str:
         for name, preset in presets.items():
             settings = preset.model_dump(exclude_none=True)
             rows.append([f"`{key}: {name}`", ", ".join(f"{option} {value}" for option, value in settings.items())])
-    return f"### Names that a method may use\n\n{_table(['name', 'what it is'], rows)}"
+    return f"## Names that a method may use\n\n{_table(['name', 'what it is'], rows)}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -123,12 +126,6 @@ def _default(value: dict) -> str:
     )
 
 
-def write_reference(document: Path) -> None:
-    """Put the keys under the document's heading for them."""
-    text = document.read_text(encoding="utf-8")
-    document.write_text(text.partition(HEADING)[0] + HEADING + reference(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_reference(Path("config/README.md"))
+    Path("docs/keys.md").write_text(reference(), "utf-8")
     Path("config/schema.json").write_text(json.dumps(editor_schema(), indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -44,7 +44,7 @@ class Estimate:
         if base.architecture is None:
             raise DvpError(
                 f"experiment '{experiment.name}': base.architecture: a plan needs the sizes of {base.path}, as its "
-                "config.json has them; see config/experiments/paper_8b.yaml"
+                "config.json has them; see config/experiments/paper/paper_8b.yaml"
             )
         sizes = base.architecture.model_dump(exclude={"max_position_embeddings"})
         made = {"vocabulary_size": base.tokenizer.vocabulary_size} if isinstance(base, TrainedBase) else {}

@@ -26,7 +26,7 @@ $(if $(filter-out cpu cuda,$(ENV)),$(error ENV=$(ENV): expected cpu or cuda))
 $(if $(filter command,$(origin experiment)),$(error experiment=$(experiment): for make it is EXPERIMENT=$(experiment)))
 IS_LOCKED = -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 
-.PHONY: run smoke evidence reference plan test test-all check bench format mlflow install clean
+.PHONY: run smoke evidence reference plan test test-all check bench format docs mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report $(RESULTS)/$(EXPERIMENT)/report.html
@@ -75,6 +75,14 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/snakefmt Snakefile workflow
 	$(BIN)/python -m dvp.experiment.reference  # docs/keys.md and config/schema.json
+
+# The pages as a site, .site/html; a dead link fails.
+docs:
+	@rm -rf .site/pages && mkdir -p .site/pages
+	@git ls-files -z -- '*.md' '*.png' '*.svg' '*.yaml' '*.yml' '*.txt' '*.json' '*.csv' '*.html' '*.py' LICENSE | tar c --null -T - | tar x -C .site/pages
+	@test -x .site/env/bin/mkdocs || { $(PYTHON) -m venv .site/env && .site/env/bin/pip install --quiet -r envs/docs.txt; }
+	NO_MKDOCS_2_WARNING=1 .site/env/bin/mkdocs build --strict --quiet
+	@echo "the site   .site/html/index.html"
 
 # The address goes through the environment, as it may hold a password.
 mlflow: install

@@ -129,7 +129,7 @@ def redraw(results: Path, root: Path = Path()) -> None:
         tables = ", ".join(f"[{name}]({folder.name}/tables/{name}.md)" for name in made.tables)
         index.append(f"| `{folder.name}` | {experiment.description} | {tables} |")
         print(f"{folder}: {len(made.tables)} tables, {len(drawn)} figures", flush=True)
-    write_text(results / "index.md", "\n".join(["# What is kept", "", *index, ""]))
+    write_text(results / "experiments.md", "\n".join(["# What is kept", "", *index, ""]))
     asked = check_settings(read_yaml(root / "config/config.yaml")).evidence
     there = [f"{key}={results / name}" for key, name in asked.items() if (results / name / "report").is_dir()]
     answered = answer(there, root / "config/claims.yaml")

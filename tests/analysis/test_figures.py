@@ -79,14 +79,14 @@ def test_what_has_no_rho_and_the_control_stand_in_every_panel():
     experiment = make_experiment()
     figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]
     assert [axes.get_title() for axes in figure.axes] == [
-        "engine coarse, ρ\u00a0=\u00a0e⁻¹³",
-        "engine coarse, ρ\u00a0=\u00a00.01",
+        "int4 + fp8-KV, ρ\u00a0=\u00a0e⁻¹³",
+        "int4 + fp8-KV, ρ\u00a0=\u00a00.01",
     ]
     for axes in figure.axes:
         assert len(bold(axes)) == 5
         [control] = [line for line in bold(axes) if line.get_color() == "#707070"]
         assert control.is_dashed()
-    assert "RLOO (naive), engine fp32 (control)" in labels(figure)
+    assert "RLOO (naive), fp32 (control)" in labels(figure)
 
 
 def test_a_control_stands_beside_its_own_settings():
@@ -98,7 +98,7 @@ def test_a_control_stands_beside_its_own_settings():
 
     sizes = {"group_size": [4, 16]}
     both = shown_in({"method": "rloo", "engine": ["fp32", "coarse"], "training": sizes})
-    assert both == {"engine coarse, G 4": 2, "engine coarse, G 16": 2}
+    assert both == {"int4 + fp8-KV, G 4": 2, "int4 + fp8-KV, G 16": 2}
     control = {"method": "rloo", "engine": "fp32", "training": {"group_size": 32}}
     assert shown_in(control, {"method": "rloo", "engine": "coarse", "training": sizes}) == both
 
@@ -155,8 +155,8 @@ def test_scores_have_a_row_a_point_with_its_seeds():
     figure = figures.draw(experiment, statistics, EMPTY)["scores"]
     names = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_yticklabels()]
     assert names == [
-        *("base model", "RLOO (naive), engine fp32, G 8", "RLOO (naive), engine coarse, G 8"),
-        *("DVP, engine coarse, ρ\u00a0=\u00a0e⁻¹³, G 4", "DVP, engine coarse, ρ\u00a0=\u00a0e⁻¹³, G 8"),
+        *("base model", "RLOO (naive), fp32, G 8", "RLOO (naive), int4 + fp8-KV, G 8"),
+        *("DVP, int4 + fp8-KV, ρ\u00a0=\u00a0e⁻¹³, G 4", "DVP, int4 + fp8-KV, ρ\u00a0=\u00a0e⁻¹³, G 8"),
     ]
     small = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_markersize() == 3.5]
     assert small == pytest.approx([55, 65])
@@ -181,7 +181,7 @@ def test_marks_of_a_row_stand_below_one_another():
     assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True, False, True]
     assert marks[2].get_color() != marks[3].get_color()
     assert "in evaluation only" in figure.axes[0].get_yticklabels()[1].get_text().replace("\n", " ")
-    assert {"sampled on fp32", "sampled on coarse, at ρ"} <= set(labels(figure))
+    assert {"sampled on fp32", "sampled on int4 + fp8-KV, at ρ"} <= set(labels(figure))
 
 
 def test_estimators_stand_by_family_on_one_scale_hollow_where_zero_is_inside():
@@ -231,8 +231,8 @@ def test_the_reference_is_black_in_the_panels_of_others():
     ]
     figure = figures.draw(experiment, [], series.joined([*every]))["score_curve"]
     assert [axes.get_title() for axes in figure.axes[::2]] == [
-        "held_out, engine coarse, G 4",
-        "held_out, engine coarse, G 16",
+        "held_out, int4 + fp8-KV, G 4",
+        "held_out, int4 + fp8-KV, G 16",
     ]
     for axes in figure.axes:
         assert sum(line.get_color() == "black" for line in bold(axes)) == 1

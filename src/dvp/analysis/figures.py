@@ -73,8 +73,9 @@ def _filled(value: Any, experiment: Experiment) -> Any:
         return filled
     if isinstance(value, list):
         return [_filled(one, experiment) for one in value]
-    task = experiment.report.task
-    names = {"task": task, "engine": experiment.evaluation.engine, "k": experiment.evaluation.samples_per_problem[task]}
+    task, engine = experiment.report.task, experiment.engines[experiment.evaluation.engine].in_words
+    text = "held-out problems" if task == "held_out" else task
+    names = {"task": text, "engine": engine, "k": experiment.evaluation.samples_per_problem[task]}
     return value.format(**names) if isinstance(value, str) else value
 
 

@@ -29,7 +29,7 @@ FAMILIES = {
 DARK = "#404040"
 PALETTE = tuple(FAMILIES.values())  # of engines
 OTHERS = (PALETTE[0], PALETTE[4], DARK, PALETTE[2], PALETTE[1])  # of what is neither
-LIGHTER = 0.4  # of a method without a safe vocabulary: how much white is in its colour
+LIGHTER = 0.25  # of a method without a safe vocabulary: how much white is in its colour
 GREYS = ("#707070", "#A0A0A0", "#404040")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 LINES = ("-", (0, (5, 1.2, 1, 1.2)), (0, (1, 1)), (0, (7, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (9, 1, 3, 1)))
@@ -123,7 +123,9 @@ class Looks:
         if column == "method":
             return "base model" if value == BASE else self.experiment.methods[value].label
         if column in ("engine", "evaluated_on"):
-            return f"engine {value}" if column == "engine" else f"sampled on {value}"
+            engine = self.experiment.engines.get(value)
+            text = engine.in_words if engine else value
+            return text if column == "engine" else f"sampled on {text}"
         if column == "policy":
             return policy_label(self.experiment, value)
         if column in self.experiment.axes:

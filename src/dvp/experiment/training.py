@@ -50,6 +50,18 @@ class EngineConfig(Strict):
     cuda_graphs: bool = True
     """Compile the model and replay its decoding steps as CUDA graphs; no effect on a CPU."""
 
+    @property
+    def in_words(self) -> str:
+        """Its numerics as a figure calls them: `fp32`, `int4 + fp8-KV`."""
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
+        parts = [short if self.weight_rounding == "none" else self.weight_rounding]
+        parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype}-KV"]
+        parts += [] if self.head_dtype == "auto" else ["fp32 head"]
+        text = " + ".join(parts)
+        if self.noise is None:
+            return text
+        return f"{text}, noise σ {self.noise.sigma:g}{'' if self.noise.below is None else ' in the tail'}"
+
 
 class KeepResponses(Strict):
     """Which responses of a run are kept token by token (dvp.training.responses)."""

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, unflatten, unflatten_parts
+from dvp.core.kept_sets import KeptSets
 from dvp.experiment.loading import load_experiment
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
@@ -43,6 +44,18 @@ def test_a_batch_with_answers_of_a_tool_keeps_them_as_context():
     assert batch.lengths().tolist() == [6, 3]
     # A tensor on `meta` meets one of the CPU as badly as one of a GPU does.
     assert batch.to(torch.device("meta")).lengths().device.type == "meta"
+
+
+def test_tokens_that_are_left_out_take_their_sets_with_them():
+    """And what is context stays context, whatever the mask says of it."""
+    sets = [
+        KeptSets(torch.arange(n, dtype=torch.int32), torch.ones(n, dtype=torch.int64), torch.zeros(n)) for n in (2, 1)
+    ]
+    batch = Batch.collate([[5], [6]], [[1, 2, 3], [4]], 0, [[True, False, True], None], sets)
+    part = batch.only(torch.tensor([[True, False, True, True], [True, False, True, True]]))
+    assert part.response_BT.int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert [one.ids_M.tolist() for one in part.kept] == [[1], []]
+    assert batch_of([(1, 2)]).only(torch.tensor([[True, False, True]])).response_BT.tolist() == [[False, False, True]]
 
 
 @pytest.mark.parametrize("median", [500, 4000])

@@ -211,11 +211,140 @@ def test_no_tokens(safe):
     hidden, weight, targets = random_problem(rows=0)
     options, *_ = sets_of(safe, hidden, weight, targets, 1.0)
     statistics = token_statistics(hidden, weight, targets, **options)
-    assert all(value.shape == (0,) for value in vars(statistics).values())
+    assert all(value.shape == (0,) for value in vars(statistics).values() if value is not None)
     loss = statistics.log_prob.sum() + statistics.pruned_log_prob.sum()
     assert loss.item() == 0
     loss.backward()
     assert torch.equal(weight.grad, torch.zeros(V, H))
+    known = token_statistics(hidden, weight, targets, coefficient_N=torch.empty(0), **options).objective
+    assert known.item() == 0
+    assert [part.any().item() for part in torch.autograd.grad(known, [hidden, weight])] == [False, False]
+
+
+TYPES = [("float32", None), ("bfloat16", None), ("bfloat16", "float32")]
+
+
+@pytest.mark.parametrize(("product", "logits"), TYPES)
+@pytest.mark.parametrize("safe", SETS, ids=lambda safe: safe if isinstance(safe, str) else type(safe).__name__)
+@pytest.mark.parametrize("chunk_size", [1, CHUNK, None])
+def test_known_coefficients_give_the_gradients_of_the_two_passes(safe, product, logits, chunk_size):
+    """Of a multiple of Σ c log p^mp over the targets in V_S, here in one pass and there from the whole logits."""
+    hidden, weight, targets = random_problem(rows=16)
+    options, mask, _ = sets_of(safe, hidden, weight, targets, 0.7)
+    types = {"product_dtype": getattr(torch, product), "logits_dtype": logits and getattr(torch, logits)}
+    options |= types | {"temperature": 0.7, "chunk_size": chunk_size}
+    given = torch.linspace(-1, 1, 16)
+    one = token_statistics(hidden, weight, targets, coefficient_N=given, **options)
+    two = token_statistics(hidden, weight, targets, **options)
+    for name in vars(two).keys() - {"objective"}:
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    used = torch.where(two.target_in_safe, given, 0.0)
+    torch.testing.assert_close(one.objective, (used * two.pruned_log_prob).sum())
+    gradients = [
+        torch.autograd.grad(-3.0 * loss, [hidden, weight])
+        for loss in (one.objective, (used * two.pruned_log_prob).sum())
+    ]
+    # The second pass has other rows in a chunk, as it leaves out targets outside V_S.
+    close = {"atol": 1e-5, "rtol": 1e-5} if product == "float32" else {"atol": 0.05, "rtol": 0.02}
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, **close)
+    if product == "float32":
+        inside = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+        dense = dense_statistics(*inside, targets, mask, 0.7)["pruned_log_prob"]
+        exact = torch.autograd.grad(-3.0 * (used.double() * dense).sum(), inside)
+        for ours, theirs in zip(gradients[0], exact, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("safe", [None, FixedRho(1e-6), FixedRho(RHO)])
+def test_gradients_of_known_coefficients_are_finite_differences(safe):
+    """In float64 products; the sums are fp32. No entry of these logits is near the threshold."""
+    inputs = random_problem(rows=4, dtype=torch.float64)
+    options = {"product_dtype": torch.float64, "chunk_size": CHUNK, "temperature": 0.7}
+    options |= {"safe": safe, "coefficient_N": torch.tensor([0.5, -1.0, 2.0, 0.25])}
+
+    def objective(hidden, weight):
+        return token_statistics(hidden, weight, inputs[2], **options).objective
+
+    gradients = torch.autograd.grad(objective(*inputs[:2]), inputs[:2])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        steps = [1e-3 * torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in gradients]
+        expected = sum((part * step).sum() for part, step in zip(gradients, steps, strict=True)).item()
+        above, below = (
+            objective(*(part.detach() + sign * step for part, step in zip(inputs[:2], steps, strict=True))).item()
+            for sign in (0.5, -0.5)
+        )
+        assert above - below == pytest.approx(expected, abs=1e-5)
+
+
+def test_known_coefficients_of_tied_weights_add_up():
+    """The hidden states are made of the head's own weight, as where the embedding is shared."""
+    _, weight, targets = random_problem(rows=6)
+    given = torch.linspace(-1, 1, 6)
+    objective = token_statistics(weight[5:11].sin(), weight, targets, safe=None, coefficient_N=given).objective
+    inside = weight.detach().double().requires_grad_()
+    dense = dense_statistics(inside[5:11].sin(), inside, targets)["log_prob"]
+    (expected,) = torch.autograd.grad((given.double() * dense).sum(), inside)
+    (actual,) = torch.autograd.grad(objective, weight)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("safe", [None, FixedRho(RHO)])
+def test_known_coefficients_take_three_products_and_one_chunk_of_logits(safe):
+    hidden, weight, _ = random_problem(rows=4 * CHUNK)
+    targets = (hidden @ weight.T).argmax(dim=1)
+    options = {"safe": safe, "coefficient_N": torch.ones(len(targets)), "chunk_size": CHUNK}
+    with Products() as products:
+        objective = token_statistics(hidden, weight, targets, **options).objective
+        assert len(products.sizes) == 3 * 4
+        objective.backward()
+        assert len(products.sizes) == 3 * 4
+    peaks = []
+    for rows in (CHUNK, 4 * CHUNK):
+        part = options | {"coefficient_N": torch.ones(rows)}
+        with LiveLogits() as live:  # of a weight without a gradient, which has V rows and would be counted
+            token_statistics(hidden[:rows], weight.detach(), targets[:rows], **part).objective.backward()
+        peaks.append(live.peak)
+    assert CHUNK <= peaks[1] == peaks[0]
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result the host needs before it can go on: it waits for a device there."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.equal):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device_where_coefficients_are_known():
+    hidden, weight, targets = random_problem()
+    with Waits() as waits:
+        (2 * token_statistics(hidden, weight, targets, safe=None, coefficient_N=torch.ones(8)).objective).backward()
+        assert not waits.names
+        token_statistics(hidden, weight, targets, safe=None).pruned_log_prob.sum().backward()
+        assert waits.names  # the two passes leave out rows that they find
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("safe", [None, FixedRho(RHO)])
+def test_nothing_waits_for_a_gpu_where_coefficients_are_known(safe):
+    inputs = [tensor.detach().cuda() for tensor in random_problem()]
+    for tensor in inputs[:2]:
+        tensor.requires_grad_()
+    given = torch.ones(8, device="cuda")
+    for mode in ("default", "error"):  # first without, as kernels are compiled
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            token_statistics(*inputs, safe=safe, coefficient_N=given, chunk_size=CHUNK).objective.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

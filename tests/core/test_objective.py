@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from dvp.core.objective import LOSSES, Cispo, Loss, policy_loss
+from dvp.core.objective import LOSSES, Cispo, Loss, gradient_at_rollout, policy_loss
 
 B, T = 4, 5
 NAMES = ("log_prob", "old_log_prob", "weight", "advantage", "mask")
@@ -81,6 +81,15 @@ def test_every_loss_is_its_published_formula(name, seed, wide):
     assert loss == pytest.approx(expected, abs=1e-12)
     torch.testing.assert_close(gradient, expected_gradient)
     assert torch.equal(clipped, expected_clipped)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_gradient_before_the_weights_move_is_known(name):
+    case = random_case(3, spread=0.0, one_a_sequence=RULES[name].kind == "gspo")
+    _, expected, _ = published(RULES[name], case)
+    weight, advantage, mask = (case[part] for part in ("weight", "advantage", "mask"))
+    torch.testing.assert_close(gradient_at_rollout(RULES[name], weight, advantage, mask, 3), expected)
+    assert not gradient_at_rollout(RULES[name], 0 * weight, advantage, mask, 3).any()
 
 
 def test_the_named_losses_have_the_published_clips():

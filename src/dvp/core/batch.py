@@ -52,6 +52,14 @@ class Batch:
         length = int(self.lengths()[rows_b].max())
         return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length], self.kept_of(rows_b))
 
+    def only(self, counted_BT: torch.Tensor) -> "Batch":
+        """The same, but that of a response's own tokens only those of this mask (bool) are scored."""
+        kept = self.kept and tuple(
+            sets.states(counted_T[own_T].nonzero()[:, 0])
+            for sets, own_T, counted_T in zip(self.kept, self.response_BT, counted_BT, strict=True)
+        )
+        return Batch(self.tokens_BT, self.response_BT & counted_BT, kept)
+
     def kept_of(self, rows_b: torch.Tensor) -> tuple[KeptSets, ...] | None:
         """`kept` of these rows only."""
         return None if self.kept is None else tuple(self.kept[row] for row in rows_b.tolist())

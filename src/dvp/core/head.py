@@ -2,15 +2,16 @@
 
 Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{V_S}(z) (docs/method.md, "Dynamic vocabulary
 pruning") with the read-outs that OTB and the diagnostics need. The logits of N tokens over V ≈ 150,000 entries do not
-fit in memory at once, so rows go through one buffer in chunks: a matrix product, then the sums of dvp.core.rows. The
-backward pass makes the logits again and turns them into their gradient in place.
+fit in memory at once, so rows go through one buffer in chunks: a matrix product, then the sums of dvp.core.rows. Where
+the loss is a sum of log-probs with known coefficients, each chunk is turned into its gradient at once, in place: three
+products in all. Otherwise the backward pass makes the logits again, a fourth.
 
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +33,7 @@ SLICE = 8192
 
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
-    """Statistics of N tokens, each (N,) float32 but for `target_in_safe`; log-probs and entropies in nats.
+    """Statistics of N tokens, (N,) float32 but for `target_in_safe` and `objective`; log-probs and entropies in nats.
 
     The log-probs and the entropies carry gradients.
     """
@@ -59,6 +60,8 @@ class TokenStatistics:
     """max_a z_a, after temperature."""
     set_overlap: torch.Tensor
     """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the one it is compared with; 1 where there is none."""
+    objective: torch.Tensor | None = None
+    """Σ c log p^mp(y) over the targets in V_S, a scalar; where coefficients c were given it alone has a gradient."""
 
 
 def token_statistics(
@@ -69,6 +72,7 @@ def token_statistics(
     safe: SafeVocabulary | None,
     kept: KeptSets | None = None,
     compared: KeptSets | None = None,
+    coefficient_N: torch.Tensor | None = None,
     temperature: float = 1.0,
     product_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -98,6 +102,8 @@ def token_statistics(
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
         kept: sets to renormalise over, one a row, ids below V.
         compared: sets, one a row, ids below V, that are only compared with V_S (set_overlap); not with `kept`.
+        coefficient_N: c of `TokenStatistics.objective`, constants, if that is all that a gradient is wanted of. Leave
+            out rows of 0.
         temperature: sampling temperature, > 0.
         product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
             they are multiplied; None takes the hidden states' own.
@@ -114,6 +120,7 @@ def token_statistics(
             hidden_NH,
             weight_VH,
             targets_N,
+            coefficient_N,
             _Options(safe, kept, compared, 1.0 / temperature, product_dtype, logits_dtype, chunk_size),
         )
     )
@@ -159,20 +166,28 @@ class _Options(NamedTuple):
     chunk_size: int
 
 
-class _Saved(NamedTuple):
-    """What the backward pass needs of each row, each (N,); `lse` is a log of a sum relative to the row's maximum."""
+class _Rows(NamedTuple):
+    """Of each row the fields of TokenStatistics, in order, and what else its gradient is made from, each (N,)."""
 
-    target: torch.Tensor
-    maximum: torch.Tensor
-    log_rho: torch.Tensor
+    log_prob: torch.Tensor
+    pruned_log_prob: torch.Tensor
+    entropy: torch.Tensor
+    pruned_entropy: torch.Tensor
+    sum_p_squared: torch.Tensor
+    pruned_sum_p_squared: torch.Tensor
+    pruned_mass: torch.Tensor
     safe_size: torch.Tensor
     target_in_safe: torch.Tensor
+    maximum: torch.Tensor
+    set_overlap: torch.Tensor
+    log_rho: torch.Tensor
     lse: torch.Tensor
-    log_prob: torch.Tensor
-    entropy: torch.Tensor
+    """log Σ e, relative to the row's maximum as e is; `safe_lse` over V_S."""
     safe_lse: torch.Tensor
-    pruned_log_prob: torch.Tensor
-    pruned_entropy: torch.Tensor
+    target: torch.Tensor
+
+
+DIFFERENTIABLE, REPORTED = 4, 11  # how many of the first fields have gradients, and are TokenStatistics'
 
 
 class _Head(torch.autograd.Function):
@@ -180,105 +195,120 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: _Options
+        ctx,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        coefficient_N: torch.Tensor | None,
+        options: _Options,
     ) -> tuple[torch.Tensor, ...]:
-        sums, target_logit_N, log_rho_N, overlap_N = _sums(hidden_NH, weight_VH, targets_N, options)
-        # Where nothing is pruned the pruned sums are 0, and both forms are bit-identical.
-        sum_N = sums.safe_sum + sums.pruned_sum
-        target_shift_N = target_logit_N - sums.maximum
-        in_safe_N = target_shift_N >= log_rho_N if options.kept is None else options.kept.contain(targets_N)
-        lse_N, safe_lse_N = sum_N.log(), sums.safe_sum.log()
-        saved = _Saved(
-            target=targets_N,
-            maximum=sums.maximum,
-            log_rho=log_rho_N,
-            safe_size=sums.safe_size,
-            target_in_safe=in_safe_N,
-            lse=lse_N,
-            log_prob=target_shift_N - lse_N,
-            entropy=lse_N - (sums.safe_dot + sums.pruned_dot) / sum_N,
-            safe_lse=safe_lse_N,
-            pruned_log_prob=torch.where(in_safe_N, target_shift_N, MASK_LOGIT) - safe_lse_N,
-            pruned_entropy=safe_lse_N - sums.safe_dot / sums.safe_sum,
-        )
-        ctx.save_for_backward(hidden_NH, weight_VH, *saved)
-        ctx.options = options
+        known = coefficient_N is not None
+        product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2] if known else (False, False))
+        # To look for what all rows prune takes an answer of the device, for which the host would wait.
+        may_skip = (options.safe, options.kept) != (None, None) and not hidden_NH.is_cuda
+        chunks = []
+        for rows, logits_nV in product.chunks(
+            torch.arange(len(hidden_NH), device=hidden_NH.device).split(options.chunk_size)
+        ):
+            rows_n = _rows(logits_nV, targets_N[rows], options, rows)
+            chunks.append(rows_n)
+            if known:
+                nothing_n = torch.zeros_like(rows_n.maximum)
+                given_n = torch.where(rows_n.target_in_safe, coefficient_N[rows].float(), 0.0)
+                _gradient_(logits_nV, rows_n, (nothing_n, given_n, nothing_n, nothing_n), options, rows)
+                skip_zeros = may_skip and bool((rows_n.safe_size < len(weight_VH)).any())
+                product.backward(rows, logits_nV, skip_zeros=skip_zeros)
+        found = _Rows(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+        ctx.options, ctx.known = options, known
         ctx.set_materialize_grads(False)
-        constants = (
-            (sums.safe_squares + sums.pruned_squares) / sum_N.square(),
-            sums.safe_squares / sums.safe_sum.square(),
-            sums.pruned_sum / sum_N,
-            sums.safe_size,
-            in_safe_N,
-            sums.maximum,
-            overlap_N,
-        )
-        ctx.mark_non_differentiable(*constants)
-        return saved.log_prob, saved.pruned_log_prob, saved.entropy, saved.pruned_entropy, *constants
+        if known:
+            ctx.save_for_backward(*product.gradients)
+            ctx.mark_non_differentiable(*found[:REPORTED])
+            return *found[:REPORTED], torch.where(
+                found.target_in_safe, coefficient_N * found.pruned_log_prob, 0.0
+            ).sum()
+        ctx.save_for_backward(hidden_NH, weight_VH, *found)
+        ctx.mark_non_differentiable(*found[DIFFERENTIABLE:REPORTED])
+        return found[:REPORTED]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_log_prob, grad_pruned, grad_entropy, grad_pruned_entropy, *_):
+    def backward(ctx, *outer):
+        if ctx.known:
+            return *(made if made is None else made.mul_(outer[-1]) for made in ctx.saved_tensors), None, None, None
         hidden_NH, weight_VH, *of_rows = ctx.saved_tensors
-        saved, options = _Saved(*of_rows), ctx.options
-        # Then the gradient is exactly 0 at every token that is pruned. Where none is, the products are those without a
-        # safe vocabulary, bit-identical.
-        of_safe_alone = (options.safe, options.kept) != (None, None) and grad_log_prob is None and grad_entropy is None
+        saved, options = _Rows(*of_rows), ctx.options
+        # If only the pruned statistics have one, the gradient is exactly 0 at every token that is pruned. Where none
+        # is, the products are those without a safe vocabulary, bit-identical.
+        of_safe_alone = (options.safe, options.kept) != (None, None) and outer[0] is None and outer[2] is None
         of_safe_alone = of_safe_alone and bool((saved.safe_size < len(weight_VH)).any())
-        # Of log-prob and entropy, full and pruned.
         incoming = [
-            torch.zeros_like(saved.maximum) if gradient is None else gradient
-            for gradient in (grad_log_prob, grad_entropy, grad_pruned, grad_pruned_entropy)
+            torch.zeros_like(saved.maximum) if gradient is None else gradient for gradient in outer[:DIFFERENTIABLE]
         ]
-        coefficients = RowCoefficients(
-            *_row_coefficients(*incoming[:2], saved.lse, saved.entropy),
-            *_row_coefficients(*incoming[2:], saved.safe_lse, saved.pruned_entropy),
-        )
-        # In fp32: 1 − p_y is a difference that bf16 would lose where p_y is near 1.
-        pruned_N = _own_gradient(*incoming[2:], saved.pruned_log_prob, saved.pruned_entropy)
-        target_gradient_N = _own_gradient(*incoming[:2], saved.log_prob, saved.entropy)
-        target_gradient_N = target_gradient_N + torch.where(saved.target_in_safe, pruned_N, 0.0)
-
-        product = _Product(hidden_NH, weight_VH, options.scale, options.product_dtype, options.logits_dtype)
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        # Chunks are added up in fp32.
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2])
         # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
         active_N = torch.stack([gradient_N != 0 for gradient_N in incoming]).any(dim=0)
         for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(options.chunk_size)):
-            coefficients_n = RowCoefficients(*(part[rows] for part in coefficients))
-            if options.kept is None:
-                row_gradient_(logits_nV, saved.maximum[rows], saved.log_rho[rows], coefficients_n)
-            else:
-                _kept_gradient_(logits_nV, saved.maximum[rows], options.kept.states(rows), coefficients_n)
-            logits_nV.scatter_(1, saved.target[rows, None], target_gradient_N[rows, None].to(logits_nV.dtype))
-            product.backward(rows, logits_nV, grad_hidden_NH, grad_weight_VH, skip_zeros=of_safe_alone)
-        if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None
+            rows_n = _Rows(*(part[rows] for part in saved))
+            _gradient_(logits_nV, rows_n, [gradient[rows] for gradient in incoming], options, rows)
+            product.backward(rows, logits_nV, skip_zeros=of_safe_alone)
+        return *product.gradients, None, None, None
 
 
-def _sums(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: _Options
-) -> tuple[RowSums, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows' sums, a chunk of logits at a time; the target's logit, log ρ and the overlap of sets, each (N,)."""
-    product = _Product(hidden_NH, weight_VH, options.scale, options.product_dtype, options.logits_dtype)
-    other = options.kept if options.kept is not None else options.compared
-    chunks = []
-    for rows, logits_nV in product.chunks(
-        torch.arange(len(hidden_NH), device=hidden_NH.device).split(options.chunk_size)
-    ):
-        log_rho_n = _log_rho(logits_nV, options.safe)
-        # A token that was sampled mostly is the likeliest one.
-        target_logit_n = logits_nV.gather(1, targets_N[rows, None])[:, 0].float()
-        sums = row_sums(logits_nV, log_rho_n, target_logit_n)
-        overlap_n = torch.ones_like(target_logit_n)
-        if other is not None:
-            over_other, overlap_n = _over_kept(sums, other.states(rows), logits_nV, log_rho_n)
-            sums = sums if options.kept is None else over_other
-        chunks.append((*sums, target_logit_n, log_rho_n, overlap_n))
-    *of_rows, target_logit_N, log_rho_N, overlap_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return RowSums(*of_rows), target_logit_N, log_rho_N, overlap_N
+def _rows(logits_nV: torch.Tensor, target_n: torch.Tensor, options: _Options, rows: torch.Tensor) -> _Rows:
+    """What the rows of a chunk of logits say, `rows` being their numbers."""
+    log_rho_n = _log_rho(logits_nV, options.safe)
+    # A token that was sampled mostly is the likeliest one.
+    target_logit_n = logits_nV.gather(1, target_n[:, None])[:, 0].float()
+    sums = row_sums(logits_nV, log_rho_n, target_logit_n)
+    overlap_n, shift_n = torch.ones_like(target_logit_n), target_logit_n - sums.maximum
+    in_safe_n = shift_n >= log_rho_n
+    other = options.compared if options.kept is None else options.kept
+    if other is not None:
+        other_n = other.states(rows)
+        over_other, overlap_n = _over_kept(sums, other_n, logits_nV, log_rho_n)
+        if options.kept is not None:
+            sums, in_safe_n = over_other, other_n.contain(target_n)
+    # Where nothing is pruned the pruned sums are 0, and both forms are bit-identical.
+    sum_n = sums.safe_sum + sums.pruned_sum
+    lse_n, safe_lse_n = sum_n.log(), sums.safe_sum.log()
+    return _Rows(
+        log_prob=shift_n - lse_n,
+        pruned_log_prob=torch.where(in_safe_n, shift_n, MASK_LOGIT) - safe_lse_n,
+        entropy=lse_n - (sums.safe_dot + sums.pruned_dot) / sum_n,
+        pruned_entropy=safe_lse_n - sums.safe_dot / sums.safe_sum,
+        sum_p_squared=(sums.safe_squares + sums.pruned_squares) / sum_n.square(),
+        pruned_sum_p_squared=sums.safe_squares / sums.safe_sum.square(),
+        pruned_mass=sums.pruned_sum / sum_n,
+        safe_size=sums.safe_size,
+        target_in_safe=in_safe_n,
+        maximum=sums.maximum,
+        set_overlap=overlap_n,
+        log_rho=log_rho_n,
+        lse=lse_n,
+        safe_lse=safe_lse_n,
+        target=target_n,
+    )
+
+
+def _gradient_(
+    logits_nV: torch.Tensor, rows_n: _Rows, incoming: Sequence[torch.Tensor], options: _Options, rows: torch.Tensor
+) -> None:
+    """Overwrite a chunk's logits by their gradient; `incoming` (n,) are those of the first four fields of its rows."""
+    log_prob_n, pruned_n, entropy_n, pruned_entropy_n = incoming
+    coefficients = RowCoefficients(
+        *_row_coefficients(log_prob_n, entropy_n, rows_n.lse, rows_n.entropy),
+        *_row_coefficients(pruned_n, pruned_entropy_n, rows_n.safe_lse, rows_n.pruned_entropy),
+    )
+    # In fp32: 1 − p_y is a difference that bf16 would lose where p_y is near 1.
+    of_safe_n = _own_gradient(pruned_n, pruned_entropy_n, rows_n.pruned_log_prob, rows_n.pruned_entropy)
+    own_n = _own_gradient(log_prob_n, entropy_n, rows_n.log_prob, rows_n.entropy)
+    own_n = own_n + torch.where(rows_n.target_in_safe, of_safe_n, 0.0)
+    if options.kept is None:
+        row_gradient_(logits_nV, rows_n.maximum, rows_n.log_rho, coefficients)
+    else:
+        _kept_gradient_(logits_nV, rows_n.maximum, options.kept.states(rows), coefficients)
+    logits_nV.scatter_(1, rows_n.target[:, None], own_n[:, None].to(logits_nV.dtype))
 
 
 def _row_coefficients(
@@ -343,20 +373,18 @@ def _kept_gradient_(
 class _Product:
     """z = scale · hidden · weightᵀ, chunk by chunk through one buffer, and its gradients."""
 
-    def __init__(
-        self,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        scale: float,
-        product_dtype: torch.dtype,
-        logits_dtype: torch.dtype,
-    ):
-        self.hidden_NH, self.weight_VH = hidden_NH.to(product_dtype), weight_VH.to(product_dtype)
+    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, options: _Options, needed: tuple[bool, bool]):
+        """`needed` : of which of the two the gradient is wanted; `backward` adds to them."""
+        self.hidden_NH, self.weight_VH = hidden_NH.to(options.product_dtype), weight_VH.to(options.product_dtype)
+        self.scale, self.logits_dtype = options.scale, options.logits_dtype
         if not hidden_NH.is_cuda:
             # Only CUDA has a product whose sums are wider than its factors: the same factors, widened, give the same.
-            self.hidden_NH, self.weight_VH = self.hidden_NH.to(logits_dtype), self.weight_VH.to(logits_dtype)
-        self.scale = scale
-        self.logits_dtype = logits_dtype
+            self.hidden_NH, self.weight_VH = self.hidden_NH.to(self.logits_dtype), self.weight_VH.to(self.logits_dtype)
+        # Chunks are added up in fp32, which autograd casts to another type of the weight.
+        self.gradients = (
+            torch.zeros_like(hidden_NH) if needed[0] else None,
+            torch.zeros_like(weight_VH, dtype=torch.float32) if needed[1] else None,
+        )
 
     def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each group of rows, on their device, with its logits, which hold only until the next one is asked for."""
@@ -369,15 +397,7 @@ class _Product:
                 torch.mm(hidden_nH, self.weight_VH.t(), out_dtype=self.logits_dtype, out=logits_nV).mul_(self.scale)
             yield rows, logits_nV
 
-    def backward(
-        self,
-        rows: torch.Tensor,
-        gradient_nV: torch.Tensor,
-        grad_hidden_NH: torch.Tensor | None,
-        grad_weight_VH: torch.Tensor | None,
-        *,
-        skip_zeros: bool,
-    ) -> None:
+    def backward(self, rows: torch.Tensor, gradient_nV: torch.Tensor, *, skip_zeros: bool) -> None:
         """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight.
 
         skip_zeros : look for entries of the vocabulary without a gradient in any row, and leave them out.
@@ -389,6 +409,7 @@ class _Product:
             # Above a half, copying the used ones costs more than it saves.
             if 2 * len(used) <= len(weight_VH):
                 gradient_nV, weight_VH, columns = gradient_nV[:, used], weight_VH[used], used
+        grad_hidden_NH, grad_weight_VH = self.gradients
         if grad_hidden_NH is not None:
             grad_hidden_NH[rows] = (self.scale * (gradient_nV @ weight_VH)).to(grad_hidden_NH.dtype)
         if grad_weight_VH is None:

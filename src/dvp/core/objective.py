@@ -185,6 +185,18 @@ def policy_loss(
     return PolicyLoss(-term.sum() / denominator, clipped & active_BT)
 
 
+def gradient_at_rollout(
+    rule: LossRule, weight_BT: torch.Tensor, advantage_BT: torch.Tensor, mask_BT: torch.Tensor, denominator: int
+) -> torch.Tensor:
+    """∂ loss / ∂ log π_θ of each token where π_θ = π_old, (B, T): there, and for reinforce anywhere, it is a constant.
+
+    Arguments as in `policy_loss`.
+    """
+    log_prob_BT = torch.zeros_like(weight_BT, requires_grad=True)
+    loss = policy_loss(rule, log_prob_BT, log_prob_BT, weight_BT, advantage_BT, mask_BT, denominator).loss
+    return torch.autograd.grad(loss, log_prob_BT)[0]
+
+
 def _clipped_term(
     rule: _Clipped, log_ratio: torch.Tensor, coefficient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

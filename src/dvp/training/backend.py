@@ -6,7 +6,7 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +75,8 @@ class Head(torch.nn.Module):
         if targets_N is None:
             return torch.nn.functional.linear(hidden_NH, self.weight)
         statistics = token_statistics(hidden_NH, self.weight, targets_N, **options)
-        return tuple(getattr(statistics, field.name) for field in fields(TokenStatistics))
+        found = (getattr(statistics, field.name) for field in fields(TokenStatistics))
+        return tuple(value for value in found if value is not None)
 
 
 class Policy(torch.nn.Module):
@@ -102,15 +103,23 @@ class Policy(torch.nn.Module):
         model.set_output_embeddings(Head(head.weight))
         self.model = model
 
-    def forward(self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float) -> TokenStatistics:
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        safe: SafeVocabulary | EngineSets | None,
+        temperature: float,
+        coefficient_N: torch.Tensor | None = None,
+    ) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
         hidden_NH, targets_N = self._scored(batch)
         return TokenStatistics(
             *self.model.get_output_embeddings()(
                 hidden_NH,
                 targets_N,
-                **_sets(batch, safe),
-                compared=_compared(batch, safe),
+                **_sets(batch, safe, hidden_NH.device),
+                compared=_compared(batch, safe, hidden_NH.device),
+                coefficient_N=coefficient_N,
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
                 product_dtype=torch.bfloat16 if torch.is_autocast_enabled(hidden_NH.device.type) else None,
@@ -123,15 +132,18 @@ class Policy(torch.nn.Module):
     ) -> torch.Tensor:
         """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
         hidden_NH, targets_N = self._scored(batch)
-        options = _sets(batch, safe) | {"temperature": temperature / self._logit_scale}
+        options = _sets(batch, safe, hidden_NH.device) | {"temperature": temperature / self._logit_scale}
         return dense_log_prob(hidden_NH, self.model.get_output_embeddings().weight, targets_N, **options)
 
     def _scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states before the response tokens, and these."""
+        # The places of a batch on the host are known before the model runs: the host need not wait for a device.
+        device = self.model.device
+        places_N = batch.response_BT[:, 1:].flatten().nonzero()[:, 0].to(device)
+        tokens_BT = batch.tokens_BT.to(device)
         # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
-        hidden_BTH = self.model.base_model(batch.tokens_BT[:, :-1], use_cache=False).last_hidden_state
-        scored_BT = batch.response_BT[:, 1:]
-        return hidden_BTH[scored_BT], batch.tokens_BT[:, 1:][scored_BT]
+        hidden_BTH = self.model.base_model(tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        return hidden_BTH.flatten(0, 1)[places_N], tokens_BT[:, 1:].flatten()[places_N]
 
     @torch.no_grad()
     def check(self, prompts: list[list[int]]) -> None:
@@ -158,20 +170,20 @@ class Policy(torch.nn.Module):
             )
 
 
-def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> dict[str, Any]:
+def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> dict[str, Any]:
     """What the head needs for a safe vocabulary. Raises DvpError if the engine's sets are missing."""
     if not isinstance(safe, EngineSets):
         return {"safe": safe}
     if batch.kept is None:
         raise DvpError("the engine did not report the sets that it sampled from, which this method replays")
-    return {"safe": safe.rule, "kept": KeptSets.cat(batch.kept)}
+    return {"safe": safe.rule, "kept": KeptSets.cat(batch.kept).to(device)}
 
 
-def _compared(batch: Batch, safe: SafeVocabulary | EngineSets | None) -> KeptSets | None:
+def _compared(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> KeptSets | None:
     """The engine's sets, where they are reported and not replayed; none in an update, which has no use for them."""
     if batch.kept is None or isinstance(safe, EngineSets) or torch.is_grad_enabled():
         return None
-    return KeptSets.cat(batch.kept)
+    return KeptSets.cat(batch.kept).to(device)
 
 
 @torch.no_grad()
@@ -286,23 +298,32 @@ class Trainer:
         mine += [parts[0]] * (ranks.rounds(len(parts)) - len(mine))
         # DeepSpeed's engine would set autocast itself; without gradients it does nothing else for a forward pass.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 if bf16 is None else bf16):
-            scored = [
-                self.policy(batch.rows(rows).to(self.device), safe=safe, temperature=self._temperature) for rows in mine
-            ]
-        names = [field.name for field in fields(TokenStatistics)]
+            scored = [self.policy(batch.rows(rows), safe=safe, temperature=self._temperature) for rows in mine]
+        names = [field.name for field in fields(TokenStatistics) if field.name != "objective"]
         scored = ranks.join([[getattr(part, name).cpu() for name in names] for part in scored], len(parts))
         return {
             name: unflatten_parts(parts, values, batch.response_BT)
             for name, *values in zip(names, *scored, strict=True)
         }
 
-    def forward_backward(self, batch: Batch, safe: SafeVocabulary | EngineSets | None, loss, last: bool) -> None:
+    def forward_backward(
+        self,
+        batch: Batch,
+        safe: SafeVocabulary | EngineSets | None,
+        loss: Callable[[TokenStatistics], torch.Tensor],
+        last: bool,
+        coefficient_N: torch.Tensor | None = None,
+    ) -> None:
         """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch.
 
         The losses of all ranks add up; all make equally many calls.
+        coefficient_N : of each response token, where the loss is the statistics' `objective`.
         """
         self._engine.set_gradient_accumulation_boundary(last)
-        statistics = self._engine(batch.to(self.device), safe=safe, temperature=self._temperature)
+        if coefficient_N is not None:
+            coefficient_N = coefficient_N.to(self.device)  # before the device has work to wait for
+        options = {"safe": safe, "temperature": self._temperature, "coefficient_N": coefficient_N}
+        statistics = self._engine(batch, **options)
         # DeepSpeed takes the mean over the ranks.
         self._engine.backward(loss(statistics) * ranks.count())
         self._engine.step()

@@ -26,7 +26,7 @@ from dvp.core.collapse import CollapseDetector
 from dvp.core.diagnostics import mismatch_metrics, rollout_metrics
 from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
-from dvp.core.objective import policy_loss
+from dvp.core.objective import gradient_at_rollout, policy_loss
 from dvp.core.update import Update, make_update
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -330,28 +330,34 @@ class Loop:
         if not useful_B.any():
             return None
         micro_batches = rollout.batch.micro_batches(self.config.tokens_per_micro_batch, useful_B.nonzero()[:, 0])
-        mine = [(rows_b, update.weight_BT) for rows_b in ranks.share(micro_batches)]
+        mine = [(rows_b, True) for rows_b in ranks.share(micro_batches)]
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
         rounds = ranks.rounds(len(micro_batches))
-        mine += [(micro_batches[0][:1], torch.zeros_like(update.weight_BT))] * (rounds - len(mine))
+        mine += [(micro_batches[0][:1], False)] * (rounds - len(mine))
         counts = {"clipped": 0, "left": 0}
-        for index, (rows_b, weight_BT) in enumerate(mine):
+        constants = (update.weight_BT, update.advantage_BT, rollout.batch.response_BT)
+        # Until the weights have moved the ratio is 1. (The scoring's log-probs, of other micro-batches, differ by
+        # rounding, in bf16 by more than GSPO's bounds.)
+        gradient_BT = None
+        if not (moved and self.loss.has_ratio):
+            gradient_BT = gradient_at_rollout(self.loss, *constants, update.weights.denominator)
+        for index, (rows_b, counted) in enumerate(mine):
             batch = rollout.batch.rows(rows_b)
-            # Until the weights have moved the ratio is 1. The scoring's log-probs, of other micro-batches, differ by
-            # rounding, in bf16 by more than GSPO's bounds.
-            old_BT = statistics["pruned_log_prob"] if moved else None
-            parts = [
-                values_BT
-                if values_BT is None
-                else values_BT[rows_b, : batch.tokens_BT.shape[1]].to(self.trainer.device)
-                for values_BT in (rollout.batch.response_BT, old_BT, weight_BT, update.advantage_BT)
-            ]
-            loss = partial(self._loss, counts, update.weights.denominator, *parts)
-            self.trainer.forward_backward(batch, self.safe.trainer, loss, last=index == rounds - 1)
+            width = batch.tokens_BT.shape[1]
+            if gradient_BT is None:
+                tensors = (statistics["pruned_log_prob"], counted * update.weight_BT, *constants[1:])
+                parts = [values_BT[rows_b, :width].to(self.trainer.device) for values_BT in tensors]
+                loss, gradient_N = partial(self._loss, counts, update.weights.denominator, *parts), None
+            else:
+                gradient_bT = counted * gradient_BT[rows_b, :width]
+                batch = batch.only(gradient_bT != 0)
+                loss, gradient_N = partial(_objective, counts), gradient_bT[batch.response_BT]
+            self.trainer.forward_backward(batch, self.safe.trainer, loss, index == rounds - 1, gradient_N)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")
-        tokens, every = rollout.batch.response_BT.sum().item(), ranks.gather(counts)
+        tokens = rollout.batch.response_BT.sum().item()
+        every = ranks.gather({name: int(count) for name, count in counts.items()})
         result = {
             "gradient_norm": norm,
             "clipped_fraction": sum(of_rank["clipped"] for of_rank in every) / tokens,
@@ -367,23 +373,29 @@ class Loop:
         self,
         counts: dict[str, int],
         denominator: int,
-        mask_bT: torch.Tensor,
-        old_bT: torch.Tensor | None,
+        old_bT: torch.Tensor,
         weight_bT: torch.Tensor,
         advantage_bT: torch.Tensor,
+        mask_bT: torch.Tensor,
         now: TokenStatistics,
     ) -> torch.Tensor:
         """The loss of one micro-batch. To `counts` come its tokens that are clipped, and those that are outside the V_S
-        of now, which has moved with the weights since the scoring, or its rounding with the batch.
+        of now, which has moved with the weights since the scoring.
 
-        old_bT : log π_old; None where that is the policy of now.
+        old_bT : log π_old.
         """
         log_prob_bT, safe_bT = (unflatten(values, mask_bT) for values in (now.pruned_log_prob, now.target_in_safe))
-        counts["left"] += (mask_bT & (weight_bT != 0) & ~safe_bT).sum().item()
-        constants = (log_prob_bT.detach() if old_bT is None else old_bT, torch.where(safe_bT, weight_bT, 0.0))
-        result = policy_loss(self.loss, log_prob_bT, *constants, advantage_bT, mask_bT, denominator)
-        counts["clipped"] += result.clipped_BT.sum().item()
+        counts["left"] += (mask_bT & (weight_bT != 0) & ~safe_bT).sum()
+        weight_bT = torch.where(safe_bT, weight_bT, 0.0)
+        result = policy_loss(self.loss, log_prob_bT, old_bT, weight_bT, advantage_bT, mask_bT, denominator)
+        counts["clipped"] += result.clipped_BT.sum()
         return result.loss
+
+
+def _objective(counts: dict[str, int], now: TokenStatistics) -> torch.Tensor:
+    """The same where its gradient is known; V_S moves with the batch's rounding alone."""
+    counts["left"] += (~now.target_in_safe).sum()
+    return now.objective
 
 
 def _step(loop: Loop, step: int) -> dict:

@@ -94,21 +94,45 @@ def forward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def backward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
     """What a pass with the gradients of hidden states and weight costs."""
-    return {
+    given_N = torch.ones(len(inputs[0]), device=inputs[0].device)
+    variants = {
         "bare products": lambda: _bare_products(*inputs),
-        "head": lambda: _head_backward(*inputs),
-        "head, logits in float32": lambda: _head_backward(*inputs, logits_dtype=torch.float32),
+        "head": lambda: _head_known(*inputs, given_N),
+        "head, logits in float32": lambda: _head_known(*inputs, given_N, logits_dtype=torch.float32),
+        "head, two passes": lambda: _head_backward(*inputs),
+        "dense": lambda: torch.autograd.grad(dense(*inputs)[1].sum(), inputs[:2]),
     }
+    if inputs[0].is_cuda and find_spec("liger_kernel"):
+        variants |= {
+            "Liger": lambda: _liger(*inputs, None),
+            "Liger, sums in float32": lambda: _liger(*inputs, torch.float32),
+        }
+    return variants
 
 
 def pruned_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
     """What leaving out the tokens that all rows prune saves."""
+    given_N = torch.ones(len(inputs[0]), device=inputs[0].device)
     return {
         "bare products": lambda: _bare_products(*inputs),
-        "head": lambda: _head_backward(*inputs),
+        "head": lambda: _head_known(*inputs, given_N),
+        "head, two passes": lambda: _head_backward(*inputs),
         # The full log-prob has a gradient at every token, of size 0 here.
-        "head, nothing left out": lambda: _head_backward(*inputs, full=0.0),
+        "head, two passes, nothing left out": lambda: _head_backward(*inputs, full=0.0),
     }
+
+
+def _head_known(hidden_NH, weight_VH, targets_N, given_N, **options):
+    found = statistics_of(hidden_NH, weight_VH, targets_N, coefficient_N=given_N, **options)
+    return torch.autograd.grad(found.objective, (hidden_NH, weight_VH))
+
+
+def _liger(hidden_NH, weight_VH, targets_N, sums: torch.dtype | None):
+    """Liger's fused linear cross-entropy: log-probs alone, without pruning; on a GPU."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+
+    loss, *_ = Liger.apply(hidden_NH, weight_VH, targets_N, None, None, -100, 0.0, 0.0, "sum", None, False, sums)
+    return torch.autograd.grad(loss, (hidden_NH, weight_VH))
 
 
 def _head_backward(hidden_NH, weight_VH, targets_N, full: float | None = None, **options):
@@ -126,8 +150,7 @@ def _method(*inputs: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _bare_products(hidden_NH, weight_VH, _targets_N) -> tuple[torch.Tensor, ...]:
-    """The logits, the logits again, and the products for both gradients."""
-    hidden_NH @ weight_VH.t()
+    """The logits, and the products for both gradients."""
     logits_NV = hidden_NH @ weight_VH.t()
     return logits_NV @ weight_VH, logits_NV.t() @ hidden_NH
 

@@ -12,7 +12,7 @@ Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -62,6 +62,9 @@ class TokenStatistics:
     """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the one it is compared with; 1 where there is none."""
     objective: torch.Tensor | None = None
     """Σ c log p^mp(y) over the targets in V_S, a scalar; where coefficients c were given it alone has a gradient."""
+
+
+OF_TOKENS = [field.name for field in fields(TokenStatistics) if field.name != "objective"]
 
 
 def token_statistics(
@@ -165,6 +168,10 @@ class _Options(NamedTuple):
     logits_dtype: torch.dtype
     chunk_size: int
 
+    @property
+    def prunes(self) -> bool:
+        return (self.safe, self.kept) != (None, None)
+
 
 class _Rows(NamedTuple):
     """Of each row the fields of TokenStatistics, in order, and what else its gradient is made from, each (N,)."""
@@ -187,7 +194,7 @@ class _Rows(NamedTuple):
     target: torch.Tensor
 
 
-DIFFERENTIABLE, REPORTED = 4, 11  # how many of the first fields have gradients, and are TokenStatistics'
+DIFFERENTIABLE, REPORTED = 4, len(OF_TOKENS)  # how many of the first fields have gradients, and are TokenStatistics'
 
 
 class _Head(torch.autograd.Function):
@@ -205,7 +212,7 @@ class _Head(torch.autograd.Function):
         known = coefficient_N is not None
         product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2] if known else (False, False))
         # To look for what all rows prune takes an answer of the device, for which the host would wait.
-        may_skip = (options.safe, options.kept) != (None, None) and not hidden_NH.is_cuda
+        of_safe_alone = options.prunes and not hidden_NH.is_cuda
         chunks = []
         for rows, logits_nV in product.chunks(
             torch.arange(len(hidden_NH), device=hidden_NH.device).split(options.chunk_size)
@@ -216,8 +223,7 @@ class _Head(torch.autograd.Function):
                 nothing_n = torch.zeros_like(rows_n.maximum)
                 given_n = torch.where(rows_n.target_in_safe, coefficient_N[rows].float(), 0.0)
                 _gradient_(logits_nV, rows_n, (nothing_n, given_n, nothing_n, nothing_n), options, rows)
-                skip_zeros = may_skip and bool((rows_n.safe_size < len(weight_VH)).any())
-                product.backward(rows, logits_nV, skip_zeros=skip_zeros)
+                product.backward(rows, logits_nV, rows_n.safe_size if of_safe_alone else None)
         found = _Rows(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         ctx.options, ctx.known = options, known
         ctx.set_materialize_grads(False)
@@ -238,10 +244,8 @@ class _Head(torch.autograd.Function):
             return *(made if made is None else made.mul_(outer[-1]) for made in ctx.saved_tensors), None, None, None
         hidden_NH, weight_VH, *of_rows = ctx.saved_tensors
         saved, options = _Rows(*of_rows), ctx.options
-        # If only the pruned statistics have one, the gradient is exactly 0 at every token that is pruned. Where none
-        # is, the products are those without a safe vocabulary, bit-identical.
-        of_safe_alone = (options.safe, options.kept) != (None, None) and outer[0] is None and outer[2] is None
-        of_safe_alone = of_safe_alone and bool((saved.safe_size < len(weight_VH)).any())
+        # Then the gradient is exactly 0 at every token that is pruned.
+        of_safe_alone = options.prunes and outer[0] is None and outer[2] is None
         incoming = [
             torch.zeros_like(saved.maximum) if gradient is None else gradient for gradient in outer[:DIFFERENTIABLE]
         ]
@@ -251,7 +255,7 @@ class _Head(torch.autograd.Function):
         for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(options.chunk_size)):
             rows_n = _Rows(*(part[rows] for part in saved))
             _gradient_(logits_nV, rows_n, [gradient[rows] for gradient in incoming], options, rows)
-            product.backward(rows, logits_nV, skip_zeros=of_safe_alone)
+            product.backward(rows, logits_nV, rows_n.safe_size if of_safe_alone else None)
         return *product.gradients, None, None, None
 
 
@@ -397,16 +401,17 @@ class _Product:
                 torch.mm(hidden_nH, self.weight_VH.t(), out_dtype=self.logits_dtype, out=logits_nV).mul_(self.scale)
             yield rows, logits_nV
 
-    def backward(self, rows: torch.Tensor, gradient_nV: torch.Tensor, *, skip_zeros: bool) -> None:
+    def backward(self, rows: torch.Tensor, gradient_nV: torch.Tensor, entries_n: torch.Tensor | None) -> None:
         """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight.
 
-        skip_zeros : look for entries of the vocabulary without a gradient in any row, and leave them out.
+        entries_n : how many entries of each row have a gradient, if entries without one in any row are to be found and
+            left out.
         """
         gradient_nV = gradient_nV.to(self.weight_VH.dtype)
         weight_VH, columns = self.weight_VH, None
-        if skip_zeros:
+        # Above a half, copying the used ones costs more than it saves.
+        if entries_n is not None and not (2 * entries_n > len(weight_VH)).any():
             used = gradient_nV.any(dim=0).nonzero()[:, 0]
-            # Above a half, copying the used ones costs more than it saves.
             if 2 * len(used) <= len(weight_VH):
                 gradient_nV, weight_VH, columns = gradient_nV[:, used], weight_VH[used], used
         grad_hidden_NH, grad_weight_VH = self.gradients

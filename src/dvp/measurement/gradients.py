@@ -9,13 +9,12 @@ Shape suffixes: B responses of a batch, T tokens, E estimators, K parts, D coord
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 
 from dvp.core.advantages import ADVANTAGES, BY_TOKEN
 from dvp.core.batch import Batch, Rollout, unflatten_parts
-from dvp.core.head import TokenStatistics
+from dvp.core.head import OF_TOKENS, TokenStatistics
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.core.update import Update, make_update
 from dvp.experiment.config import Experiment
@@ -120,10 +119,9 @@ class Gradients:
         """The head's statistics of every response token, each (B, T), 0 elsewhere."""
         parts = batch.micro_batches(self._tokens)
         scored = [self._statistics(batch.rows(rows), safe) for rows in parts]
-        names = [field.name for field in fields(TokenStatistics)]
         return {
             name: unflatten_parts(parts, [getattr(part, name).cpu() for part in scored], batch.response_BT)
-            for name in names
+            for name in OF_TOKENS
         }
 
     def of_batch(

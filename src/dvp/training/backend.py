@@ -7,7 +7,6 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dvp.core.batch import Batch, unflatten_parts
-from dvp.core.head import TokenStatistics, dense_log_prob, token_statistics
+from dvp.core.head import OF_TOKENS, TokenStatistics, dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
@@ -75,8 +74,7 @@ class Head(torch.nn.Module):
         if targets_N is None:
             return torch.nn.functional.linear(hidden_NH, self.weight)
         statistics = token_statistics(hidden_NH, self.weight, targets_N, **options)
-        found = (getattr(statistics, field.name) for field in fields(TokenStatistics))
-        return tuple(value for value in found if value is not None)
+        return tuple(value for value in vars(statistics).values() if value is not None)
 
 
 class Policy(torch.nn.Module):
@@ -299,11 +297,10 @@ class Trainer:
         # DeepSpeed's engine would set autocast itself; without gradients it does nothing else for a forward pass.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 if bf16 is None else bf16):
             scored = [self.policy(batch.rows(rows), safe=safe, temperature=self._temperature) for rows in mine]
-        names = [field.name for field in fields(TokenStatistics) if field.name != "objective"]
-        scored = ranks.join([[getattr(part, name).cpu() for name in names] for part in scored], len(parts))
+        scored = ranks.join([[getattr(part, name).cpu() for name in OF_TOKENS] for part in scored], len(parts))
         return {
             name: unflatten_parts(parts, values, batch.response_BT)
-            for name, *values in zip(names, *scored, strict=True)
+            for name, *values in zip(OF_TOKENS, *scored, strict=True)
         }
 
     def forward_backward(

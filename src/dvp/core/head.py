@@ -227,15 +227,12 @@ class _Head(torch.autograd.Function):
         found = _Rows(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         ctx.options, ctx.known = options, known
         ctx.set_materialize_grads(False)
-        if known:
-            ctx.save_for_backward(*product.gradients)
-            ctx.mark_non_differentiable(*found[:REPORTED])
-            return *found[:REPORTED], torch.where(
-                found.target_in_safe, coefficient_N * found.pruned_log_prob, 0.0
-            ).sum()
-        ctx.save_for_backward(hidden_NH, weight_VH, *found)
-        ctx.mark_non_differentiable(*found[DIFFERENTIABLE:REPORTED])
-        return found[:REPORTED]
+        ctx.mark_non_differentiable(*found[0 if known else DIFFERENTIABLE : REPORTED])
+        ctx.save_for_backward(*(product.gradients if known else (hidden_NH, weight_VH, *found)))
+        if not known:
+            return found[:REPORTED]
+        terms_N = torch.where(found.target_in_safe, coefficient_N * found.pruned_log_prob, 0.0)
+        return *found[:REPORTED], terms_N.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,7 +1,8 @@
 """What the head costs, as ratios within one run: `make bench`.
 
 The head is compared with the bare matrix products that it cannot do without, with the dense path that trainers
-commonly take (whole logits, a pass for each statistic), and with the chunked formulation that fused heads fall back to.
+commonly take (whole logits, a pass for each statistic), with the chunked formulation that fused heads fall back to, and
+on a GPU with Liger's fused head where that is installed. "head" has gradients of known coefficients, in one pass.
 Variants take turns, round by round, so that a busy machine slows all of them; ratios are medians over the rounds.
 
 It needs nothing but torch (with triton on a GPU), so that it runs wherever there is a GPU for a few minutes:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+from pathlib import Path
 
 import datasets
 import pandas as pd
@@ -14,6 +15,7 @@ from dvp.data.sources import load
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.experiment.data import Columns, FileSource, GeneratedSource, HubSource
+from dvp.experiment.loading import read_yaml
 
 ROWS = {"dapo_math_17k": 12, "gsm8k": 7473, "gsm8k_test": 1319, "aime25": 30, "aime24": 30, "amc23": 40, "math500": 500}
 GOOD = {"problem": "1 + 1?", "answer": "2"}
@@ -80,9 +82,9 @@ def test_all_file_types_and_the_hub_give_the_same_rows(tmp_path, monkeypatch, sh
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     fields = {"columns": source.columns, "strip": source.strip}
-    hub = HubSource(kind="hub", path="a/b", name="main", split="train", revision="0" * 40, **fields)
+    hub = HubSource(kind="hub", path="a/b", name="main", split="train", revision="1" * 40, **fields)
     assert load(hub, "x") == expected
-    assert asked == [(("a/b", "main"), {"split": "train", "revision": "0" * 40})]
+    assert asked == [(("a/b", "main"), {"split": "train", "revision": "1" * 40})]
     missing = hub.model_copy(update={"columns": Columns(problem="question", answer="ability")})
     assert "no column 'question'; found data_source, prompt" in refusal(missing)
 
@@ -92,9 +94,28 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="0" * 40, columns=PLAIN))
-    assert message.startswith("x: a/b (test): cannot be read: revision 000")
+    message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="1" * 40, columns=PLAIN))
+    assert message.startswith("x: a/b (test): cannot be read: revision 111")
     assert "Couldn't reach 'a/b' on the Hub; without it, get its file" in message
+
+
+def test_shards_that_disagree_on_another_column_are_read(tmp_path, monkeypatch):
+    """As those of DPAO_filter: `extra_info` has an index and a split in one, in another an index of another type."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "hub/train").mkdir(parents=True)
+    for number, extra in enumerate(({"index": 1, "split": "train"}, {"index": "a"})):
+        prompt, reward = [{"role": "user", "content": f"{number} + 1?"}], {"ground_truth": f"{number + 1}", "style": "rule"}
+        row = {"prompt": prompt, "reward_model": reward, "extra_info": extra}
+        pd.DataFrame([row]).to_parquet(tmp_path / f"hub/train/{number}.parquet")
+    entry = read_yaml(Path(__file__).parents[2] / "config/catalogue/sources.yaml")["dpao_filter"]
+    hub = HubSource(**entry | {"path": str(tmp_path / "hub"), "revision": "1" * 40})
+    rows = sorted(load(hub, "dpao_filter"))
+    assert [(row.problem, row.answer) for row in rows] == [("0 + 1?", "1"), ("1 + 1?", "2")]
+
+
+def test_a_revision_that_is_a_placeholder_is_refused():
+    message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="0" * 40, columns=PLAIN))
+    assert "revision: a placeholder; expected the commit" in message
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from json import JSONDecodeError
 from typing import Any, NamedTuple
 
@@ -203,8 +203,15 @@ def _parquet_rows(source: FileSource) -> Iterator[Any]:
 def _hub_rows(source: HubSource) -> Iterator[Any]:
     import datasets
 
+    if not source.revision.strip("0"):
+        raise ValueError("revision: a placeholder; expected the commit under \"Files and versions\" of the hub's page")
+    load = partial(datasets.load_dataset, source.path, source.name, split=source.split, revision=source.revision)
     try:
-        dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
+        try:
+            dataset = load()
+        except datasets.exceptions.DatasetGenerationError:
+            # Parquet files that disagree on the type of another column can be read without it.
+            dataset = load(columns=sorted({path.split(".")[0] for _, path in source.columns if path}))
     except Exception as error:
         raise ValueError(
             f"revision {source.revision} cannot be loaded from the Hugging Face hub: {first_line(error)}; without it, "

@@ -77,7 +77,8 @@ def test_lint(snakemake):
         ("smoke_matrix", {"base": 1, "train": 2, "convert": 2, "evaluate": 12}),
         ("smoke_curve", {"base": 1, "train": 2, "convert": 6, "evaluate": 7}),
         ("smoke_evidence", {"base": 1, "train": 4, "convert": 4, "evaluate": 5, "mismatch": 1, "bias": 1}),
-        ("paper_8b", {"base_linked": 1, "preflight": 2, "train": 30, "convert": 30, "evaluate": 124}),
+        ("paper_8b", {"base_linked": 1, "preflight": 1, "train": 15, "convert": 15, "evaluate": 64}),
+        ("qwen3_0.6b", {"base_linked": 1, "preflight": 2, "train": 15, "convert": 15, "evaluate": 32}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):
@@ -99,7 +100,7 @@ def test_replicates_are_made_before_what_is_over_them(snakemake):
 
 def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
     """A profile declares it; without one it is all that the machine has. (Jobs of a dry run have one core.)"""
-    settings = ("-n", "-p", "--config", "experiment=paper_8b", "results=there")
+    settings = ("-n", "-p", "--config", "experiment=paper_8b_ablations", "results=there")
     for profile, expected in ((("--profile", "slurm"), ["96000", "96000"]), ((), [])):
         status, out, errors = snakemake(*settings, *profile)
         assert status == 0, errors

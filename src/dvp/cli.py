@@ -130,7 +130,12 @@ def keys(key: Annotated[str | None, typer.Argument(help="a key or a group of key
 
 
 SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")
-GPU = _option("GPU", "a100, h100, h200 or cpu", show_default="h200; cpu if the pipeline trains the base model")
+Card = Literal["rtx3090", "rtx4090", "a6000", "l40s", "a100-40", "a100", "h100", "h200", "cpu"]
+GPU = _option(
+    "GPU",
+    "rtx3090, rtx4090, a6000, l40s, a100-40, a100, h100, h200 or cpu",
+    show_default="h200; cpu if the pipeline trains the base model",
+)
 GPUS = _option("N", "used at once", min=1, show_default="what the largest job takes")
 LENGTH = _option(
     "N", "mean length of a response", callback=_above_zero, show_default="as recorded, else half of the longest"
@@ -141,7 +146,7 @@ LENGTH = _option(
 def plan(
     config: Annotated[list[str] | None, SETTINGS] = None,
     more: More = None,
-    gpu: Annotated[Literal["a100", "h100", "h200", "cpu"] | None, GPU] = None,
+    gpu: Annotated[Card | None, GPU] = None,
     gpus: Annotated[int | None, GPUS] = None,
     price: Annotated[float | None, _option("X", "of a GPU-hour", callback=_above_zero)] = None,
     response_tokens: Annotated[float | None, LENGTH] = None,

@@ -104,7 +104,10 @@ def test_shards_that_disagree_on_another_column_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "hub/train").mkdir(parents=True)
     for number, extra in enumerate(({"index": 1, "split": "train"}, {"index": "a"})):
-        prompt, reward = [{"role": "user", "content": f"{number} + 1?"}], {"ground_truth": f"{number + 1}", "style": "rule"}
+        prompt, reward = (
+            [{"role": "user", "content": f"{number} + 1?"}],
+            {"ground_truth": f"{number + 1}", "style": "rule"},
+        )
         row = {"prompt": prompt, "reward_model": reward, "extra_info": extra}
         pd.DataFrame([row]).to_parquet(tmp_path / f"hub/train/{number}.parquet")
     entry = read_yaml(Path(__file__).parents[2] / "config/catalogue/sources.yaml")["dpao_filter"]

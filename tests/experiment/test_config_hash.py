@@ -134,7 +134,7 @@ def test_a_preflight_depends_on_nothing_that_training_does_not():
     ("name", "preflight", "engines"),
     [
         *(("smoke", "auto", []), ("smoke", "always", ["fp32", "coarse"])),
-        *(("paper_8b", "auto", ["fp32", "bf16"]), ("paper_8b", "never", [])),
+        *(("paper_8b_ablations", "auto", ["fp32", "bf16"]), ("paper_8b", "never", [])),
     ],
 )
 def test_each_engine_has_a_preflight_where_it_is_asked_for(name, preflight, engines):

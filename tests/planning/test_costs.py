@@ -1,6 +1,7 @@
 """The cost model against numbers worked out by hand, and against the models, integrals and files that it stands for."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dvp.cli import Card
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
@@ -27,7 +29,7 @@ SMALL = Model(
 QWEN3_8B = Model(4096, 36, 32, 8, 128, 12288, False, 151936)
 # 100 FLOP/s at half use, 10 bytes/s at half use: 50 and 5.
 SLOW = Device("slow", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1e6, 20.0, 2.0, 0.5, 0.5, 0.0, 1.0)
-FP32 = EngineConfig(dtype="float32")
+FP32, BF16 = EngineConfig(dtype="float32"), EngineConfig(dtype="bfloat16")
 
 
 def training(**changes) -> TrainingConfig:
@@ -104,6 +106,11 @@ def test_bytes_of_the_cache():
     assert SMALL.cache_bytes(FP32) == 2 * 2 * 1 * 3 * 4
     assert SMALL.cache_bytes(EngineConfig(dtype="bfloat16")) == 2 * 2 * 1 * 3 * 2
     assert SMALL.cache_bytes(EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8")) == 2 * 2 * 1 * 3
+    # 8-bit weights: a quarter of the traffic of fp32, and room for more of the cache.
+    fp8 = EngineConfig(dtype="bfloat16", quantization="fp8")
+    assert (SMALL.engine_bytes(FP32), SMALL.engine_bytes(BF16), SMALL.engine_bytes(fp8)) == (4, 2, 1)
+    room = costs.cache_room(SMALL, fp8, SLOW) - costs.cache_room(SMALL, BF16, SLOW)
+    assert room * SMALL.cache_bytes(BF16) == pytest.approx(SMALL.parameters)
     # 147,456 bytes: the known 144 KiB of Qwen3-8B in bf16.
     assert QWEN3_8B.cache_bytes(EngineConfig(dtype="bfloat16")) == 144 * 1024
 
@@ -177,8 +184,8 @@ def test_what_does_not_fit_into_the_cache_waits():
 # --- a training step ---
 
 
-def step(device: Device, engine: EngineConfig = FP32, dtype: str = "float32", **changes) -> dict[str, float]:
-    return costs.step_seconds(SMALL, training(**changes), engine, device, FIXED, zero_stage=3, dtype=dtype)
+def step(device: Device, engine: EngineConfig = FP32, dtype: str = "float32", useful=1.0, **changes) -> dict:
+    return costs.step_seconds(SMALL, training(**changes), engine, device, FIXED, 3, dtype, useful)
 
 
 def test_a_training_step_by_hand():
@@ -187,6 +194,8 @@ def test_a_training_step_by_hand():
     forward = 2 * 324 * 6 + 2 * 2 * 2 * 3 * 36
     assert alone["update"] == pytest.approx(8 * forward * (1 + 3) / 50)
     assert step(device, gradient_checkpointing=True)["update"] == pytest.approx(8 * forward * (1 + 4) / 50)
+    # A response without weight is scored only.
+    assert step(device, useful=0.25)["update"] == pytest.approx((8 + 2 * 3) * forward / 50)
     half = step(device, dtype="bfloat16")
     assert half["update"] == pytest.approx(alone["update"] / 4)
     assert half["rollout"] == alone["rollout"] == sampled(device, prompts=2, responses=8, at_once=8)
@@ -212,6 +221,34 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     # The last micro-batch is a whole one: 4 responses, 3 at once, are 2 micro-batches.
     assert update(tokens_per_micro_batch=3 * int(FIXED.sequence)) == pytest.approx(2 * 4 * SMALL.parameters * 4 / 20)
     assert update("bfloat16") == update()  # gathers are fp32 all the same
+    # Half of the responses have a weight: 4 micro-batches are scored, 2 trained on.
+    assert update(useful=0.5) == pytest.approx((4 + 2 * 3) * SMALL.parameters * 4 / 20)
+    assert (step(device, useful=0.5, gpus=2)["gathers"], step(device, useful=0.5, gpus=2)["scatters"]) == (4 + 2 * 2, 2)
+
+
+def test_the_range_is_that_of_the_best_published_system():
+    """NeMo-RL 0.4 on 16 H100s: 2,048 sequences of 1,060 tokens of at most 4,096, on-policy, 97.7 s a step.
+
+    The formula has all of them trained on with recomputation, after prompts of 150 tokens.
+    """
+    llama = Model(4096, 32, 32, 8, 128, 14336, False, 128256)
+    assert llama.parameters == pytest.approx(8.03e9, rel=1e-3)
+    settings = {"prompts_per_step": 64, "group_size": 32, "gpus": 8, "nodes": 2, "gradient_checkpointing": True}
+    settings |= {"max_response_tokens": 3946, "tokens_per_micro_batch": 32768}
+    engine, lengths = EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.6), Lengths(150, 910, 3946)
+    made = costs.step_seconds(
+        llama, training(**settings), engine, costs.DEVICES["h100"], lengths, zero_stage=1, dtype="bfloat16", useful=1
+    )
+    formula = made["rollout"] + made["update"]
+    assert formula == pytest.approx(61.6, abs=0.05)
+    assert 97.7 / formula == pytest.approx(costs.SLOWEST, abs=0.02)
+    assert {name: device.slowest for name, device in costs.DEVICES.items() if device.slowest != costs.SLOWEST} == {
+        "cpu": 1.0
+    }
+
+
+def test_the_command_knows_every_device():
+    assert list(get_args(Card)) == list(costs.DEVICES)
 
 
 def test_memory_of_the_trainer_falls_with_the_zero_stage():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from dvp.data import shortest_path
 from dvp.data.prepared import EVAL_COLUMNS
@@ -138,6 +138,16 @@ def test_a_base_has_the_shape_that_is_stated(experiment, tiny_model, tmp_path, s
     ((key, value),) = stated.items()
     with pytest.raises(DvpError, match=rf"^base\.architecture\.{key}: {value}, but .*/config\.json has {found}$"):
         make_base(changed, tmp_path, tmp_path / "base")
+
+
+def test_a_width_of_heads_that_is_not_written_follows(tmp_path):
+    """As in the config.json of Qwen2.5."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=400, intermediate_size=96, tie_word_embeddings=True, **sizes)
+    config.save_pretrained(tmp_path)
+    base._check_architecture(PretrainedArchitecture(**SHAPE), tmp_path)
+    with pytest.raises(DvpError, match=r"head_dim: 16, but .*/config\.json has head_dim 32$"):
+        base._check_architecture(PretrainedArchitecture(**SHAPE | {"head_dim": 16}), tmp_path)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(experiment, tmp_path, monkeypatch):

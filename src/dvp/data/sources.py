@@ -204,7 +204,7 @@ def _hub_rows(source: HubSource) -> Iterator[Any]:
     import datasets
 
     if not source.revision.strip("0"):
-        raise ValueError("revision: a placeholder; expected the commit under \"Files and versions\" of the hub's page")
+        raise ValueError('revision: a placeholder; expected the commit under "Files and versions" of the hub\'s page')
     load = partial(datasets.load_dataset, source.path, source.name, split=source.split, revision=source.revision)
     try:
         try:

@@ -39,6 +39,8 @@ class EngineConfig(Strict):
     """Of keys and values; auto is `dtype`. vLLM rounds them to the nearest number on a GPU, toward zero on a CPU."""
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    quantization: Literal["fp8"] | None = optional()
+    """fp8: vLLM multiplies in 8 bits, on a GPU; it rounds weights as it loads them, and activations as they come."""
     head_dtype: Literal["auto", "float32"] = optional("auto")
     """Of its logits. auto: as `dtype`. float32: the sums of the head's products are not rounded."""
     noise: Noise | None = optional()
@@ -54,13 +56,19 @@ class EngineConfig(Strict):
     def in_words(self) -> str:
         """Its numerics as a figure calls them: `fp32`, `int4 + fp8-KV`."""
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        parts = [short if self.weight_rounding == "none" else self.weight_rounding]
+        parts = [self.quantization or (short if self.weight_rounding == "none" else self.weight_rounding)]
         parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype}-KV"]
         parts += [] if self.head_dtype == "auto" else ["fp32 head"]
         text = " + ".join(parts)
         if self.noise is None:
             return text
         return f"{text}, noise σ {self.noise.sigma:g}{'' if self.noise.below is None else ' in the tail'}"
+
+    @model_validator(mode="after")
+    def _rounded_once(self) -> "EngineConfig":
+        if self.quantization and (self.weight_rounding != "none" or self.dtype == "float32"):
+            raise ValueError("quantization: expected a dtype of 16 bits and no weight_rounding beside it")
+        return self
 
 
 class KeepResponses(Strict):

@@ -24,8 +24,9 @@ RUNTIME = 4e9
 """Bytes of a GPU that CUDA, NCCL and a sleeping engine with its graphs keep."""
 PARALLEL_SAMPLES = 256
 """Responses that an evaluation samples at once."""
-GATHERS = 3
-"""Times that ZeRO-3 gathers the weights for a micro-batch: to score it, forward and backward."""
+SLOWEST = 1.6
+"""What the best published system takes of this roofline: NeMo-RL 0.4 (docs, performance summary) reports 97.7 s for a
+GRPO step of Llama-3.1-8B on 16 H100s, 2,048 sequences of 1,060 tokens; the formulas here say 61.6 s."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Device:
     """Seconds until a stage that uses the model works: imports, weights from disk, the engine."""
     replay: float | None = None
     """Seconds a decoding step to schedule it and replay its CUDA graph; None where there are none."""
+    slowest: float = 1.0
+    """An estimated time may be so many times the formula."""
 
     def peak(self, dtype: str) -> float:
         return self.peak_flops["float32" if dtype == "float32" else "bfloat16"]
@@ -67,10 +70,16 @@ class Device:
 def _gpu(name: str, bf16: float, fp32: float, bandwidth: float, memory: float, link: float) -> Device:
     peaks = {"bfloat16": bf16, "float32": fp32}
     # 400 Gbit/s of network for each GPU; eager decoding of a 7 B model with 28 layers takes about 20 ms a step.
-    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180, 2e-3)
+    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180, 2e-3, SLOWEST)
 
 
+# By NVIDIA's data sheets, bf16 without sparsity and with fp32 sums; PCIe 4.0 where there is no NVLink.
 DEVICES = {
+    "rtx3090": _gpu("RTX 3090 24 GB", 71e12, 35.6e12, 0.936e12, 24e9, 32e9),
+    "rtx4090": _gpu("RTX 4090 24 GB", 165.2e12, 82.6e12, 1.008e12, 24e9, 32e9),
+    "a6000": _gpu("RTX A6000 48 GB", 154.8e12, 38.7e12, 0.768e12, 48e9, 32e9),
+    "l40s": _gpu("L40S 48 GB (PCIe)", 362e12, 91.6e12, 0.864e12, 48e9, 32e9),
+    "a100-40": _gpu("A100 40 GB (SXM)", 312e12, 19.5e12, 1.555e12, 40e9, 300e9),
     "a100": _gpu("A100 80 GB (SXM)", 312e12, 19.5e12, 2.04e12, 80e9, 300e9),
     "h100": _gpu("H100 80 GB (SXM)", 989e12, 67e12, 3.35e12, 80e9, 450e9),
     "h200": _gpu("H200 141 GB (SXM)", 989e12, 67e12, 4.8e12, 141e9, 450e9),
@@ -104,6 +113,10 @@ class Model:
     def multiplying(self) -> int:
         """Parameters that every token is multiplied with: not those of an embedding that is only looked up."""
         return self.parameters - (0 if self.tie_word_embeddings else self.vocabulary_size * self.hidden_size)
+
+    def engine_bytes(self, engine: EngineConfig) -> int:
+        """Of a weight in an engine."""
+        return BYTES[engine.dtype] if engine.quantization is None else 1
 
     def forward_flops(self, tokens: float, tokens_squared: float) -> float:
         """Of a sequence, or in expectation: E[n] and E[n²]."""
@@ -147,7 +160,7 @@ class Lengths:
 def cache_room(model: Model, engine: EngineConfig, device: Device) -> float:
     """Tokens whose keys and values fit beside the weights on an engine's GPUs; negative if the weights do not fit."""
     memory = engine.gpu_memory_utilization * device.memory * engine.tensor_parallel
-    return (memory - model.parameters * BYTES[engine.dtype]) / model.cache_bytes(engine)
+    return (memory - model.parameters * model.engine_bytes(engine)) / model.cache_bytes(engine)
 
 
 def sampling_seconds(
@@ -169,7 +182,9 @@ def sampling_seconds(
     prefill = prompts * model.forward_flops(lengths.prompt, lengths.prompt**2)
     attention = 4 * model.layers * model.heads * model.head_dim * lengths.attended
     decode = responses * (2 * model.multiplying * lengths.response + attention)
-    traffic = steps * model.multiplying * BYTES[engine.dtype] + responses * lengths.attended * model.cache_bytes(engine)
+    traffic = steps * model.multiplying * model.engine_bytes(engine) + responses * lengths.attended * model.cache_bytes(
+        engine
+    )
     return device.compute_seconds(prefill, engine.dtype) / engine.tensor_parallel + max(
         device.compute_seconds(decode, engine.dtype) / engine.tensor_parallel,
         device.memory_seconds(traffic) / engine.tensor_parallel,
@@ -185,12 +200,14 @@ def step_seconds(
     lengths: Lengths,
     zero_stage: int,
     dtype: str,
+    useful: float,
 ) -> dict[str, float]:
-    """One step on training.ranks GPUs by its parts: rollout, score and update of every response, weights to the engine.
+    """One step on training.ranks GPUs by its parts: rollout, score and update, weights to the engine.
 
-    `update` is the longer of `arithmetic` and `exchange`, which overlap: ZeRO-3 gathers weights and scatters gradients
-    in fp32, for each of the `micro_batches` of a GPU. Responses that carry no gradient, and are left out of the update,
-    count in full; padding does not. What further minibatches of a batch are scored for is left out.
+    Every response is scored; the share `useful` has a gradient and is trained on, the others are left out. `update` is
+    the longer of `arithmetic` and `exchange`, which overlap: for each micro-batch of a GPU ZeRO-3 gathers the weights
+    in fp32, once to score and twice to train, and scatters gradients. Padding is left out, and what further minibatches
+    of a batch are scored for.
     """
     responses = training.prompts_per_step * training.group_size
     engines = training.ranks / engine.tensor_parallel
@@ -199,21 +216,23 @@ def step_seconds(
         model, engine, device, lengths, training.prompts_per_step / engines, of_engine, at_once=of_engine
     )
     share = responses / training.ranks
-    passes = 1 + 3 + training.gradient_checkpointing
+    passes = 1 + useful * (3 + training.gradient_checkpointing)
     forward = share * model.forward_flops(lengths.sequence, lengths.sequence_squared)
     arithmetic = device.compute_seconds(passes * forward, dtype)
     link = device.link if training.nodes == 1 else device.network
-    micro_batches = math.ceil(share / max(1, training.tokens_per_micro_batch // lengths.sequence))
+    of_micro_batch = max(1, training.tokens_per_micro_batch // lengths.sequence)
+    scored, trained = (math.ceil(count / of_micro_batch) for count in (share, useful * share))
     weights = model.parameters * MASTER
     gathered = training.ranks > 1 and zero_stage == 3
-    exchange = micro_batches * (GATHERS + 1) * weights / link if gathered else 0.0
+    exchange = (scored + 3 * trained) * weights / link if gathered else 0.0
     return {
         "rollout": rollout,
         "update": max(arithmetic, exchange),
         "arithmetic": arithmetic,
         "exchange": exchange,
         "synchronise": weights / link if training.ranks > 1 else device.memory_seconds(weights),
-        "micro_batches": micro_batches,
+        "gathers": scored + 2 * trained,
+        "scatters": trained,
     }
 
 

@@ -1,5 +1,7 @@
 """What each job of an experiment costs on one kind of device: amounts of work, put into the roofline of costs.py."""
 
+import math
+
 from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
@@ -18,6 +20,10 @@ PROMPT_TOKENS, STORY_TOKENS = 150, 32
 DOWNLOAD, DISK = 1e8, 5e8
 """Bytes a second from the hub, and of reading, checking and writing files."""
 PREPARE_SECONDS, PREPARE_HUB_SECONDS, REPORT_SECONDS = 30, 600, 60
+USEFUL = 0.6
+"""Share of the responses that an update trains on: the others' groups are all right or all wrong, or are rejected."""
+RESTART = 24 * 3600
+"""Seconds after which a scheduler ends a training job, which writes its last step and goes on in another."""
 BF16 = EngineConfig(dtype="bfloat16")
 TEXT_BYTES = 4
 """Of a response's token, kept as text."""
@@ -64,7 +70,15 @@ class Estimate:
         """Seconds of a training step with this engine, by its parts (costs.step_seconds)."""
         zero, dtype = self._zero["stage"], self.experiment.trainer_dtype
         engine_config = self.experiment.engines[engine]
-        return costs.step_seconds(self.model, self.training, engine_config, self.device, self.lengths(), zero, dtype)
+        return costs.step_seconds(
+            self.model, self.training, engine_config, self.device, self.lengths(), zero, dtype, USEFUL
+        )
+
+    def train_seconds(self, step: float) -> float:
+        """Of a run whose steps take so long: its start, steps and checkpoints, and a restart for each RESTART."""
+        training, written = self.training, self.checkpoint_bytes / DISK
+        working = training.steps * step + math.ceil(training.steps / training.checkpoint_every) * written
+        return self.device.startup + working + working // RESTART * (self.device.startup + 2 * written)
 
     def _sample(self, prompts: int, responses: int, engine: EngineConfig = BF16, longest: int | None = None) -> float:
         lengths = self.lengths(longest)
@@ -97,7 +111,7 @@ class Estimate:
                 return 4 * start + 3 * step["rollout"] + 2 * step["synchronise"], 0
             case "train":
                 kept = len(experiment.evaluated_steps(job.run)) * whole
-                seconds = start + self.training.steps * step_total(self.step(job.engine)) + kept / DISK
+                seconds = self.train_seconds(step_total(self.step(job.engine))) + kept / DISK
                 return seconds, KEEP_CHECKPOINTS * self.checkpoint_bytes + kept
             case "convert" if job.run.step is None:  # the checkpoint is checked; its weights are handled five times
                 return start + (self.checkpoint_bytes + 5 * whole) / DISK, whole
@@ -148,16 +162,17 @@ class Estimate:
         linked = f"; GPUs exchange {link / 1e9:.0f} GB/s each way while they compute" if training.ranks > 1 else ""
         return [
             f"{device.name}: {device.compute_utilisation:.0%} of {device.peak(dtype) / 1e12:g} TFLOP/s in the "
-            f"trainer's {dtype}, {device.bandwidth_utilisation:.0%} of {device.bandwidth / 1e12:g} TB/s{linked}",
+            f"trainer's {dtype}, {device.bandwidth_utilisation:.0%} of {device.bandwidth / 1e12:g} TB/s (data sheet){linked}",
             f"{f'{count / 1e9:.3g} billion' if count >= 1e9 else f'{count / 1e6:.3g} million'} parameters; for each, 2 "
             f"FLOPs a token to score and {8 if training.gradient_checkpointing else 6} to train, attention on top; no "
-            "padding, and every response is trained on",
+            f"padding; {USEFUL:.0%} of the responses have a weight and are trained on",
             f"prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f} (at most {lengths.longest}), "
             "and in every batch one that is as long as can be",
             f"{device.launch * 1e3:g} ms a layer to launch the kernels of a decoding step"
             + (f"; {device.replay * 1e3:g} ms a step where an engine uses CUDA graphs" if device.replay else ""),
             f"{device.startup:.0f} s until a model is loaded; downloads at {DOWNLOAD / 1e6:.0f} MB/s, files at "
-            f"{DISK / 1e6:.0f} MB/s; no failures, no queue",
+            f"{DISK / 1e6:.0f} MB/s, checkpoints while training waits; a restart every {RESTART / 3600:.0f} h of a run; "
+            "no failures, no queue",
         ]
 
 

@@ -6,7 +6,7 @@ Needs no GPU and no network.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +38,13 @@ class Costed:
     disk: float = 0
     memory: float | None = None
     """Bytes of the machine that it held at most, if it has run."""
+    slowest: float = 1
+    """`seconds` are the middle of what a formula says and of so many times that."""
+
+    def scaled(self, share: float) -> "Costed":
+        """At a share of its range: 0 is the formula, 1 the most."""
+        formula = 2 * self.seconds / (1 + self.slowest)
+        return replace(self, seconds=formula * (1 + share * (self.slowest - 1)))
 
     @property
     def run(self) -> str:
@@ -69,7 +76,9 @@ def make_plan(
     device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
+    tokens_from = "half of the longest is assumed" if response_tokens is None else "as given"
     if response_tokens is None and records.training:
+        tokens_from = "as recorded"
         response_tokens = fmean(trained.tokens for trained in records.training.values())
     estimates = {point.path: Estimate(experiment, device, response_tokens, point) for point in experiment.points}
     estimate = Estimate(experiment, device, response_tokens)
@@ -79,8 +88,11 @@ def make_plan(
     if gpus < largest.gpus:
         raise DvpError(f"--gpus {gpus}: a job of stage '{largest.job.stage}' takes {largest.gpus} at once")
 
+    def gpu_hours(some: list[Costed]) -> float:
+        return sum(one.gpus * one.seconds for one in some) / 3600
+
     def total(some: list[Costed]) -> dict[str, Any]:
-        hours = sum(one.gpus * one.seconds for one in some) / 3600
+        hours = gpu_hours(some)
         return {
             "jobs": len(some),
             "gpu_hours": hours,
@@ -104,6 +116,7 @@ def make_plan(
     # By engine, and by training settings where they differ.
     trainings = {", ".join(key): points[0] for key, points in _by(experiment, "engine").items()}
     on_gpus = {} if on_cpu else trainings
+    ends = [[one.scaled(share) for one in costed] for share in (0, 1)]
     updates = [estimates[point.path].update_memory() for point in on_gpus.values()]
     return {
         "experiment": experiment.name,
@@ -114,8 +127,12 @@ def make_plan(
         "stages": stages,
         "methods": methods,
         "shared": total([one for one in costed if not one.run]),
-        "total": total(costed),
+        "total": total(costed) | {"gpu_hours_range": list(map(gpu_hours, ends))},
+        "slowest": device.slowest,
+        "response_tokens": estimate.lengths().response,
+        "response_tokens_from": tokens_from,
         "hours_wall": wall_seconds(costed, gpus) / 3600,
+        "hours_wall_range": [wall_seconds(end, gpus) / 3600 for end in ends],
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
         "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
@@ -126,7 +143,7 @@ def make_plan(
         "preflights": {
             name: {
                 "device": rehearsed["device"],
-                "is_this_device": device.name.split()[0] in rehearsed["device"],
+                "is_this_device": device.name.split(" GB")[0].rpartition(" ")[0] in rehearsed["device"],
                 "step": _rehearsed_step(rehearsed, estimates[point.path]),
                 "utilisation": rehearsed["utilisation"],
                 "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
@@ -180,7 +197,9 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
             seconds, source = fmean(alike[job.stage, job.task]), INFERRED
         else:
             seconds, source = estimated, ESTIMATED
-        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, memory))
+        slowest = estimate.device.slowest if source == ESTIMATED else 1
+        seconds *= (1 + slowest) / 2
+        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, memory, slowest))
     return costed
 
 
@@ -207,8 +226,7 @@ def _training_time(estimate: Estimate, records: Records, run: Run) -> tuple[floa
     rehearsed = records.preflight(run.preflight)
     if rehearsed is None:
         return None
-    step = _rehearsed_step(rehearsed, estimate)
-    return estimate.device.startup + training.steps * step_total(step), INFERRED
+    return estimate.train_seconds(step_total(_rehearsed_step(rehearsed, estimate))), INFERRED
 
 
 def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:

@@ -182,6 +182,7 @@ class VllmEngine:
                 str(model),
                 dtype=config.dtype,
                 kv_cache_dtype=cache_dtype(config),
+                quantization=config.quantization,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),

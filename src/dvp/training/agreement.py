@@ -43,7 +43,7 @@ def own_logits(trainer: Trainer, batch: Batch, bf16: bool) -> torch.Tensor:
 
 def precision_class(engine: EngineConfig, trainer_dtype: str) -> str:
     """The key of KL_LIMITS."""
-    if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto":
+    if engine.weight_rounding != "none" or engine.kv_cache_dtype != "auto" or engine.quantization is not None:
         return "coarse"
     return "exact" if engine.dtype == trainer_dtype == "float32" else "rounded"
 

@@ -61,6 +61,8 @@ def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
     for key, value in expected.model_dump(exclude_none=True).items():
         name = CONFIG_NAMES.get(key, key)
         actual = getattr(config, name, None)
+        if key == "head_dim" and actual is None:  # Qwen2's config.json has none
+            actual = config.hidden_size // config.num_attention_heads
         if actual != value:
             raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {actual}")
 

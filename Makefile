@@ -46,7 +46,7 @@ evidence: install
 reference: install
 	$(BIN)/dvp redraw --results results/reference
 
-# make plan EXPERIMENT=paper_8b GPU=h100 GPUS=64 PRICE=2.5
+# make plan EXPERIMENT=paper_8b GPU=h200 GPUS=64 PRICE=2.5
 plan: install
 	@$(BIN)/dvp plan --config experiment=$(EXPERIMENT) $(if $(GPU),--gpu $(GPU)) $(if $(GPUS),--gpus $(GPUS)) \
 	  $(if $(PRICE),--price $(PRICE))

@@ -1,6 +1,7 @@
 """Plans: every job counted once, recorded times before estimates, schedules by hand, and the bound on their time."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize, stats
 
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -200,7 +202,7 @@ def test_the_gathers_of_a_step_are_counted_and_shown():
         "in the update each GPU gathers the weights (32.8 GB) 72 times and scatters gradients as large 20 times: "
         "6.7 s beside 78.4 s of arithmetic, which adds 0 s" in text
     )
-    # Over two nodes a GPU has half the responses, and a network in place of the link: (16 + 3·10)·32.8/50, and 78.4 / 2.
+    # Over two nodes a GPU has half the responses, and a network in place of the link: (16 + 3·10)·32.8/50 and 78.4/2.
     apart = " ".join(render(make_plan(experiment("paper_8b", training__nodes=2), NOWHERE)).split())
     assert "36 times and scatters gradients as large 10 times: 30.1 s beside 39.2 s of arithmetic, which adds" in apart
     assert "gathers the weights" not in render(make_plan(experiment(), NOWHERE))
@@ -245,6 +247,20 @@ def test_one_gpu_trains_a_grid_in_a_day(name, gpu, runs):
     assert plan["hours_wall"] <= 24
     assert "does not fit" not in render(plan)
     assert max(map(len, render(plan).splitlines())) <= 120
+
+
+def test_the_power_in_the_one_gpu_files_is_that_of_a_paired_t_test():
+    """Of two sides at 5 %, by the non-central t distribution: the difference that 80 % of experiments see."""
+    page = (ROOT / "docs/one_gpu.md").read_text(encoding="utf-8")
+    for seeds, row in ((3, (1.4, 1.8)), (5, (1.4, 1.8))):
+        seen = []
+        for deviation in row:
+            critical, scale = stats.t.ppf(0.975, seeds - 1), math.sqrt(seeds) / deviation
+            power = lambda effect: stats.nct.sf(critical, seeds - 1, effect * scale)  # noqa: B023, E731
+            seen.append(f"{optimize.brentq(lambda effect: power(effect) - 0.8, 0.1, 20):.1f}")  # noqa: B023
+        assert f"| {seeds} | {seen[0]} pp | {seen[1]} pp |" in page
+        declared = " ".join(" ".join(experiment(name).report.declarations) for name in GPU)
+        assert all(f"{pp} pp" in declared for pp in seen)
 
 
 def test_measurements_are_jobs_with_records_of_their_own(tmp_path):
@@ -573,29 +589,65 @@ def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
 # --- as docs/cluster.md has it ---
 
 
-def test_the_document_has_todays_plan_of_the_8b_experiment():
-    """Every number of it."""
+# What `dvp plan` said of the files as they were at commit eba30be: training runs, GPU-hours on H200s.
+BEFORE = {"paper_8b": (30, 5070), "paper_14b": (27, 7028), "paper_otb": (18, 2876), "paper_otb_tools": (18, 2876)}
+CARDS = {"qwen3_0.6b": "rtx4090", "qwen3_0.6b_wide": "rtx4090", "qwen3_0.6b_long": "l40s", "qwen3_1.7b": "h100"}
+
+
+def plans() -> str:
+    """The table of docs/cluster.md."""
+    head = [
+        "experiment",
+        "card",
+        "runs",
+        "GPUs each",
+        "hours each",
+        "GPU-hours",
+        "from",
+        "to",
+        "before: runs",
+        "GPU-hours",
+    ]
+    rows = [head, ["---", "---", *["---:"] * 8]]
+    for name in (*PAPER, *CARDS):
+        plan = make_plan(experiment(name), NOWHERE, gpu=CARDS.get(name, "h200"))
+        train, total = stage(plan, "train"), plan["total"]
+        hours = " to ".join(dict.fromkeys(f"{hours:.3g}" for hours in train["hours_each"]))
+        numbers = [f"{number:,.0f}" for number in (total["gpu_hours"], *total["gpu_hours_range"])]
+        before = [f"{number:,}" for number in BEFORE.get(name, ())] or ["–", "–"]
+        each = [f"`{name}`", plan["device"].split(" (")[0], str(train["jobs"]), str(train["gpus_each"]), hours]
+        rows.append([*each, *numbers, *before])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_document_has_todays_plans():
+    """After a change, `DVP_GOLDEN=make pytest tests/planning/test_plan.py` writes the table anew."""
+    page = ROOT / "docs/cluster.md"
+    before, mark, rest = page.read_text(encoding="utf-8").partition("<!--plans-->\n")
+    written, end, after = rest.partition("\n<!--/plans-->")
+    made = plans()
+    if os.environ.get("DVP_GOLDEN") == "make":
+        page.write_text(before + mark + made + end + after, encoding="utf-8")
+        written = made
+    assert written == made
+
+
+def test_the_document_has_what_the_plan_of_the_8b_experiment_says():
+    """Every number of its prose."""
     plan = make_plan(experiment("paper_8b"), NOWHERE)
     prose = " ".join((ROOT / "docs/cluster.md").read_text(encoding="utf-8").split())
-    shown = render(plan)
-    wall, hours, disk = shown.splitlines()[0].partition(": ")[2].rsplit(", ", 2)
-    assert f"the plan says {wall}, {hours} and {disk} of disk" in prose
-    train, evaluate = stage(plan, "train"), stage(plan, "evaluate")
-    each = " to ".join(f"{hours:.1f} h" for hours in train["hours_each"])
-    assert f"{train['jobs']} training runs of {each} on {train['gpus_each']} GPUs each" in prose
-    evaluations = f"{evaluate['jobs']} evaluations {evaluate['gpu_hours']:.0f}."
-    assert f"take {train['gpu_hours']:,.0f} GPU-hours, {evaluations}" in prose
-    engines = experiment("paper_8b").model_dump(mode="json")["engines"]
-    eager = {name: engine | {"cuda_graphs": False} for name, engine in engines.items()}
-    total = make_plan(experiment("paper_8b", engines=eager), NOWHERE)["total"]["gpu_hours"]
-    assert f"Without CUDA graphs (`cuda_graphs: false`) it says {total:,.0f} GPU-hours." in prose
+    short = make_plan(experiment("paper_8b"), NOWHERE, response_tokens=2048)["total"]["gpu_hours"]
+    assert f"at 2,048 tokens `paper_8b` takes {short:,.0f} GPU-hours" in prose
+    both = [make_plan(experiment(name), NOWHERE)["total"] for name in PAPER[:2]]
+    low, high = (sum(total["gpu_hours_range"][end] for total in both) for end in (0, 1))
+    assert f"{(low + high) / 2:,.0f} GPU-hours ({low:,.0f} to {high:,.0f}), one run of which is in both" in prose
 
     mis = experiment("paper_8b").methods["rloo_mis"].importance
     assert mis == experiment("paper_8b").methods["dvp_mis"].importance
     kept = f"{100 * kept_share(mis, ASSUMED_KL[1], 4096):.0f} % of responses of 4,096 tokens are kept"
     assert f"a KL of 4e-4 nats per token, {kept}" in prose
-    times = [f"{60 * hours:.0f}" for hours in stage(plan, "preflight")["hours_each"]]
-    assert f"On 8 H200s the plan says {' to '.join(times)} minutes" in prose
+    times = dict.fromkeys(f"{60 * hours:.0f}" for hours in stage(plan, "preflight")["hours_each"])
+    assert f"On 4 H200s the plan says {' to '.join(times)} minutes" in prose
 
 
 # --- from outside ---

@@ -162,7 +162,8 @@ class Estimate:
         linked = f"; GPUs exchange {link / 1e9:.0f} GB/s each way while they compute" if training.ranks > 1 else ""
         return [
             f"{device.name}: {device.compute_utilisation:.0%} of {device.peak(dtype) / 1e12:g} TFLOP/s in the "
-            f"trainer's {dtype}, {device.bandwidth_utilisation:.0%} of {device.bandwidth / 1e12:g} TB/s (data sheet){linked}",
+            f"trainer's {dtype}, {device.bandwidth_utilisation:.0%} of {device.bandwidth / 1e12:g} TB/s (data "
+            f"sheet){linked}",
             f"{f'{count / 1e9:.3g} billion' if count >= 1e9 else f'{count / 1e6:.3g} million'} parameters; for each, 2 "
             f"FLOPs a token to score and {8 if training.gradient_checkpointing else 6} to train, attention on top; no "
             f"padding; {USEFUL:.0%} of the responses have a weight and are trained on",
@@ -171,8 +172,8 @@ class Estimate:
             f"{device.launch * 1e3:g} ms a layer to launch the kernels of a decoding step"
             + (f"; {device.replay * 1e3:g} ms a step where an engine uses CUDA graphs" if device.replay else ""),
             f"{device.startup:.0f} s until a model is loaded; downloads at {DOWNLOAD / 1e6:.0f} MB/s, files at "
-            f"{DISK / 1e6:.0f} MB/s, checkpoints while training waits; a restart every {RESTART / 3600:.0f} h of a run; "
-            "no failures, no queue",
+            f"{DISK / 1e6:.0f} MB/s, checkpoints while training waits; a restart every {RESTART / 3600:.0f} h of a "
+            "run; no failures, no queue",
         ]
 
 

@@ -62,9 +62,9 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
     """What the numbers rest on, and what is to be known beside them."""
     if plan["slowest"] > 1:
         yield (
-            f"in brackets the range: the formula, and {plan['slowest']:g} times as long, which is what the best published "
-            "system takes of it (NeMo-RL 0.4, Llama-3.1-8B on 16 H100: 97.7 s a step, 61.6 s by the formula); all else "
-            "is the middle. The steps below are by the formula"
+            f"in brackets the range: the formula, and {plan['slowest']:g} times as long, which is what the best "
+            "published system takes of it (NeMo-RL 0.4, Llama-3.1-8B on 16 H100: 97.7 s a step, 61.6 s by the "
+            "formula); all else is the middle. The steps below are by the formula"
         )
     longest = _time(plan["hours_longest_chain"])
     yield f"the longest chain of jobs takes {longest}, however many {plan['unit']}s there are"
@@ -73,9 +73,10 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
         line = f"a training step with engine {engine}, estimated: {_step(step)}"
         if step["exchange"]:
             line += (
-                f"; in the update each GPU gathers the weights ({_size(MASTER * plan['parameters'])}) {step['gathers']} "
-                f"times and scatters gradients as large {step['scatters']} times: {step['exchange']:.3g} s beside "
-                f"{step['arithmetic']:.3g} s of arithmetic, which adds {step['update'] - step['arithmetic']:.3g} s"
+                f"; in the update each GPU gathers the weights ({_size(MASTER * plan['parameters'])}) "
+                f"{step['gathers']} times and scatters gradients as large {step['scatters']} times: "
+                f"{step['exchange']:.3g} s beside {step['arithmetic']:.3g} s of arithmetic, which adds "
+                f"{step['update'] - step['arithmetic']:.3g} s"
             )
         yield line
     yield from _memory(plan)

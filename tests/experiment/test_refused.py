@@ -87,6 +87,7 @@ def odd(**settings) -> dict:
         ({"training.minibatches": 3}, "training: minibatches (3) must divide prompts_per_step (4)"),
         ({"training.synchronise_every": 3}, "training: synchronise_every (3) must divide checkpoint_every (2)"),
         ({"engines.coarse.tensor_parallel": 2}, "grid: method~dvp_mis/engine~coarse/rho~0.01: tensor_parallel (2) "),
+        ({"engines.coarse.quantization": "fp8"}, "engines.coarse: quantization: expected a dtype of 16 bits and no "),
         ({"base.architecture.kv_heads": 3}, "base.architecture: heads (2) must be a multiple of kv_heads (3)"),
         ({f"{STORIES}.steps": [4, 2]}, f"{STORIES}: steps: expected [fewest, most] within 1 and 2, found [4, 2]"),
         ({STORIES: {"kind": "generated", "generator": "chains", "count": 9, "seed": 0, "steps": [7, 14]}}, STORIES),

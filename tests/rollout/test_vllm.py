@@ -345,6 +345,14 @@ def test_how_vllm_is_started_on_a_gpu_and_on_a_cpu(asked_of_vllm):
     assert asked_of_vllm(gpu=True, config={"cuda_graphs": False})["enforce_eager"]
 
 
+def test_vllm_quantises_weights_that_are_not_stored_so(asked_of_vllm):
+    """Its own name for that changes; what it does not know as such it refuses only on a GPU."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    assert asked_of_vllm(gpu=True)["quantization"] is None
+    assert asked_of_vllm(gpu=True, config={"quantization": "fp8"})["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
+
+
 def test_a_fixed_rho_needs_no_other_model_runner_than_vllms_default(fp32, asked_of_vllm, monkeypatch):
     from vllm import envs
 

@@ -40,7 +40,8 @@ class EngineConfig(Strict):
     weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
     """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
     quantization: Literal["fp8"] | None = optional()
-    """fp8: vLLM multiplies in 8 bits, on a GPU; it rounds weights as it loads them, and activations as they come."""
+    """fp8: on a GPU vLLM multiplies in 8 bits; it rounds weights as it loads them, with a scale each, and activations
+    as they come."""
     head_dtype: Literal["auto", "float32"] = optional("auto")
     """Of its logits. auto: as `dtype`. float32: the sums of the head's products are not rounded."""
     noise: Noise | None = optional()

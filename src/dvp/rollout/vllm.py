@@ -30,6 +30,7 @@ CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
 CPU_CACHE, CPU_BLOCK = 2**30, 128  # bytes of keys and values, at most; tokens that vLLM gives to a sequence at a time
 MALLOC = {-3: 2**30, -1: 2**31 - 1}  # malloc.h's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes
+QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}  # vLLM's names; its `fp8` is for weights that are stored in 8 bits
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
 
@@ -182,7 +183,7 @@ class VllmEngine:
                 str(model),
                 dtype=config.dtype,
                 kv_cache_dtype=cache_dtype(config),
-                quantization=config.quantization,
+                quantization=QUANTIZATION[config.quantization],
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),

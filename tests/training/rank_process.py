@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param
+from deepspeed.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_fp32_param
 from safetensors.torch import save_file
 from test_loop import PROMPTS, ScriptedEngine, build_loop
 from test_loop import SETTINGS as ONE_RANK
@@ -65,6 +65,8 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
         if "zero3" in name:
             assert not any(parameter.numel() for parameter in loop.trainer.policy.parameters())
+            # Gathered layer by layer, not linear by linear.
+            assert get_z3_leaf_modules(loop.trainer.policy) == list(loop.trainer.policy.model.model.layers)
             for parameter_name, parameter in loop.trainer.policy.model.named_parameters():
                 part = safe_get_local_fp32_param(parameter)  # of the flattened weight, padded
                 value = weights[parameter_name].flatten()[ranks.rank() * len(part) :][: len(part)]

@@ -12,6 +12,7 @@ import torch
 from families import FAMILIES, write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
@@ -48,6 +49,15 @@ def test_a_family_that_works_is_right(name, tmp_path):
     apart = json.loads(done.stdout.splitlines()[-1])
     assert len(apart) == 2
     assert max(apart) < 2e-5
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.refused is None])
+def test_the_layers_of_a_family_are_gathered_whole(name, tmp_path):
+    """By ZeRO-3, which is told so by their class."""
+    write_model(tmp_path, FAMILIES[name])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    assert [type(layer).__name__ for layer in layers] == [*model._no_split_modules] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,5 +1,6 @@
 """The policy against the model's own forward pass, for models that treat their logits differently."""
 
+import deepspeed
 import pytest
 import torch
 from transformers import (
@@ -12,7 +13,7 @@ from transformers import (
 
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
-from dvp.training.backend import ATTENTION, Policy
+from dvp.training.backend import ATTENTION, Policy, Trainer
 
 SIZES = {
     "vocab_size": 61,
@@ -154,3 +155,29 @@ def test_in_fp32_no_head_shares_keys_and_the_numbers_are_the_same(asked):
     log_prob_N.sum().backward()
     for (name, value), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(value.grad, other.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_rank_of_a_gpu_makes_its_group_and_loads_there(monkeypatch, tmp_path):
+    """No GPU is here: what would be asked of torch, DeepSpeed and transformers, in this order."""
+    asked = []
+
+    def note(owner, name):
+        monkeypatch.setattr(owner, name, lambda *given, **options: asked.append((name, given, options)))
+
+    def from_pretrained(*_, device_map, **options):
+        raise DvpError(str(device_map))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    note(torch.cuda, "set_device")
+    note(torch.distributed, "init_process_group")
+    note(deepspeed, "init_distributed")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda base: LlamaConfig())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(DvpError, match=r"^\{'': device\(type='cuda', index=1\)\}$"):
+        Trainer(tmp_path, None, {})
+    assert [name for name, *_ in asked] == ["set_device", "init_process_group", "init_distributed"]
+    (_, device, _), (_, backend, options), _ = asked
+    assert (device, backend) == ((1,), ("nccl",))
+    assert "device_id" not in options  # a group that is bound to a GPU splits off every other one at once

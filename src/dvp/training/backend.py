@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dvp.core.batch import Batch, unflatten_parts
 from dvp.core.head import OF_TOKENS, TokenStatistics, dense_log_prob, token_statistics
@@ -217,7 +219,7 @@ class Trainer:
         for key, value in (alone if on_gpu else alone | {"DS_ACCELERATOR": "cpu"}).items():
             os.environ.setdefault(key, value)
         import deepspeed
-        from deepspeed.utils import logger
+        from deepspeed.utils import logger, set_z3_leaf_modules
 
         logger.setLevel(logging.ERROR)
         if not on_gpu:
@@ -225,16 +227,21 @@ class Trainer:
             # for which every later one of this user waits for ever. On a GPU DeepSpeed does not look for it, and to ask
             # for this table would have it look for CUDA's compiler, once for each of its kernels.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(
-            dist_backend="nccl" if on_gpu else "gloo",
-            timeout=launch.WAIT,
-            verbose=False,
-            auto_mpi_discovery=False,
-        )
+        local_rank, backend = int(os.environ["LOCAL_RANK"]), "nccl" if on_gpu else "gloo"
+        if on_gpu:
+            torch.cuda.set_device(local_rank)
+        if not dist.is_initialized():
+            # DeepSpeed takes over what is there. Its own group would be bound to this GPU, and each of the fifty or so
+            # that vLLM makes be split off it at once, by all ranks together; most are never used. A group that is not
+            # bound makes its communicator when it is first used.
+            dist.init_process_group(backend, timeout=launch.WAIT)
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
         known = AutoConfig.from_pretrained(base)
         model = AutoModelForCausalLM.from_pretrained(
             base,
             dtype=torch.float32,
+            # Straight to where it is checked and trained: no rank holds it in fp32 in the machine's memory.
+            device_map={"": torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")},
             attn_implementation=ATTENTION if on_gpu else None,
             # Every engine is without, and the ratio to its policy is one of two policies without.
             **{name: 0.0 for name, rate in known.to_dict().items() if "drop" in name and isinstance(rate, float)},
@@ -251,6 +258,8 @@ class Trainer:
             betas=tuple(config.adam_betas),
             weight_decay=config.weight_decay,
         )
+        # ZeRO-3 gathers a layer at once: hooks on each of its parts would take an update's CPU time twice.
+        set_z3_leaf_modules(self.policy, [GradientCheckpointingLayer], raise_if_not_found=False)
         warmup = config.warmup_steps
         self._learning_rate_share = 1.0
         self._schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dvp import signals
+from dvp import node, signals
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
 
 app = typer.Typer(
@@ -84,7 +84,7 @@ Config = Annotated[Path, CONFIG]
 RunPath = Annotated[
     str, _option("RUN", "method~…/engine~…/rho~…/seed~…, with KEY~VALUE/ before seed~ where the grid gives settings")
 ]
-Threads = Annotated[int, _option("N", "CPU threads", min=1)]
+Threads = Annotated[int, _option("N", "CPU threads", min=1, callback=node.cores)]
 StopSeconds = Annotated[int, _option("N", "from the scheduler's SIGTERM to the job's end; 0: unknown", min=0)]
 # Options that take several values, as Snakemake's --config does: `--config A=1 B=2`. What follows the first is here.
 More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]

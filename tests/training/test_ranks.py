@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,19 +166,27 @@ def test_one_node_is_one_torchrun_and_several_need_an_allocation(monkeypatch):
 
 
 def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tmp_path, monkeypatch):
-    """Slurm itself is not here: two programs answer as squeue and scontrol do."""
-    for name, answers in (("squeue", {"30001": "node[3-4]"}), ("scontrol", {"node[3-4]": "node3\nnode4"})):
+    """Slurm itself is not here: three programs answer as squeue, scontrol and, on the first node, srun do."""
+    answers = {"squeue": {"30001": "node[3-4]"}, "scontrol": {"node[3-4]": "node3\nnode4"}}
+    does = {name: f"print({answer!r}[sys.argv[-1]])" for name, answer in answers.items()}
+    does["srun"] = "assert '--nodelist=node3' in sys.argv; exec(sys.argv[-1])"
+    for name, line in does.items():
         script = tmp_path / name
-        script.write_text(f"#!{sys.executable}\nimport sys\nprint({answers!r}[sys.argv[-1]])\n")
+        script.write_text(f"#!{sys.executable}\nimport sys\n{line}\n")
         script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "30001")
-    command = launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
+    with socket.socket() as service:
+        service.bind(("", 30001))  # what the job's number suggests
+        command = launch.command(training(gpus=3, nodes=2), Path("logs"), ["train"])
+        (address,) = [option for option in command if option.startswith("--rdzv-endpoint=node3:")]
+        with socket.socket() as store:
+            store.bind(("", int(address.partition(":")[2])))
     start = command.index(sys.executable)
     assert command[0] == "srun"
     assert {"--jobid=30001", "--overlap", "--nodes=2", "--ntasks-per-node=1"} < set(command[1:start])
     assert command[start : start + 3] == LAUNCH
-    assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=node3:30001"} < set(command)
+    assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-id=dvp-30001"} < set(command)
     assert "--standalone" not in command
     monkeypatch.setenv("SLURM_JOB_ID", "30002")
     with pytest.raises(DvpError, match="Slurm does not name the nodes of job 30002"):

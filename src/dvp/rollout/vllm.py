@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from dvp import node
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, settled
 from dvp.errors import DvpError
@@ -37,7 +38,7 @@ TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a l
 def configure_environment(threads: int) -> None:
     """Set the variables that vLLM reads at import. Call before anything imports vllm.
 
-    Variables that the user has set stay as they are.
+    Variables that the user has set stay as they are. Raises DvpError as `keep_caches_here`.
     """
     # Engines on several GPUs start a process for each. A fork of this one could not use CUDA: to ask whether there is a
     # GPU, as below and in torch, is enough to have begun with it.
@@ -56,6 +57,7 @@ def configure_environment(threads: int) -> None:
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
+    node.keep_caches_here()
     if not torch.cuda.is_available():
         _keep_freed_memory()
 

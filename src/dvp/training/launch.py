@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dvp import node
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
 from dvp.experiment.training import TrainingConfig
 from dvp.gpus import held
@@ -29,15 +30,11 @@ A rank that was told finishes its update and saves: at eight billion parameters 
 it in the middle; whoever has less time to give, as Slurm has, ends the job itself.
 """
 REPORT = "error.json"  # torchrun's name for what a rank says of its end
+FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID")
 KINDS = ("error", "killed", "other", "ended", "told")
 """Of ends, what is heard before what: an error in the input; a signal that follows from no other rank's end; a bug or a
 stop, which may be of a rank that lost another one; a signal that may follow from that; torchrun's to the others."""
-
-
-def is_rank() -> bool:
-    """Whether this process is one of the ranks that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def on_ranks(
@@ -52,14 +49,15 @@ def on_ranks(
     """
     if training.ranks == 1:
         work()
-    elif is_rank():
+    elif node.is_rank():
         with reported():
             work()
         leave()
     else:
         folder.mkdir(parents=True, exist_ok=True)
+        each = str(max(1, threads // training.gpus))
         with TemporaryDirectory(dir=folder, prefix=".ranks-") as logs:
-            _run(command(training, Path(logs), [*arguments, "--threads", str(max(1, threads // training.gpus))]), logs)
+            _run(command(training, Path(logs), [*arguments, "--threads", each]), logs, each)
 
 
 def leave() -> None:
@@ -98,14 +96,14 @@ def reported() -> Iterator[None]:
         os._exit(130)  # the launcher was interrupted as well, and says so
 
 
-def _run(command: list[str], logs: str) -> None:
+def _run(command: list[str], logs: str, threads: str) -> None:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         pass_fds=held(),
-        # What Slurm says of the step that this process is in would confine the ranks' step to its node.
-        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
-        | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ", "PYTHONUNBUFFERED": "1"},
+        env=_environment()
+        | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ", "PYTHONUNBUFFERED": "1"}
+        | {"OMP_NUM_THREADS": threads},  # by itself torchrun would say 1
     )
     try:
         status = process.wait()
@@ -149,12 +147,10 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
             )
         # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has:
         # --overlap is about all but the memory.
-        start = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        start += [f"--nodes={training.nodes}", "--ntasks-per-node=1"]
-        # Jobs that share a node must not share a port.
-        address = f"{_first_node(job)}:{20000 + int(job) % 20000}"
+        step = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+        start = [*step, f"--nodes={training.nodes}", "--ntasks-per-node=1"]
         rendezvous = [f"--nnodes={training.nodes}", "--rdzv-backend=c10d"]
-        rendezvous += [f"--rdzv-endpoint={address}", f"--rdzv-id=dvp-{job}"]
+        rendezvous += [f"--rdzv-endpoint={_rendezvous(job, step)}", f"--rdzv-id=dvp-{job}"]
     return [
         *start,
         *(sys.executable, "-m", "dvp.training.launch", str(logs), *rendezvous, f"--nproc-per-node={training.gpus}"),
@@ -164,17 +160,30 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
     ]
 
 
-def _first_node(job: str) -> str:
-    """The allocation's first node. Asked of Slurm: its plugin for Snakemake hides SLURM_JOB_NODELIST from a job."""
-    nodes = job
+def _rendezvous(job: str, step: list[str]) -> str:
+    """The allocation's first node, and a port that is free there; `step` is how srun starts something in it.
+
+    The node is asked of Slurm: its plugin for Snakemake hides SLURM_JOB_NODELIST from a job.
+    """
     try:
-        for question in (["squeue", "--noheader", "--format=%N", "--job"], ["scontrol", "show", "hostnames"]):
-            nodes = subprocess.run(
-                [*question, nodes], capture_output=True, text=True, check=True, timeout=60
-            ).stdout.strip()
-        return nodes.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise DvpError(f"Slurm does not name the nodes of job {job} ({' '.join(str(error).split())})") from None
+        nodes = _answer(["squeue", "--noheader", "--format=%N", "--job", job])
+        first = _answer(["scontrol", "show", "hostnames", nodes]).split()[0]
+        port = _answer([*step, f"--nodelist={first}", "--nodes=1", "--ntasks=1", sys.executable, "-c", FREE_PORT])
+        return f"{first}:{int(port)}"
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DvpError(f"Slurm does not name the nodes of job {job}, or a free port of the first ({reason})") from None
+
+
+def _answer(command: list[str]) -> str:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60, env=_environment()
+    ).stdout.strip()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what Slurm says of its own step, which would confine another one to this node."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
 
 
 def torchrun(logs: Path, arguments: list[str]) -> int:

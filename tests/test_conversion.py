@@ -49,7 +49,7 @@ def run(tiny_model, root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     trainer, kept = trained(tiny_model, root, folder, 2)
     (folder / "metrics.jsonl").write_text("{}\n")
-    return trainer, kept, checkpoint.save(folder, 1, trainer, [folder / "metrics.jsonl"])
+    return trainer, kept, checkpoint.Saving(folder, 1, trainer, [folder / "metrics.jsonl"]).finish()
 
 
 def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):

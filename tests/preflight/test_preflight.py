@@ -262,7 +262,7 @@ def test_what_was_not_restored_is_seen(make_loop, tmp_path):
     loop.step(1)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("{}\n")
-    path = checkpoint.save(tmp_path / "checkpoints", 1, loop.trainer, [metrics])
+    path = checkpoint.Saving(tmp_path / "checkpoints", 1, loop.trainer, [metrics]).finish()
     resumed = make_loop()
     resumed.trainer.load(path)
     assert rehearsal._same_when_saved_again(resumed, path, tmp_path / "again").passed

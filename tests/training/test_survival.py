@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,7 @@ MOMENTS = {
     "slurm's warning": ("engine", "generate", rollout_of(3), 2, signal.SIGUSR1),
     "comparison with the trainer": ("engine", "generate", rollout_of(1) + 1, 1, signal.SIGTERM),
     "update": ("trainer", "forward_backward", 5, 3, signal.SIGTERM),
-    "checkpoint": ("trainer", "save", 1, 2, signal.SIGTERM),
+    "checkpoint": ("trainer", "parts", 1, 2, signal.SIGTERM),
 }
 
 
@@ -149,6 +150,51 @@ def test_workers_that_die_of_the_signal_are_part_of_the_stop(make_loop, tmp_path
     on_call(monkeypatch, loop.engine, "generate", rollout_of(2), die)
     with pytest.raises(Stopped, match="after step 1"):
         train(loop, tmp_path)
+
+
+# --- a checkpoint that is being written ---
+
+
+@pytest.fixture
+def held_back(monkeypatch) -> threading.Event:
+    """What is written of a checkpoint waits for this."""
+    write, may = checkpoint._write_parts, threading.Event()
+
+    def later(parts):
+        assert may.wait(60)
+        return write(parts)
+
+    monkeypatch.setattr(checkpoint, "_write_parts", later)
+    return may
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make_loop, tmp_path, monkeypatch, whole, held_back):
+    """It holds what the weights and the optimiser were before the next step, to the byte."""
+    loop = make_loop()
+    on_call(monkeypatch, loop.engine, "load_weights", 4, held_back.set)  # after the update of step 3
+    train(loop, tmp_path / "run")
+    assert held_back.is_set()
+    for file in sorted((whole[0] / "checkpoints/step-000002").rglob("*.pt")):
+        other = tmp_path / "run" / file.relative_to(whole[0])
+        assert other.read_bytes() == file.read_bytes(), file.name
+    assert rows(tmp_path / "run") == rows(whole[0])
+
+
+@pytest.mark.parametrize("end", [Stopped, DvpError])
+def test_a_run_that_ends_waits_for_its_checkpoint(make_loop, tmp_path, monkeypatch, held_back, end):
+    loop = make_loop()
+
+    def act():
+        threading.Timer(0.5, held_back.set).start()
+        if end is DvpError:
+            raise RuntimeError("EngineCore died")
+        tell()
+
+    on_call(monkeypatch, loop.engine, "generate", rollout_of(3), act)
+    with pytest.raises(end):
+        train(loop, tmp_path)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-000002"]
+    checkpoint.verify(tmp_path / "checkpoints/step-000002")
 
 
 # --- damaged checkpoints ---

@@ -7,6 +7,8 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -203,6 +205,27 @@ def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
     return scale
 
 
+def _on_host(state: Any) -> Any:
+    """A copy of a state in the machine's memory, to the bytes of its file; what shares memory shares it there, too."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}  # deepcopy's memo: by id what is copied already
+
+    def copy_tensors(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+            made = torch.empty(0, dtype=value.dtype)
+            made.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
+            copies[id(value)] = made.requires_grad_(value.requires_grad)
+        elif isinstance(value, dict | list | tuple):
+            for part in value.values() if isinstance(value, dict) else value:
+                copy_tensors(part)
+
+    copy_tensors(state)
+    return deepcopy(state, copies)
+
+
 class Trainer:
     """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
 
@@ -362,17 +385,29 @@ class Trainer:
             with GatheredParameters([parameter]):
                 yield name, parameter.detach()
 
-    def save(self, folder: Path) -> Path:
-        """Write DeepSpeed's checkpoint (weights, optimiser, schedule), every rank its part, below rank 0's `folder`.
+    def parts(self, folder: Path) -> list[tuple[Path, Callable[[], None]]]:
+        """DeepSpeed's checkpoint (weights, optimiser, schedule) as it is now, to be written below rank 0's `folder`.
 
-        Returns that folder.
+        Returns this rank's files, each with a call that writes it: from a copy in the machine's memory, so that a
+        thread may, while training goes on.
         """
-        folder = ranks.gather(folder)[0]
-        self._engine.save_checkpoint(str(folder), tag=TAG)
-        return folder
+        found: list[tuple[Path, Callable[[], None]]] = []
+        writer = self._engine.checkpoint_engine
+        write = writer.save
+        writer.save = lambda state_dict, path: found.append((Path(path), partial(write, _on_host(state_dict), path)))
+        try:
+            self._engine.save_checkpoint(str(ranks.gather(folder)[0]), tag=TAG)
+        finally:
+            writer.save = write
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write DeepSpeed's checkpoint, every rank its part, below rank 0's `folder`."""
+        for _, write in self.parts(folder):
+            write()
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; the caller has verified the files. Raises DvpError."""
+        """Read what `parts` wrote; the caller has verified the files. Raises DvpError."""
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise DvpError(f"{folder}: DeepSpeed finds no checkpoint here")

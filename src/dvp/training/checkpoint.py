@@ -13,7 +13,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -65,32 +68,55 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
     return path
 
 
-def save(folder: Path, step: int, trainer: Trainer, growing: list[Path]) -> Path:
-    """Write the checkpoint of `step` below `folder`, with copies of the files that grow, metrics.jsonl among them.
+class Saving:
+    """The checkpoint of a step, while threads of all ranks write it; training may go on."""
 
-    Returns its path.
+    def __init__(self, folder: Path, step: int, trainer: Trainer, growing: list[Path]):
+        """Begin to write it below `folder`, with copies of the files that grow, metrics.jsonl among them.
 
-    All but the newest KEEP_CHECKPOINTS are deleted, and so is what a killed process left half-written. The caller holds
-    the run's lock. All ranks call this, each writes and hashes its own part; it returns when the checkpoint is whole.
-    Raises DvpError if the weights are not finite or it cannot be written, with all older ones in place.
-    """
-    check_finite(trainer, step)
+        The caller holds the run's lock, and finishes it before the next one. All ranks call this and `finish`.
+        Raises DvpError, with all older ones in place, if the weights are not finite or nothing can be written.
+        """
+        self._began = time.perf_counter()
+        check_finite(trainer, step)
+        self._step, self._path = step, folder / f"step-{step:06d}"
+        self._half = folder / f".{self._path.name}.half"
+        with _telling(self._path, self._half):
+            if ranks.is_main():
+                _remove_abandoned(self._path)
+                self._half.mkdir(parents=True)
+                for file in growing:
+                    shutil.copyfile(file, self._half / file.name)
+            parts = trainer.parts(self._half)
+            if ranks.is_main():
+                # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
+                for script in self._half.glob("*.py"):
+                    script.unlink()
+        self._written = ThreadPoolExecutor(1).submit(_write_parts, parts)
+        self.seconds = 0.0
+        """What it has taken, once it is finished; other work meanwhile not counted."""
 
-    def write(temporary: Path) -> dict[str, str]:
-        sums = _write_parts(trainer, temporary)
+    def finish(self) -> Path:
+        """Wait until it is whole, then delete all but the newest KEEP_CHECKPOINTS. Returns its path.
+
+        Raises DvpError, with all older ones in place, if it cannot be written.
+        """
+        with _telling(self._path, self._half):
+            own, ended = self._written.result()
+            now = time.perf_counter()
+            every = ranks.gather(own)
+            if ranks.is_main():
+                with atomic_path(self._path) as temporary:
+                    os.replace(self._half, temporary)
+                    sums = {f"{TAG}/{name}": digest for of_rank in every for name, digest in of_rank.items()}
+                    _close(temporary, self._path, self._step, sums)
+        ranks.gather(None)
         if ranks.is_main():
-            # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
-            for script in temporary.glob("*.py"):
-                script.unlink()
-            for file in growing:
-                shutil.copyfile(file, temporary / file.name)
-        return sums
-
-    path = _written(folder / f"step-{step:06d}", step, write)
-    if ranks.is_main():
-        for old in [*checkpoints(folder)[:-KEEP_CHECKPOINTS], *folder.glob(f"*{DAMAGED}")]:
-            shutil.rmtree(old)
-    return path
+            folder = self._path.parent
+            for old in [*checkpoints(folder)[:-KEEP_CHECKPOINTS], *folder.glob(f"*{DAMAGED}")]:
+                shutil.rmtree(old)
+        self.seconds = ended - self._began + time.perf_counter() - now
+        return self._path
 
 
 def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[int]]) -> Path:
@@ -103,43 +129,50 @@ def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[i
     """
     check_finite(trainer, step)
 
-    def write(temporary: Path) -> dict[str, str]:
-        write_weights(temporary / MODEL, trainer)
-        write_probe(temporary / PROBE, trainer, prompts)
-        return {}
+    path = kept_weights(folder, step)
+    with _telling(path):
+        if ranks.is_main():
+            _remove_abandoned(path)
+            with atomic_path(path) as temporary:
+                temporary.mkdir()
+                write_weights(temporary / MODEL, trainer)
+                write_probe(temporary / PROBE, trainer, prompts)
+                _close(temporary, path, step, {})
+        else:
+            write_weights(path, trainer)
+            write_probe(path, trainer, prompts)
+    ranks.gather(None)
+    return path
 
-    return _written(kept_weights(folder, step), step, write)
+
+def _close(folder: Path, path: Path, step: int, sums: dict[str, str]) -> None:
+    """state.json and the manifest of what is in `folder`, which will be `path`; `sums` are known already."""
+    write_json(folder / STATE, {"step": step, "ranks": ranks.count(), "fingerprint": path.parent.name})
+    write_json(folder / MANIFEST, {"files": checksums(folder, known=sums)})
 
 
-def _written(path: Path, step: int, write: Callable[[Path], dict[str, str]]) -> Path:
-    """A folder that is whole when this returns, by all ranks: what `write` puts there, state.json and the manifest.
+def _remove_abandoned(path: Path) -> None:
+    """What a killed process left half-written of this kind."""
+    for abandoned in path.parent.glob(f".{path.name.partition('-')[0]}-*"):
+        shutil.rmtree(abandoned)
 
-    `write` returns SHA-256 sums that are known already, by relative path.
-    """
-    if not ranks.is_main():
-        write(path)
-        ranks.gather(None)
-        return path
+
+@contextmanager
+def _telling(path: Path, half: Path | None = None) -> Iterator[None]:
+    """Say in a line what the disk refuses of `path`, and leave nothing of it: not `half` either."""
     try:
-        for abandoned in path.parent.glob(f".{path.name.partition('-')[0]}-*"):
-            shutil.rmtree(abandoned)
-        with atomic_path(path) as temporary:
-            temporary.mkdir()
-            sums = write(temporary)
-            state = {"step": step, "ranks": ranks.count(), "fingerprint": path.parent.name}
-            write_json(temporary / STATE, state)
-            write_json(temporary / MANIFEST, {"files": checksums(temporary, known=sums)})
+        yield
     except (OSError, RuntimeError) as error:
+        if half is not None and ranks.is_main():
+            shutil.rmtree(half, ignore_errors=True)
         # torch's own way to say that a file cannot be written; any other may be the end of another rank.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+        if not ranks.is_main() or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
             raise
         free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free"
         raise DvpError(
             f"{path}: the checkpoint cannot be written ({getattr(error, 'strerror', None) or free}); older ones are "
             "intact; run again to continue from there"
         ) from error
-    ranks.gather(None)
-    return path
 
 
 def kept_weights(folder: Path, step: int) -> Path:
@@ -147,16 +180,15 @@ def kept_weights(folder: Path, step: int) -> Path:
     return folder / f"{KEPT}{step:06d}"
 
 
-def _write_parts(trainer: Trainer, folder: Path) -> dict[str, str]:
-    """DeepSpeed's files, by all ranks; what each has written is on the disk. Their SHA-256, by relative path."""
-    folder = trainer.save(folder)
+def _write_parts(parts: list[tuple[Path, Callable[[], None]]]) -> tuple[dict[str, str], float]:
+    """Write this rank's files to the disk: their SHA-256, by name, and when the last one was there."""
     sums = {}
-    for file in sorted((folder / TAG).iterdir()):
-        known = re.search(r"pp_rank_(\d+)_", file.name)  # files without a number are rank 0's
-        if int(known[1] if known else 0) == ranks.rank():
-            sync(file)
-            sums[str(file.relative_to(folder))] = sha256_file(file)
-    return {name: digest for share in ranks.gather(sums) for name, digest in share.items()}
+    while parts:
+        file, write = parts.pop()
+        write()
+        sync(file)
+        sums[file.name] = sha256_file(file)
+    return sums, time.perf_counter()
 
 
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:

@@ -73,23 +73,29 @@ def run_loop(
     loop.engine.load_weights(loop.trainer.weights())
     loop.agreement.check()
     folder.mkdir(parents=True, exist_ok=True)
-    saved = len(rows)
+    saved, saving = len(rows), None
 
     def save() -> None:
-        nonlocal saved
+        nonlocal saved, saving
         if ranks.is_main():
             loop.recorder.write(responses_file)
             # Whole, as another Snakemake deletes a run's files before its job learns that the run goes on.
             write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
-        began = time.perf_counter()
-        checkpoint.save(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file])
+        saving = checkpoint.Saving(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file])
         saved = len(rows)
-        given_up = loop.engine.ranks == 1  # a rollout is, at once
-        seconds_step = max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows)
-        stop.saved(time.perf_counter() - began, seconds_step)
+
+    def finish_saving() -> None:
+        nonlocal saving
+        if saving is not None:
+            last, saving = saving, None
+            last.finish()
+            given_up = loop.engine.ranks == 1  # a rollout is, at once
+            seconds_step = max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows)
+            stop.saved(last.seconds, seconds_step)
 
     with stop:
         while len(rows) < config.steps:
+            row = None
             try:
                 row = _step(loop, len(rows) + 1)
             except Abandoned:
@@ -98,8 +104,12 @@ def run_loop(
                 # Not among the run's files: Snakemake deletes those of a job that failed.
                 if ranks.is_main() and loop.recorder.rows:
                     loop.recorder.write(checkpoints / RESPONSES)
+                if ranks.count() == 1:  # of several, the others may not come to this
+                    finish_saving()
                 raise
-            else:
+            # Written while this step was taken: its rollout needs little of the machine.
+            finish_saving()
+            if row is not None:
                 _append(metrics_file, row)
                 rows.append(row)
                 on_step(row)
@@ -113,7 +123,9 @@ def run_loop(
                 # engine's are not.
                 if len(rows) > saved and len(rows) % config.synchronise_every == 0:
                     save()
+                finish_saving()
                 stop.leave(len(rows), saved)
+        finish_saving()
     final = checkpoint.kept_weights(checkpoints, config.steps)
     if not final.is_dir():  # of a run that an older version of this code finished
         checkpoint.keep_weights(checkpoints, config.steps, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])

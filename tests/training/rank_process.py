@@ -20,7 +20,7 @@ from test_loop import SETTINGS as ONE_RANK
 
 from dvp.cli import quiet
 from dvp.core.batch import Batch
-from dvp.training import launch, ranks
+from dvp.training import checkpoint, launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES
@@ -100,6 +100,7 @@ def check_sums(trainer: Trainer) -> None:
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
+    checkpoint.KEEP_CHECKPOINTS = 2
     train(Path(sys.argv[1]), Path(sys.argv[3]), ("zero1", "zero2", "zero3"))
     train(Path(sys.argv[2]), Path(sys.argv[3]), ("zero3_bf16",))
     launch.leave()

@@ -17,8 +17,8 @@ could then not be scored in fp32, and gradients would be summed in bf16. The pri
 pass of a micro-batch over the whole model brings 4 (N - 1)/N bytes a parameter to every rank, 29 GB for 8B on 8 ranks.
 That is 80 ms at 350 GB/s, hidden behind a forward pass of more than 2,000 tokens at 400 TFLOP/s.
 """
-KEEP_CHECKPOINTS = 2
-"""Of a run, the last so many."""
+KEEP_CHECKPOINTS = 1
+"""Of a run, the last so many; the one before them stays until the next one is whole."""
 
 
 class Noise(Strict):

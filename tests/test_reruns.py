@@ -32,6 +32,7 @@ class Results:
         for name in ("workflow", "config", "envs", "profiles", "src"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(ROOT / "Snakefile", folder)
+        (folder / "config/experiments/several.yaml").write_text(SEVERAL)
         summary = self.snakemake("--summary").splitlines()
         outputs = [line.split("\t")[0] for line in summary if line.startswith("results/")]
         assert len(outputs) >= 50
@@ -95,6 +96,63 @@ def put_back(done: Results) -> Iterator[Results]:
     yield done
     shutil.rmtree(done.folder)
     kept.rename(done.folder)
+
+
+SEVERAL = """
+name: several
+extends: smoke
+data: {evaluation: [more]}
+sources:
+  more: {kind: generated, generator: stories, count: 20, seed: 1}
+evaluation: {samples_per_problem: {held_out: 2, more: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def several_done(tmp_path_factory) -> Results:
+    return Results(tmp_path_factory.mktemp("several"), "several")
+
+
+@pytest.fixture
+def several(several_done) -> Iterator[Results]:
+    yield from put_back(several_done)
+
+
+def test_all_tasks_of_a_model_are_one_job(several):
+    assert several.jobs() == {}
+    (several.folder / "results/several/evals/base/more/scores.json").unlink()
+    assert several.jobs() == {"evaluate_tasks": 1, "report": 1}
+    several.edit("config/experiments/several.yaml", "more: 1", "more: 2")
+    assert several.jobs() == REPORTS | {"evaluate_tasks": 4}
+
+
+def test_what_was_evaluated_task_by_task_is_left_alone(several):
+    """Results of before `evaluate_tasks`: `evaluate` has written a benchmark of each task."""
+    results = several.folder / "results/several"
+    for scores in results.glob("evals/**/scores.json"):
+        benchmark = results / "benchmarks/evaluate" / f"{scores.parent.relative_to(results / 'evals')}.tsv"
+        benchmark.parent.mkdir(parents=True, exist_ok=True)
+        benchmark.write_text("made up")
+    several.snakemake("--touch", "--forceall")
+    assert several.jobs() == {}
+    (results / "evals/base/more/scores.json").unlink()
+    assert several.jobs() == {"evaluate": 1, "report": 1}
+
+
+def test_a_task_that_failed_does_not_cost_the_others(several):
+    """What the first attempt has written is there for the second; shell commands stand for the stage."""
+    results = several.folder / "results/several"
+    shutil.rmtree(results / "evals/base")
+    rule = several.folder / "workflow/rules/evaluate.smk"
+    before, _, after = rule.read_text().rpartition('"dvp evaluate')
+    _, _, after = after.partition('tee {log:q}"\n')
+    stands = '"test -e {output[0]} || {{ echo kept > {output[0]}; exit 1; }}; touch {output}"\n'
+    rule.write_text(before + stands + after)
+    goal = "results/several/evals/base/more/scores.json"
+    with pytest.raises(AssertionError):
+        several.snakemake(goal, "--cores", "1")
+    several.snakemake(goal, "--cores", "1")
+    assert (results / "evals/base/held_out/scores.json").read_text() == "kept\n"
 
 
 def test_a_comment_in_the_code_runs_nothing_again(results):

@@ -77,8 +77,8 @@ def test_lint(snakemake):
         ("smoke_matrix", {"base": 1, "train": 2, "convert": 2, "evaluate": 12}),
         ("smoke_curve", {"base": 1, "train": 2, "convert": 6, "evaluate": 7}),
         ("smoke_evidence", {"base": 1, "train": 4, "convert": 4, "evaluate": 5, "mismatch": 1, "bias": 1}),
-        ("paper_8b", {"base_linked": 1, "preflight": 1, "train": 15, "convert": 15, "evaluate": 64}),
-        ("qwen3_0.6b", {"base_linked": 1, "preflight": 2, "train": 15, "convert": 15, "evaluate": 32}),
+        ("paper_8b", {"base_linked": 1, "preflight": 1, "train": 15, "convert": 15, "evaluate_tasks": 16}),
+        ("qwen3_0.6b", {"base_linked": 1, "preflight": 2, "train": 15, "convert": 15, "evaluate_tasks": 16}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):

@@ -57,6 +57,14 @@ class Stage:
         write_json(self.result, result | provenance)
         self.tracked.log_file(self.result)
 
+    def is_done(self) -> bool:
+        """Whether the JSON file is of this very work, and its files are as they were written."""
+        with contextlib.suppress(DvpError, OSError):
+            record = read_json(self.result, KEY, "files")
+            verify_checksums(self.result.parent, record["files"])
+            return record[KEY] == self.tracked.key
+        return False
+
     def reuse(self) -> bool:
         """Whether another experiment of the same results has done this work; if so, its files are copied.
 

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from dvp.core.safe_vocabulary import FixedRho
+from dvp.data import verifier
 from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import sample_seed
@@ -175,6 +176,13 @@ def test_all_samples_reach_the_metric_and_the_table(run, tmp_path):
     assert len(set(seeds)) == 12
 
 
+def test_an_answer_is_graded_once(run, monkeypatch):
+    graded, equal = [], verifier.equal
+    monkeypatch.setattr(verifier, "equal", lambda *of: graded.append(of) or equal(*of))
+    run("held_out")
+    assert len(graded) == 8  # of twelve responses, four state no answer
+
+
 class ThinkingTokenizer(Tokenizer):
     chat_template = "[assistant] <think>"
 
@@ -228,7 +236,8 @@ def test_the_network_is_not_asked(run, monkeypatch):
 
 
 def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "grade", lambda *_, **__: False)
+    table = runner._table
+    monkeypatch.setattr(runner, "_table", lambda *of: table(*of) | {"correct": [False] * 12})
     with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):
         run("held_out")
     assert not (tmp_path / "held_out").exists()

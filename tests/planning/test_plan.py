@@ -513,6 +513,19 @@ def test_the_text_has_a_column_for_each_setting_that_differs():
     assert "a training step with engine fp32, G 4, prompts per step 4, steps 3, estimated" in " ".join(text.split())
 
 
+def test_all_tasks_of_a_model_are_one_job_that_starts_once():
+    several = experiment("paper_8b")
+    plan = stage(make_plan(several, NOWHERE), "evaluate")
+    estimate, problems = (
+        Estimate(several, DEVICES["h200"]),
+        {task: several.sources[task].problems for task in several.data.tasks},
+    )
+    alone = [estimate.job(several.job("evaluate", f"base/{task}"), problems)[0] for task in several.data.tasks]
+    assert plan["jobs"] == 31
+    assert plan["from"]["estimated"] == 31
+    assert plan["hours_each"][0] * 3600 == pytest.approx(sum(alone) - 3 * DEVICES["h200"].startup)
+
+
 def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tmp_path):
     record = Recorded(loaded, tmp_path)
     first, second = loaded.runs[:2]

@@ -64,7 +64,7 @@ def experiment(name):
 
 
 # The one that is asked for, now: a mistake in it is told before anything else.
-experiment(config["experiment"])
+TASKS = experiment(config["experiment"]).data.tasks
 
 
 def begin():
@@ -92,7 +92,7 @@ def begin():
         for name, stages in todo.items():
             folder = RESULTS.format(experiment=name)
             HELD.enter_context(only_writer(Path(folder), "running this experiment"))
-            if experiment(name).tools and stages & {"preflight", "train", "evaluate"}:
+            if experiment(name).tools and stages & CALLING:
                 make_tool(experiment(name).tools)
             write_resolved(experiment(name), Path(folder))
     except DvpError as error:
@@ -100,6 +100,7 @@ def begin():
 
 
 HELD = ExitStack()
+CALLING = {"preflight", "train", "evaluate", "evaluate_tasks"}  # a tool
 SKEW = 5  # seconds that the clocks of machines may differ by
 
 
@@ -131,7 +132,7 @@ PATHS = {
 
 def job_of(stage, wildcards):
     """The job that a rule's wildcards name; one that the experiment has not is refused."""
-    path = PATHS.get(stage, "").format(**dict(wildcards.items()))
+    path = PATHS.get(stage, "").format(**{"task": TASKS[0]} | dict(wildcards.items()))
     return experiment(wildcards.experiment).job(stage, path)
 
 
@@ -173,6 +174,25 @@ def config_hash(stage):
         return experiment(wildcards.experiment).config_hash(stage, path)
 
     return of_wildcards
+
+
+def config_hashes(wildcards):
+    """Of every task of a model, as `config_hash` of one."""
+    found = experiment(wildcards.experiment)
+    path = f"{wildcards.run}{wildcards.by}"
+    return [found.config_hash("evaluate", f"{path}/{task}") for task in TASKS]
+
+
+def only_if_not_by_task(wildcards):
+    """Nothing, for a model of an experiment with TASKS; else a file that never is, so that `evaluate` takes over.
+
+    So it does for what it made: Snakemake would make it again for another rule's sake.
+    """
+    of = f"{wildcards.run}{wildcards.by}"
+    folder = Path(BENCHMARKS.format(experiment=wildcards.experiment), "evaluate", of)
+    by_task = any((folder / f"{task}.tsv").exists() for task in TASKS)
+    alike = experiment(wildcards.experiment).data.tasks == TASKS
+    return [] if alike and not by_task else "no such file: evaluate"
 
 
 def gpus(stage):

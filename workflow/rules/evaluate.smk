@@ -1,3 +1,4 @@
+# One task: of an experiment with one, of a model that was evaluated task by task, and what is asked for by its path.
 rule evaluate:
     input:
         needed("evaluate"),
@@ -26,3 +27,42 @@ rule evaluate:
     shell:
         "dvp evaluate --config {params.config:q} --run {wildcards.run:q}{wildcards.by:q} --task {wildcards.task:q}"
         " --threads {threads} 2>&1 | tee {log:q}"
+
+
+# All tasks of a model, with one engine. What is there already and still holds is kept: `update`.
+if len(TASKS) > 1:
+
+    rule evaluate_tasks:
+        input:
+            needed("evaluate"),
+            kind=only_if_not_by_task,
+        output:
+            update(
+                expand(
+                    f"{RESULTS}/evals/{{run}}{{by}}/{{task}}/{{file}}",
+                    task=TASKS,
+                    file=("scores.json", "samples.parquet"),
+                    allow_missing=True,
+                )
+            ),
+        log:
+            f"{LOGS}/runs/{{run}}{{by}}/evaluate.log",
+        benchmark:
+            f"{BENCHMARKS}/evaluate_tasks/{{run}}{{by}}.tsv"
+        wildcard_constraints:
+            run=f"base|{POLICY}",
+            by="(/by~[^/]+/min_p~[^/]+)?",
+        threads: gpus_each("evaluate")
+        resources:
+            **gpus("evaluate"),
+        params:
+            config=RESOLVED,
+            config_hash=config_hashes,
+            version=STAGE_VERSIONS["evaluate"],
+        message:
+            "evaluating {wildcards.run}{wildcards.by}"
+        shell:
+            "dvp evaluate --config {params.config:q} --run {wildcards.run:q}{wildcards.by:q}"
+            " --threads {threads} 2>&1 | tee {log:q}"
+
+    ruleorder: evaluate_tasks > evaluate

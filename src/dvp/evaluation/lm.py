@@ -19,6 +19,8 @@ class Response(str):
     completion: Completion
     seed: int
     thinking: str | None
+    correct: bool
+    """As lm-eval's task has graded it."""
 
     def __new__(cls, text: str, **attributes: Any) -> "Response":
         response = super().__new__(cls, text)

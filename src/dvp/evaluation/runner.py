@@ -16,7 +16,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.data.verifier import grade, stated_answer
+from dvp.data.verifier import stated_answer
 from dvp.errors import DvpError
 from dvp.evaluation.lm import EngineLM
 from dvp.evaluation.metrics import summarise
@@ -135,7 +135,7 @@ def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: 
 
 
 def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dict[str, list]:
-    """The columns of `schema` from lm-eval's log, problem by problem, graded once more, sample by sample."""
+    """The columns of `schema` from lm-eval's log, problem by problem, sample by sample, as its task graded them."""
     rows = []
     for document in documents:
         doc, (responses,) = document["doc"], document["filtered_resps"]
@@ -151,7 +151,7 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
                     "response": completion.transcript or str(response),
                     "reference": doc["answer"],
                     "stated_answer": stated_answer(response, **how),
-                    "correct": grade(response, doc["answer"], **how),
+                    "correct": response.correct,
                     "tokens": len(completion.log_probs),
                     "finish_reason": completion.finish_reason,
                     "seed": response.seed,

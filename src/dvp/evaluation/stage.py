@@ -1,62 +1,89 @@
 """The stage `evaluate`."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Sampler
-from dvp.experiment.jobs import BASE
-from dvp.files import sha256_file
+from dvp.experiment.jobs import BASE, Job
+from dvp.files import read_json, sha256_file
 from dvp.gpus import claim
 from dvp.rollout.vllm import VllmEngine, configure_environment
-from dvp.stage import run_stage
+from dvp.stage import Inputs, read_inputs, run_stage
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
 
+Sample = Callable[[str, Path], dict]
+"""Samples a task, writes samples.parquet into a folder, and returns the scores; see runner.evaluate."""
 
-def evaluate(config: Path, path: str, task: str, threads: int) -> None:
-    """Samples of a model on a task → evals/RUN/TASK/samples.parquet and scores.json.
+
+def evaluate(config: Path, path: str, task: str | None, threads: int) -> None:
+    """Samples of a model → evals/RUN/TASK/samples.parquet and scores.json of each task.
 
     path : of the run, of the run after a step (RUN/step~16), or `base`; with /by~ENGINE/min_p~RHO where that is one of
         evaluation.also.
+    task : None: all of them, with one engine, but for those that are done. One that fails does not keep the others from
+        being done; the first failure is raised in the end.
     """
     directory = ExperimentDir(config)
-    experiment, settings = directory.experiment, directory.experiment.evaluation
-    job = experiment.job("evaluate", f"{path}/{task}")
-    run, sampler = job.run, job.sampler
-    claim(job.gpus)
+    experiment = directory.experiment
+    tasks = experiment.data.tasks if task is None else [task]
+    jobs = [experiment.job("evaluate", f"{path}/{task}") for task in tasks]
+    run, sampler = jobs[0].run, jobs[0].sampler
+    claim(jobs[0].gpus)
     configure_environment(threads)
     import torch
 
     torch.set_num_threads(threads)
     made_by, model_result = directory.model(run)
     inputs = {made_by: model_result, "prepare": directory.result("prepare")}
-    config_hash, result = experiment.config_hash("evaluate", job.path), directory.result("evaluate", job.path)
+    read_inputs(directory, inputs, run and run.path)  # once: a model may have tens of gigabytes
+    sample = sampling(experiment, tasks, model_result.parent, directory.data / "eval.parquet", sampler)
+    failures = []
+    for job in jobs:
+        try:
+            _evaluate_task(directory, job, inputs, sample, again=task is not None)
+        except DvpError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: Sample, *, again: bool) -> None:
+    """One task of a model whose files are verified. again : even if it is done."""
+    experiment, run, sampler, task = directory.experiment, job.run, job.sampler, job.task
+    assert sampler is not None
+    assert task is not None
+    result = directory.result("evaluate", job.path)
+    samples = result.parent / "samples.parquet"
     # Its scores must not stand in the store as those of the sampler that all models have.
     called = task if sampler == experiment.sampler else f"{task}-{sampler.path.replace('/', '-')}"
-    with run_stage("evaluate", directory, result, config_hash, inputs, run=run and run.path, task=called) as stage:
-        if stage.reuse():
+    of = {"run": run.path if run else None, "task": called}
+    config_hash = experiment.config_hash("evaluate", job.path)
+    with run_stage("evaluate", directory, result, config_hash, inputs, verify=False, **of) as stage:
+        done = not again and stage.is_done()
+        if not done and stage.reuse():
             return
-        shown = settings.model_dump(mode="json", exclude={"also"})
-        shown |= {"samples_per_problem": settings.samples_per_problem[task], **sampler.model_dump()}
+        shown = experiment.evaluation.model_dump(mode="json", exclude={"also"})
+        shown |= {"samples_per_problem": shown["samples_per_problem"][task], **sampler.model_dump()}
         stage.tracked.log_params({"evaluation": shown})
-        folder = result.parent
-        scores = sample(experiment, task, model_result.parent, directory.data / "eval.parquet", folder, sampler)
+        scores = read_json(result, "metrics") if done else sample(task, result.parent)
         stage.tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
-        stage.tracked.log_file(folder / "samples.parquet")
-        files = {"samples.parquet": sha256_file(folder / "samples.parquet")}
-        stage.finish({"run": BASE if run is None else run.path, **sampler.model_dump(), **scores, "files": files})
+        stage.tracked.log_file(samples)
+        if done:
+            stage.tracked.log_file(result)
+            return
+        files = {samples.name: sha256_file(samples)}
+        stage.finish({"run": run.path if run else BASE, **sampler.model_dump(), **scores, "files": files})
 
 
-def sample(
-    experiment: Experiment,
-    task: str,
-    model: Path,
-    eval_parquet: Path,
-    folder: Path,
-    sampler: Sampler | None = None,
-) -> dict:
-    """Sample a model on a task's rows of a table with an engine started for it, and score; see runner.evaluate.
+def sampling(
+    experiment: Experiment, tasks: list[str], model: Path, eval_parquet: Path, sampler: Sampler | None = None
+) -> Sample:
+    """What samples a model on any of these tasks, with one engine that starts when it is first asked.
 
     sampler : by default what all models are sampled with.
     """
@@ -71,27 +98,39 @@ def sample(
 
     settings, sampler = experiment.evaluation, sampler or experiment.sampler
     rho = sampler.rho_value
-    tool = make_tool(experiment.tools) if experiment.tools else None
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems = read_task(eval_parquet, task)
-    encoded = encode_prompts(tokenizer, problems, experiment.data.chat, "data/eval.parquet")
-    longest = max(map(len, encoded), default=0) + settings.max_response_tokens
-    engine = VllmEngine(
-        model,
-        experiment.engines[sampler.engine],
-        max_model_len=min(longest, AutoConfig.from_pretrained(model).max_position_embeddings),
-        max_num_seqs=ENGINE_SEQUENCES,
-        seed=settings.seed,
-    )
-    if experiment.tools:
-        engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
-    return evaluate_model(
-        experiment,
-        task,
-        model_dir=model,
-        eval_parquet=eval_parquet,
-        engine=engine,
-        tokenizer=tokenizer,
-        folder=folder,
-        safe_vocabulary=None if rho is None else FixedRho(rho),
-    )
+
+    @cache
+    def engine():
+        tool = make_tool(experiment.tools) if experiment.tools else None
+        longest = max(
+            len(prompt)
+            for task in tasks
+            for prompt in encode_prompts(
+                tokenizer, read_task(eval_parquet, task), experiment.data.chat, "data/eval.parquet"
+            )
+        )
+        started = VllmEngine(
+            model,
+            experiment.engines[sampler.engine],
+            max_model_len=min(
+                longest + settings.max_response_tokens, AutoConfig.from_pretrained(model).max_position_embeddings
+            ),
+            max_num_seqs=ENGINE_SEQUENCES,
+            seed=settings.seed,
+        )
+        return ToolEngine(started, tool, experiment.tools, tokenizer) if experiment.tools else started
+
+    def sample(task: str, folder: Path) -> dict:
+        return evaluate_model(
+            experiment,
+            task,
+            model_dir=model,
+            eval_parquet=eval_parquet,
+            engine=engine(),
+            tokenizer=tokenizer,
+            folder=folder,
+            safe_vocabulary=None if rho is None else FixedRho(rho),
+        )
+
+    return sample

@@ -16,7 +16,7 @@ from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
-from dvp.experiment.jobs import Job
+from dvp.experiment.jobs import Job, together
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate, step_total
 from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
@@ -200,7 +200,20 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
         slowest = estimate.device.slowest if source == ESTIMATED else 1
         seconds *= (1 + slowest) / 2
         costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, memory, slowest))
-    return costed
+    return _together(costed, estimate.device.startup)
+
+
+def _together(costed: list[Costed], startup: float) -> list[Costed]:
+    """What one process does (all tasks of a model) as one job, which starts once."""
+    merged: dict[tuple[str, str], Costed] = {}
+    for one in costed:
+        first = merged.setdefault(one.job.together, one)
+        if first is not one:
+            seconds = first.seconds + one.seconds - startup * (1 + one.slowest) / 2 * (one.source == ESTIMATED)
+            source = max(first.source, one.source, key=SOURCES.index)
+            changed = {"seconds": seconds, "source": source, "disk": first.disk + one.disk}
+            merged[one.job.together] = replace(first, **changed)
+    return list(merged.values())
 
 
 def _training_time(estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
@@ -288,11 +301,11 @@ def wall_seconds(costed: list[Costed], gpus: float) -> float:
 
     Jobs that could start together do so in the order of the list. A job that needs no GPU never waits for one.
     """
-    waiting, running, done = {(one.job.stage, one.job.path): one for one in costed}, {}, set()
+    waiting, running, done = {one.job.together: one for one in costed}, {}, set()
     now, free = 0.0, gpus
     while waiting or running:
         for name, one in list(waiting.items()):
-            if one.gpus <= free and done.issuperset(one.job.after):
+            if one.gpus <= free and done.issuperset(together(*other) for other in one.job.after):
                 running[name] = now + one.seconds, waiting.pop(name).gpus
                 free -= one.gpus
         ended = min(running, key=lambda name: running[name][0])

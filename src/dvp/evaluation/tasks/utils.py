@@ -9,14 +9,12 @@ from dvp.data.verifier import grade
 def process_results(doc: dict[str, Any], results: Sequence[Sequence[str]]) -> dict[str, float]:
     """avg@k of one problem. `results` holds one list: the k responses (dvp.evaluation.lm.Response)."""
     (responses,) = results
-    correct = [
+    correct = 0
+    for response in responses:
         # Plain strings, from another of lm-eval's models, do not say whether they were cut off.
-        grade(
-            response,
-            doc["answer"],
-            truncated=getattr(response, "truncated", False),
-            thinking=getattr(response, "thinking", None),
-        )
-        for response in responses
-    ]
-    return {"avg_at_k": sum(correct) / len(correct)}
+        truncated, thinking = getattr(response, "truncated", False), getattr(response, "thinking", None)
+        right = grade(response, doc["answer"], truncated=truncated, thinking=thinking)
+        correct += right
+        if hasattr(response, "completion"):
+            response.correct = right  # for the table of samples
+    return {"avg_at_k": correct / len(responses)}

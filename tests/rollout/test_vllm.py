@@ -381,10 +381,15 @@ def sleeping(fp32, monkeypatch):
         for tensor in (*model.parameters(), *model.buffers()) if level == 2 else ():
             tensor.data.fill_(7)
 
-    def wake_up():
+    def wake_up(tags=("weights", "kv_cache")):
+        woken.append(tuple(tags))
+        if "weights" not in tags:
+            return
         for name, buffer in model.named_buffers():
             buffer.copy_(saved[name])
 
+    woken: list[tuple[str, ...]] = []
+    monkeypatch.setattr(fp32, "woken", woken, raising=False)
     monkeypatch.setattr(fp32.llm, "sleep", sleep)
     monkeypatch.setattr(fp32.llm, "wake_up", wake_up)
     monkeypatch.setattr(fp32, "_sleeps", True)
@@ -401,6 +406,18 @@ def test_an_engine_that_slept_lacks_nothing(sleeping, changed):
             sleeping.load_weights(changed.named_parameters())
         for prompt, expected_V in zip(PROMPTS, before, strict=True):
             assert torch.equal(sleeping.log_probs(prompt, None), expected_V)
+
+
+def test_the_cache_wakes_after_the_weights_are_loaded(sleeping, changed):
+    """What a trainer gathers to hand over has its room until then."""
+    sleeping.sleep(keep_weights=False)
+
+    def weights():
+        yield from changed.named_parameters()
+        assert sleeping.woken == [("weights",)]
+
+    sleeping.load_weights(weights())
+    assert sleeping.woken == [("weights",), ("kv_cache",)]
 
 
 def test_a_weight_that_is_left_out_after_such_a_sleep_is_named(sleeping, changed):

@@ -318,8 +318,10 @@ class VllmEngine:
         """
         from dvp.rollout import private
 
-        discarded = self._asleep == 2
-        self._wake(loading=True)
+        asleep, self._asleep = self._asleep, None
+        discarded = asleep == 2
+        if asleep is not None:
+            self.llm.wake_up(tags=["weights"])
         if discarded:
             # vLLM has restored buffers (rotary tables, scales of a quantised cache), and only warns of a parameter that
             # gets no value.
@@ -332,6 +334,9 @@ class VllmEngine:
             raise DvpError(
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
             ) from error
+        if asleep is not None:
+            # Only now: the trainer's gathered weights had the cache's room until here.
+            self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         for name in self.llm.collective_rpc(private.first_nan) if discarded else []:
             if name is not None:
@@ -339,8 +344,8 @@ class VllmEngine:
                     f"the engine's weight {name} is NaN after loading: it was left out, or is NaN in training"
                 )
 
-    def _wake(self, loading: bool = False) -> None:
-        if self._asleep == 2 and not loading:
+    def _wake(self) -> None:
+        if self._asleep == 2:
             raise DvpError("the engine slept without its weights: load weights before anything else")
         if self._asleep is not None:
             self.llm.wake_up()

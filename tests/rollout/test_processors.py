@@ -1,7 +1,10 @@
 """vLLM's processor by itself: requests that come, go, change rows and are put off; vLLM of another version."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
 from dvp.errors import DvpError
@@ -18,7 +21,21 @@ def request(rule, seed=None, output=(), number=None):
     return SamplingParams(seed=seed, extra_args=asked | ({} if number is None else {REPORTED: number})), [1], output
 
 
-def test_sets_are_reported_by_response_whatever_row_it_is_in_and_when_it_is_put_off():
+class WaitsForNothing(TorchDispatchMode):
+    """Refuses what makes a GPU's host wait: values read from tensors, sizes that depend on them, tensors of numbers."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique"), name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("held", [2**28, 1])
+def test_sets_are_reported_by_response_whatever_row_it_is_in_and_when_it_is_put_off(monkeypatch, held):
+    """Nothing waits for the device but what copies masks from it, where they are too many to be held."""
+    from dvp.rollout import private
+
+    monkeypatch.setattr(private, "MASKS_HELD", held)
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
     from dvp.rollout.private import SafeVocabularyProcessor
@@ -29,7 +46,12 @@ def test_sets_are_reported_by_response_whatever_row_it_is_in_and_when_it_is_put_
     def step(outputs):
         """Every row one token further; the sets that they were sampled from."""
         logits = 2 * torch.randn(len(outputs), 30, generator=generator)
-        processor.apply(logits.clone())
+        applied = logits.clone()
+        with WaitsForNothing() if held > 1 else nullcontext():
+            processor.apply(applied)
+        for row, output in enumerate(outputs):
+            outside_V = ~safe_mask(logits, rule)[row] if output is not other else torch.zeros(30, dtype=torch.bool)
+            assert torch.equal(applied[row], logits[row].masked_fill(outside_V, -torch.inf))
         for output in outputs:
             output.append(0)
         return [row.nonzero()[:, 0].tolist() for row in safe_mask(logits, rule)]

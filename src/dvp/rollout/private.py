@@ -35,6 +35,9 @@ VERSION = "0.32."
 # Keys in SamplingParams.extra_args: a Noise; a SafeVocabulary; the prompt's number, under which its sets are kept.
 NOISE, RULE, REPORTED = "noise", "safe_vocabulary", "report_sets_as"
 
+MASKS_HELD = 2**28
+"""Entries of safe sets that a device holds as masks, a byte each, before they are copied from it."""
+
 Response = tuple[int, int]
 """The number of its prompt, and its seed."""
 
@@ -70,13 +73,18 @@ def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -
 class SafeVocabularyProcessor(LogitsProcessor):
     """Sets the logits of the entries outside a request's safe vocabulary to −inf, and remembers the sets if asked to.
 
-    It comes after temperature, where min_p does, because it leaves the argmax alone.
+    It comes after temperature, where min_p does, because it leaves the argmax alone. `apply` does not wait for the
+    device: what it needs from Python is copied there when requests change, and masks are copied back many at a time.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
         # By row the rule, the response if its sets are to be reported, and its tokens so far, a list that vLLM extends.
         self._requests: dict[int, tuple[SafeVocabulary, Response | None, list[int]]] = {}
-        # A step of the engine each: its responses with the position that they are at, and their sets.
+        self._device = device
+        # By rule its rows; the places of those whose sets are to be reported, and each such response with its tokens.
+        self._groups: list[tuple[SafeVocabulary, torch.Tensor, torch.Tensor, list[tuple[Response, list[int]]]]] = []
+        # A step of the engine each: its responses with the position that they are at, and their sets, first as masks.
+        self._masks: list[tuple[list[tuple[Response, int]], torch.Tensor, torch.Tensor]] = []
         self._sets: list[tuple[list[tuple[Response, int]], KeptSets]] = []
 
     def is_argmax_invariant(self) -> bool:
@@ -92,28 +100,44 @@ class SafeVocabularyProcessor(LogitsProcessor):
             return (asked[RULE], response, output) if RULE in asked else None
 
         process_dict_updates(self._requests, batch_update, entry)
+        if batch_update is None:
+            return
+        self._groups = []
+        for rule in dict.fromkeys(rule for rule, *_ in self._requests.values()):
+            of_rule = [(row, *of) for row, (own, *of) in self._requests.items() if own == rule]
+            asked = [place for place, (_, response, _) in enumerate(of_rule) if response is not None]
+            rows, places = (
+                torch.tensor(numbers, dtype=torch.long, device=self._device)
+                for numbers in ([row for row, *_ in of_rule], asked)
+            )
+            self._groups.append((rule, rows, places, [of_rule[place][1:] for place in asked]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the rows (one a request) of the requests that have a rule, in place."""
-        for rule in {rule for rule, *_ in self._requests.values()}:
-            requests = [
-                (row, response, output) for row, (own, response, output) in self._requests.items() if own == rule
-            ]
-            rows = torch.tensor([row for row, *_ in requests], device=logits.device)
+        for rule, rows, places, asked in self._groups:
             logits_NV = logits[rows]
             safe_NV = safe_mask(logits_NV, rule)
             pruned_NV = logits_NV.masked_fill(~safe_NV, -torch.inf)
             logits[rows] = pruned_NV
-            asked = [place for place, (_, response, _) in enumerate(requests) if response is not None]
             if asked:
-                log_mass_N = (pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1))[asked].float()
-                sizes_N, ids_M = safe_NV[asked].sum(dim=1), safe_NV[asked].nonzero()[:, 1].int()
-                places = [(response, len(output)) for _, response, output in requests if response is not None]
-                self._sets.append((places, KeptSets(ids_M, sizes_N, log_mass_N).to(torch.device("cpu"))))
+                log_mass_N = (pruned_NV.logsumexp(dim=1) - logits_NV.logsumexp(dim=1))[places].float()
+                at = [(response, len(output)) for response, output in asked]
+                self._masks.append((at, safe_NV[places], log_mass_N))
+        if sum(safe_NV.numel() for _, safe_NV, _ in self._masks) > MASKS_HELD:
+            self._copy_masks()
         return logits
+
+    def _copy_masks(self) -> None:
+        if self._masks:
+            at, safe, log_mass = zip(*self._masks, strict=True)
+            safe_NV = torch.cat(safe)
+            sets = KeptSets(safe_NV.nonzero()[:, 1].int(), safe_NV.sum(dim=1), torch.cat(log_mass))
+            self._sets.append(([place for places in at for place in places], sets.to(torch.device("cpu"))))
+            self._masks.clear()
 
     def take_sets(self) -> dict[Response, KeptSets]:
         """Of every response since the last call the sets of its positions, from the first one on."""
+        self._copy_masks()
         every = KeptSets.cat([sets for _, sets in self._sets])
         # The last one counts: vLLM may come to a position again, when it goes on with a request that it had put off.
         states: dict[Response, dict[int, int]] = {}

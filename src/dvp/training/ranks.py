@@ -6,6 +6,7 @@ denominators, diagnostics) is computed by all of them from the same numbers. Ran
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -33,8 +34,14 @@ def gather(value: T) -> list[T]:
     if count() == 1:
         return [value]
     values = [None] * count()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_over_hosts(dist.get_backend()))
     return values
+
+
+@cache
+def _over_hosts(backend: str) -> dist.ProcessGroup | None:
+    """The group for pickled objects: NCCL would put those of every rank, sets among them, on each GPU."""
+    return None if backend == "gloo" else dist.new_group(backend="gloo")
 
 
 def share(items: Sequence[T], span: int = 1) -> list[T]:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from dvp.core.batch import Batch, Rollout
-from dvp.core.kept_sets import KeptSets
 from dvp.data.verifier import grade
 from dvp.errors import DvpError
 from dvp.rollout.engine import Completion
@@ -80,12 +79,15 @@ class Problems:
 
 def _check_sets(batch: Batch) -> None:
     """Raises DvpError unless every sampled token has its set, and is in it."""
-    sets, sampled_N = KeptSets.cat(batch.kept), batch.tokens_BT[batch.response_BT]
-    if len(batch.kept) != len(batch.tokens_BT) or len(sets) != len(sampled_N):
-        raise DvpError(f"the engine reported the sets of {len(sets)} tokens, and sampled {len(sampled_N)}")
-    outside = int((~sets.contain(sampled_N)).sum())
+    lengths, reported = batch.response_BT.sum(dim=1).tolist(), [len(sets) for sets in batch.kept]
+    if lengths != reported:
+        raise DvpError(f"the engine reported the sets of {sum(reported)} tokens, and sampled {sum(lengths)}")
+    # One response after the other, by one rank: the members of all sets at once may be 4e8, at 16 bytes and more.
+    sampled = batch.tokens_BT[batch.response_BT].split(lengths)
+    mine = ranks.share(list(zip(batch.kept, sampled, strict=True)))
+    outside = sum(ranks.gather(sum(int((~sets.contain(tokens_N)).sum()) for sets, tokens_N in mine)))
     if outside:
-        raise DvpError(f"{outside} of {len(sets)} tokens are not in the sets that the engine says it sampled from")
+        raise DvpError(f"{outside} of {sum(lengths)} tokens are not in the sets that the engine says it sampled from")
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:

@@ -1,5 +1,6 @@
 """`dvp preflight`: it passes on what works, and each thing that is broken is refused by the line that is about it."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from dvp.experiment.loading import load_experiment
 from dvp.files import read_json
 from dvp.planning.plan import make_plan
 from dvp.planning.text import render
-from dvp.preflight import rehearsal, stage
+from dvp.preflight import checks, rehearsal, stage
 from dvp.preflight.checks import check_forward, check_same_engine, kept_by_method
 from dvp.preflight.report import CHECKS, Report, check_memory, check_steps
 from dvp.training import checkpoint
@@ -138,6 +139,33 @@ def test_processes_that_end_as_they_should_not_are_told_by_the_check(prepared, m
     assert not read_json(result.with_name("report.json"))["passed"]
 
 
+@pytest.mark.parametrize(("exits", "started"), [([1, 143, 0, 0, 0], 5), ([1, 1], 2)])
+def test_a_start_that_fails_is_tried_once_more(prepared, monkeypatch, exits, started):
+    """A node may falter; what fails later fails at once."""
+    result = ExperimentDir(prepared).result("preflight", "fp32")
+    left, names = iter(exits), []
+
+    class Process:
+        def __init__(self, command, pass_fds):
+            names.append(command[-1])
+            self.returncode, report = next(left), Report(result.parent / "work")
+            if self.returncode == 1:
+                report._write({"check": "start", "begun": True})
+            else:
+                report.note(f"peaks_{names[-1]}", {"host": 1e9, "gpu_total": 0})
+                report.note("seconds", {"rollout_token": 1e-3, "update_token": 1e-3, "synchronise": 1})
+            self.poll = iter([self.returncode]).__next__
+
+    monkeypatch.setattr(stage, "subprocess", SimpleNamespace(Popen=Process))
+    monkeypatch.chdir(prepared.parents[2])
+    if started == 2:
+        with pytest.raises(DvpError, match=r"^start: ended with status 1$"):
+            stage.preflight(prepared, "fp32", threads=1, stop_seconds=0, memory=None, process=None)
+    else:
+        stage.preflight(prepared, "fp32", threads=1, stop_seconds=0, memory=None, process=None)
+    assert names == ["train", "train", "resume", "convert", "evaluate"][:started]
+
+
 def test_an_engine_that_no_run_has_is_refused(prepared, dvp):
     status, line, _ = dvp("preflight", "--config", prepared, "--engine", "fp8")
     assert (status, line) == (
@@ -243,6 +271,38 @@ def test_an_engine_that_is_further_off_than_its_precision_is_refused(make_loop, 
     verdicts, notes, _ = Report(work).read()
     assert [line["check"] for line in verdicts] == ["safe vocabulary", "forward", "mismatch"]
     assert set(notes["kept"]) == {"dvp_mis_rho_0.01", "otb_mass_rho_none"}
+
+
+def tf32(values: torch.Tensor) -> torch.Tensor:
+    """With 10 bits of mantissa, as a GPU's tensor cores take fp32 by default."""
+    return ((values.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_an_fp32_engine_that_multiplies_in_tf32_is_refused(make_loop, tmp_path):
+    """By its worst token; the KL is within its limit."""
+    loop = make_loop()
+    for module in loop.engine._model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = tf32(module.weight.data)
+            module.register_forward_pre_hook(lambda _, inputs: (tf32(inputs[0].contiguous()),))
+    line = refusal(loop, "fp32", tmp_path)
+    found = re.match(r"mismatch: KL (\S+) nats .*, 1e-05 are .* worst token (\S+) nats, 0.0001 are allowed", line)
+    assert found, line
+    assert float(found[1]) < 1e-5
+    assert float(found[2]) > 1e-4
+
+
+def test_a_gpu_node_without_compilers_is_refused_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda _: tmp_path)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    checks.check_compilers()
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    with pytest.raises(DvpError, match=r"lacks .*/Python\.h \(the package .* and a C compiler \(gcc\), with which"):
+        checks.check_compilers()
 
 
 def test_the_rehearsal_trains_on_responses_of_the_longest_length(make_loop, tmp_path):

@@ -26,6 +26,7 @@ from dvp.experiment.grid import Run
 from dvp.files import write_text
 from dvp.preflight.checks import (
     POSITIONS,
+    check_compilers,
     check_forward,
     check_mismatch,
     check_same_engine,
@@ -239,6 +240,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
     run = rehearsed_run(experiment, engine)
     started = time.time()
     with report.asking("start"):
+        check_compilers()
         loop, _ = set_up(directory, run)
     figures = {"seconds": time.time() - started, "ranks": experiment.training.ranks}
     says = f"trainer and engine work after {figures['seconds']:.0f} s; ranks: {figures['ranks']}"

@@ -116,7 +116,15 @@ class _Preflight:
         try:
             for process in PROCESSES:
                 try:
-                    self._start(process)
+                    try:
+                        self._start(process)
+                    except DvpError as error:
+                        if self._report.read()[0][-1]["check"] != "start":
+                            raise
+                        print(f"tried once more, as a node may have faltered: {error}", flush=True)
+                        shutil.rmtree(work)
+                        work.mkdir()
+                        self._start(process)
                     if process in ON_RANKS:
                         self._check_memory()
                     if process == "resume":

@@ -96,7 +96,9 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="1" * 40, columns=PLAIN))
     assert message.startswith("x: a/b (test): cannot be read: revision 111")
-    assert "Couldn't reach 'a/b' on the Hub; without it, get its file" in message
+    assert (
+        "Couldn't reach 'a/b' on the Hub; where nodes have no internet, run `snakemake --until prepare base" in message
+    )
 
 
 def test_shards_that_disagree_on_another_column_are_read(tmp_path, monkeypatch):

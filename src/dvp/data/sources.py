@@ -214,8 +214,9 @@ def _hub_rows(source: HubSource) -> Iterator[Any]:
             dataset = load(columns=sorted({path.split(".")[0] for _, path in source.columns if path}))
     except Exception as error:
         raise ValueError(
-            f"revision {source.revision} cannot be loaded from the Hugging Face hub: {first_line(error)}; without it, "
-            "get its file some other way and take {kind: file, path: FILE.parquet, columns: …} with the same columns"
+            f"revision {source.revision} cannot be loaded from the Hugging Face hub: {first_line(error)}; where nodes "
+            "have no internet, run `snakemake --until prepare base --config experiment=NAME` on one that has, or take "
+            "{kind: file, path: FILE.parquet, columns: …} with the same columns"
         ) from None
     columns = _top_level(source, dataset.column_names)
     for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):

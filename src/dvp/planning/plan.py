@@ -212,7 +212,7 @@ def _together(costed: list[Costed], startup: float) -> list[Costed]:
             seconds = first.seconds + one.seconds - startup * (1 + one.slowest) / 2 * (one.source == ESTIMATED)
             source = max(first.source, one.source, key=SOURCES.index)
             changed = {"seconds": seconds, "source": source, "disk": first.disk + one.disk}
-            merged[one.job.together] = replace(first, **changed)
+            merged[one.job.together] = replace(first, slowest=max(first.slowest, one.slowest), **changed)
     return list(merged.values())
 
 

@@ -150,15 +150,34 @@ def test_a_clusters_jobs_have_more_cores_than_this_machine(variables, arguments,
         assert ("cores" in yte.process_yaml(file, require_use_yte=True)) is limited
 
 
+def asked_for(profile: dict, rule: str, name: str, attempt: int = 1):
+    """What a rule's job with eight GPUs asks Slurm for."""
+    resources = parse_set_resources([f"{rule}:{name}={profile['set-resources'][rule][name]}"])[rule]
+    job = {"wildcards": None, "input": [], "rulename": rule, "async_run": None}
+    return resources[name].evaluate(threads=8, attempt=attempt, **job).value
+
+
+def test_a_cluster_is_described_by_the_variables_of_the_profile():
+    """A card by its name, CPUs and memory of a rank, minutes of a training job."""
+    text = (ROOT / "slurm/config.yaml").read_text()
+    for name, value in {"gpu_type": "h200", "rank_cpus": 6, "rank_memory": 50000, "runtime": 2880}.items():
+        text, found = re.subn(rf"(?m)^(  {name}:) +\S+", rf"\1 {value}", text, count=1)
+        assert found == 1
+    profile = yte.process_yaml(text, require_use_yte=True)
+    gpu_rules = ("train", "preflight", "evaluate", "evaluate_tasks", "mismatch", "bias")
+    assert {asked_for(profile, rule, "gres") for rule in gpu_rules} == {"gpu:h200:8"}
+    assert {asked_for(profile, rule, "cpus_per_task") for rule in gpu_rules} == {48}
+    assert {asked_for(profile, rule, "mem_mb") for rule in ("train", "preflight")} == {400_000}
+    assert (asked_for(profile, "train", "runtime"), asked_for(profile, "preflight", "runtime")) == (2880, 120)
+
+
 def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
     """It goes on from the last checkpoint. A preflight asks for what training does; other stages for more each time."""
     with open(ROOT / "slurm/config.yaml", encoding="utf-8") as file:
         profile = yte.process_yaml(file, require_use_yte=True)
 
     def memory(rule: str, attempt: int) -> int:
-        resources = parse_set_resources([f"{rule}:mem_mb={profile['set-resources'][rule]['mem_mb']}"])[rule]
-        job = {"wildcards": None, "input": [], "rulename": rule, "async_run": None}
-        return resources["mem_mb"].evaluate(threads=8, attempt=attempt, **job).value
+        return asked_for(profile, rule, "mem_mb", attempt)
 
     for rule in ("train", "preflight"):
         assert memory(rule, 3) == memory(rule, 1) == 8 * 96000

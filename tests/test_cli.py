@@ -206,9 +206,15 @@ def test_a_path_is_not_empty(refused):
     ("arguments", "file"),
     [
         (["plan"], "config/config.yaml: no such file"),
-        (["resolve", "--experiment", "smoke", "--folder", "x"], "config/experiments/start/smoke.yaml: no such experiment"),
+        (
+            ["resolve", "--experiment", "smoke", "--folder", "x"],
+            "config/experiments/start/smoke.yaml: no such experiment",
+        ),
         (["evidence", "--experiments", "grid=x", "--output", "y"], "config/claims.yaml: no such file"),
-        (["bias", "--model", "x", "--engine", "fp32"], "config/experiments/measure/estimator_bias.yaml: no such experiment"),
+        (
+            ["bias", "--model", "x", "--engine", "fp32"],
+            "config/experiments/measure/estimator_bias.yaml: no such experiment",
+        ),
     ],
 )
 def test_a_verb_that_reads_config_says_where_it_is_to_be_run(arguments, file, capsys, tmp_path, monkeypatch):

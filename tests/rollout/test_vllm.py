@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from dvp.core.safe_vocabulary import EngineSets, Entropy, EntropyScaled, FixedRh
 from dvp.errors import DvpError
 from dvp.experiment.tools import Calculator
 from dvp.experiment.training import EngineConfig
+from dvp.rollout import private
 from dvp.rollout.engine import Sampling
 from dvp.rollout.layout import read_layout
 from dvp.rollout.rounding import round_weight
@@ -90,6 +92,81 @@ def test_the_whole_vocabulary_comes_with_the_same_responses_as_without(fp32, tin
             assert torch.allclose(values_TV.double(), expected_TV, atol=5e-5)
         assert 0 < cut.vocabulary_log_probs_TV.isfinite().sum() < cut.vocabulary_log_probs_TV.numel()
         assert cut.vocabulary_log_probs_TV.double().logsumexp(-1).abs().max() < 1e-5
+
+
+def as_vllm_reports(engine, sampling):
+    """The whole vocabulary as vLLM's own `logprobs=-1` has it, by objects: of each response (T, V)."""
+    from vllm import SamplingParams
+
+    rho = sampling.safe_vocabulary and {"min_p": sampling.safe_vocabulary.rho}
+    options = {"n": sampling.n, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+    asked = [SamplingParams(seed=seed, logprobs=-1, detokenize=False, **options, **(rho or {})) for seed in SEEDS]
+    outputs = engine.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+    vocabulary = range(engine.llm.llm_engine.model_config.get_vocab_size())
+    return [
+        [
+            torch.tensor([[row[a].logprob if a in row else -math.inf for a in vocabulary] for row in one.logprobs])
+            for one in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tokens": 60, "n": 10}, {"max_tokens": 12, "n": 2, "temperature": 0.7, "safe_vocabulary": FixedRho(0.05)}],
+    ids=["many that end early", "pruned"],
+)
+def test_the_recorded_rows_are_what_vllm_reports(fp32, tiny_model, monkeypatch, options):
+    """Exactly, of requests that end at different times and so change rows, and of a first token after a prompt."""
+    reloaded(fp32, tiny_model)
+    monkeypatch.setattr(fp32.llm.llm_engine.model_config, "max_logprobs", -1)
+    sampling = Sampling(whole_vocabulary=True, **options)
+    found, lengths = fp32.generate(PROMPTS, sampling, SEEDS), set()
+    for group, expected in zip(found, as_vllm_reports(fp32, sampling), strict=True):
+        for one, values_TV in zip(group, expected, strict=True):
+            lengths.add(len(one.token_ids))
+            assert torch.equal(one.vocabulary_log_probs_TV, values_TV)
+            own_T = values_TV.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+            assert torch.equal(torch.tensor(one.log_probs), own_T)
+    assert len(lengths) > 5 or sampling.n == 2
+    # Nothing of it is left: what comes next is recorded by nobody.
+    assert "sample" not in vars(fp32.llm.collective_rpc(lambda worker: worker.model_runner.sampler)[0])
+
+
+class SecondRunner:
+    """vLLM's V2 runner as far as it is asked: on a CPU there is none. Its sampler returns logits, padded metadata."""
+
+    class Sampler:
+        def add_request(self, index, params):
+            self.added = [*getattr(self, "added", []), index]
+
+        def sample(self, logits, *metadata, return_logprobs):
+            return logits.argmax(dim=1), 2 * logits
+
+    def __init__(self):
+        self.sampler, self.model_runner = self.Sampler(), self
+        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([3, 0, 5])))
+
+
+def test_rows_are_recorded_in_vllms_second_runner_too():
+    """A prompt in two parts, a request that asks for nothing, one that changes its place in the batch."""
+    worker = SecondRunner()
+    private.record_rows(worker)
+    asks = SimpleNamespace(extra_args={private.RECORDED: 7}, seed=11, max_tokens=4)
+    worker.sampler.add_request(2, asks)
+    worker.sampler.add_request(0, SimpleNamespace(extra_args=None, seed=12, max_tokens=4))
+    torch.manual_seed(0)
+    steps = [([0, 2], [3, 2, 0]), ([2, 0], [5, 4, 0]), ([2], [6, 0, 0])]
+    logits = [torch.randn(len(places), 6) for places, _ in steps]
+    for own, (places, tokens) in zip(logits, steps, strict=True):
+        worker.sampler.sample(own, None, None, np.array(places), 0, 0, 0, np.array(tokens), return_logprobs=True)
+    rows = private.take_rows(worker)
+    assert worker.sampler.added == [2, 0]
+    assert not {"sample", "add_request"} & vars(worker.sampler).keys()
+    assert list(rows) == [(7, 11)]
+    expected = (2 * torch.stack([logits[1][0], logits[2][0]])).log_softmax(-1)
+    assert torch.equal(torch.from_numpy(rows[7, 11]), expected)
 
 
 def in_budget(p_V, rule):
@@ -299,11 +376,9 @@ def test_without_avx512_an_8_bit_cache_is_keys_and_values_of_8_bits(form, dtype,
 
 
 def test_a_model_of_which_nothing_could_be_rounded_is_refused():
-    from dvp.rollout.private import round_cache
-
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(2, 2)))
     with pytest.raises(DvpError, match="kv_cache_dtype: fp8 needs AVX-512 here"):
-        round_cache(worker, "fp8")
+        private.round_cache(worker, "fp8")
 
 
 @pytest.fixture

@@ -9,13 +9,16 @@ the batch.
 SafeVocabularyProcessor applies a safe vocabulary that vLLM has not: one whose ρ depends on the state, or whose sets are
 to be reported. A fixed ρ alone needs none of this: it is vLLM's own min_p.
 
-Both need vLLM's V1 model runner. Import this only after dvp.rollout.vllm.configure_environment.
+Both need vLLM's V1 model runner. `record_rows` keeps whole distributions in either runner, which vLLM hands out only as
+Python lists: 112 bytes an entry, where a tensor has four. Import this only after
+dvp.rollout.vllm.configure_environment.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
 from vllm import SamplingParams
@@ -32,8 +35,9 @@ from dvp.rollout.rounding import round_cached
 from dvp.rollout.seeds import derived_seed
 
 VERSION = "0.32."
-# Keys in SamplingParams.extra_args: a Noise; a SafeVocabulary; the prompt's number, under which its sets are kept.
-NOISE, RULE, REPORTED = "noise", "safe_vocabulary", "report_sets_as"
+# Keys in SamplingParams.extra_args: a Noise; a SafeVocabulary; the prompt's number, under which its sets, or the
+# distributions that it was sampled from, are kept.
+NOISE, RULE, REPORTED, RECORDED = "noise", "safe_vocabulary", "report_sets_as", "record_rows_as"
 
 MASKS_HELD = 2**28
 """Entries of safe sets that a device holds as masks, a byte each, before they are copied from it."""
@@ -149,7 +153,88 @@ class SafeVocabularyProcessor(LogitsProcessor):
         return dict(zip(states, parts, strict=True))
 
 
+class _Recorder:
+    """Stands in the place of a sampler's `sample`, and copies what requests that ask for it are sampled from.
+
+    That is what vLLM reports of a token, after temperature, processors and pruning (`processed_logprobs`).
+    """
+
+    def __init__(self, runner: Any):
+        self.rows: dict[Response, torch.Tensor] = {}
+        self.lengths: dict[Response, int] = {}
+        self._runner, self._sampler = runner, runner.sampler
+        # V2 keeps no parameters of its requests.
+        self._params: dict[int, SamplingParams] = {}
+
+    def add_request(self, index: int, params: SamplingParams) -> Any:
+        """V2: a request, and its place in the runner's tables."""
+        self._params[index] = params
+        return type(self._sampler).add_request(self._sampler, index, params)
+
+    def sample(self, logits: torch.Tensor, *metadata: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """V1, whose sampler returns log-probabilities."""
+        sampled, log_prob_NV = type(self._sampler).sample(self._sampler, logits, *metadata, **options)
+        batch = self._runner.input_batch
+        places = [
+            (self._runner.requests[name].sampling_params, len(output))
+            for name, output in zip(batch.req_ids, batch.req_output_token_ids, strict=True)
+        ]
+        self._keep(places, log_prob_NV)
+        return sampled, log_prob_NV
+
+    def sample_v2(self, logits: torch.Tensor, *metadata: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """V2, whose sampler returns logits. Its metadata: the third are the requests' places, the last their tokens."""
+        sampled, logits_NV = type(self._sampler).sample(self._sampler, logits, *metadata, **options)
+        prompts = self._runner.req_states.prompt_len.np
+        places = [
+            (self._params.get(index), tokens - int(prompts[index]))
+            for index, tokens in zip(
+                metadata[2].tolist(), metadata[-1].tolist(), strict=False
+            )  # the last may be padded
+        ]
+        self._keep(places, logits_NV.log_softmax(dim=-1, dtype=torch.float32))
+        return sampled, logits_NV
+
+    def _keep(self, places: list[tuple[SamplingParams | None, int]], log_prob_NV: torch.Tensor) -> None:
+        """By row its request, and how many tokens it has so far; below 0 in the midst of its prompt.
+
+        vLLM may come to a position again, when it goes on with a request that it had put off, or after another part of
+        a prompt: the last time counts. What it samples beyond a response's end has room.
+        """
+        for row, (params, position) in enumerate(places):
+            number = None if params is None else (params.extra_args or {}).get(RECORDED)
+            if number is None or not 0 <= position < params.max_tokens:
+                continue
+            response = (number, params.seed)
+            if response not in self.rows:
+                # The system gives memory to what is written, and not before: most responses end early.
+                with torch.inference_mode(False):
+                    self.rows[response] = torch.empty(params.max_tokens, log_prob_NV.shape[1])
+            self.rows[response][position] = log_prob_NV[row]
+            self.lengths[response] = max(position + 1, self.lengths.get(response, 0))
+
+
 # --- within a worker: sent by LLM.collective_rpc ---
+
+
+def record_rows(worker: Any) -> None:
+    """From here on keep the distributions that requests with RECORDED are sampled from, until `take_rows`."""
+    sampler, recorder = worker.model_runner.sampler, _Recorder(worker.model_runner)
+    if hasattr(sampler, "add_request"):
+        sampler.add_request, sampler.sample = recorder.add_request, recorder.sample_v2
+    else:
+        sampler.sample = recorder.sample
+
+
+def take_rows(worker: Any) -> dict[Response, np.ndarray]:
+    """Of every response its log-probabilities, (T, V) fp32; T may be beyond its end.
+
+    As arrays: of a part of a tensor, another process would be sent the whole.
+    """
+    own = vars(worker.model_runner.sampler)
+    own.pop("add_request", None)
+    recorder = own.pop("sample").__self__
+    return {response: rows[: recorder.lengths[response]].numpy() for response, rows in recorder.rows.items()}
 
 
 def take_sets(worker: Any) -> dict[Response, KeptSets]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -189,7 +190,6 @@ class VllmEngine:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
-                max_logprobs=-1,  # the whole vocabulary, which the check of pruning reads
                 logprobs_mode="processed_logprobs",
                 seed=seed,
                 disable_log_stats=True,
@@ -217,7 +217,7 @@ class VllmEngine:
         """See Engine.generate."""
         from vllm import SamplingParams
 
-        from dvp.rollout.private import take_sets
+        from dvp.rollout.private import RECORDED, record_rows, take_rows, take_sets
 
         limits = sampling.limits or (sampling.max_tokens,) * len(prompts)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -235,37 +235,38 @@ class VllmEngine:
                 max_tokens=limit,
                 ignore_eos=sampling.to_the_end,
                 seed=seed % 2**62,  # vLLM adds the response's index
-                logprobs=-1 if sampling.whole_vocabulary else 0,  # 0: of the sampled token only
+                logprobs=0,  # of the sampled token only
                 # vLLM would make an object, and a text, of each number, and each response's text token by token: a
                 # quarter of the time of a small model's rollout. It looks for `stop` in that text.
                 flat_logprobs=True,
                 detokenize=sampling.stop is not None,
                 stop=sampling.stop,
                 include_stop_str_in_output=sampling.stop is not None,
-                **self._arguments(sampling.safe_vocabulary, number if sampling.report_sets else None),
+                **self._arguments(
+                    sampling.safe_vocabulary,
+                    number if sampling.report_sets else None,
+                    {RECORDED: number} if sampling.whole_vocabulary else {},
+                ),
             )
             for number, (seed, limit) in enumerate(zip(seeds, limits, strict=True))
         ]
         self._wake()
+        if sampling.whole_vocabulary:
+            self.llm.collective_rpc(record_rows)
         outputs = self.llm.generate(requests, params, use_tqdm=False)
+        rows = self.llm.collective_rpc(take_rows)[0] if sampling.whole_vocabulary else {}
         sets = self.llm.collective_rpc(take_sets)[0] if sampling.report_sets else {}
         return [
             [
-                self._completion(response, sampling.whole_vocabulary, sets.get((number, asked.seed + response.index)))
+                self._completion(response, rows.get(key := (number, asked.seed + response.index)), sets.get(key))
                 for response in output.outputs
             ]
             for number, (output, asked) in enumerate(zip(outputs, params, strict=True))
         ]
 
-    def _completion(self, output: Any, whole_vocabulary: bool, kept: KeptSets | None) -> Completion:
+    def _completion(self, output: Any, rows_TV: np.ndarray | None, kept: KeptSets | None) -> Completion:
         """A completion from an output with flat log-probabilities."""
         token_ids, reported = list(output.token_ids), output.logprobs
-        values_TV = None
-        if whole_vocabulary:
-            values_TV = torch.full((len(token_ids), self.llm.llm_engine.model_config.get_vocab_size()), -math.inf)
-            counts_T = torch.tensor(reported.end_indices) - torch.tensor(reported.start_indices)
-            row_N = torch.arange(len(token_ids)).repeat_interleave(counts_T)
-            values_TV[row_N, torch.tensor(reported.token_ids)] = torch.tensor(reported.logprobs)
         return Completion(
             token_ids=token_ids,
             # The sampled token comes first at its position.
@@ -275,22 +276,24 @@ class VllmEngine:
             ),
             # An end-of-sequence token is named by its id.
             finish_reason="string" if isinstance(output.stop_reason, str) else output.finish_reason,
-            vocabulary_log_probs_TV=values_TV,
+            vocabulary_log_probs_TV=None if rows_TV is None else torch.from_numpy(rows_TV[: len(token_ids)]),
             # What was looked at ahead of the end, or beyond it, was not sampled.
             kept=None if kept is None else kept.states(torch.arange(len(token_ids))),
         )
 
-    def _arguments(self, rule: SafeVocabulary | None, report_as: int | None = None) -> dict[str, Any]:
+    def _arguments(self, rule: SafeVocabulary | None, report_as: int | None, extra: dict[str, Any]) -> dict[str, Any]:
         """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore.
 
         report_as : the prompt's number, under which its responses' sets are reported; None if they are not.
+        extra : what else is asked of what stands in private.py.
         """
         from dvp.rollout.private import NOISE, REPORTED, RULE
 
         if needs_processor(rule) and not self._by_state:
             raise DvpError(f"the engine was not started for {rule}; name it in VllmEngine(rules=…)")
         arguments: dict[str, Any] = {}
-        extra = {} if self._config.noise is None else {NOISE: self._config.noise}
+        if self._config.noise is not None:
+            extra = extra | {NOISE: self._config.noise}
         # What is proved must be what samples, also where nothing is reported.
         if needs_processor(rule) or (rule is not None and self._reports_sets):
             extra |= {RULE: rule} if report_as is None else {RULE: rule, REPORTED: report_as}

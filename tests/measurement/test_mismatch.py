@@ -15,7 +15,7 @@ from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
 from dvp.measurement import mismatch
-from dvp.measurement.files import SOURCES, TABLES
+from dvp.measurement.files import SOURCES, TABLES, TOKENS
 from dvp.measurement.problems import drawn
 from dvp.training.rollouts import Problems
 from made_up_problems import write_problems
@@ -59,7 +59,7 @@ def measure(root, tiny_model, model, tmp_path_factory):
         measurement, engine = experiment.measurements("mismatch")[0], NoisyEngine(model, tokenizer, sigma)
         result = mismatch.measure_mismatch(experiment, measurement, list("abc"), problems, model, engine, folder)
         assert result["files"] == checksums(folder)
-        return result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+        return result, {name: pd.read_parquet(folder / f"{name}.parquet") for name in (*TABLES, TOKENS)}
 
     return run
 
@@ -137,6 +137,43 @@ def test_all_of_the_mismatch_is_inside_or_outside_and_a_response_is_its_longest_
     assert len(ends) == 4 * result["responses"]
     assert mismatch._lengths(1) == [1]
     assert mismatch._lengths(6) == [1, 2, 4, 6]
+
+
+def test_a_few_positions_at_a_time_give_the_same_tables(root, tiny_model, model, measure, tmp_path, monkeypatch):
+    """Sums, means over a response's positions, and maxima, of parts that do not divide a response."""
+    _, whole = measure(0.4)
+    monkeypatch.setattr(mismatch, "ELEMENTS", 3 * VOCABULARY)
+    experiment, tokenizer = experiment_of(root), AutoTokenizer.from_pretrained(tiny_model)
+    problems = Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None)
+    engine = NoisyEngine(model, tokenizer, 0.4)
+    measurement = experiment.measurements("mismatch")[0]
+    mismatch.measure_mismatch(experiment, measurement, list("abc"), problems, model, engine, tmp_path)
+    for name in (*TABLES, TOKENS):
+        tables = [pd.read_parquet(tmp_path / f"{name}.parquet"), whole[name]]
+        if "source" in tables[0]:  # what the controls have depends on the shape
+            tables = [table[table["source"] == "engine"] for table in tables]
+        if name in mismatch.EDGES:  # rounding may take a pair to the bin beside its own
+            names = [column for column in tables[0] if column in ("pairs", "abs_d", "scaled", "infer", "train")]
+            tables = [table.groupby("problem")[names].sum() for table in tables]
+        parts, expected = (table.drop(columns=["log_p_shape"], errors="ignore") for table in tables)
+        pd.testing.assert_frame_equal(parts, expected, rtol=1e-3, atol=1e-6)
+    assert (parts["position"] == parts.groupby(["problem", "response"]).cumcount()).all()
+
+
+def test_the_sampled_tokens_are_written_one_by_one(root, tiny_model, model, measure):
+    _, tables = measure(0.4)
+    tokens, ends = tables[TOKENS], tables["prefixes"].query("length == @LONGEST")
+    log_ratio = (tokens["log_p"] - tokens["log_q"]).groupby([tokens["problem"], tokens["response"]]).sum()
+    assert log_ratio.tolist() == pytest.approx(ends.set_index(["problem", "response"])["log_ratio"].tolist())
+    noise = tables["noise"].set_index(["problem", "source"])
+    assert tokens.groupby("problem")["kl"].sum().to_dict() == pytest.approx(noise.xs("engine", level=1)["kl"].to_dict())
+    assert (tokens["log_p_bf16"] - tokens["log_p"]).abs().max() == pytest.approx(
+        noise.xs("bf16", level=1)["max_abs_log_ratio"].max()
+    )
+    one = tokens.iloc[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
+    assert one["log_p"] == pytest.approx(logits.log_softmax(-1)[int(one["token"])].item(), abs=1e-5)
 
 
 def test_problems_are_drawn_by_the_seed_without_repetition():

@@ -168,9 +168,9 @@ def test_the_mismatch_of_a_responses_beginnings():
     tokens = torch.tensor([3, 1, 4, 1, 5])
     lengths = [1, 2, 4, 9]
     bounds = {"lower": 0.5, "upper": 2.0}
-    rows = mismatch.prefixes(
-        log_p, log_q, tokens, lengths, ImportanceRule(level="sequence", action="mask", veto=0.3, **bounds)
-    )
+    log_ratio, kl = (log_p - log_q).gather(1, tokens[:, None])[:, 0], mismatch.kl(log_q, log_p)
+    rule = ImportanceRule(level="sequence", action="mask", veto=0.3, **bounds)
+    rows = mismatch.prefixes(log_ratio, kl, lengths, rule)
     assert [row["length"] for row in rows] == lengths
     for row in rows:
         ratios = [
@@ -180,8 +180,7 @@ def test_the_mismatch_of_a_responses_beginnings():
         assert row["kl"] == pytest.approx(mismatch.kl(log_q, log_p)[: row["length"]].sum().item())
         assert row["kept"] == float(0.5 <= math.prod(ratios) <= 2.0 and min(ratios) >= 0.3)
     assert {row["kept"] for row in rows} == {0.0, 1.0}
-    alike = log_p[:1].expand(8, -1), log_q[:1].expand(8, -1)
-    two, eight = mismatch.prefixes(*alike, torch.zeros(8, dtype=torch.long), [2, 8], ImportanceRule())
+    two, eight = mismatch.prefixes(log_ratio[:1].expand(8), kl[:1].expand(8), [2, 8], ImportanceRule())
     assert eight["kl"] == pytest.approx(4 * two["kl"])
 
 

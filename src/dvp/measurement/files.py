@@ -14,6 +14,10 @@ SOURCES = (ENGINE, "shape", "bf16")
 """Whose distribution is q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
 TABLES = ("histogram", "gaps", "bounds", "safe_sets", "prefixes", "noise")
 """The parquet files of a measurement of the mismatch."""
+TOKENS = "tokens"
+"""And another one, a row a sampled token: problem, response and position (from 0) in it, token (its id), log_p, log_q
+(trainer, engine; nats); where the whole vocabulary is known, log_p_shape and log_p_bf16, log p of the controls, and kl,
+KL(q‖p) there."""
 # Steps of 1e-4 nats near 0, of a tenth of |d| far from it, to 30 nats on either side; what is beyond has bins as well.
 D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)), math.inf)
 """Of d, nats. All bins are (lower, upper], so that d = 0 counts as not positive."""

@@ -3,7 +3,10 @@
 The engine samples from its full distribution, at temperature 1; the trainer, fp32, scores the same positions. Controls,
 without which nothing can be blamed on the engine, are the trainer at another batch shape (`shape`) and under bf16
 autocast (`bf16`), each in the engine's place. What is written are sums a problem, so that intervals over problems can
-be had without the distributions themselves.
+be had without the distributions themselves, and what the sampled tokens had of them.
+
+Of the trainer hidden states are kept, and logits made of some positions at a time: beside the engine's distributions,
+four bytes an entry, a problem takes little.
 """
 
 from pathlib import Path
@@ -20,9 +23,10 @@ from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_m
 from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
-from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES, write_tables
+from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES, TOKENS, write_tables
 from dvp.measurement.vocabulary_mismatch import (
     GAP_EDGES,
+    POSITION_MEANS,
     PROBABILITY_EDGES,
     REST_EDGES,
     TOLERANCE,
@@ -37,8 +41,11 @@ from dvp.measurement.vocabulary_mismatch import (
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
+from dvp.training.backend import Policy
 from dvp.training.rollouts import Problems
 
+ELEMENTS = 2**22
+"""Of distributions that are compared at once, positions times vocabulary; a dozen numbers of 64 bits for each."""
 MIS = PRESETS["mis"].model_copy(update={"veto": PRESETS["veto"].veto})
 """The rule of the catalogue's `rloo_mis`."""
 EDGES = {
@@ -58,7 +65,7 @@ def measure_mismatch(
     engine: Engine,
     folder: Path,
 ) -> dict:
-    """Measure a measurement; write the TABLES as NAME.parquet to `folder`.
+    """Measure a measurement; write the TABLES, and TOKENS, as NAME.parquet to `folder`.
 
     Args:
         ids: of the problems.
@@ -70,21 +77,19 @@ def measure_mismatch(
     """
     settings = experiment.mismatch
     sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)
-    model.eval()
-    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
+    policy = Policy(model.eval())
+    policy.check(problems.prompts)
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in (*TABLES, TOKENS)}
     progress = Progress(f"mismatch {measurement.path}", len(ids))
     truncated = 0
     for index, (name, prompt) in enumerate(zip(ids, problems.prompts, strict=True)):
         completions = engine.generate([prompt], sampling, [derived_seed(measurement.seed, 0, index)])[0]
-        scored = _scored(
-            model,
-            Batch.collate(
-                [prompt] * len(completions), [completion.token_ids for completion in completions], problems.pad
-            ),
+        batch = Batch.collate(
+            [prompt] * len(completions), [completion.token_ids for completion in completions], problems.pad
         )
         truncated += sum(completion.finish_reason == "length" for completion in completions)
         rewards = [problems.reward(index, completion) for completion in completions]
-        for table, rows in _measured(experiment, completions, scored, rewards).items():
+        for table, rows in _measured(experiment, completions, _Scores(policy, batch), rewards).items():
             tables[table].append(rows.assign(problem=name))
         progress.step(index + 1, f"{sum(len(completion.token_ids) for completion in completions)} tokens")
     written = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
@@ -100,63 +105,93 @@ def measure_mismatch(
     }
 
 
-@torch.no_grad()
-def _scored(model: PreTrainedModel, batch: Batch) -> dict[str, list[torch.Tensor]]:
-    """The trainer's logits (T, V) at the positions of each response: as it is ("train"), and the controls."""
-    batch = batch.to(model.device)
+class _Scores:
+    """The trainer at the positions of each response: as it is ("train"), and the controls."""
 
-    def logits(rows_b: torch.Tensor, bf16: bool = False) -> list[torch.Tensor]:
-        # Right padding under a causal mask: no real position sees a pad.
-        part = batch.rows(rows_b)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            logits_BTV = model(part.tokens_BT[:, :-1], use_cache=False).logits
-        return [row_TV[mask_T] for row_TV, mask_T in zip(logits_BTV, part.response_BT[:, 1:], strict=True)]
+    @torch.no_grad()
+    def __init__(self, policy: Policy, batch: Batch):
+        self._policy, self.device = policy, next(policy.parameters()).device
+        batch = batch.to(self.device)
+        every = torch.arange(len(batch.tokens_BT), device=self.device)
+        lengths = batch.response_BT.sum(dim=1).tolist()
+        hidden = {"train": policy.scored(batch)[0], "shape": torch.cat([self._alone(batch, row) for row in every])}
+        with self._precision("bf16"):
+            hidden["bf16"] = policy.scored(batch)[0]
+        self._hidden = {source: hidden_NH.split(lengths) for source, hidden_NH in hidden.items()}
 
-    every = torch.arange(len(batch.tokens_BT), device=model.device)
-    return {
-        "train": logits(every),
-        "shape": [row_TV for row_b in every.split(1) for row_TV in logits(row_b)],
-        "bf16": logits(every, bf16=True),
-    }
+    def _alone(self, batch: Batch, row: torch.Tensor) -> torch.Tensor:
+        return self._policy.scored(batch.rows(row[None]))[0]
+
+    def _precision(self, source: str) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=source == "bf16")
+
+    @torch.no_grad()
+    def log_probs(self, source: str, response: int, positions: slice) -> torch.Tensor:
+        """Log-probs (N, V) of some of a response's positions, float64. In another shape, so is the head's product."""
+        hidden_NH = self._hidden[source][response][positions]
+        parts = hidden_NH.tensor_split(2) if source == "shape" else [hidden_NH]
+        with self._precision(source):
+            return normalised(torch.cat([self._policy.logits(part_nH) for part_nH in parts]))
 
 
 def _measured(
-    experiment: Experiment,
-    completions: list[Completion],
-    scored: dict[str, list[torch.Tensor]],
-    rewards: list[float],
+    experiment: Experiment, completions: list[Completion], scores: _Scores, rewards: list[float]
 ) -> dict[str, pd.DataFrame]:
     """The tables' rows of one problem."""
     sums: dict[str, dict[str, list[dict]]] = {name: {} for name in EDGES}
     noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
-    sets, lengths = [], []
-    for response, (completion, logits_TV) in enumerate(zip(completions, scored["train"], strict=True)):
-        log_p_TV = normalised(logits_TV)
-        tokens_T = torch.tensor(completion.token_ids, device=log_p_TV.device)
-        others = {name: scored[name][response] for name in SOURCES if name != ENGINE}
-        for source, other in {ENGINE: completion.vocabulary_log_probs_TV.to(log_p_TV.device), **others}.items():
-            log_q_TV = normalised(other)
-            binned = {"histogram": histogram, "gaps": by_gap} | ({"bounds": bounds} if source == ENGINE else {})
-            for name, function in binned.items():
-                sums[name].setdefault(source, []).append(function(log_p_TV, log_q_TV))
-            noise[source].append(_noise(log_p_TV, log_q_TV, tokens_T))
-            if source == ENGINE:
-                rows = _safe_sets(experiment, log_p_TV, log_q_TV, tokens_T)
-                sets += [{"response": response, "reward": rewards[response]} | row for row in rows]
-                ends = _lengths(experiment.training.max_response_tokens)
-                rows = prefixes(log_p_TV, log_q_TV, tokens_T, ends, MIS)
-                lengths += [{"response": response} | row for row in rows]
+    sets, lengths, sampled = [], [], []
+    for response, completion in enumerate(completions):
+        own_sets, own_tokens = [], []
+        size = max(1, ELEMENTS // completion.vocabulary_log_probs_TV.shape[1])
+        for start in range(0, len(completion.token_ids), size):
+            part = slice(start, start + size)
+            tokens_N = torch.tensor(completion.token_ids[part], device=scores.device)
+            log_p_NV = scores.log_probs("train", response, part)
+            row = {"token": tokens_N, "log_p": _of(log_p_NV, tokens_N)}
+            for source in SOURCES:
+                if source == ENGINE:
+                    log_q_NV = normalised(completion.vocabulary_log_probs_TV[part].to(scores.device))
+                    own_sets += _safe_sets(experiment, log_p_NV, log_q_NV, tokens_N)
+                    row |= {"log_q": _of(log_q_NV, tokens_N), "kl": kl(log_q_NV, log_p_NV)}
+                    sums["bounds"].setdefault(source, []).append(bounds(log_p_NV, log_q_NV))
+                else:
+                    log_q_NV = scores.log_probs(source, response, part)
+                    row[f"log_p_{source}"] = _of(log_q_NV, tokens_N)
+                for name, function in (("histogram", histogram), ("gaps", by_gap)):
+                    sums[name].setdefault(source, []).append(function(log_p_NV, log_q_NV))
+                noise[source].append(_noise(log_p_NV, log_q_NV, tokens_N))
+            own_tokens.append(pd.DataFrame({name: values.cpu().numpy() for name, values in row.items()}))
+        tokens = pd.concat(own_tokens, ignore_index=True)
+        sets.append(_whole(pd.DataFrame(own_sets)).assign(response=response, reward=rewards[response]))
+        log_ratio_T, kl_T = (torch.tensor(tokens[name].to_numpy()) for name in ("log_p", "kl"))
+        log_ratio_T = log_ratio_T - torch.tensor(tokens["log_q"].to_numpy())
+        rows = prefixes(log_ratio_T, kl_T, _lengths(experiment.training.max_response_tokens), MIS)
+        lengths.append(pd.DataFrame(rows).assign(response=response))
+        sampled.append(tokens.assign(response=response, position=range(len(tokens))))
     tables = {
         name: pd.concat(_bins(combined(parts), EDGES[name]).assign(source=source) for source, parts in of.items())
         for name, of in sums.items()
     }
-    tables |= {"safe_sets": pd.DataFrame(sets), "prefixes": pd.DataFrame(lengths)}
+    tables |= {"safe_sets": pd.concat(sets), "prefixes": pd.concat(lengths), TOKENS: pd.concat(sampled)}
     tables["noise"] = pd.DataFrame(
         {"source": source}
         | {name: (max if name.startswith("max") else sum)(row[name] for row in rows) for name in rows[0]}
         for source, rows in noise.items()
     )
     return tables
+
+
+def _of(log_prob_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+    return log_prob_NV.gather(1, tokens_N[:, None]).squeeze(1)
+
+
+def _whole(parts: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a response's safe sets from those of its parts: sums, and means over positions."""
+    means = list(POSITION_MEANS)
+    weighted = parts.assign(**{name: parts[name] * parts["tokens"] for name in means})
+    whole = weighted.groupby(["rho", "margin", "side"], sort=False).sum(min_count=1).reset_index()
+    return whole.assign(**{name: whole[name] / whole["tokens"] for name in means})
 
 
 def _lengths(longest: int) -> list[int]:

@@ -31,6 +31,12 @@ GAP_EDGES = (-math.inf, *map(float, range(-30, 0)), -1e-9, 0.0)
 REST_EDGES = (0.0, *(10 ** (step / 10) for step in range(-100, 0)), 0.9, 0.99, 1.0)
 """Of 1 − p."""
 
+POSITION_MEANS = (
+    *("jaccard", "infer_in_train", "train_in_infer", "safe_size_train", "safe_size_infer"),
+    *("pruned_mass", "pruned_mass_infer", "outside_train"),
+)
+"""Of `safe_sets`, those that are means over positions; the others are sums."""
+
 
 @torch.no_grad()
 def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -164,13 +170,13 @@ def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tenso
 
 @torch.no_grad()
 def prefixes(
-    log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, tokens_N: torch.Tensor, lengths: Sequence[int], rule: ImportanceRule
+    log_ratio_N: torch.Tensor, kl_N: torch.Tensor, lengths: Sequence[int], rule: ImportanceRule
 ) -> list[dict[str, float]]:
     """How the mismatch of a response adds up over its tokens.
 
     Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary at the response's positions.
-        tokens_N: its tokens, sampled from the full q.
+        log_ratio_N: log p − log q of its tokens, sampled from the full q.
+        kl_N: KL(q‖p) at its positions, nats.
         lengths: how many of its first tokens; one that is longer than the response is all of them.
         rule: whether it keeps a response that ends there.
 
@@ -179,10 +185,7 @@ def prefixes(
         distributions, given the noise of an engine that has some; `log_ratio` = Σ_t (log p − log q) of the tokens;
         `kept`, 1 or 0.
     """
-    log_ratio_N = (log_p_NV - log_q_NV).gather(1, tokens_N[:, None]).squeeze(1)
-    kl_N = kl(log_q_NV, log_p_NV)
-    ends_L = torch.tensor(lengths, device=tokens_N.device)
-    mask_LN = torch.arange(len(tokens_N), device=tokens_N.device) < ends_L[:, None]
+    mask_LN = torch.arange(len(log_ratio_N)) < torch.tensor(lengths)[:, None]
     weights = importance_weights(log_ratio_N.expand_as(mask_LN), mask_LN, rule)
     return [
         {"length": length, "kl": kl_N[:length].sum().item(), "log_ratio": log_ratio_N[:length].sum().item()}

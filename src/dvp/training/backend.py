@@ -114,7 +114,7 @@ class Policy(torch.nn.Module):
         coefficient_N: torch.Tensor | None = None,
     ) -> TokenStatistics:
         """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
-        hidden_NH, targets_N = self._scored(batch)
+        hidden_NH, targets_N = self.scored(batch)
         return TokenStatistics(
             *self.model.get_output_embeddings()(
                 hidden_NH,
@@ -133,12 +133,16 @@ class Policy(torch.nn.Module):
         self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float
     ) -> torch.Tensor:
         """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
-        hidden_NH, targets_N = self._scored(batch)
+        hidden_NH, targets_N = self.scored(batch)
         options = _sets(batch, safe, hidden_NH.device) | {"temperature": temperature / self._logit_scale}
         return dense_log_prob(hidden_NH, self.model.get_output_embeddings().weight, targets_N, **options)
 
-    def _scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states before the response tokens, and these."""
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """The model's logits (N, V) of some hidden states."""
+        return self.model.get_output_embeddings()(hidden_NH) * self._logit_scale
+
+    def scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states before the response tokens, and these tokens, row by row."""
         # The places of a batch on the host are known before the model runs: the host need not wait for a device.
         device = self.model.device
         places_N = batch.response_BT[:, 1:].flatten().nonzero()[:, 0].to(device)

@@ -249,16 +249,58 @@ def evaluate(config: Config, run: RunPath, task: Annotated[str | None, TASK] = N
     """
 
 
-@verb(MEASUREMENT, "dvp.measurement.stage")
-def mismatch(config: Config, measurement: Annotated[str, MEASURED], threads: Threads = 1) -> None:
+PROBLEMS = _path("FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on")
+ENGINES = _option("NAME", "of config/catalogue; may be given several times", show_default="bf16")
+RHOS = _option("RHO", "of a safe vocabulary; may be given several times", show_default="0.01 and exp(-13)")
+Drawing = Annotated[int, _option("N", "draws problems and responses", min=0, max=LARGEST_SEED)]
+
+
+@app.command(rich_help_panel=MEASUREMENT)
+def mismatch(
+    config: Annotated[Path | None, CONFIG] = None,
+    measurement: Annotated[str | None, MEASURED] = None,
+    model: Annotated[str | None, _option("MODEL", "a Hugging Face directory, or a name on the hub")] = None,
+    engine: Annotated[list[str] | None, ENGINES] = None,
+    experiment: Annotated[str, _option("NAME", "whose problems and prompts are used")] = "mismatch",
+    problems: Annotated[str | None, _option("SOURCE", "of config/catalogue, or a file: problem and answer")] = None,
+    rho: Annotated[list[str] | None, RHOS] = None,
+    count: Annotated[int, _option("N", "problems", min=1)] = 8,
+    responses: Annotated[int, _option("N", "responses to each problem", min=1)] = 4,
+    response_tokens: Annotated[int, _option("N", "longest response", min=1)] = 256,
+    seed: Drawing = 0,
+    output: Annotated[Path, _path("FOLDER", "where to write")] = Path("mismatch"),
+    threads: Threads = 1,
+) -> None:
     """Measure the mismatch between engine and trainer at a fixed policy.
 
-    Samples with the engine, scores with the trainer, compares them over the whole vocabulary; writes
-    mismatch/MEASUREMENT/*.parquet and mismatch.json.
+    Samples with the engine, scores with the trainer, compares them over the whole vocabulary. With --config and
+    --measurement: one of an experiment; writes mismatch/MEASUREMENT/*.parquet and mismatch.json. With --model: any
+    model that can be trained; prints a table and writes FOLDER/mismatch.html, which says which correction it needs.
+    Run it in the repository's root.
     """
+    if [option is not None for option in (config, measurement, model)] not in (
+        [True, True, False],
+        [False, False, True],
+    ):
+        raise DvpError("expected --config FILE --measurement MEASUREMENT, or --model MODEL")
+    from dvp.measurement import stage
 
+    if config is not None and measurement is not None:
+        stage.mismatch(config, measurement, threads)
+        return
+    assert model is not None
+    from dvp.analysis.stage import show_mismatch
+    from dvp.experiment.grid import Rho
+    from dvp.experiment.loading import load_experiment
 
-PROBLEMS = _path("FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on")
+    try:
+        rhos = [Rho(one) for one in dict.fromkeys(rho or ["1e-2", "exp(-13)"])]
+    except ValueError as error:
+        raise DvpError(f"--rho: {error}") from None
+    loaded, engines = load_experiment(experiment), list(dict.fromkeys(engine or ["bf16"]))
+    settings = {"count": count, "responses": responses, "response_tokens": response_tokens, "rho": rhos, "seed": seed}
+    stage.mismatch_of_model(model, engines, loaded, problems, settings, output, threads)
+    show_mismatch(loaded, engines, output)
 
 
 @app.command(rich_help_panel=MEASUREMENT)
@@ -269,7 +311,7 @@ def bias(
     engine: Annotated[str | None, _option("NAME", "an engine of the experiment or of config/catalogue")] = None,
     experiment: Annotated[str, _option("NAME", "whose estimators, batches and sampling are used")] = "estimator_bias",
     problems: Annotated[Path | None, PROBLEMS] = None,
-    seed: Annotated[int, _option("N", "draws problems and responses", min=0, max=LARGEST_SEED)] = 0,
+    seed: Drawing = 0,
     output: Annotated[Path, _path("FOLDER", "where to write")] = Path("bias"),
     threads: Threads = 1,
 ) -> None:

@@ -81,10 +81,10 @@ def to_html(table: Formatted) -> str:
     """A fragment that a browser shows on its own, too; the first note, the scale, is always seen."""
     first, *others = (html.escape(_one_line(note)) for note in table.notes)
     notes = "".join(f"<li>{note}</li>" for note in others)
+    more = f"<details><summary>How to read it</summary><ul>{notes}</ul></details>\n" if others else ""
     return (
         f'<meta charset="utf-8"><style>{STYLE}</style>\n<h3>{html.escape(table.title)}</h3>\n'
-        f"{_tabulate([table.headings, *table.rows], 'html')}\n<p>{first}</p>\n"
-        f"<details><summary>How to read it</summary><ul>{notes}</ul></details>\n"
+        f"{_tabulate([table.headings, *table.rows], 'html')}\n<p>{first}</p>\n{more}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The stages `report` and `evidence`, and what `dvp show` and `dvp bias --model` print."""
+"""The stages `report` and `evidence`, and what `dvp show`, `dvp bias --model` and `dvp mismatch --model` print."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 from dvp.analysis.parts import several_solutions
 from dvp.analysis.replicates import folders
 from dvp.errors import DvpError
+from dvp.experiment.config import Experiment
 from dvp.experiment.folder import RESULTS, ExperimentDir
 from dvp.experiment.jobs import BASE
 from dvp.experiment.loading import check_settings, read_yaml
 from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
+from dvp.measurement.files import TOKENS
 from dvp.stage import Inputs, run_stage
 from dvp.tracking.store import store_name
 
@@ -170,3 +172,33 @@ def show_bias(measured: Any, model: Path, engine: str) -> None:
 
     title = f"{model}, engine {engine}: estimators of the policy gradient against the exact one"
     print(to_text(estimators_table(measured.estimators, measured.summary, title).formatted(), width=120))
+
+
+def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> None:
+    """Print what was measured at a model of the user's own (dvp.measurement.stage.mismatch_of_model), and write
+    mismatch.html, the page, beside it.
+    """
+    import pandas as pd
+    from transformers import AutoTokenizer
+
+    from dvp.analysis import mismatch_page
+    from dvp.analysis.formats import to_text
+
+    stacks, about = [], {}
+    for engine in engines:
+        record = read_json(output / engine / "mismatch.json", "folder", "limit", "about")
+        tables = {name: pd.read_parquet(output / engine / f"{name}.parquet") for name in mismatch_page.READ}
+        tokens, tokenizer = tables.pop(TOKENS), AutoTokenizer.from_pretrained(record["folder"])
+        text = {token: tokenizer.decode([token]) for token in tokens["token"].unique()}
+        stacks.append(
+            mismatch_page.Stack(engine, tokens.assign(text=tokens["token"].map(text)), record["limit"], tables)
+        )
+        about |= record["about"]
+    rules = {name: experiment.methods[method].importance for name, method in mismatch_page.METHODS.items()}
+    found, title = (
+        [mismatch_page.numbers(stack, rules) for stack in stacks],
+        f"{about['model']}: engine against trainer",
+    )
+    write_text(output / "mismatch.html", mismatch_page.page(stacks, found, rules, title, about))
+    print(to_text(mismatch_page.summary(stacks, found, title), width=120))
+    print(f"\nfigures, tables and the rules of the advice: {output / 'mismatch.html'}")

@@ -138,7 +138,8 @@ def _measured(
     experiment: Experiment, completions: list[Completion], scores: _Scores, rewards: list[float]
 ) -> dict[str, pd.DataFrame]:
     """The tables' rows of one problem."""
-    sums: dict[str, dict[str, list[dict]]] = {name: {} for name in EDGES}
+    # Added up as they come: kept one by one among blocks of 33 MB that come and go, they would have memory fall apart.
+    sums: dict[str, dict[str, dict]] = {name: {} for name in EDGES}
     noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
     sets, lengths, sampled = [], [], []
     for response, completion in enumerate(completions):
@@ -154,12 +155,12 @@ def _measured(
                     log_q_NV = normalised(completion.vocabulary_log_probs_TV[part].to(scores.device))
                     own_sets += _safe_sets(experiment, log_p_NV, log_q_NV, tokens_N)
                     row |= {"log_q": _of(log_q_NV, tokens_N), "kl": kl(log_q_NV, log_p_NV)}
-                    sums["bounds"].setdefault(source, []).append(bounds(log_p_NV, log_q_NV))
+                    _add(sums["bounds"], source, bounds(log_p_NV, log_q_NV))
                 else:
                     log_q_NV = scores.log_probs(source, response, part)
                     row[f"log_p_{source}"] = _of(log_q_NV, tokens_N)
                 for name, function in (("histogram", histogram), ("gaps", by_gap)):
-                    sums[name].setdefault(source, []).append(function(log_p_NV, log_q_NV))
+                    _add(sums[name], source, function(log_p_NV, log_q_NV))
                 noise[source].append(_noise(log_p_NV, log_q_NV, tokens_N))
             own_tokens.append(pd.DataFrame({name: values.cpu().numpy() for name, values in row.items()}))
         tokens = pd.concat(own_tokens, ignore_index=True)
@@ -170,7 +171,7 @@ def _measured(
         lengths.append(pd.DataFrame(rows).assign(response=response))
         sampled.append(tokens.assign(response=response, position=range(len(tokens))))
     tables = {
-        name: pd.concat(_bins(combined(parts), EDGES[name]).assign(source=source) for source, parts in of.items())
+        name: pd.concat(_bins(whole, EDGES[name]).assign(source=source) for source, whole in of.items())
         for name, of in sums.items()
     }
     tables |= {"safe_sets": pd.concat(sets), "prefixes": pd.concat(lengths), TOKENS: pd.concat(sampled)}
@@ -180,6 +181,10 @@ def _measured(
         for source, rows in noise.items()
     )
     return tables
+
+
+def _add(sums: dict[str, dict], source: str, more: dict[str, torch.Tensor]) -> None:
+    sums[source] = combined([sums[source], more]) if source in sums else more
 
 
 def _of(log_prob_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
-from dvp.data.sources import load
+from dvp.data.sources import Row, load
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -31,7 +31,11 @@ GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samp
 
 def source_problems(source: Source, where: str, template: str) -> pd.DataFrame:
     """id, answer and prompt of every problem of a source. Raises DvpError, naming `where`."""
-    rows = load(source, where)
+    return rendered(load(source, where), template)
+
+
+def rendered(rows: list[Row], template: str) -> pd.DataFrame:
+    """id, answer and prompt of problems."""
     return pd.DataFrame(
         {
             "id": [row.id for row in rows],

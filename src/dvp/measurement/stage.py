@@ -1,19 +1,23 @@
 """The stages that measure at a fixed policy: `mismatch` and `bias`."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dvp.data.sources import load
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import Columns, FileSource
 from dvp.experiment.folder import ExperimentDir
-from dvp.experiment.grid import Measurement
+from dvp.experiment.grid import Measurement, MismatchConfig
 from dvp.files import write_json
 from dvp.gpus import claim
-from dvp.provenance import git_commit
+from dvp.hub import download
+from dvp.provenance import device, git_commit
 from dvp.rollout.vllm import configure_environment
 from dvp.stage import Stage, run_stage
 
@@ -125,6 +129,95 @@ def bias_of_model(
     }
     write_json(output / "bias.json", result)
     return measured
+
+
+def mismatch_of_model(
+    model: str,
+    engines: list[str],
+    experiment: Experiment,
+    problems: str | None,
+    settings: dict[str, Any],
+    output: Path,
+    threads: int,
+) -> None:
+    """Measure the mismatch at any model; ENGINE/*.parquet and ENGINE/mismatch.json of each engine to `output`.
+
+    A process holds one engine: of several each is measured by this program, called anew.
+
+    model : a Hugging Face directory, or a name on the hub, whose newest revision is taken.
+    experiment : whose prompts are used, and problems unless others are given.
+    problems : a source of the catalogue, or a file.
+    settings : count (of problems), responses (to each), response_tokens, rho (a list) and seed.
+    Raises DvpError before anything starts for input that is not fit for it.
+    """
+    for name in engines:
+        if name not in experiment.engines:
+            raise DvpError(f"--engine: '{name}' is not defined; known are {', '.join(sorted(experiment.engines))}")
+    if len(engines) > 1:
+        options = {"model": model, "experiment": experiment.name, "problems": problems, "output": output} | settings
+        given = {"threads": threads} | {key: value for key, value in options.items() if value is not None}
+        for name in engines:
+            command = [sys.executable, "-m", "dvp.cli", "mismatch", "--engine", name]
+            for key, value in given.items():
+                for one in value if isinstance(value, list) else [value]:
+                    command += [f"--{key.replace('_', '-')}", str(one)]
+            if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+                raise SystemExit(status)  # it has said why
+        return
+    # What is on the hub comes first: in an engine's environment there is none.
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = download(model, None, "expected a folder, or the name of a model on the hub")
+    name, [engine] = problems or experiment.data.train, engines
+    where, source = f"sources.{name}", experiment.sources.get(name)
+    if source is None:
+        columns = Columns(problem="problem", answer="answer")
+        where, source = "--problems", FileSource(kind="file", path=Path(name), columns=columns)
+    rows, started = load(source, where), time.time()
+    _claim(experiment, engine, threads)
+    import transformers
+    import vllm
+
+    from dvp.measurement.mismatch import measure_mismatch
+    from dvp.measurement.problems import FixedProblems, drawn, rendered
+    from dvp.training.agreement import KL_LIMITS, kl_of_noise, precision_class
+    from dvp.training.models import check_model
+
+    check_model(folder)
+    context = transformers.AutoConfig.from_pretrained(folder).max_position_embeddings
+    count, responses, tokens, seed = (settings[key] for key in ("count", "responses", "response_tokens", "seed"))
+    if context <= tokens:
+        raise DvpError(f"--response-tokens: expected less than the model's context, {context}, found {tokens}")
+    chosen = MismatchConfig.model_construct(
+        policies=["base"], engines=[engine], problems=count, responses=responses, rhos=settings["rho"], margins=[]
+    )
+    lengths = {"max_response_tokens": tokens, "max_prompt_tokens": context - tokens, "temperature": 1.0}
+    training = experiment.training.model_copy(update=lengths)
+    experiment = experiment.model_copy(update={"mismatch": chosen, "training": training})
+    distinct = list({row.problem: row for row in rows}.values())
+    read = rendered(distinct, experiment.data.prompt_template)
+    fixed = FixedProblems(experiment, folder, read, where=where, count=count, seed=seed, draw=drawn)
+    config, measurement = experiment.engines[engine], Measurement(policy="base", engine=engine, seed=seed)
+    running, network = fixed.engine(engine, responses), fixed.network()
+    place = output / engine
+    result = measure_mismatch(experiment, measurement, fixed.ids, fixed.problems, network, running, place)
+    versions = {"vLLM": vllm, "transformers": transformers, "torch": sys.modules["torch"]}
+    about = {
+        "model": model,
+        "revision": folder.name if folder != Path(model) else "a local folder",
+        "architecture": f"{type(network).__name__}, {network.num_parameters():,} parameters",
+        "device": device(),
+        "engine": ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),
+        "trainer": "transformers, fp32",
+        "problems": f"{count} of {name}, {responses} responses of at most {tokens} tokens each, seed {seed}",
+        "dvp": git_commit(),
+        "seconds": f"{time.time() - started:.0f}",
+        f"engine {engine}": ", ".join(
+            f"{key} {value}" for key, value in config.model_dump(exclude_defaults=True).items()
+        ),
+    }
+    limit = KL_LIMITS[precision_class(config, "float32")] + kl_of_noise(config)
+    write_json(place / "mismatch.json", result | {"folder": str(folder), "limit": limit, "about": about})
 
 
 @contextmanager

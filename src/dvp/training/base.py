@@ -26,9 +26,9 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource
 from dvp.experiment.tools import Tools
 from dvp.files import atomic_path, checksums
+from dvp.hub import download
 from dvp.progress import Progress
 from dvp.training.models import check_model
-from dvp.training.rollouts import in_a_line
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -238,20 +238,11 @@ def _encoded(
 def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
     """Link an existing model into `folder`, file by file: weights stay where they are."""
     if isinstance(base, HubBase):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
+        elsewhere = "download it elsewhere and use `base: {kind: local, path: FOLDER}`"
         try:
-            source = Path(
-                snapshot_download(
-                    base.path, revision=base.revision, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]
-                )
-            )
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise DvpError(
-                f"base.path: {base.path} at revision {base.revision} cannot be downloaded from the hub "
-                f"({in_a_line(error)}); download it elsewhere and use `base: {{kind: local, path: FOLDER}}`"
-            ) from None
+            source = download(base.path, base.revision, elsewhere)
+        except DvpError as error:
+            raise DvpError(f"base.path: {error}") from None
         details = {"path": base.path, "revision": base.revision}
     else:
         source = Path(base.path).resolve()

@@ -1,0 +1,117 @@
+"""What a stack of engine and trainer asks for, in words, and the rules by which that is decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dvp.analysis.formats import digits
+from dvp.planning.kept import FEW
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Response lengths, tokens, for which it is forecast what corrections keep."""
+EVEN, REACHED, OUT_OF_REACH, GROWS, SCALED = 0.9, 0.5, 0.1, 3.0, 0.5
+RULES = (
+    "Engine error: the KL is above what this engine's precision explains, the limit of dvp preflight. It grows with "
+    f"position if the second half of the responses has more than {GROWS:g} times the KL of the first; it is a scale if "
+    f"a straight line of log q over log p explains at least {100 * SCALED:g} % of the log-ratios' variance.",
+    f"No correction: the effective sample size of sequence weights is at least {100 * EVEN:g} % at {LENGTHS[-1]:,} "
+    "tokens.",
+    f"Otherwise MIS, up to the longest length at which it keeps at least {100 * FEW:g} % of the responses. Beyond it "
+    "TIS by token, which rejects none; it corrects each token's own ratio, and leaves the bias of what came before it.",
+    f"TRM beside it, if {100 * FEW:g} to {100 * EVEN:g} % of the responses have no token that it rejects at "
+    f"{LENGTHS[-1]:,} tokens: outliers are there, and few enough to drop their responses.",
+    f"Pruning could reach the mismatch if at some ρ at least {100 * REACHED:g} % of the KL lies outside V_S, and could "
+    f"not if less than {100 * OUT_OF_REACH:g} % does at every ρ.",
+)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one engine. Shares are in [0, 1], KL in nats per token."""
+
+    engine: str
+    kl: float
+    limit: float | None
+    """The largest KL that the engine's precision explains; None if that is not known."""
+    noise: Mapping[str, float]
+    """KL of the trainer against itself, by control; empty if it was not measured."""
+    ess: Mapping[int, float]
+    """Effective sample size of sequence weights, by length."""
+    kept: Mapping[str, Mapping[int, float]]
+    """By correction and length."""
+    outside: Mapping[str, tuple[float, float]]
+    """Shares of KL and of gradient power outside V_S, by ρ; empty where the whole vocabulary is not known."""
+    later: float
+    """KL in the second half of the responses over that in the first."""
+    slope: float
+    """Of log q over log p, by least squares."""
+    explained: float
+    """Share of the log-ratios' variance that this line explains."""
+
+
+def verdict(numbers: Numbers) -> str:
+    """In a word: `engine error`, `none`, or the corrections that serve, with the length up to which they do."""
+    if numbers.limit is not None and numbers.kl > numbers.limit:
+        return "engine error"
+    if numbers.ess[LENGTHS[-1]] >= EVEN:
+        return "none"
+    longest = max((n for n in LENGTHS if numbers.kept["MIS"][n] >= FEW), default=0)
+    if longest == LENGTHS[-1]:
+        return "MIS"
+    return f"MIS to {longest:,}, then TIS" if longest else "TIS"
+
+
+def advice(numbers: Numbers) -> list[str]:
+    """Sentences: how large the mismatch is, which correction it needs, if any, and whether pruning reaches it."""
+    size = f"Engine {numbers.engine}: KL {numbers.kl:.2g} nats per token"
+    if bf16 := numbers.noise.get("bf16"):
+        size += f", {numbers.kl / bf16:.2g} times what the trainer has against itself in bf16 ({bf16:.2g})"
+    return [f"{size}.", *_need(numbers), _reach(numbers)]
+
+
+def _need(numbers: Numbers) -> list[str]:
+    found = verdict(numbers)
+    if found == "engine error":
+        where = []
+        if numbers.later > GROWS:
+            where.append(
+                f"It grows with position ({numbers.later:.2g} times as large in the second half of the responses): "
+                "look at rotary scaling, positions, attention and the KV cache."
+            )
+        if numbers.explained >= SCALED:
+            where.append(f"The log-probs are scaled by {numbers.slope:.3g}: look at temperature and logit scale.")
+        return [
+            f"This is an engine error: its precision explains {numbers.limit:.2g} nats at most. It computes another "
+            "model than the trainer, or has other weights; a correction would only hide that.",
+            *(where or ["It neither grows with position nor is it a scale: look at the weights that the engine has."]),
+        ]
+    ess, kept = numbers.ess[LENGTHS[-1]], numbers.kept["TRM"][LENGTHS[-1]]
+    reason = f"at {LENGTHS[-1]:,} tokens sequence weights have an effective sample of {percent(ess)}"
+    if found == "none":
+        return [f"It needs no correction: {reason}."]
+    mis = ", ".join(f"{percent(numbers.kept['MIS'][length])} at {length:,}" for length in LENGTHS[::2])
+    sentences = [f"It needs a correction ({reason}): {found}. MIS keeps {mis} tokens."]
+    if kept < EVEN:
+        few = "TRM beside it drops these responses" if kept >= FEW else "too many to drop their responses (TRM)"
+        sentences.append(
+            f"Of the responses of {LENGTHS[-1]:,} tokens {percent(1 - kept)} have a token outside TRM's bounds: {few}."
+        )
+    if not found.startswith("MIS"):
+        sentences.append("A finer engine would do more than any correction.")
+    return sentences
+
+
+def _reach(numbers: Numbers) -> str:
+    if not numbers.outside:
+        return "Whether pruning could reach it is not known: that takes the whole vocabulary."
+    rho, (kl, score) = max(numbers.outside.items(), key=lambda one: one[1][0])
+    shares = f"{percent(kl)} of the KL and {percent(score)} of the gradient's power lie outside V_S at ρ = {rho}"
+    if kl >= REACHED:
+        return f"Pruning could reach it: {shares}."
+    if kl < OUT_OF_REACH:
+        return f"Pruning could not reach it: {shares}, and no ρ that was asked for has more of the KL."
+    return f"Pruning could reach a part of it: {shares}."
+
+
+def percent(share: float) -> str:
+    """Two digits, or a whole number."""
+    return f"{digits()(100 * share)} %"

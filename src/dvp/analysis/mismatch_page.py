@@ -1,0 +1,290 @@
+"""The table and the page of `dvp mismatch --model`: has this stack of engine and trainer a problem?
+
+What is shown comes from a Stack: a row a sampled token, whoever wrote it, and what there is of the whole vocabulary.
+Shape suffixes: N tokens, B simulated responses, T their tokens.
+"""
+
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from dvp.analysis.formats import EMPTY, Formatted, to_html
+from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
+from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
+from dvp.analysis.pages import TEMPLATES
+from dvp.analysis.responses import visible
+from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.evaluation import bootstrap
+from dvp.measurement.files import ENGINE
+
+SIMULATED = 400  # responses of the longest length
+RESAMPLES = 1000
+WORST = 5  # tokens that are listed
+DRAWN = 3000  # tokens in a figure
+METHODS = {"MIS": "rloo_mis", "TRM": "rloo_trm", "Geo-RS": "rloo_geo_rs", "token TIS": "rloo_tis"}
+"""The catalogue's methods whose corrections are forecast; token TIS rejects nothing: of it, the tokens left uncut."""
+READ = ("tokens", "histogram", "noise", "safe_sets")
+"""The tables of a measurement that are shown."""
+CONTROLS = {"bf16": "itself, bf16", "shape": "itself, shape"}
+"""Of the trainer, the measurement's controls, as their columns are headed."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One engine beside a trainer."""
+
+    engine: str
+    tokens: pd.DataFrame
+    """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
+    limit: float | None = None
+    """See Numbers."""
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    """`histogram`, `noise` and `safe_sets` of the measurement where the whole vocabulary was compared, else none."""
+
+    @property
+    def log_ratio_N(self) -> np.ndarray:
+        return (self.tokens["log_p"] - self.tokens["log_q"]).to_numpy()
+
+    @property
+    def kl_N(self) -> np.ndarray:
+        """KL of each position, or what estimates it from the sampled token: r − log r − 1."""
+        if "kl" in self.tokens:
+            return self.tokens["kl"].to_numpy()
+        return np.expm1(self.log_ratio_N) - self.log_ratio_N
+
+    def kl(self) -> tuple[float, float, float]:
+        """Mean over the tokens, with its 95 % bootstrap interval over problems (responses, where they have none)."""
+        unit = "problem" if "problem" in self.tokens else "response"
+        sums = pd.DataFrame({"unit": self.tokens[unit], "kl": self.kl_N, "tokens": 1.0}).groupby("unit").sum()
+        draws = bootstrap.draws(1, len(sums), RESAMPLES, 0, shared=False)
+        kl_R, tokens_R = (draws.count_RU @ sums.to_numpy()).T
+        return draws.estimate(kl_R / tokens_R)
+
+    def law(self) -> tuple[np.ndarray, np.ndarray]:
+        """The law of a token's log-ratio: values, and their probabilities.
+
+        Where the whole vocabulary is known all of its tokens count, each as likely as the engine samples it, so that
+        rare ones need not have been sampled; else the sampled ones.
+        """
+        if "histogram" not in self.tables:
+            return self.log_ratio_N, np.full(len(self.tokens), 1 / len(self.tokens))
+        table = self.tables["histogram"]
+        sums = table[table["source"] == ENGINE].groupby(["p_low", "d_low"])[["infer", "infer_d"]].sum()
+        weight, d = sums[sums["infer"] > 0].to_numpy().T
+        return -d / weight, weight / weight.sum()
+
+
+def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
+    """What the advice is made of. Tokens of a simulated response are drawn from the law, independently.
+
+    rules : a correction by the name in METHODS.
+    """
+    values_N, probability_N = stack.law()
+    drawn_BT = np.random.default_rng(0).choice(values_N, (SIMULATED, LENGTHS[-1]), p=probability_N)
+    log_ratio_BT = torch.from_numpy(drawn_BT)
+    kept: dict[str, dict[int, float]] = {name: {} for name in rules}
+    for length in LENGTHS:
+        part_BT = log_ratio_BT[:, :length]
+        for name, rule in rules.items():
+            weights = importance_weights(part_BT, torch.ones_like(part_BT, dtype=torch.bool), rule)
+            untouched = part_BT <= math.log(rule.upper) if rule.action == "truncate" and rule.by_token else None
+            kept[name][length] = (weights.kept_B if untouched is None else untouched).double().mean().item()
+    # Of independent tokens, exactly: (E w)² / E w² of the products.
+    first, second = (np.log(probability_N @ np.exp(power * values_N)) for power in (1, 2))
+    noise, outside = {}, {}
+    if "noise" in stack.tables:
+        own = stack.tables["noise"].groupby("source")[["kl", "tokens"]].sum()
+        noise = {source: float(own.loc[source, "kl"] / own.loc[source, "tokens"]) for source in CONTROLS}
+        sets = stack.tables["safe_sets"].query("side == 'none'").groupby("rho", sort=False).sum(numeric_only=True)
+        outside = {
+            rho: (row["kl_outside"] / max(row["kl"], 1e-300), row["squared_score_outside"] / row["squared_score"])
+            for rho, row in sets.iterrows()
+        }
+    tokens, log_ratio_N = stack.tokens, stack.log_ratio_N
+    ends_N = tokens.groupby([*tokens.columns.intersection(["problem"]), "response"])["position"].transform("max")
+    second_half_N = (tokens["position"] > ends_N / 2).to_numpy()
+    halves = [stack.kl_N[half_N].mean() if half_N.any() else math.nan for half_N in (second_half_N, ~second_half_N)]
+    log_p_N = tokens["log_p"] - tokens["log_p"].mean()
+    slope = float((log_p_N * tokens["log_q"]).sum() / max((log_p_N**2).sum(), 1e-300))
+    explained_N = (1 - slope) * log_p_N
+    return Numbers(
+        engine=stack.engine,
+        kl=stack.kl()[0],
+        limit=stack.limit,
+        noise=noise,
+        ess={length: float(np.exp(length * (2 * first - second))) for length in LENGTHS},
+        kept=kept,
+        outside=outside,
+        later=float(halves[0] / max(halves[1], 1e-300)),
+        slope=slope,
+        explained=float((explained_N**2).mean() / max(log_ratio_N.var(), 1e-300)),
+    )
+
+
+def dispersion(stack: Stack) -> float:
+    """Variance of the responses' summed log-ratios over that of independent tokens of the law: 1 if they are."""
+    values_N, probability_N = stack.law()
+    mean = probability_N @ values_N
+    keys = [*stack.tokens.columns.intersection(["problem"]), "response"]
+    sums = stack.tokens.assign(value=stack.log_ratio_N - mean).groupby(keys)["value"].agg(["sum", "size"])
+    variance = probability_N @ (values_N - mean) ** 2
+    return float((sums["sum"] ** 2).sum() / max(variance * sums["size"].sum(), 1e-300))
+
+
+def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
+    """What the terminal has, too: a row an engine, and its advice."""
+    headings = ["engine", "KL per token", *CONTROLS.values(), "limit"]
+    headings += ["worst token", f"MIS at {LENGTHS[-1]:,}", "outside V_S", "needs"]
+    rows, intervals = [], []
+    for stack, own in zip(stacks, found, strict=True):
+        floor = [f"{own.noise[control]:.2g}" if own.noise else EMPTY for control in CONTROLS]
+        numbers = [f"{own.kl:.2g}", *floor, EMPTY if own.limit is None else f"{own.limit:.2g}"]
+        numbers += [f"{np.abs(stack.log_ratio_N).max():.2g}", percent(own.kept["MIS"][LENGTHS[-1]])]
+        outside = percent(max(own.outside.values())[0]) if own.outside else EMPTY
+        rows.append([stack.engine, *numbers, outside, verdict(own)])
+        intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
+    note = (
+        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. No engine "
+        "can do better than the trainer against itself, in bf16 or in another batch shape. limit: what the engine's "
+        "precision explains. worst token: |log p − log q|. MIS: share of responses that it would keep. outside V_S: "
+        "share of the KL, at the ρ with most of it."
+    )
+    return Formatted(title, headings, rows, [*(" ".join(advice(own)) for own in found), note])
+
+
+def page(
+    stacks: list[Stack], found: list[Numbers], rules: Mapping[str, ImportanceRule], title: str, about: Mapping[str, str]
+) -> str:
+    """The page as HTML, which loads nothing from anywhere. `about` is shown as it is: device, model, versions."""
+    first = summary(stacks, found, "How far engine and trainer are apart")
+    verdicts, notes = first.notes[: len(found)], first.notes[len(found) :]
+    return TEMPLATES.get_template("mismatch.html.j2").render(
+        title=title,
+        advice=[(verdict(own), text) for own, text in zip(found, verdicts, strict=True)],
+        parts=[
+            (to_html(first._replace(notes=notes)), ""),
+            (to_html(_worst(stacks)), _picture(_by_probability(stacks))),
+            (to_html(_forecast(stacks, found, rules)), _picture(_kept(found))),
+            *([(to_html(_outside(found)), "")] if all(own.outside for own in found) else []),
+            (
+                to_html(
+                    Formatted("Rules of the advice", ["rule"], [[rule] for rule in RULES], ["The same for all models."])
+                ),
+                "",
+            ),
+            (to_html(Formatted("What was measured", ["", ""], list(about.items()), [""])), ""),
+        ],
+    )
+
+
+def _worst(stacks: list[Stack]) -> Formatted:
+    """The sampled tokens with the largest |log-ratio|."""
+    rows = []
+    for stack in stacks:
+        order = np.argsort(-np.abs(stack.log_ratio_N), kind="stable")[:WORST]
+        for row in stack.tokens.iloc[order].to_dict("records"):
+            place = [row.get("problem", EMPTY), row["response"], row["position"] + 1]
+            numbers = [row["log_p"] - row["log_q"], math.exp(row["log_p"]), math.exp(row["log_q"])]
+            rows.append([stack.engine, visible(repr(row.get("text", ""))), str(row["token"])])
+            rows[-1] += [*(f"{number:.3g}" for number in numbers), " / ".join(map(str, place))]
+    headings = ["engine", "token", "id", "log p − log q", "p, trainer", "q, engine", "problem / response / position"]
+    note = "Below: |log p − log q| against p. Lines are means over the whole vocabulary, each token weighted by q."
+    return Formatted("Worst sampled tokens", headings, rows, [note])
+
+
+def _forecast(stacks: list[Stack], found: list[Numbers], rules: Mapping[str, ImportanceRule]) -> Formatted:
+    rows = []
+    for own in found:
+        shares = own.kept | {"sequence weights (ESS)": own.ess}
+        rows += [[own.engine, name, *map(percent, share_L.values())] for name, share_L in shares.items()]
+    if all("histogram" in stack.tables for stack in stacks):
+        law = "the measured law over the whole vocabulary, each token as likely as the engine samples it"
+    else:
+        fewest = min(len(stack.tokens) for stack in stacks)
+        law = f"the sampled tokens, with replacement: what is rarer than one in {fewest:,} is not in it"
+    spread = ", ".join(f"{dispersion(stack):.2g} times ({stack.engine})" for stack in stacks)
+    bounds = "; ".join(
+        f"{name}: {', '.join(f'{key} {value}' for key, value in rule.model_dump().items() if key != 'kind')}"
+        for name, rule in rules.items()
+    )
+    notes = [
+        f"A forecast, by {SIMULATED} simulated responses. Assumed: independent log-ratios, drawn from {law}. Measured "
+        f"responses' summed log-ratios vary {spread} as much as that; above 1, less is kept than is said here.",
+        "MIS, TRM, Geo-RS: responses that are kept. token TIS rejects none: tokens that it leaves uncut. ESS: "
+        "effective sample size of uncorrected sequence weights, exact under this law.",
+        f"Bounds, the catalogue's: {bounds}.",
+    ]
+    headings = ["engine", "correction", *(f"{length:,}" for length in LENGTHS)]
+    return Formatted("What corrections keep, by tokens of a response", headings, rows, notes)
+
+
+def _outside(found: list[Numbers]) -> Formatted:
+    rows = [[own.engine, rho, *map(percent, shares)] for own in found for rho, shares in own.outside.items()]
+    note = (
+        "V_S: tokens whose p is at least ρ times the largest. Pruning removes the mismatch outside it, and the "
+        "gradient with it: the power of a sampled token's gradient with respect to the logits, E‖∇ log p‖²."
+    )
+    headings = ["engine", "ρ", "share of KL", "share of gradient power"]
+    return Formatted("What lies outside the safe vocabulary V_S", headings, rows, [note])
+
+
+def _by_probability(stacks: list[Stack]) -> Figure:
+    """Sampled tokens as dots; means over the vocabulary, weighted by q, as lines, of the engine and the controls."""
+    figure, panels = _panels(len(stacks), "p of the token, by the trainer", "|log p − log q| (nats)")
+    colors = list(FAMILIES.values())
+    looks = {ENGINE: ("engine, mean", colors[4], "-"), "bf16": ("trainer against itself in bf16", DARK, LINES[3])}
+    looks["shape"] = ("trainer against itself, other shape", GREYS[1], LINES[2])
+    for axes, stack in zip(panels, stacks, strict=True):
+        chosen = np.random.default_rng(0).permutation(len(stack.tokens))[:DRAWN]
+        p_N, size_N = np.exp(stack.tokens["log_p"].to_numpy())[chosen], np.abs(stack.log_ratio_N)[chosen]
+        axes.scatter(p_N, size_N, s=5, alpha=0.35, color=colors[0], linewidths=0, label="sampled tokens")
+        for source, (label, color, line) in looks.items() if "histogram" in stack.tables else ():
+            own = stack.tables["histogram"]
+            own = own[(own["source"] == source) & (own["infer"] > 0)]
+            sums = own.groupby(["p_low", "p_high"])[["infer", "infer_abs_d"]].sum().reset_index()
+            centre = np.sqrt(sums["p_low"].clip(lower=1e-13) * sums["p_high"])
+            size = (sums["infer_abs_d"] / sums["infer"]).replace(0.0, np.nan)
+            axes.plot(centre, size, color=color, linestyle=line, marker="o", markersize=3, label=label)
+        axes.set(xscale="log", yscale="log", title=stack.engine)
+    return figure
+
+
+def _kept(found: list[Numbers]) -> Figure:
+    figure, panels = _panels(len(found), "tokens of a response", "share")
+    for axes, own in zip(panels, found, strict=True):
+        kept = {name: list(kept_L.values()) for name, kept_L in own.kept.items()}
+        curves = kept | {"sequence weights (ESS)": list(own.ess.values())}
+        for (name, share_L), color, line in zip(curves.items(), FAMILIES.values(), LINES, strict=False):
+            axes.plot(LENGTHS, share_L, marker="o", markersize=4, color=color, linestyle=line, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+        axes.set(ylim=(-0.03, 1.03), title=own.engine)
+    return figure
+
+
+def _panels(count: int, x: str, y: str) -> tuple[Figure, list]:
+    with mpl.rc_context(STYLE):
+        rows = math.ceil(count / 2)
+        figure = Figure(figsize=(4.6 * min(count, 2) + 0.4, 3.3 * rows), layout="constrained")
+        grid = figure.subplots(rows, min(count, 2), squeeze=False, sharex=True, sharey=True).ravel()
+        figure.supxlabel(x, fontsize=9)
+        figure.supylabel(y, fontsize=9)
+        for empty in grid[count:]:
+            empty.set_visible(False)
+    return figure, list(grid[:count])
+
+
+def _picture(figure: Figure) -> str:
+    handles = figure.axes[0].get_legend_handles_labels()
+    with mpl.rc_context(STYLE), BytesIO() as file:
+        figure.legend(*handles, loc="outside upper center", ncols=2 + (len(figure.axes) > 1), fontsize=8)
+        figure.savefig(file, format="png", dpi=110)
+        return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,190 @@
+"""The page of `dvp mismatch --model`: its forecasts against formulas, its rules one by one, and what is on it."""
+
+import html
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dvp.analysis import mismatch_page
+from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, verdict
+from dvp.analysis.mismatch_page import METHODS, Stack, dispersion, numbers, page, summary
+from dvp.experiment.loading import load_experiment
+from dvp.planning.kept import kept_share
+
+KL, RESPONSES, TOKENS = 1e-4, 40, 200
+
+
+@pytest.fixture(scope="module")
+def rules(root):
+    methods = load_experiment("mismatch", root / "config").methods
+    return {name: methods[method].importance for name, method in METHODS.items()}
+
+
+def sampled(log_ratio_BT, seed=0):
+    """A row a token; p is drawn."""
+    responses, tokens = log_ratio_BT.shape
+    log_p = np.log(np.random.default_rng(seed).uniform(0.01, 1, log_ratio_BT.size))
+    return pd.DataFrame(
+        {
+            "response": np.repeat(np.arange(responses), tokens),
+            "position": np.tile(np.arange(tokens), responses),
+            "token": 7,
+            "log_p": log_p,
+            "log_q": log_p - log_ratio_BT.ravel(),
+        }
+    )
+
+
+def gaussian(kl=KL, seed=0):
+    """The law under which a ratio has mean 1: N(−κ, 2κ)."""
+    noise = np.random.default_rng(seed).standard_normal((RESPONSES, TOKENS))
+    return sampled(-kl + math.sqrt(2 * kl) * noise)
+
+
+def test_forecasts_are_those_of_the_normal_law(rules):
+    found = numbers(Stack("bf16", gaussian()), rules)
+    assert found.kl == pytest.approx(KL, rel=0.05)
+    for length in LENGTHS:
+        assert found.ess[length] == pytest.approx(math.exp(-2 * KL * length), rel=0.1)
+        for name in ("MIS", "TRM", "Geo-RS"):
+            assert found.kept[name][length] == pytest.approx(kept_share(rules[name], KL, length), abs=0.09), name
+        assert found.kept["token TIS"][length] == 1.0
+
+
+def test_a_token_that_was_not_sampled_counts_where_the_vocabulary_is_known(rules):
+    """One in 20,000 has a log-ratio of 1: most responses of 8,192 tokens are free of it, TRM drops the others."""
+    rare = 5e-5
+    rows = [("engine", 0.1, -0.001, 1 - rare, 0.0, 0.0), ("engine", 1e-6, -1.1, rare, -rare, rare)]
+    columns = ["source", "p_low", "d_low", "infer", "infer_d", "infer_abs_d"]
+    histogram = pd.DataFrame(rows, columns=columns).assign(p_high=1.0)
+    stack = Stack("bf16", gaussian(0.0), tables={"histogram": histogram})
+    kept = numbers(stack, rules).kept["TRM"]
+    assert kept[8192] == pytest.approx((1 - rare) ** 8192, abs=0.08)
+    assert numbers(replace(stack, tables={}), rules).kept["TRM"][8192] == 1.0
+
+
+def test_shares_outside_and_noise_are_ratios_of_sums(rules):
+    sets = pd.DataFrame(
+        {
+            "rho": ["0.1", "0.1", "0.1"],
+            "side": ["none", "none", "engine"],
+            "kl": [1.0, 3.0, math.nan],
+            "kl_outside": [0.5, 0.5, math.nan],
+            "squared_score": [2.0, 2.0, math.nan],
+            "squared_score_outside": [0.0, 0.4, math.nan],
+        }
+    )
+    noise = pd.DataFrame({"source": ["shape", "bf16", "bf16"], "kl": [0.0, 1.0, 2.0], "tokens": [5, 5, 5]})
+    found = numbers(Stack("bf16", gaussian(), tables={"noise": noise, "safe_sets": sets}), rules)
+    assert found.outside["0.1"] == (0.25, 0.1)
+    assert found.noise == {"bf16": pytest.approx(0.3), "shape": 0.0}
+
+
+def test_what_the_tokens_of_a_response_share_is_seen():
+    shared = np.random.default_rng(1).standard_normal((RESPONSES, 1)) * np.ones(TOKENS)
+    assert dispersion(Stack("bf16", gaussian())) == pytest.approx(1.0, abs=0.5)
+    assert dispersion(Stack("bf16", sampled(0.01 * shared))) > 50
+
+
+def test_an_error_that_grows_and_one_that_is_a_scale_are_told_apart(rules):
+    noise = np.random.default_rng(2).standard_normal((RESPONSES, TOKENS))
+    grown = numbers(Stack("fp32", sampled(noise * np.linspace(0, 0.3, TOKENS)), limit=1e-5), rules)
+    assert grown.later > 5
+    assert "grows with position" in " ".join(advice(grown))
+    tokens = gaussian()
+    tokens["log_q"] = 1.2 * tokens["log_p"]
+    scaled = numbers(Stack("fp32", tokens, limit=1e-5), rules)
+    assert (scaled.slope, scaled.explained) == (pytest.approx(1.2), pytest.approx(1.0))
+    assert "scaled by 1.2: look at temperature" in " ".join(advice(scaled))
+    assert "look at the weights" in " ".join(advice(numbers(Stack("fp32", gaussian(), limit=1e-5), rules)))
+
+
+def made(kl=1e-3, limit=0.01, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0)):
+    """MIS keeps enough up to a length."""
+    return Numbers(
+        engine="bf16",
+        kl=kl,
+        limit=limit,
+        noise={"bf16": 1e-4},
+        ess=dict.fromkeys(LENGTHS, ess),
+        kept={"MIS": {n: 0.8 if n <= mis else 0.3 for n in LENGTHS}, "TRM": dict.fromkeys(LENGTHS, trm)},
+        outside={"0.01": outside},
+        later=1.0,
+        slope=1.0,
+        explained=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        (made(kl=0.02), "engine error"),
+        (made(kl=0.02, limit=None, mis=8192), "MIS"),
+        (made(ess=0.95), "none"),
+        (made(mis=8192), "MIS"),
+        (made(mis=1024), "MIS to 1,024, then TIS"),
+        (made(mis=0), "TIS"),
+    ],
+)
+def test_the_verdict_follows_the_rules(numbers, expected):
+    assert verdict(numbers) == expected
+    text = " ".join(advice(numbers))
+    assert ("finer engine" in text) == (expected == "TIS")
+    assert "10 times what the trainer has" in text or numbers.kl == 0.02
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (made(outside=(0.6, 0.02)), "Pruning could reach it: 60 % of the KL and 2 % of the gradient's power lie"),
+        (made(outside=(0.3, 0.02)), "Pruning could reach a part of it: 30 %"),
+        (made(outside=(0.05, 0.02)), "Pruning could not reach it: 5 %"),
+        (replace(made(), outside={}), "is not known: that takes the whole vocabulary"),
+        (made(trm=0.7), "30 % have a token outside TRM's bounds: TRM beside it drops these responses"),
+        (made(trm=0.2), "80 % have a token outside TRM's bounds: too many"),
+    ],
+)
+def test_the_advice_says_why(numbers, words):
+    assert words in " ".join(advice(numbers))
+
+
+def test_the_worst_tokens_come_first_and_nothing_in_them_acts(rules):
+    tokens = gaussian().assign(text="<b>\x1b[2J", problem="p4")
+    tokens.loc[17, "log_q"] = tokens.loc[17, "log_p"] + 3
+    first, second, *_ = mismatch_page._worst([Stack("bf16", tokens)]).rows
+    assert first[3] == "-3"
+    assert first[-1] == "p4 / 0 / 18"
+    assert abs(float(second[3])) < 1
+    assert "\x1b" not in first[1]
+
+
+def test_the_page_holds_all_and_loads_nothing(rules):
+    """Of sampled tokens alone, as of somebody else's rollouts: what needs the whole vocabulary is not on it."""
+    stacks = [Stack("bf16", gaussian().assign(text="<script>")), Stack("fp8", gaussian(1e-2, 1).assign(text="x"))]
+    found = [numbers(stack, rules) for stack in stacks]
+    text = page(stacks, found, rules, "a & b", {"device": "a GPU", "revision": "abc"})
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+    assert "a &amp; b" in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert text.count("data:image/png;base64,") == 2
+    for words in ("a GPU", "abc", "rarer than one in 8,000 is not in it", "independent log-ratios", "lower 0.999"):
+        assert words in text
+    assert "outside the safe vocabulary V_S" not in text  # the table
+    for own in found:
+        assert html.escape(" ".join(advice(own))).replace("&#x27;", "&#39;") in text
+    for rule in RULES:
+        assert html.escape(rule).replace("&#x27;", "&#39;") in text
+    rows = summary(stacks, found, "title").rows
+    assert [row[0] for row in rows] == ["bf16", "fp8"]
+    assert rows[1][-1] == "TIS"
+
+
+def test_the_forecast_methods_are_in_the_catalogue(rules):
+    assert rules["MIS"].level == "sequence"
+    assert (rules["MIS"].lower, rules["MIS"].upper, rules["MIS"].veto) == (0.5, 2.0, 1e-4)
+    assert rules["TRM"].trust_region == 2.0
+    assert rules["Geo-RS"].level == "geometric"

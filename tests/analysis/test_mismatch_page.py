@@ -175,9 +175,9 @@ def test_the_page_holds_all_and_loads_nothing(rules):
         assert words in text
     assert "outside the safe vocabulary V_S" not in text  # the table
     for own in found:
-        assert html.escape(" ".join(advice(own))).replace("&#x27;", "&#39;") in text
+        assert " ".join(advice(own)) in html.unescape(text)
     for rule in RULES:
-        assert html.escape(rule).replace("&#x27;", "&#39;") in text
+        assert rule in html.unescape(text)
     rows = summary(stacks, found, "title").rows
     assert [row[0] for row in rows] == ["bf16", "fp8"]
     assert rows[1][-1] == "TIS"

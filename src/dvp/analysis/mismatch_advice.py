@@ -114,4 +114,4 @@ def _reach(numbers: Numbers) -> str:
 
 def percent(share: float) -> str:
     """Two digits, or a whole number."""
-    return f"{digits()(100 * share)} %"
+    return "< 0.01 %" if 0 < share < 1e-4 else f"{digits()(100 * share)} %"

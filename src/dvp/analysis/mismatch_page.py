@@ -61,8 +61,9 @@ class Stack:
         return np.expm1(self.log_ratio_N) - self.log_ratio_N
 
     def kl(self) -> tuple[float, float, float]:
-        """Mean over the tokens, with its 95 % bootstrap interval over problems (responses, where they have none)."""
-        unit = "problem" if "problem" in self.tokens else "response"
+        """Mean over the tokens, with its 95 % bootstrap interval over problems (responses, of fewer than two)."""
+        problems = self.tokens.get("problem", pd.Series(dtype=object)).nunique()
+        unit = "problem" if problems > 1 else "response"
         sums = pd.DataFrame({"unit": self.tokens[unit], "kl": self.kl_N, "tokens": 1.0}).groupby("unit").sum()
         draws = bootstrap.draws(1, len(sums), RESAMPLES, 0, shared=False)
         kl_R, tokens_R = (draws.count_RU @ sums.to_numpy()).T

@@ -12,7 +12,7 @@ import dvp
 
 PACKAGE = Path(dvp.__file__).parent
 ROOMS = [
-    ("errors", "files", "gpus", "node", "strict", "signals", "progress", "provenance", "versions"),
+    ("errors", "files", "gpus", "hub", "node", "strict", "signals", "progress", "provenance", "versions"),
     ("core",),
     ("experiment",),
     ("tracking",),

@@ -16,8 +16,8 @@ from dvp.core.objective import LOSSES
 from dvp.experiment.config import Experiment
 
 HEADING = (
-    "# All keys\n\nOf a file in config/experiments, generated from the models. [The guide](../config/README.md) says how "
-    "to write one.\n\n"
+    "# All keys\n\nOf a file in config/experiments, generated from the models. "
+    "[The guide](../config/README.md) says how to write one.\n\n"
 )
 WORDS = {"string": "text", "boolean": "true or false"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

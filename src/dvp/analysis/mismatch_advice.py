@@ -64,7 +64,7 @@ def advice(numbers: Numbers) -> list[str]:
     """Sentences: how large the mismatch is, which correction it needs, if any, and whether pruning reaches it."""
     size = f"Engine {numbers.engine}: KL {numbers.kl:.2g} nats per token"
     if bf16 := numbers.noise.get("bf16"):
-        size += f", {numbers.kl / bf16:.2g} times what the trainer has against itself in bf16 ({bf16:.2g})"
+        size += f", {digits()(numbers.kl / bf16)} times what the trainer has against itself in bf16 ({bf16:.2g})"
     return [f"{size}.", *_need(numbers), _reach(numbers)]
 
 
@@ -74,7 +74,7 @@ def _need(numbers: Numbers) -> list[str]:
         where = []
         if numbers.later > GROWS:
             where.append(
-                f"It grows with position ({numbers.later:.2g} times as large in the second half of the responses): "
+                f"It grows with position ({digits()(numbers.later)} times as large in the second half of the responses): "
                 "look at rotary scaling, positions, attention and the KV cache."
             )
         if numbers.explained >= SCALED:

@@ -303,6 +303,23 @@ def mismatch(
     show_mismatch(loaded, engines, output)
 
 
+@app.command("diagnose-rollouts", rich_help_panel=MEASUREMENT)
+def diagnose_rollouts(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="*.jsonl or *.parquet, a response a row")],
+    output: Annotated[Path, _path("FOLDER", "where to write")] = Path("rollouts"),
+) -> None:
+    """Say what responses of another trainer show of its mismatch, without a model.
+
+    FILE has each response's log-probs by engine and trainer, in columns called as here or as in verl, TRL or prime-rl
+    (docs/your_model.md). Prints a table and writes FOLDER/mismatch.html, the page of `dvp mismatch --model`. Run it in
+    the repository's root.
+    """
+    from dvp.analysis.stage import show_rollouts
+    from dvp.experiment.loading import load_experiment
+
+    show_rollouts(load_experiment("mismatch"), file, output)
+
+
 @app.command(rich_help_panel=MEASUREMENT)
 def bias(
     config: Annotated[Path | None, CONFIG] = None,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dvp.analysis.formats import digits
-from dvp.planning.kept import FEW
+from dvp.core.limits import FEW
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Response lengths, tokens, for which it is forecast what corrections keep."""
@@ -73,8 +73,9 @@ def _need(numbers: Numbers) -> list[str]:
     if found == "engine error":
         where = []
         if numbers.later > GROWS:
+            times = digits()(numbers.later)
             where.append(
-                f"It grows with position ({digits()(numbers.later)} times as large in the second half of the responses): "
+                f"It grows with position ({times} times as large in the second half of the responses): "
                 "look at rotary scaling, positions, attention and the KV cache."
             )
         if numbers.explained >= SCALED:

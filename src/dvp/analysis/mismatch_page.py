@@ -173,6 +173,7 @@ def page(
         parts=[
             (to_html(first._replace(notes=notes)), ""),
             (to_html(_worst(stacks)), _picture(_by_probability(stacks))),
+            (to_html(_by_position(stacks)), ""),
             (to_html(_forecast(stacks, found, rules)), _picture(_kept(found))),
             *([(to_html(_outside(found)), "")] if all(own.outside for own in found) else []),
             (
@@ -194,11 +195,22 @@ def _worst(stacks: list[Stack]) -> Formatted:
         for row in stack.tokens.iloc[order].to_dict("records"):
             place = [row.get("problem", EMPTY), row["response"], row["position"] + 1]
             numbers = [row["log_p"] - row["log_q"], math.exp(row["log_p"]), math.exp(row["log_q"])]
-            rows.append([stack.engine, visible(repr(row.get("text", ""))), str(row["token"])])
+            rows.append([stack.engine, visible(repr(row["text"])) if "text" in row else EMPTY, str(row["token"])])
             rows[-1] += [*(f"{number:.3g}" for number in numbers), " / ".join(map(str, place))]
     headings = ["engine", "token", "id", "log p − log q", "p, trainer", "q, engine", "problem / response / position"]
     note = "Below: |log p − log q| against p. Lines are means over the whole vocabulary, each token weighted by q."
     return Formatted("Worst sampled tokens", headings, rows, [note])
+
+
+def _by_position(stacks: list[Stack]) -> Formatted:
+    rows = []
+    for stack in stacks:
+        keys = [*stack.tokens.columns.intersection(["problem"]), "response"]
+        length_N = stack.tokens.groupby(keys)["position"].transform("max") + 1
+        kl = pd.Series(stack.kl_N).groupby((4 * stack.tokens["position"] // length_N).to_numpy()).mean()
+        rows.append([stack.engine, *(f"{kl.get(quarter, math.nan):.2g}" for quarter in range(4))])
+    headings = ["engine", "first quarter", "second", "third", "last"]
+    return Formatted("KL by position in the response", headings, rows, ["Means over the tokens, nats."])
 
 
 def _forecast(stacks: list[Stack], found: list[Numbers], rules: Mapping[str, ImportanceRule]) -> Formatted:

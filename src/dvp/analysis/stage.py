@@ -182,7 +182,6 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
     from transformers import AutoTokenizer
 
     from dvp.analysis import mismatch_page
-    from dvp.analysis.formats import to_text
 
     stacks, about = [], {}
     for engine in engines:
@@ -194,11 +193,26 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
             mismatch_page.Stack(engine, tokens.assign(text=tokens["token"].map(text)), record["limit"], tables)
         )
         about |= record["about"]
+    _write_page(experiment, stacks, f"{about['model']}: engine against trainer", about, output)
+
+
+def show_rollouts(experiment: Experiment, file: Path, output: Path) -> None:
+    """The same of the responses in a file (dvp.measurement.rollouts), without a model."""
+    from dvp.analysis.mismatch_page import Stack
+    from dvp.measurement.rollouts import read_rollouts
+
+    tokens = read_rollouts(file)
+    about = {"file": str(file), "sha256": sha256_file(file), "responses": f"{tokens['response'].nunique():,}"}
+    about |= {"tokens": f"{len(tokens):,}", "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1"}
+    _write_page(experiment, [Stack(file.stem, tokens)], f"{file.name}: engine against trainer", about, output)
+
+
+def _write_page(experiment: Experiment, stacks: list[Any], title: str, about: dict[str, str], output: Path) -> None:
+    from dvp.analysis import mismatch_page
+    from dvp.analysis.formats import to_text
+
     rules = {name: experiment.methods[method].importance for name, method in mismatch_page.METHODS.items()}
-    found, title = (
-        [mismatch_page.numbers(stack, rules) for stack in stacks],
-        f"{about['model']}: engine against trainer",
-    )
+    found = [mismatch_page.numbers(stack, rules) for stack in stacks]
     write_text(output / "mismatch.html", mismatch_page.page(stacks, found, rules, title, about))
     print(to_text(mismatch_page.summary(stacks, found, title), width=120))
     print(f"\nfigures, tables and the rules of the advice: {output / 'mismatch.html'}")

@@ -12,8 +12,6 @@ from dvp.core.importance import ImportanceRule
 
 ASSUMED_KL = (1e-4, 4e-4, 1e-3)
 """Nats a token: from a careful bf16 engine to a rough one."""
-FEW = 0.5
-"""A share below which the plan warns."""
 
 
 def kept_share(rule: ImportanceRule, kl: float, tokens: float) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from dvp.core.limits import FEW
 from dvp.experiment.grid import setting_as_written, settings_as_read
 from dvp.planning.costs import MASTER
-from dvp.planning.kept import FEW
 from dvp.progress import setting_as_read
 
 

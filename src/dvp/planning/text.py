@@ -48,7 +48,8 @@ def render(plan: dict[str, Any]) -> str:
     notes = (fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in _notes(plan))
     tables = [_table(stages, left=1), _table(methods, left=2)]
     tables += [_table(list(map(_kept, plan["kept"])), left=2)] if plan["kept"] else []
-    heading = fill(f"{plan['experiment']} on {plan['device']}: {'; '.join(summary)}", 118, subsequent_indent="  ")
+    heading = f"{plan['experiment']} on {plan['device']}: {'; '.join(summary)}"
+    heading = fill(heading, 118, subsequent_indent="  ", break_on_hyphens=False)
     return "\n\n".join([heading, *tables, "\n".join(notes)])
 
 

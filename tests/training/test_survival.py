@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from test_loop import ScriptedEngine, rows
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
 from dvp.training import checkpoint
+from dvp.training.backend import _on_host
 from dvp.training.loop import run_loop
 from dvp.training.responses import RESPONSES, read_responses
 
@@ -359,3 +361,18 @@ def test_weights_that_an_update_broke_are_saved_nowhere(make_loop, tmp_path):
     with pytest.raises(DvpError, match=r"^step 4: its update left weights that are not finite; lower"):
         train(loop, tmp_path, lambda row: _poison_weights(loop) if row["step"] == 4 else None)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-000002"]
+
+
+def test_a_checkpoints_state_is_plain_and_shares_what_it_shared():
+    """An enum would be a call of getattr in a file of Python 3.11.2, which `restore` refuses."""
+
+    class Stage(int, Enum):
+        first = 1
+
+    whole = torch.arange(6.0)
+    copied = _on_host({"stage": Stage.first, "parts": [whole[:2], whole[2:]]})
+    assert type(copied["stage"]) is int
+    whole.zero_()
+    first, second = copied["parts"]
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4, 5])
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,7 +211,7 @@ def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
 
 
 def _on_host(state: Any) -> Any:
-    """A copy of a state in the machine's memory, to the bytes of its file; what shares memory shares it there, too."""
+    """A copy of a state in the machine's memory, plain values in place of enums; what shares memory does there, too."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[int, Any] = {}  # deepcopy's memo: by id what is copied already
 
@@ -222,6 +223,9 @@ def _on_host(state: Any) -> Any:
             made = torch.empty(0, dtype=value.dtype)
             made.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
             copies[id(value)] = made.requires_grad_(value.requires_grad)
+        elif isinstance(value, Enum):
+            # Python 3.11.2 pickles one as a call of getattr, which is refused when the checkpoint is read.
+            copies[id(value)] = value.value
         elif isinstance(value, dict | list | tuple):
             for part in value.values() if isinstance(value, dict) else value:
                 copy_tensors(part)

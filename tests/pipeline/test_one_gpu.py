@@ -46,7 +46,7 @@ def copy(tmp_path_factory, root, tiny_model) -> Copy:
     copy = Copy(folder, root, "--config", f"experiment={NAME}")
     shutil.copytree(tiny_model, folder / "model")
     made = read_json(tiny_model / "config.json")
-    path = folder / f"config/experiments/{NAME}.yaml"
+    path = folder / f"config/experiments/gpu/{NAME}.yaml"
     value = yaml.safe_load(path.read_text())
     value["base"] = {
         "kind": "local",

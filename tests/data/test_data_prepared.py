@@ -36,4 +36,10 @@ def test_no_stage_has_a_reader_of_its_own():
     readers = [path for path in package.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))]
     found = sorted(path.relative_to(package).as_posix() for path in readers)
     reports = ["analysis/load.py", "analysis/report.py", "analysis/stage.py", "analysis/statistics.py"]
-    assert found == [*reports, "data/prepared.py", "data/sources.py", "training/responses.py"]
+    assert found == [
+        *reports,
+        "data/prepared.py",
+        "data/sources.py",
+        "measurement/rollouts.py",
+        "training/responses.py",
+    ]

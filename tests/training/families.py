@@ -40,7 +40,11 @@ class Family:
 FAMILIES = {
     "Qwen3": Family("qwen3", {"tie_word_embeddings": True}, normal=True),
     "Llama": Family("llama", normal=True),
-    "GPT-2": Family("gpt2", {"n_embd": 64, "n_head": 2, "n_layer": 2, "tie_word_embeddings": True}, normal=True),
+    "GPT-2": Family(
+        "gpt2",
+        {"n_embd": 64, "n_head": 2, "n_layer": 2, "num_key_value_heads": None, "tie_word_embeddings": True},
+        normal=True,
+    ),
     "Qwen2": Family("qwen2", {"vocab_size": 352}),  # more rows than tokens
     "Mistral": Family("mistral"),
     "Phi-3": Family("phi3"),

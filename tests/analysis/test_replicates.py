@@ -1,16 +1,22 @@
 """Experiments that differ in the base model, reported together."""
 
+import json
 import math
 from statistics import fmean, stdev
 
+import pandas as pd
 import pytest
-from made_up_results import make_experiment
+from made_up_results import Results, make_experiment
 
+import dvp.analysis.responses
 from dvp.analysis.figures import draw
 from dvp.analysis.replicates import across
 from dvp.analysis.series import joined
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.tables import make_tables
+from dvp.cli import main
+from dvp.experiment.loading import dump_experiment
+from dvp.files import sha256_file, write_text
 
 MIS = {"method": "rloo_mis", "engine": "coarse", "rho": "none"}
 GAINS = [0.01, 0.04, 0.025]
@@ -55,3 +61,32 @@ def test_table_and_figure_show_each_base_model(over_three):
     assert any("over the 3 base models (one, two, three)" in note for note in table.notes)
     figure = draw(over_three, statistics, joined([]))["differences"]
     assert "one base model" in [text.get_text() for text in figure.legends[0].texts]
+
+
+@pytest.mark.slow
+def test_the_stage_reads_the_reports_of_the_replicates(tmp_path, monkeypatch, capsys):
+    """By the verb: of two base models with made-up runs, then of both together; one that has changed is refused."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr(dvp.analysis.responses, "write_page", lambda experiment, folder, page: page.touch())
+    scores = {}
+    for name, problems in (("one", 4), ("two", 8)):
+        experiment = make_experiment(name=name, training__steps=12, evaluation__bootstrap_resamples=100)
+        folder = Results(experiment, tmp_path / name, problems=problems).folder
+        write_text(folder / "config.yaml", dump_experiment(experiment))
+        assert main(["report", "--config", str(folder / "config.yaml")]) == 0
+        table = pd.read_csv(folder / "tables/main_table.csv").set_index("point")
+        scores[name] = table["score"]
+    both = make_experiment(name="both", replicates=["one", "two"], seeds=[0, 1], training__steps=12)
+    folder = tmp_path / "both"
+    write_text(folder / "config.yaml", dump_experiment(both))
+    assert main(["report", "--config", str(folder / "config.yaml")]) == 0
+    found = pd.read_csv(folder / "tables/main_table.csv").set_index("point")["score"]
+    pd.testing.assert_series_equal(found, (scores["one"] + scores["two"]) / 2)
+    assert "one/report/responses.html" in (folder / "report/responses.html").read_text()
+    manifest = json.loads((folder / "report/manifest.json").read_text())
+    assert "../two/evals/base/held_out/scores.json" in manifest["origins"]
+    assert manifest["files"]["estimates.parquet"] == sha256_file(folder / "report/estimates.parquet")
+    assert (folder / "figures/differences.svg").is_file()
+    (tmp_path / "two/report/estimates.parquet").write_bytes(b"")
+    assert main(["report", "--config", str(folder / "config.yaml")]) == 2
+    assert "two/report/estimates.parquet" in capsys.readouterr().err

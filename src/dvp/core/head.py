@@ -11,6 +11,7 @@ Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
@@ -173,27 +174,11 @@ class _Options(NamedTuple):
         return (self.safe, self.kept) != (None, None)
 
 
-class _Rows(NamedTuple):
-    """Of each row the fields of TokenStatistics, in order, and what else its gradient is made from, each (N,)."""
+_Rows = namedtuple("_Rows", (*OF_TOKENS, "log_rho", "lse", "safe_lse", "target"))
+_Rows.__doc__ = """Of each row TokenStatistics' fields, and what else its gradient is made from, each (N,).
 
-    log_prob: torch.Tensor
-    pruned_log_prob: torch.Tensor
-    entropy: torch.Tensor
-    pruned_entropy: torch.Tensor
-    sum_p_squared: torch.Tensor
-    pruned_sum_p_squared: torch.Tensor
-    pruned_mass: torch.Tensor
-    safe_size: torch.Tensor
-    target_in_safe: torch.Tensor
-    maximum: torch.Tensor
-    set_overlap: torch.Tensor
-    log_rho: torch.Tensor
-    lse: torch.Tensor
-    """log Σ e, relative to the row's maximum as e is; `safe_lse` over V_S."""
-    safe_lse: torch.Tensor
-    target: torch.Tensor
-
-
+lse is log Σ e relative to the row's maximum, as e is; safe_lse the same over V_S.
+"""
 DIFFERENTIABLE, REPORTED = 4, len(OF_TOKENS)  # how many of the first fields have gradients, and are TokenStatistics'
 
 
@@ -220,7 +205,7 @@ class _Head(torch.autograd.Function):
             rows_n = _rows(logits_nV, targets_N[rows], options, rows)
             chunks.append(rows_n)
             if known:
-                nothing_n = torch.zeros_like(rows_n.maximum)
+                nothing_n = torch.zeros_like(rows_n.max_logit)
                 given_n = torch.where(rows_n.target_in_safe, coefficient_N[rows].float(), 0.0)
                 _gradient_(logits_nV, rows_n, (nothing_n, given_n, nothing_n, nothing_n), options, rows)
                 product.backward(rows, logits_nV, rows_n.safe_size if of_safe_alone else None)
@@ -244,7 +229,7 @@ class _Head(torch.autograd.Function):
         # Then the gradient is exactly 0 at every token that is pruned.
         of_safe_alone = options.prunes and outer[0] is None and outer[2] is None
         incoming = [
-            torch.zeros_like(saved.maximum) if gradient is None else gradient for gradient in outer[:DIFFERENTIABLE]
+            torch.zeros_like(saved.max_logit) if gradient is None else gradient for gradient in outer[:DIFFERENTIABLE]
         ]
         product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2])
         # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
@@ -283,7 +268,7 @@ def _rows(logits_nV: torch.Tensor, target_n: torch.Tensor, options: _Options, ro
         pruned_mass=sums.pruned_sum / sum_n,
         safe_size=sums.safe_size,
         target_in_safe=in_safe_n,
-        maximum=sums.maximum,
+        max_logit=sums.maximum,
         set_overlap=overlap_n,
         log_rho=log_rho_n,
         lse=lse_n,
@@ -306,9 +291,9 @@ def _gradient_(
     own_n = _own_gradient(log_prob_n, entropy_n, rows_n.log_prob, rows_n.entropy)
     own_n = own_n + torch.where(rows_n.target_in_safe, of_safe_n, 0.0)
     if options.kept is None:
-        row_gradient_(logits_nV, rows_n.maximum, rows_n.log_rho, coefficients)
+        row_gradient_(logits_nV, rows_n.max_logit, rows_n.log_rho, coefficients)
     else:
-        _kept_gradient_(logits_nV, rows_n.maximum, options.kept.states(rows), coefficients)
+        _kept_gradient_(logits_nV, rows_n.max_logit, options.kept.states(rows), coefficients)
     logits_nV.scatter_(1, rows_n.target[:, None], own_n[:, None].to(logits_nV.dtype))
 
 

@@ -273,13 +273,8 @@ def format_table(result: dict) -> str:
 
 
 def bench(output: Path, rounds: int, device: str) -> None:
-    """Run every case on the device ("cpu" or "cuda"); print the table, write the JSON file."""
-    measured = []
-    for name, dtype, size, made, frequencies in cases(device):
-        variants = made(*problem(size, dtype, device, frequencies=frequencies))
-        measured.append({"shape": size._asdict()} | measure(name, dtype, variants, rounds, device))
-        del variants  # before the next one takes as much
-    result = {
+    """Run every case on the device ("cpu" or "cuda"); print the table, write the JSON file after each case."""
+    result: dict = {
         "device": device_name() if device == "cuda" else processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -290,10 +285,14 @@ def bench(output: Path, rounds: int, device: str) -> None:
         },
         "git_commit": git_commit(),
         "rounds": rounds,
-        "cases": measured,
+        "cases": [],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for name, dtype, size, made, frequencies in cases(device):
+        variants = made(*problem(size, dtype, device, frequencies=frequencies))
+        result["cases"].append({"shape": size._asdict()} | measure(name, dtype, variants, rounds, device))
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        del variants  # before the next one takes as much
     print(f"{format_table(result)}\n\nwritten to {output}")
 
 

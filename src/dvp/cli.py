@@ -19,7 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    print("dvp: the pipeline is not installed; pip install '.[pipeline]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 from dvp import node, signals
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble

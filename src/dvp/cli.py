@@ -265,6 +265,7 @@ def mismatch(
     measurement: Annotated[str | None, MEASURED] = None,
     model: Annotated[str | None, _option("MODEL", "a Hugging Face directory, or a name on the hub")] = None,
     engine: Annotated[list[str] | None, ENGINES] = None,
+    server: Annotated[str | None, _option("URL", "a running server of the model, vLLM's or SGLang's")] = None,
     experiment: Annotated[str, _option("NAME", "whose problems and prompts are used")] = "mismatch",
     problems: Annotated[str | None, _option("SOURCE", "of config/catalogue, or a file: problem and answer")] = None,
     rho: Annotated[list[str] | None, RHOS] = None,
@@ -280,8 +281,11 @@ def mismatch(
     Samples with the engine, scores with the trainer, compares them over the whole vocabulary. With --config and
     --measurement: one of an experiment; writes mismatch/MEASUREMENT/*.parquet and mismatch.json. With --model: any
     model that can be trained; prints a table and writes FOLDER/mismatch.html, which says which correction it needs.
-    Run it in the repository's root.
+    With --server what the sampled tokens show of a running server, in place of --engine. Run it in the repository's
+    root.
     """
+    if server is not None and (model is None or engine is not None):
+        raise DvpError("--server: expected with --model, whose weights it serves, and without --engine")
     if [option is not None for option in (config, measurement, model)] not in (
         [True, True, False],
         [False, False, True],
@@ -293,7 +297,7 @@ def mismatch(
         stage.mismatch(config, measurement, threads)
         return
     assert model is not None
-    from dvp.analysis.stage import show_mismatch
+    from dvp.analysis.stage import show_mismatch, show_rollouts
     from dvp.experiment.grid import Rho
     from dvp.experiment.loading import load_experiment
 
@@ -303,6 +307,11 @@ def mismatch(
         raise DvpError(f"--rho: {error}") from None
     loaded, engines = load_experiment(experiment), list(dict.fromkeys(engine or ["bf16"]))
     settings = {"count": count, "responses": responses, "response_tokens": response_tokens, "rho": rhos, "seed": seed}
+    if server is not None:
+        show_rollouts(
+            loaded, stage.rollouts_of_server(model, server, loaded, problems, settings, output, threads), output
+        )
+        return
     stage.mismatch_of_model(model, engines, loaded, problems, settings, output, threads)
     show_mismatch(loaded, engines, output)
 

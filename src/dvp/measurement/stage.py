@@ -14,7 +14,7 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.data import Columns, FileSource
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Measurement, MismatchConfig
-from dvp.files import write_json
+from dvp.files import atomic_path, write_json
 from dvp.gpus import claim
 from dvp.hub import download
 from dvp.provenance import device, git_commit
@@ -23,6 +23,7 @@ from dvp.stage import Stage, run_stage
 
 if TYPE_CHECKING:
     from dvp.measurement.bias import BiasTables
+    from dvp.measurement.problems import FixedProblems
 
 
 def mismatch(config: Path, path: str, threads: int) -> None:
@@ -164,39 +165,15 @@ def mismatch_of_model(
             if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
                 raise SystemExit(status)  # it has said why
         return
-    # What is on the hub comes first: in an engine's environment there is none.
-    folder = Path(model)
-    if not folder.is_dir():
-        folder = download(model, None, "expected a folder, or the name of a model on the hub")
-    name, [engine] = problems or experiment.data.train, engines
-    where, source = f"sources.{name}", experiment.sources.get(name)
-    if source is None:
-        columns = Columns(problem="problem", answer="answer")
-        where, source = "--problems", FileSource(kind="file", path=Path(name), columns=columns)
-    rows, started = load(source, where), time.time()
-    _claim(experiment, engine, threads)
+    [engine], started = engines, time.time()
+    folder, name, fixed, experiment = _opened(model, engine, experiment, problems, settings, threads)
     import transformers
     import vllm
 
     from dvp.measurement.mismatch import measure_mismatch
-    from dvp.measurement.problems import FixedProblems, drawn, rendered
     from dvp.training.agreement import KL_LIMITS, kl_of_noise, precision_class
-    from dvp.training.models import check_model
 
-    check_model(folder)
-    context = transformers.AutoConfig.from_pretrained(folder).max_position_embeddings
     count, responses, tokens, seed = (settings[key] for key in ("count", "responses", "response_tokens", "seed"))
-    if context <= tokens:
-        raise DvpError(f"--response-tokens: expected less than the model's context, {context}, found {tokens}")
-    chosen = MismatchConfig.model_construct(
-        policies=["base"], engines=[engine], problems=count, responses=responses, rhos=settings["rho"], margins=[]
-    )
-    lengths = {"max_response_tokens": tokens, "max_prompt_tokens": context - tokens, "temperature": 1.0}
-    training = experiment.training.model_copy(update=lengths)
-    experiment = experiment.model_copy(update={"mismatch": chosen, "training": training})
-    distinct = list({row.problem: row for row in rows}.values())
-    read = rendered(distinct, experiment.data.prompt_template)
-    fixed = FixedProblems(experiment, folder, read, where=where, count=count, seed=seed, draw=drawn)
     config, measurement = experiment.engines[engine], Measurement(policy="base", engine=engine, seed=seed)
     running, network = fixed.engine(engine, responses), fixed.network()
     place = output / engine
@@ -218,6 +195,72 @@ def mismatch_of_model(
     }
     limit = KL_LIMITS[precision_class(config, "float32")] + kl_of_noise(config)
     write_json(place / "mismatch.json", result | {"folder": str(folder), "limit": limit, "about": about})
+
+
+def rollouts_of_server(
+    model: str,
+    url: str,
+    experiment: Experiment,
+    problems: str | None,
+    settings: dict[str, Any],
+    output: Path,
+    threads: int,
+) -> Path:
+    """Have a running server of a model sample, score it with the trainer; a file as `dvp diagnose-rollouts` takes it.
+
+    Arguments as in `mismatch_of_model`, but for `url`, the server's. Raises DvpError likewise, and for a server that
+    does not answer, or not with token ids and log-probs.
+    """
+    from dvp.measurement.server import Server, rollouts
+
+    server = Server(url)
+    _, _, fixed, _ = _opened(model, None, experiment, problems, settings, threads)
+    file = output / "rollouts.parquet"
+    with atomic_path(file) as part:
+        rollouts(server, fixed, settings["responses"], settings["response_tokens"]).to_parquet(part)
+    return file
+
+
+def _opened(
+    model: str, engine: str | None, experiment: Experiment, problems: str | None, settings: dict[str, Any], threads: int
+) -> tuple[Path, str, "FixedProblems", Experiment]:
+    """A user's model, what the problems are called, the problems, and the experiment with the settings."""
+    # What is on the hub comes first: in an engine's environment there is none.
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = download(model, None, "expected a folder, or the name of a model on the hub")
+    name = problems or experiment.data.train
+    where, source = f"sources.{name}", experiment.sources.get(name)
+    if source is None:
+        columns = Columns(problem="problem", answer="answer")
+        where, source = "--problems", FileSource(kind="file", path=Path(name), columns=columns)
+    rows = load(source, where)
+    _claim(experiment, engine, threads)
+    import transformers
+
+    from dvp.measurement.problems import FixedProblems, drawn, rendered
+    from dvp.training.models import check_model
+
+    check_model(folder)
+    context = transformers.AutoConfig.from_pretrained(folder).max_position_embeddings
+    count, tokens = settings["count"], settings["response_tokens"]
+    if context <= tokens:
+        raise DvpError(f"--response-tokens: expected less than the model's context, {context}, found {tokens}")
+    chosen = MismatchConfig.model_construct(
+        policies=["base"],
+        engines=[engine],
+        problems=count,
+        responses=settings["responses"],
+        rhos=settings["rho"],
+        margins=[],
+    )
+    lengths = {"max_response_tokens": tokens, "max_prompt_tokens": context - tokens, "temperature": 1.0}
+    training = experiment.training.model_copy(update=lengths)
+    experiment = experiment.model_copy(update={"mismatch": chosen, "training": training})
+    distinct = list({row.problem: row for row in rows}.values())
+    read = rendered(distinct, experiment.data.prompt_template)
+    fixed = FixedProblems(experiment, folder, read, where=where, count=count, seed=settings["seed"], draw=drawn)
+    return folder, name, fixed, experiment
 
 
 @contextmanager
@@ -242,9 +285,9 @@ def _measuring(
         yield directory, measurement, model_result.parent, stage
 
 
-def _claim(experiment: Experiment, engine: str, threads: int) -> None:
-    """GPUs and threads, before anything that would take others is imported."""
-    claim(experiment.engines[engine].tensor_parallel)
+def _claim(experiment: Experiment, engine: str | None, threads: int) -> None:
+    """GPUs and threads, before anything that would take others is imported; without an engine the trainer's GPU."""
+    claim(1 if engine is None else experiment.engines[engine].tensor_parallel)
     configure_environment(threads)
     import torch
 

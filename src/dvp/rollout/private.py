@@ -95,13 +95,18 @@ class SafeVocabularyProcessor(LogitsProcessor):
         """The most likely entry is always safe."""
         return True
 
+    @staticmethod
+    def rule(params: SamplingParams) -> SafeVocabulary | None:
+        """What a request asks for."""
+        return (params.extra_args or {}).get(RULE)
+
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """See LogitsProcessor.update_state: requests enter, leave and change rows."""
 
         def entry(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple | None:
-            asked = params.extra_args or {}
+            asked, rule = params.extra_args or {}, self.rule(params)
             response = (asked[REPORTED], params.seed) if REPORTED in asked else None
-            return (asked[RULE], response, output) if RULE in asked else None
+            return None if rule is None else (rule, response, output)
 
         process_dict_updates(self._requests, batch_update, entry)
         if batch_update is None:

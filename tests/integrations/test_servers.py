@@ -1,0 +1,241 @@
+"""Inference servers: the safe vocabulary within vLLM's, and the mismatch of a running one."""
+
+import http.server
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pandas as pd
+import pytest
+import torch
+
+from dvp.cli import main
+from dvp.core.safe_vocabulary import Entropy, TopK, safe_mask
+
+PROCESSOR = "dvp.integrations.vllm:ServedSafeVocabulary"
+ENTROPY = {"rule": "entropy", "alpha": 0.1, "target_entropy": 4.0, "lowest": 1e-6, "highest": 0.9}
+SMALL = ["--count", "2", "--responses", "2", "--response-tokens", "12"]
+
+
+def ask(url, **body):
+    request = Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=300) as answer:
+        return json.load(answer)["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tiny_model, tmp_path_factory):
+    """The address of vLLM's own server of a tiny model, with the processor."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model, "--port", port]
+    command += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-logprobs", "400"]
+    command += ["--logprobs-mode", "processed_logprobs", "--logits-processors", PROCESSOR, "--max-num-seqs", "8"]
+    command += ["--kv-cache-memory-bytes", 2**26, "--host", "127.0.0.1"]
+    settings = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    settings |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, env=os.environ | settings)
+    url, start = f"http://127.0.0.1:{port}", time.monotonic()
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < start + 600, log.read_text()[-3000:]
+            try:
+                urlopen(url + "/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def next_token(url, model, **options):
+    """What a token is sampled from: the log-probs of those that may come, by id."""
+    answer = ask(
+        url, model=str(model), prompt=[5, 7, 9], max_tokens=1, logprobs=400, return_tokens_as_token_ids=True, **options
+    )
+    found = {int(name.split(":")[1]): value for name, value in answer["logprobs"]["top_logprobs"][0].items()}
+    return {token: value for token, value in found.items() if value > -9999.0}  # −∞ in JSON
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"rule": "top_k", "k": 7}, TopK(rule="top_k", k=7)),
+        (ENTROPY | {"rho": 0.3}, Entropy(**ENTROPY).safe(0.3, 1)),
+    ],
+)
+def test_a_request_is_sampled_from_its_safe_vocabulary(asked, rule, vllm_server, tiny_model):
+    """After temperature, and renormalised; the reported log-probs are those."""
+    whole = next_token(vllm_server, tiny_model, temperature=2.0)
+    pruned = next_token(vllm_server, tiny_model, temperature=2.0, vllm_xargs={"safe_vocabulary": json.dumps(asked)})
+    assert len(whole) == 400
+    logits_1V = torch.tensor([[whole[token] for token in range(400)]])
+    safe = safe_mask(logits_1V, rule)[0].nonzero()[:, 0].tolist()
+    assert sorted(pruned) == safe
+    assert 1 < len(safe) < 400
+    mass = math.fsum(math.exp(whole[token]) for token in safe)
+    for token in safe:
+        assert pruned[token] == pytest.approx(whole[token] - math.log(mass), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ('{"rule": "top_k", "k": 0}', "top_k.k: Input should be greater than or equal to 1"),
+        (json.dumps(ENTROPY), "entropy needs rho"),
+        ('{"rule": "trainer_only", "rho": 0.1}', "restricts nothing in the engine"),
+    ],
+)
+def test_a_rule_that_cannot_be_read_is_a_bad_request(text, why, vllm_server, tiny_model):
+    with pytest.raises(HTTPError) as raised:
+        next_token(vllm_server, tiny_model, vllm_xargs={"safe_vocabulary": text})
+    assert raised.value.code == 400
+    assert why in raised.value.read().decode()
+
+
+@pytest.fixture
+def problems(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    rows = [{"problem": "badu kefi " * number, "answer": str(number)} for number in range(1, 4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def measure(root, url, model, problems, output):
+    command = [sys.executable, "-m", "dvp.cli", "mismatch", "--server", url, "--model", model, *SMALL]
+    command += ["--problems", problems, "--output", output]
+    return subprocess.run(list(map(str, command)), cwd=root, check=False, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_the_mismatch_of_a_running_server(vllm_server, tiny_model, problems, root, tmp_path):
+    done = measure(root, vllm_server, tiny_model, problems, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "needs no correction" in done.stdout
+    assert (tmp_path / "out" / "mismatch.html").is_file()
+    table = pd.read_parquet(tmp_path / "out" / "rollouts.parquet")
+    assert len(table) == 4
+    assert table["problem"].nunique() == 2
+    for row in table.itertuples():
+        assert 0 < len(row.token_ids) == len(row.engine_logprobs) <= 12
+        assert row.trainer_logprobs == pytest.approx(row.engine_logprobs, abs=1e-4)
+    assert len({tuple(tokens) for tokens in table["token_ids"]}) > 1
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers as documented, from a table: path to JSON, or a function of the request."""
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, asked):
+        found = self.server.table[self.path]
+        self.server.asked.append(asked)
+        body = json.dumps(found(asked) if callable(found) else found).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def answering():
+    """Start a server that answers from a table."""
+    servers = []
+
+    def start(table):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        server.table, server.asked = table, []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server, f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def sglang(asked):
+    """As SGLang documents it: of each response [log-prob, token id, text]."""
+    one = {"text": "…", "meta_info": {"output_token_logprobs": [[-0.5, 11, None], [-1.5, 12, None]]}}
+    return [one] * asked["sampling_params"]["n"]
+
+
+def test_sglang_is_asked_as_it_documents(answering):
+    from dvp.measurement.server import Server
+
+    server, url = answering({"/v1/models": {"data": [{"id": "m", "owned_by": "sglang"}]}, "/generate": sglang})
+    assert Server(url + "/").generate([1, 2], 2, 9, seed=3) == [([11, 12], [-0.5, -1.5])] * 2
+    asked = server.asked[-1]
+    assert (asked["input_ids"], asked["return_logprob"]) == ([1, 2], True)
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": 9, "n": 2}
+    assert whole.items() <= asked["sampling_params"].items()
+
+
+@pytest.mark.parametrize(
+    ("owner", "answer", "needed"),
+    [
+        ("vllm", {"choices": [{"text": "a b", "logprobs": None}]}, "--return-tokens-as-token-ids"),
+        (
+            "vllm",
+            {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]},
+            "--return-tokens-as-token-ids",
+        ),
+        ("sglang", {"text": "a b", "meta_info": {}}, "return_logprob"),
+    ],
+)
+def test_text_without_token_ids_is_refused(owner, answer, needed, answering):
+    from dvp.errors import DvpError
+    from dvp.measurement.server import Server
+
+    path = "/generate" if owner == "sglang" else "/v1/completions"
+    _, url = answering({"/v1/models": {"data": [{"id": "m", "owned_by": owner}]}, path: answer})
+    with pytest.raises(DvpError, match=re.escape("without token ids and log-probs; needed is")) as raised:
+        Server(url).generate([1], 1, 4, seed=0)
+    assert needed in str(raised.value)
+
+
+def test_tokens_named_by_their_ids_are_read(answering):
+    from dvp.measurement.server import Server
+
+    reported = {"tokens": ["token_id:3", "token_id:4"], "token_logprobs": [-1.0, -2.0]}
+    table = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/completions": {"choices": [{"logprobs": reported}]}}
+    assert Server(answering(table)[1]).generate([1], 1, 4, seed=0) == [([3, 4], [-1.0, -2.0])]
+
+
+def test_a_server_that_is_not_there_is_one_line(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert main(["mismatch", "--server", url, "--model", "m"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"dvp mismatch: --server: {url}/v1/models: no answer")
+    assert error.count("\n") == 1
+
+
+def test_a_server_beside_an_engine_is_refused(capsys):
+    assert main(["mismatch", "--server", "http://h", "--model", "m", "--engine", "bf16"]) == 2
+    assert "without --engine" in capsys.readouterr().err

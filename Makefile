@@ -26,7 +26,7 @@ $(if $(filter-out cpu cuda,$(ENV)),$(error ENV=$(ENV): expected cpu or cuda))
 $(if $(filter command,$(origin experiment)),$(error experiment=$(experiment): for make it is EXPERIMENT=$(experiment)))
 IS_LOCKED = -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 
-.PHONY: run smoke evidence reference plan test test-all check bench format docs mlflow install clean
+.PHONY: run smoke evidence reference plan test test-all test-verl check bench format docs mlflow install clean
 run: install
 	@$(SNAKEMAKE) --quiet host reason --config experiment=$(EXPERIMENT)
 	@$(SNAKEMAKE) --quiet all --config experiment=$(EXPERIMENT) --report $(RESULTS)/$(EXPERIMENT)/report.html
@@ -57,6 +57,12 @@ test: install
 # With what takes longest: training that is killed again and again, alone and under Slurm.
 test-all: install
 	$(PYTEST)
+
+# Against verl's own functions. Its antlr4 is older than this environment's: one on top of it has it first.
+test-verl: install
+	@$(BIN)/python -m venv .verl && .verl/bin/pip install --quiet --no-deps -r envs/verl.txt
+	@cd $(VENV)/lib/python3.11/site-packages && pwd >"$(CURDIR)/.verl/lib/python3.11/site-packages/dvp.pth"
+	PYTHONPATH=src .verl/bin/python -m pytest -q tests/integrations/test_verl.py
 
 check: install
 	$(BIN)/ruff format --check .

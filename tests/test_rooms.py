@@ -14,6 +14,7 @@ PACKAGE = Path(dvp.__file__).parent
 ROOMS = [
     ("errors", "files", "gpus", "hub", "node", "strict", "signals", "progress", "provenance", "versions"),
     ("core",),
+    ("integrations",),
     ("experiment",),
     ("tracking",),
     ("stage",),

@@ -10,12 +10,9 @@ from pathlib import Path
 
 import torch
 
-from dvp.core.batch import Batch, Rollout
-from dvp.core.safe_vocabulary import SafeVocabulary, safe_mask
+from dvp.core.batch import Batch
 from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import DvpError
-from dvp.experiment.config import Experiment
-from dvp.experiment.grid import rho_in_path
 from dvp.preflight.report import Verdict
 from dvp.training import ranks
 from dvp.training.agreement import KL_LIMITS, Positions, distance, own_logits
@@ -35,8 +32,6 @@ SAME_ENGINE = 1e-3
 """Nats that two engines of the same weights may differ by in any case."""
 POSITIONS = 32
 """Tokens of a response at which trainer and engine are compared."""
-SIMULATED, DRAWS = 400, 512
-"""Responses from which the kept fraction is estimated; tokens drawn at each position to make them of."""
 
 
 def check_compilers() -> None:
@@ -99,54 +94,6 @@ def check_mismatch(engine: Positions, noise: dict[str, Positions], kind: str, of
         f"{own['bf16']['kl']:.2g} in another precision",
         {**measured, "limit": limit, "worst_limit": worst, "positions": len(engine.train_NV), "noise": own},
     )
-
-
-def kept_by_method(experiment: Experiment, engine: str, positions: Positions, seed: int) -> dict[str, float]:
-    """The fraction of the longest responses that each method's correction would keep, by method and ρ.
-
-    Each of `SIMULATED` responses takes its tokens' log-ratios from the compared positions, drawn with replacement, with
-    a token from the engine's distribution there, pruned as the method has it. What the positions of one response have
-    in common is lost.
-    """
-    kept = {}
-    for run in experiment.runs:
-        method, name = experiment.methods[run.method], f"{run.method}_rho_{rho_in_path(run.rho)}"
-        if run.engine != engine or name in kept:
-            continue
-        sides = method.sides(run.rho_value, experiment.training.max_response_tokens)
-        generator = torch.Generator().manual_seed(seed)
-        infer_NV = _pruned(positions.infer_NV, sides.engine)
-        if sides.replayed:
-            train_NV = _renormalised(positions.train_NV, infer_NV.isfinite())
-        else:
-            train_NV = _pruned(positions.train_NV, sides.trainer)
-        length = experiment.training.max_response_tokens
-        tokens_ND = torch.multinomial(infer_NV.exp(), DRAWS, replacement=True, generator=generator)
-        log_ratio_ND = (train_NV - infer_NV).gather(1, tokens_ND)
-        pool = log_ratio_ND.flatten()
-        drawn_BT = pool[torch.randint(len(pool), (SIMULATED, length), generator=generator)]
-        everywhere_BT = torch.ones_like(drawn_BT, dtype=torch.bool)
-        rollout = Rollout(
-            Batch(torch.zeros_like(everywhere_BT, dtype=torch.long), everywhere_BT),
-            torch.zeros_like(drawn_BT),
-            torch.zeros(SIMULATED),
-            torch.zeros(SIMULATED, dtype=torch.bool),
-        )
-        # A token that the trainer prunes has the mask value of the head.
-        log_prob_BT = drawn_BT.nan_to_num(neginf=-50.0)
-        statistics = {"pruned_log_prob": log_prob_BT, "target_in_safe": drawn_BT.isfinite()}
-        weights = method.importance.weights(rollout, statistics)
-        kept[name] = weights.kept_B.double().mean().item()
-    return kept
-
-
-def _pruned(log_prob_NV: torch.Tensor, rule: SafeVocabulary | None) -> torch.Tensor:
-    return log_prob_NV if rule is None else _renormalised(log_prob_NV, safe_mask(log_prob_NV, rule))
-
-
-def _renormalised(log_prob_NV: torch.Tensor, inside_NV: torch.Tensor) -> torch.Tensor:
-    masked_NV = log_prob_NV.masked_fill(~inside_NV, -torch.inf)
-    return masked_NV - masked_NV.logsumexp(dim=-1, keepdim=True)
 
 
 def check_same_engine(reloaded_NV: torch.Tensor, fresh_NV: torch.Tensor, before_NV: torch.Tensor) -> Verdict:

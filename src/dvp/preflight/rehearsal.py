@@ -30,7 +30,6 @@ from dvp.preflight.checks import (
     check_forward,
     check_mismatch,
     check_same_engine,
-    kept_by_method,
     noise_of_trainer,
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
@@ -223,7 +222,6 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": before_NV}, work / BEFORE)
-        report.note("kept", kept_by_method(experiment, engine, positions, loop.run.seed))
         report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     del positions, noise
     if torch.cuda.is_available():

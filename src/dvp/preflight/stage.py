@@ -142,7 +142,7 @@ class _Preflight:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         checks = {line["check"].replace(" ", "_"): line["measured"] for line in summary["checks"]}
-        figures = {name: summary[name] for name in ("seconds", "kept", "utilisation") if summary[name] is not None}
+        figures = {name: summary[name] for name in ("seconds", "utilisation") if summary[name] is not None}
         stage.tracked.log_result(_numbers(checks | figures))
         stage.finish({"passed": True, **summary})
 
@@ -223,8 +223,6 @@ class _Preflight:
             "kl": next((line["measured"].get("kl") for line in verdicts if line["check"] == "mismatch"), None),
             "seconds": notes.get("seconds"),
             "utilisation": self._utilisation(notes),
-            "kept": notes.get("kept"),
-            "kept_at": training.max_response_tokens,
         }
 
 

@@ -6,12 +6,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dvp.errors import DvpError
-from dvp.experiment.grid import rho_as_written, setting_as_written
-from dvp.experiment.loading import read_yaml
-from dvp.strict import NAME, Name, Strict, first_problem
+from dvp.experiment.grid import Rho, setting_as_written
+from dvp.experiment.loading import parse, read_yaml
+from dvp.strict import NAME, Name, Strict
 
 CLAIMS = Path("config/claims.yaml")
 
@@ -45,7 +45,7 @@ class Condition(Strict):
         plain = (bool, int, float)
         texts = {key: setting_as_written(item) if isinstance(item, plain) else item for key, item in value.items()}
         rho = texts.get("rho", "none")
-        return texts if rho == "none" or not isinstance(rho, str) else texts | {"rho": rho_as_written(rho)}
+        return texts if rho == "none" or not isinstance(rho, str) else texts | {"rho": Rho(rho)}
 
     @model_validator(mode="after")
     def _one_test(self) -> "Condition":
@@ -147,10 +147,7 @@ def load_file(path: Path = CLAIMS) -> Claims:
     """All of the file. Raises DvpError."""
     value = read_yaml(path)
     try:
-        expanded = _written_out(value)
-        return Claims.model_validate(expanded)
-    except ValidationError as error:
-        raise DvpError(f"{path}: {first_problem(error, expanded, Claims)[1]}") from None
+        return parse(Claims, _written_out(value), path)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DvpError(f"{path}: claims: expected lists of claims by source; {type(error).__name__}: {error}") from None
 

@@ -4,11 +4,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from dvp.errors import DvpError
-from dvp.experiment.loading import read_yaml
-from dvp.strict import Several, Strict, first_problem
+from dvp.experiment.loading import parse, read_yaml
+from dvp.strict import Several, Strict
 
 FILE = Path(__file__).with_name("shown.yaml")
 
@@ -118,15 +117,8 @@ def shown(kind: str) -> dict[str, Any]:
     """
     entries = read_yaml(FILE)[kind]
     for name, entry in entries.items() if kind in KINDS else ():
-        _check(KINDS[kind], entry, f"{kind}.{name}")
+        parse(KINDS[kind], entry, f"{FILE.name}: {kind}.{name}")
         for number, column in enumerate(entry["columns"] if kind != "figures" else ()):
             if isinstance(column, dict):
-                _check(ColumnEntry, column, f"{kind}.{name}.columns.{number}")
+                parse(ColumnEntry, column, f"{FILE.name}: {kind}.{name}.columns.{number}")
     return entries
-
-
-def _check(model: type[Strict], entry: Any, where: str) -> None:
-    try:
-        model.model_validate(entry)
-    except ValidationError as error:
-        raise DvpError(f"{FILE.name}: {where}: {first_problem(error, entry, model)[1]}") from None

@@ -55,9 +55,6 @@ class Rho(str):
         )
 
 
-rho_as_written = Rho
-
-
 def parse_rho(rho: object) -> float:
     """ρ as a number. Raises ValueError as `Rho`."""
     return Rho(rho).value

@@ -90,7 +90,7 @@ def _elsewhere(path: Path) -> str:
     return "" if found else f"; run this in the repository's root, which has {root}/"
 
 
-def _parse(model: type[M], value: dict, where: Path | str, files: Mapping[tuple, Path] | None = None) -> M:
+def parse(model: type[M], value: dict, where: Path | str, files: Mapping[tuple, Path] | None = None) -> M:
     """The value as this model. Raises DvpError that names the file: `where`, or that of `files` which has the entry."""
     try:
         return model.model_validate(value)
@@ -101,7 +101,7 @@ def _parse(model: type[M], value: dict, where: Path | str, files: Mapping[tuple,
 
 def parse_experiment(value: dict, where: Path) -> Experiment:
     """Validate a resolved experiment. Raises DvpError; `where` is the file that messages name."""
-    return _parse(Experiment, value, where)
+    return parse(Experiment, value, where)
 
 
 def experiment_files(config: Path = Path("config")) -> dict[str, Path]:
@@ -157,7 +157,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         catalogue = read_yaml(file)
         resolved[table] = catalogue | own
         of_catalogue |= {(table, entry): file for entry in catalogue if entry not in own}
-    experiment = _parse(Experiment, resolved, path, of_catalogue)
+    experiment = parse(Experiment, resolved, path, of_catalogue)
     for key in (experiment.data.train, *experiment.data.evaluation):
         source = experiment.sources[key]
         if isinstance(source, FileSource) and not source.path.is_file():
@@ -172,7 +172,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     if not file.is_file():
         raise DvpError(f"{path}: training.deepspeed: {file} does not exist")
     options = read_json(file)
-    _parse(_DeepSpeed, options, file)
+    parse(_DeepSpeed, options, file)
     return value, experiment.model_copy(update={"deepspeed": options})
 
 
@@ -228,7 +228,7 @@ class Settings(Strict):
 
 def check_settings(settings: dict) -> Settings:
     """What Snakemake has read of config/config.yaml, --configfile and --config. Raises DvpError."""
-    checked = _parse(Settings, settings, "config/config.yaml, --configfile or --config")
+    checked = parse(Settings, settings, "config/config.yaml, --configfile or --config")
     for folder in (Path(checked.results), Path(checked.results) / checked.experiment):
         if folder.exists() and not folder.is_dir():
             raise DvpError(f"{folder}: expected a folder, found a file")
@@ -242,7 +242,7 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
     """
     given = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
     file = config / "config.yaml"
-    settings = _parse(Settings, read_yaml(file) | given, f"{file} or --config")
+    settings = parse(Settings, read_yaml(file) | given, f"{file} or --config")
     return settings.model_dump(exclude={"evidence"})
 
 

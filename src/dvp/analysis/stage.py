@@ -1,14 +1,13 @@
 """The stages `report` and `evidence`, and what `dvp show`, `dvp bias --model` and `dvp mismatch --model` print."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.parts import several_solutions
 from dvp.analysis.replicates import folders
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import RESULTS, ExperimentDir
-from dvp.experiment.jobs import BASE
 from dvp.experiment.loading import check_settings, read_yaml
 from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
 from dvp.measurement.files import TOKENS
@@ -60,25 +59,13 @@ def report(config: Path) -> None:
 
 
 def _inputs(directory: ExperimentDir) -> Inputs:
-    experiment, task = directory.experiment, directory.experiment.report.task
+    experiment = directory.experiment
     if experiment.replicates:
         return {"report": [folder / RESULTS["report"] for folder in folders(experiment, directory.folder)]}
-    runs = [run.path for run in experiment.runs]
-    scores = [f"{path}/{task}" for path in (BASE, *runs)]
-    if experiment.snapshots:
-        paths = [BASE, *runs, *(run.path for run in experiment.snapshots)]
-        scores += [f"{path}/{task}" for path in paths for task in experiment.data.tasks]
-    for run, sampler in experiment.further_evaluations:
-        scores.append(f"{BASE if run is None else run.path}/{sampler.path}/{task}")
-    inputs = {
-        "train": [directory.result("train", path) for path in runs],
-        "evaluate": [directory.result("evaluate", path) for path in dict.fromkeys(scores)],
-    }
-    if several_solutions(experiment):
-        inputs["base"] = [directory.result("base")]
-    for name in ("mismatch", "bias"):
-        if getattr(experiment, name) is not None:
-            inputs[name] = [directory.result(name, measurement.path) for measurement in experiment.measurements(name)]
+    inputs = defaultdict(list)
+    for stage, path in experiment.job("report").after:
+        if stage != "base":  # the base model's numbers are its evaluations
+            inputs[stage].append(directory.result(stage, path))
     return inputs
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dvp.analysis.formats import rho_text
 from dvp.analysis.pages import TEMPLATES
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import Run, settings_as_read
+from dvp.experiment.grid import Run
 from dvp.files import read_json, verify_checksums, write_text
+from dvp.tracking.names import policy_title
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
 
@@ -91,9 +91,7 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
     file, *_ = [*responses_files(folder, run), place / RESPONSES]
     metrics = place / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.exists() else []
-    parts = [experiment.methods[run.method].label, run.engine, *([f"ρ {rho_text(run.rho)}"] if run.rho else [])]
-    label = " · ".join([*parts, *settings_as_read(experiment.settings_of(run)), f"seed {run.seed}"])
-    return Recorded(run, label, read_responses(file), {row["step"]: row for row in rows})
+    return Recorded(run, policy_title(experiment, run), read_responses(file), {row["step"]: row for row in rows})
 
 
 def responses_files(folder: Path, run: Run) -> list[Path]:

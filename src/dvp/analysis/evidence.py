@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,21 +259,16 @@ def _tried(report: Report, alike: list[Statistic]) -> int:
 
 def _turned(claim: str, one: Statistic, numbers: dict[str, float | None]) -> dict[str, Any]:
     """Value and interval the other way round; none where a ratio is not above 0, which has no reciprocal."""
-    turn: Callable[[float], float | None]
-    if one.unit == "ratio":
-
-        def turn(number: float) -> float | None:
-            return 1 / number if number > 0 else None
-
-    elif _is_difference(one.name, one.unit):
-
-        def turn(number: float) -> float | None:
-            return 0.0 - number
-
-    else:
+    if one.unit != "ratio" and not _is_difference(one.name, one.unit):
         expected = "expected a ratio or a difference of fractions"
         raise DvpError(f"claim '{claim}': {one.name}: turned: {expected}, found unit '{one.unit}'")
-    value, low, high = (None if number is None else turn(number) for number in numbers.values())
+
+    def turned(number: float | None) -> float | None:
+        if number is None or (one.unit == "ratio" and number <= 0):
+            return None
+        return 1 / number if one.unit == "ratio" else 0.0 - number
+
+    value, low, high = map(turned, numbers.values())
     return {"value": value, "low": high, "high": low, "how": f"{one.how}; sign or ratio reversed"}
 
 

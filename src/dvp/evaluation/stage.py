@@ -97,7 +97,6 @@ def sampling(
     from dvp.tools import make_tool
 
     settings, sampler = experiment.evaluation, sampler or experiment.sampler
-    rho = sampler.rho_value
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     @cache
@@ -130,7 +129,7 @@ def sampling(
             engine=engine(),
             tokenizer=tokenizer,
             folder=folder,
-            safe_vocabulary=None if rho is None else FixedRho(rho),
+            safe_vocabulary=None if sampler.rho is None else FixedRho(sampler.rho.value),
         )
 
     return sample

@@ -205,11 +205,6 @@ class Sampler(Strict):
         """The sampler as a relative path, which says what it is."""
         return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
 
-    @property
-    def rho_value(self) -> float | None:
-        """ρ as a number, None without a safe vocabulary."""
-        return None if self.rho is None else self.rho.value
-
 
 class Measurement(Strict):
     """One measurement at a fixed policy: with one engine and one seed, which is the trained policy's seed as well."""

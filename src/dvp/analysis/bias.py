@@ -212,11 +212,6 @@ def variance_places(experiment: Experiment) -> list[dict[str, str]]:
     ]
 
 
-def place_columns(experiment: Experiment) -> list[str]:
-    """The keys of each of `estimator_places`, in their order."""
-    return ["policy", "engine", *(["task"] if experiment.bias.tasks else []), "method", "rho"]
-
-
 def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
     """Standard error of a difference, by the jackknife over what both share."""
     batches = ["sample", "batch"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import estimator_places, place_columns
+from dvp.analysis.bias import estimator_places
 from dvp.analysis.estimates import over_seeds
 from dvp.analysis.load import Reader
 from dvp.analysis.points import estimator_counterpart
@@ -117,7 +117,7 @@ def _responses(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 def _lines(experiment: Experiment, reader: Reader) -> Iterator[tuple[dict[str, str], _Line, _Line | None]]:
     """Where each estimator is, the estimator, and the same correction without safe vocabulary if that is compared."""
-    table = reader.bias["estimators"].set_index([*place_columns(experiment), "seed"]).sort_index()
+    table = reader.bias["estimators"].set_index([*estimator_places(experiment)[0], "seed"]).sort_index()
     places = [{key: value for key, value in where.items() if key != "task"} for where in estimator_places(experiment)]
     for where in [dict(items) for items in dict.fromkeys(tuple(place.items()) for place in places)]:
         name = estimator_counterpart(experiment, where["method"], "unpruned")
@@ -126,8 +126,9 @@ def _lines(experiment: Experiment, reader: Reader) -> Iterator[tuple[dict[str, s
 
 
 def _line(experiment: Experiment, table: pd.DataFrame, where: dict[str, str]) -> _Line:
+    *columns, _ = table.index.names
     rows = {
-        task: table.loc[tuple((where | {"task": task})[key] for key in place_columns(experiment))].loc[experiment.seeds]
+        task: table.loc[tuple((where | {"task": task})[key] for key in columns)].loc[experiment.seeds]
         for task in experiment.bias.tasks
     }
     tokens = {task: float(own["response_tokens"].mean()) for task, own in rows.items()}

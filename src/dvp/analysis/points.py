@@ -91,9 +91,8 @@ def point_name(experiment: Experiment, point: GridPoint, beside: GridPoint | Non
 
 def policy_label(experiment: Experiment, policy: str) -> str:
     """How the policy of a measurement is called, `base` or a grid point's path."""
-    settings = [part for part in (experiment.mismatch, experiment.bias) if part is not None]
-    for point in (point for part in settings for point in part.policies):
-        if point != BASE and point.path == policy:
+    for point in experiment.points:
+        if point.path == policy:
             rho = "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
             settings = "".join(f", {text}" for text in settings_as_read(experiment.settings_of(point)))
             return f"after {experiment.methods[point.method].label}, {point.engine}{rho}{settings}"

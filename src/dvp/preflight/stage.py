@@ -143,7 +143,7 @@ class _Preflight:
             shutil.rmtree(work, ignore_errors=True)
         checks = {line["check"].replace(" ", "_"): line["measured"] for line in summary["checks"]}
         figures = {name: summary[name] for name in ("seconds", "utilisation") if summary[name] is not None}
-        stage.tracked.log_result(_numbers(checks | figures))
+        stage.tracked.log_result(checks | figures)
         stage.finish({"passed": True, **summary})
 
     def _start(self, process: Process) -> None:
@@ -224,12 +224,3 @@ class _Preflight:
             "seconds": notes.get("seconds"),
             "utilisation": self._utilisation(notes),
         }
-
-
-def _numbers(value: dict) -> dict:
-    """Of a summary, what goes to the tracking store."""
-    return {
-        name: _numbers(item) if isinstance(item, dict) else item
-        for name, item in value.items()
-        if isinstance(item, dict | int | float)
-    }

@@ -72,9 +72,9 @@ class StageRun:
         self._record.metrics = self._metrics and self._relative(self._metrics)
 
     def log_result(self, metrics: dict) -> None:
-        """The stage's own numbers as stage/name, nested ones as stage/name/name."""
-        of = (self._record.tags["stage"], self._record.tags["task"])
-        self._record.results |= {result_name(*of, name): float(value) for name, value in _flatten(metrics, "/")}
+        """The numbers among `metrics`, the stage's own, as stage/name, nested ones as stage/name/name."""
+        of, numbers = (self._record.tags["stage"], self._record.tags["task"]), _flatten(metrics, "/")
+        self._record.results |= {result_name(*of, name): float(n) for name, n in numbers if isinstance(n, int | float)}
 
     def log_dataset(self, path: Path, sha256: str, context: str) -> None:
         """Problems that the stage reads, in a file with this checksum: for training, evaluation or measurement."""

@@ -3,7 +3,6 @@
 import re
 import sys
 import time
-from collections.abc import Mapping
 
 _SUPERSCRIPT = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 _POINT = re.compile(r"method~(?P<method>[^/\s]+)/engine~(?P<engine>[^/\s]+)/rho~(?P<rho>[^/\s]+)")
@@ -11,19 +10,16 @@ _SETTING = re.compile(r"/(?!by~|on~|seed~)([a-z_]+)~([^/\s]+)")
 _SHORT = {"group_size": "G"}
 
 
-def readable(text: str, labels: Mapping[str, str] | None = None) -> str:
+def readable(text: str) -> str:
     """A text with the paths of runs and measurements in it as a person would write them.
 
-    `training method~dvp_mis/engine~coarse/rho~exp-13/seed~0` becomes `training DVP + MIS · coarse · ρ e⁻¹³ · seed 0`.
+    `training method~dvp_mis/engine~coarse/rho~exp-13/seed~0` becomes `training dvp_mis · coarse · ρ e⁻¹³ · seed 0`.
     Settings between ρ and seed follow: `…/rho~none/group_size~4/seed~0` becomes `… · G 4 · seed 0`.
-    labels : what methods are called; those that it lacks keep their names.
     """
 
     def point(match: re.Match) -> str:
-        parts = [(labels or {}).get(match["method"], match["method"]), match["engine"]]
-        if match["rho"] != "none":
-            parts.append(f"ρ {rho_as_read(match['rho'])}")
-        return " · ".join(parts)
+        rho = "" if match["rho"] == "none" else f" · ρ {rho_as_read(match['rho'])}"
+        return f"{match['method']} · {match['engine']}{rho}"
 
     text = _SETTING.sub(lambda match: f" · {setting_as_read(match[1], match[2])}", _POINT.sub(point, text))
     return re.sub(r"/(by|on|seed)~", r" · \1 ", text)

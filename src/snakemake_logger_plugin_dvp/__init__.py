@@ -89,7 +89,7 @@ class LogHandler(LogHandlerBase):
             self._own.emit(record)
 
     def _begun(self, record: logging.LogRecord) -> None:
-        rule, name = record.rule_name, readable(record.rule_msg or record.rule_name, {})
+        rule, name = record.rule_name, readable(record.rule_msg or record.rule_name)
         if rule not in self._taken and record.benchmark:
             self._taken[rule] = recorded(rule, Path(record.benchmark))
         self._waiting[rule] -= 1

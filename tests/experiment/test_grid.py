@@ -205,7 +205,7 @@ def test_a_step_of_a_run_has_a_path_of_its_own():
     assert snapshot.path == f"{PATH}/step~2"
     assert snapshot.after(None) == run == made.job("convert", PATH).run
     assert made.job("convert", f"{PATH}/step~2").run == snapshot
-    assert readable(snapshot.path, {"rloo": "RLOO"}) == "RLOO · fp32 · seed 0 · step 2"
+    assert readable(snapshot.path) == "rloo · fp32 · seed 0 · step 2"
     assert policy_title(made, snapshot) == policy_title(made, run) + " · step 2"
     assert policy_params(made, snapshot) == policy_params(made, run) | {"step": 2}
     with pytest.raises(DvpError, match=r"step~1' is not in experiment 'smoke'; the nearest is '.*/step~2'"):

@@ -38,12 +38,9 @@ def device() -> str:
 def processor() -> str:
     """The processor's name, and of x86 the widest vectors: they decide how sums are rounded and what vLLM can do."""
     found = {}
-    try:
-        for line in PROCESSORS.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            found.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
+    for line in PROCESSORS.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
     flags = found.get("flags", "").split()
     vectors = next((name for flag, name in VECTORS.items() if flag in flags), None)
     name = found.get("model name") or platform.processor() or platform.machine()

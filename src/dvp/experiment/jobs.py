@@ -37,14 +37,9 @@ class Job:
     asked: bool = True
     """False: a preflight that no run waits for, which somebody may ask for by hand."""
 
-    @property
-    def together(self) -> tuple[str, str]:
-        """The same for jobs that one process does: all tasks of a model with one sampler (`together`)."""
-        return together(self.stage, self.path)
-
 
 def together(stage: str, path: str) -> tuple[str, str]:
-    """Stage and path of what one process does, of which a job is a part."""
+    """Stage and path of what one process does, of which a job is a part: all tasks of a model with one sampler."""
     return stage, path.rpartition("/")[0] if stage == "evaluate" else path
 
 

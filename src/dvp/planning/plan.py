@@ -207,12 +207,13 @@ def _together(costed: list[Costed], startup: float) -> list[Costed]:
     """What one process does (all tasks of a model) as one job, which starts once."""
     merged: dict[tuple[str, str], Costed] = {}
     for one in costed:
-        first = merged.setdefault(one.job.together, one)
+        process = together(one.job.stage, one.job.path)
+        first = merged.setdefault(process, one)
         if first is not one:
             seconds = first.seconds + one.seconds - startup * (1 + one.slowest) / 2 * (one.source == ESTIMATED)
             source = max(first.source, one.source, key=SOURCES.index)
             changed = {"seconds": seconds, "source": source, "disk": first.disk + one.disk}
-            merged[one.job.together] = replace(first, slowest=max(first.slowest, one.slowest), **changed)
+            merged[process] = replace(first, slowest=max(first.slowest, one.slowest), **changed)
     return list(merged.values())
 
 
@@ -301,7 +302,7 @@ def wall_seconds(costed: list[Costed], gpus: float) -> float:
 
     Jobs that could start together do so in the order of the list. A job that needs no GPU never waits for one.
     """
-    waiting, running, done = {one.job.together: one for one in costed}, {}, set()
+    waiting, running, done = {together(one.job.stage, one.job.path): one for one in costed}, {}, set()
     now, free = 0.0, gpus
     while waiting or running:
         for name, one in list(waiting.items()):

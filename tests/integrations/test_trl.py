@@ -1,0 +1,261 @@
+"""TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
+
+import re
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp.cli import main
+from dvp.core.advantages import ADVANTAGES
+from dvp.core.batch import Batch, Rollout, unflatten
+from dvp.core.importance import PRESETS, ImportanceRule
+from dvp.core.objective import Ppo, policy_loss
+from dvp.core.safe_vocabulary import FixedRho
+from dvp.core.update import make_update
+from dvp.errors import DvpError
+from dvp.training.backend import Policy
+
+pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")
+pytestmark = pytest.mark.slow
+
+GROUP, TOKENS, TEMPERATURE, RHO = 4, 6, 0.7, 0.05
+PROMPTS = ["bado kila", "gofu", "tupa remi solo", "ni"]
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model):
+    """Makes what a GRPOTrainer is given; `changed` goes into its GRPOConfig."""
+
+    def make(folder, **changed):
+        from datasets import Dataset
+        from trl import GRPOConfig
+
+        config = GRPOConfig(
+            str(folder),
+            **{
+                "min_p": RHO,
+                "temperature": TEMPERATURE,
+                "num_generations": GROUP,
+                "per_device_train_batch_size": len(PROMPTS) * GROUP,
+                "max_completion_length": TOKENS,
+                "loss_type": "dr_grpo",
+                "scale_rewards": "none",
+                "max_steps": 2,
+                "learning_rate": 1e-2,
+                "lr_scheduler_type": "constant",
+                "max_grad_norm": 0.0,
+                "report_to": "none",
+                "save_strategy": "no",
+                "bf16": False,
+                "use_cpu": True,
+            }
+            | changed,
+        )
+        return {
+            "model": AutoModelForCausalLM.from_pretrained(tiny_model),
+            "processing_class": AutoTokenizer.from_pretrained(tiny_model, padding_side="left"),
+            "args": config,
+            "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
+            "reward_funcs": reward,
+            "rollout_func": NoisyEngine(config.min_p or 0.0),
+        }
+
+    return make
+
+
+def reward(completion_ids, **_):
+    """Between 0 and 1, a function of the tokens alone."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+class NoisyEngine:
+    """Samples by min-p from the policy's logits with noise on them, which the trainer does not know."""
+
+    def __init__(self, rho):
+        self.rho = rho
+        self.generator, self.made = torch.Generator().manual_seed(0), []
+
+    @torch.no_grad()
+    def __call__(self, prompts, trainer):
+        made = {"prompt_ids": trainer.processing_class(prompts)["input_ids"], "completion_ids": [], "logprobs": []}
+        for prompt in made["prompt_ids"]:
+            ids, log_probs = [], []
+            while len(ids) < TOKENS and trainer.processing_class.eos_token_id not in ids:
+                z = trainer.model(torch.tensor([prompt + ids])).logits[0, -1]
+                z = (z + 0.4 * torch.randn(z.shape, generator=self.generator)) / TEMPERATURE
+                p = z.softmax(dim=0)
+                p = torch.where(p >= self.rho * p.max(), p, 0.0)
+                token = torch.multinomial(p, 1, generator=self.generator).item()
+                ids.append(token)
+                log_probs.append((p[token] / p.sum()).log().item())
+            made["completion_ids"].append(ids)
+            made["logprobs"].append(log_probs)
+        self.made.append(made)
+        return dict(made)
+
+
+def trained(trainer, settings, **options):
+    """Of each step the weights before it, its loss and its gradients."""
+
+    class Watched(trainer):
+        def training_step(self, model, *args):
+            before = deepcopy(model.state_dict())
+            loss = super().training_step(model, *args)
+            steps.append((before, loss, {name: value.grad.clone() for name, value in model.named_parameters()}))
+            return loss
+
+    steps = []
+    Watched(**settings, **options).train()
+    return steps
+
+
+@pytest.fixture(scope="module")
+def mismatch_trainer():
+    from dvp.integrations.trl import MismatchTrainer
+
+    return MismatchTrainer
+
+
+def ours(tiny_model, weights, made, *, rho, importance, advantage):
+    """Loss, gradients, and how many tokens lie outside V_S, of this project's policy, update and loss."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.load_state_dict(weights)
+    policy = Policy(model)
+    batch = Batch.collate(made["prompt_ids"], made["completion_ids"], pad=0)
+    mask_BT = batch.response_BT
+    log_q_BT = unflatten(torch.tensor([value for values in made["logprobs"] for value in values]), mask_BT)
+    rewards_B = torch.tensor(reward(made["completion_ids"]))
+    safe = None if rho is None else FixedRho(rho)
+    now = policy(batch, safe=safe, temperature=TEMPERATURE)
+    log_prob_BT = unflatten(now.pruned_log_prob, mask_BT)
+    names = ("pruned_log_prob", "target_in_safe", "pruned_sum_p_squared")
+    update = make_update(
+        Rollout(batch, log_q_BT, rewards_B, torch.zeros(len(rewards_B), dtype=torch.bool)),
+        {name: unflatten(getattr(now, name).detach(), mask_BT) for name in names},
+        importance=importance,
+        advantage=ADVANTAGES[advantage],
+        group_size=GROUP,
+    )
+    loss = policy_loss(
+        Ppo(),
+        log_prob_BT,
+        log_prob_BT.detach(),
+        update.weight_BT,
+        update.advantage_BT,
+        mask_BT,
+        update.weights.denominator,
+    ).loss
+    loss.backward()
+    gradients = {name.removeprefix("model."): value.grad for name, value in policy.named_parameters()}
+    return loss.detach(), gradients, (~now.target_in_safe).sum().item()
+
+
+CASES = {
+    "dvp": (None, None, "dr_grpo"),
+    "dvp_mis": ("mis", None, "dr_grpo"),
+    "dvp_icepop": ("icepop", None, "dr_grpo"),
+    "dvp_snis": (ImportanceRule(level="sequence", self_normalise=True, denominator="kept"), None, "dr_grpo"),
+    "otb": (None, "otb", "otb"),
+    "otb_tis": ("tis", "otb", "otb"),
+}
+
+
+@pytest.mark.parametrize(("correction", "advantage", "same"), CASES.values(), ids=CASES)
+def test_loss_and_gradient_are_the_projects_own(
+    tiny_model, mismatch_trainer, settings, tmp_path, correction, advantage, same
+):
+    """Also the test of the test: without V_S the numbers would be others."""
+    given = settings(tmp_path)
+    steps = trained(mismatch_trainer, given, correction=correction, advantage=advantage)
+    rule = PRESETS.get(correction) if isinstance(correction, str) else correction or ImportanceRule()
+    assert len(steps) == len(given["rollout_func"].made) == 2
+    for (weights, loss, gradients), made in zip(steps, given["rollout_func"].made, strict=True):
+        of = {"weights": weights, "made": made, "importance": rule, "advantage": same}
+        expected, expected_gradients, outside = ours(tiny_model, rho=RHO, **of)
+        torch.testing.assert_close(loss, expected / TOKENS, atol=1e-6, rtol=0)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name] / TOKENS, atol=1e-6, rtol=0)
+        assert outside > 0
+        _, full, _ = ours(tiny_model, rho=None, **of)
+        assert max((full[name] - expected_gradients[name]).abs().max() for name in full) > 1e-2
+
+
+MODES = [("token", "truncate", None), ("token", "mask", 0.5), ("sequence", "truncate", None), ("sequence", "mask", 0.5)]
+
+
+@pytest.mark.parametrize(("level", "action", "lower"), MODES, ids=[f"{level}_{action}" for level, action, _ in MODES])
+def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_path, level, action, lower):
+    """Where nothing is pruned. TRL's code for vLLM, whose log-probs come from a rollout_func."""
+    from trl import GRPOTrainer
+
+    class ForVllm(GRPOTrainer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.use_vllm, self._last_loaded_step = True, -1
+            self.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+
+    config = {"min_p": None, "loss_type": "dapo", "vllm_importance_sampling_mode": f"{level}_{action}"}
+    config |= {"vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": lower}
+    theirs = trained(ForVllm, settings(tmp_path, **config))
+    rule = ImportanceRule(level=level, action=action, upper=1.2, lower=lower or 0.0)
+    found = trained(mismatch_trainer, settings(tmp_path, **config), correction=rule)
+    for (_, loss, gradients), (_, expected, expected_gradients) in zip(found, theirs, strict=True):
+        torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
+        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+
+
+REFUSED = [
+    ({}, {"correction": "mist"}, "correction: expected one of tis, "),
+    ({}, {"advantage": "otp"}, "advantage: expected one of rloo, "),
+    ({"top_p": 0.9}, {}, "generation: expected {'min_p': 0.05, 'temperature': 0.7, 'top_p': 1.0"),
+    ({"generation_kwargs": {"min_p": 0.1}}, {}, "generation: expected"),
+    ({"beta": 0.1}, {}, "beta: expected 0 with min_p"),
+]
+
+
+@pytest.mark.parametrize(("changed", "options", "says"), REFUSED)
+def test_what_cannot_be_combined_is_refused(mismatch_trainer, settings, tmp_path, changed, options, says):
+    with pytest.raises(DvpError, match=re.escape(says)):
+        mismatch_trainer(**settings(tmp_path, **changed), **({"correction": None} | options))
+
+
+def test_another_trl_is_refused(mismatch_trainer, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.__version__", "1.17.0")
+    with pytest.raises(DvpError, match=r"TRL is 1\.17\.0; expected 1\.16\.x"):
+        mismatch_trainer(**settings(tmp_path), correction=None)
+
+
+def test_logits_that_are_changed_are_refused(mismatch_trainer, settings, tmp_path):
+    given = settings(tmp_path)
+    given["model"].config.final_logit_softcapping = 30.0
+    with pytest.raises(DvpError, match="the model's logits: expected its head's product alone"):
+        mismatch_trainer(**given, correction=None)
+
+
+def test_a_correction_without_log_probs_is_refused(mismatch_trainer, settings, tmp_path):
+    trainer = mismatch_trainer(**settings(tmp_path) | {"rollout_func": None}, correction="tis")
+    with pytest.raises(DvpError, match="correction, rollouts: expected the sampler's log-probs"):
+        trainer.train()
+
+
+def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monkeypatch):
+    """The ten lines of docs/trl.md, and the mismatch page from the file that TRL's trainer wrote."""
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "docs/trl.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(example, {"args": given.pop("args"), "settings": given})
+    written = pd.read_json("rollouts.jsonl", lines=True)
+    made = given["rollout_func"].made
+    assert written["completion_ids"].tolist() == [ids for one in made for ids in one["completion_ids"]]
+    q = [log_prob for one in made for log_probs in one["logprobs"] for log_prob in log_probs]
+    assert written["sampling_per_token_logps"].sum() == pytest.approx(q, abs=1e-6)
+    monkeypatch.chdir(root)  # whose catalogue the verb reads
+    assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
+    assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()

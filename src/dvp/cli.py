@@ -404,38 +404,16 @@ def redraw(results: Annotated[Path, _path("FOLDER", "results, or what is kept of
     """Draw tables, figures and the claims report again, from the estimates in FOLDER/E/report."""
 
 
-FARTHEST = "where the mismatch is largest"
-
-
-@app.command(rich_help_panel=RESULTS)
+@verb(RESULTS, "dvp.analysis.stage")
 def show(
     config: Config,
-    responses: Annotated[
-        bool, typer.Option("--responses", help="a sampled response of training, token by token")
-    ] = False,
-    run: Annotated[str | None, _option("RUN", "of which run", show_default=FARTHEST)] = None,
-    step: Annotated[int | None, _option("N", "of which step", show_default=FARTHEST)] = None,
-    response: Annotated[int | None, _option("N", "which one", show_default=FARTHEST)] = None,
-    colour: Annotated[
-        Literal["log_ratio", "p", "safe", "weight", "advantage"],
-        _option("WHAT", "what the tokens' colours say: log_ratio, p, safe, weight, advantage"),
-    ] = "log_ratio",
+    responses: Annotated[bool, typer.Option("--responses", help="responses so far, while runs train")] = False,
 ) -> None:
-    """Print the main table and where everything is, or a response.
+    """Print the main table and where everything is.
 
-    Reads what `dvp report` wrote; with --responses, runs/RUN/responses.parquet, which `dvp train` writes as it goes.
+    Reads what `dvp report` wrote. With --responses it writes RESULTS/E/responses.html, the page of sampled responses of
+    the runs that have begun, from runs/RUN/responses.parquet, which `dvp train` writes as it goes.
     """
-    if responses:
-        from dvp.analysis.responses_text import show_responses
-        from dvp.experiment.folder import ExperimentDir
-
-        show_responses(ExperimentDir(config), run, step, response, colour)
-        return
-    if (run, step, response) != (None, None, None):
-        raise typer.BadParameter("--run, --step and --response go with --responses.")
-    from dvp.analysis import stage
-
-    stage.show(config)
 
 
 @verb(RESULTS, "dvp.tracking.store")

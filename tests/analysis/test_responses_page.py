@@ -1,6 +1,5 @@
-"""The page of responses and the one in the terminal: whole, true to the rows, and harmless whatever a model wrote."""
+"""The page of responses: whole, true to the rows, and harmless whatever a model wrote."""
 
-import io
 import json
 import re
 import shutil
@@ -13,14 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_up_results import make_experiment
-from rich.console import Console
 
-from dvp.analysis.responses import Recorded, page, page_data, recorded, visible, worst_tokens, write_page
-from dvp.analysis.responses_text import choose, print_response, show_responses
+from dvp.analysis.responses import Recorded, page, page_data, recorded, visible, worst_tokens, write_begun, write_page
 from dvp.errors import DvpError
-from dvp.experiment.folder import ExperimentDir
-from dvp.experiment.loading import dump_experiment
-from dvp.files import checksums, write_json, write_text
+from dvp.files import checksums, write_json
 from dvp.training.responses import SCHEMA, WRITTEN
 
 HOSTILE = [
@@ -259,85 +254,13 @@ def test_a_tools_tokens_are_shown_as_such(make_run):
     assert (shown["by_tool"], shown["own_length"], shown["length"]) == ([4, 5], 10, 12)
     assert not {4, 5} & set(worst_tokens(run.rows([0])[0], 100))
     assert run.range == make_run([row(1, 0, np.random.default_rng(0))]).range
-    plain = printed(run, run.rows([0])[0])
-    assert "tokens     10\n" in plain
-    assert "by a tool  2 tokens" in plain
-    assert "".join(one["text"]) in plain
-    coloured = printed(run, run.rows([0])[0], force_terminal=True, color_system="truecolor")
-    assert "\x1b[2;3m t4\x1b[0m" in coloured
-    assert "a tool's answer" in coloured
 
 
-# --- the terminal ---
-
-
-def printed(shown: Recorded, one: dict, colour: str = "log_ratio", **options) -> str:
-    console = Console(file=io.StringIO(), width=110, **options)
-    print_response(shown, one, colour, console)
-    return console.file.getvalue()
-
-
-def test_the_terminal_shows_first_where_engine_and_trainer_differ_most(make_run, rows):
-    runs = [make_run(rows, 0, collapsed_at=16), make_run(rows[:4], 1)]
-    shown, one = choose(runs, None, None)
-    assert (shown.run.path, one["step"], one["index"]) == (runs[0].run.path, 15, 1)
-    text = printed(shown, one)
-    assert "\x1b" not in text
-    assert "step       15 of 1, 10, 14, 15, 16, 20   the run collapsed at step 16" in text
-    assert "response   1 of 0, 1, 5, 7" in text
-    assert "".join(one["text"]) in text
-    first = text.splitlines()[text.splitlines().index(next(x for x in text.splitlines() if "position" in x)) + 1]
-    assert first.split()[0] == "4"
-    assert "-3" in first.split()
-    assert "outside the safe vocabulary: 9" in text
-
-
-def test_what_is_asked_for_is_shown(make_run, rows):
-    runs = [make_run(rows, 0), make_run(rows[:8], 1)]
-    shown, one = choose(runs[1:], 10, 7)
-    assert (shown.run, one["step"], one["index"]) == (runs[1].run, 10, 7)
-    with pytest.raises(DvpError, match=r"--step 15: no response of it was recorded; recorded are steps 1, 10$"):
-        choose(runs[1:], 15, None)
-    with pytest.raises(DvpError, match=r"--response 3: not recorded at step 10 of .*; 0, 1, 5, 7 are"):
-        choose(runs, 10, 3)
-
-
-@pytest.mark.parametrize(
-    ("colour", "meaning"),
-    [
-        ("log_ratio", " −0.1  −0.025  0  +0.025  +0.1   log p − log q, nats;"),
-        ("p", " 1  0.1  0.01  0.001  0.0001   p of the trainer"),
-        ("safe", " in the safe vocabulary  pruned   by the trainer;"),
-        ("weight", " ½  1  2   importance weight;"),
-        ("advantage", " −0.5  −0.25  0  +0.25  +0.5   advantage;"),
-    ],
-)
-def test_a_terminal_gets_colours_and_a_legend(make_run, rows, colour, meaning):
-    shown, one = choose([make_run(rows)], None, None)
-    text = printed(shown, one, colour, force_terminal=True, color_system="truecolor")
-    assert meaning in re.sub(r"\x1b\[[\d;]*m", "", text)
-    assert re.search(r"\x1b\[[\d;]*48;2;", text)
-
-
-def test_hostile_text_does_not_reach_the_terminal(make_run):
-    shown = hostile_run(make_run)
-    text = printed(shown, shown.rows([0])[0])
-    assert not set(text) & set("\x1b\x07\u202e")
-    assert "⟨U+001B⟩[2J" in text
-
-
-def test_show_finds_the_runs_that_have_begun(make_run, rows, tmp_path, experiment, capsys):
-    write_text(tmp_path / "config.yaml", dump_experiment(experiment))
-    directory = ExperimentDir(tmp_path / "config.yaml")
+def test_the_page_of_the_runs_that_have_begun(make_run, rows, tmp_path, experiment):
     with pytest.raises(DvpError, match="no run has recorded responses yet"):
-        show_responses(directory, None, None, None, "p")
-    make_run(rows, 1)
-    show_responses(directory, None, None, None, "p")
-    assert f"--run {experiment.runs[1].path}\n" in capsys.readouterr().out
-    with pytest.raises(DvpError, match=r"responses\.parquet: no such file"):
-        show_responses(directory, experiment.runs[0].path, None, None, "p")
-    with pytest.raises(DvpError, match="'x' is not in experiment"):
-        show_responses(directory, "x", None, None, "p")
+        write_begun(experiment, tmp_path)
+    made = make_run(rows, 1)
+    assert write_begun(experiment, tmp_path).read_text(encoding="utf-8") == page(experiment, [made])
 
 
 def test_what_was_recorded_before_a_failure_is_shown(make_run, rows, tmp_path, experiment):

@@ -89,7 +89,9 @@ def test_sampled_responses_are_recorded_and_shown(copy):
         capture_output=True,
         text=True,
     )
-    assert "largest |log p − log q|, nats" in done.stdout
+    assert done.stdout == "responses         results/smoke/responses.html\n"
+    page = (copy.smoke / "responses.html").read_text()
+    assert page == (copy.smoke / "report/responses.html").read_text()
 
 
 def test_the_last_word_is_the_table_and_where_everything_is(copy):

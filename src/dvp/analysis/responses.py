@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dvp.analysis.pages import TEMPLATES
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
 from dvp.files import read_json, verify_checksums, write_text
@@ -136,6 +137,16 @@ def write_page(experiment: Experiment, folder: Path, path: Path) -> None:
         listed = read_json(place / "train.json", "files")["files"]
         verify_checksums(place, {name: listed.get(name, "") for name in (RESPONSES, "metrics.jsonl")})
     write_text(path, page(experiment, [recorded(experiment, folder, run) for run in experiment.runs]))
+
+
+def write_begun(experiment: Experiment, folder: Path) -> Path:
+    """Write the page of what the runs have recorded so far, to responses.html. Raises DvpError if that is nothing."""
+    begun = [run for run in experiment.runs if responses_files(folder, run)]
+    if not begun:
+        raise DvpError(f"{folder}/runs: no run has recorded responses yet; the first ones come with a checkpoint")
+    path = folder / "responses.html"
+    write_text(path, page(experiment, [recorded(experiment, folder, run) for run in begun]))
+    return path
 
 
 def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) -> str:

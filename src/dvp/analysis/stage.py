@@ -133,19 +133,23 @@ def redraw(results: Path, root: Path = Path()) -> None:
             write_text(page, fill(page.read_text(encoding="utf-8"), answers))
 
 
-def show(config: Path) -> None:
-    """Print the main table and where report and tracking store are."""
+def show(config: Path, responses: bool) -> None:
+    """Print the main table and where report and tracking store are; or write the page of responses so far."""
     from dvp.analysis.formats import to_text
     from dvp.analysis.report import kept
+    from dvp.analysis.responses import write_begun
 
     directory = ExperimentDir(config)
+    if responses:
+        print(f"responses         {write_begun(directory.experiment, directory.folder)}")
+        return
     tables = kept(directory.experiment, directory.folder).tables
     print(f"{directory.experiment.description}\n")
     # What is kept of an experiment may be without the main one.
     for name in [name for name in ("main_table", *tables) if name in tables][:1]:
         print(to_text(tables[name].formatted()))
     print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
-    print(f"responses         {directory.folder}/report/responses.html   (--responses shows them here)")
+    print(f"responses         {directory.folder}/report/responses.html")
     if (directory.folder / "report.html").is_file():
         print(f"report            {directory.folder}/report.html")
     print(f"from which runs   {directory.folder}/provenance.json")

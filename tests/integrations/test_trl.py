@@ -103,9 +103,10 @@ def trained(trainer, settings, **options):
 
     class Watched(trainer):
         def training_step(self, model, *args):
-            before = deepcopy(model.state_dict())
+            plain = self.accelerator.unwrap_model(model)  # a process group, which DeepSpeed leaves behind, wraps it
+            before = deepcopy(plain.state_dict())
             loss = super().training_step(model, *args)
-            steps.append((before, loss, {name: value.grad.clone() for name, value in model.named_parameters()}))
+            steps.append((before, loss, {name: value.grad.clone() for name, value in plain.named_parameters()}))
             return loss
 
     steps = []

@@ -18,7 +18,7 @@ PUBLIC = {
     "update": ("Update", "make_update"),
 }
 _MODULES = {name: module for module, names in PUBLIC.items() for name in names}
-__all__ = [*_MODULES]  # noqa: PLE0604
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Safe vocabularies for any vLLM server: --logits-processors dvp.integrations.vllm:ServedSafeVocabulary.
 
+vLLM's model runner V1 takes it (VLLM_USE_V2_MODEL_RUNNER=0); V2, which would call it before temperature, refuses it.
 A request asks for one in `vllm_xargs`, {"safe_vocabulary": TEXT}: JSON with the keys of a rule as in an experiment
 (docs/keys.md) and, where the rule takes one, its rho. A fixed ρ needs none of this: it is vLLM's own min_p.
 """
@@ -19,12 +20,10 @@ from dvp.rollout.private import RULE, SafeVocabularyProcessor, check_version
 class ServedSafeVocabulary(SafeVocabularyProcessor):
     """The engine's side of a rule, for requests that ask for it. Others are left as they are."""
 
-    def __init__(self, vllm_config: Any, *arguments: Any):
-        """Raises DvpError for a vLLM whose insides may be others, and where it would call this before temperature."""
+    def __init__(self, *arguments: Any):
+        """Raises DvpError for a vLLM whose insides may be others."""
         check_version()
-        if vllm_config.use_v2_model_runner:
-            raise DvpError("vLLM's model runner V2 prunes before temperature; set VLLM_USE_V2_MODEL_RUNNER=0")
-        super().__init__(vllm_config, *arguments)
+        super().__init__(*arguments)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

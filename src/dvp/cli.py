@@ -284,8 +284,9 @@ def mismatch(
     With --server what the sampled tokens show of a running server, in place of --engine. Run it in the repository's
     root.
     """
-    if server is not None and (model is None or engine is not None):
-        raise DvpError("--server: expected with --model, whose weights it serves, and without --engine")
+    if server is not None and (model is None or engine or rho):
+        expected = "expected with --model, whose weights it serves, and without --engine and --rho"
+        raise DvpError(f"--server: {expected}: it gives no whole distributions")
     if [option is not None for option in (config, measurement, model)] not in (
         [True, True, False],
         [False, False, True],
@@ -308,9 +309,8 @@ def mismatch(
     loaded, engines = load_experiment(experiment), list(dict.fromkeys(engine or ["bf16"]))
     settings = {"count": count, "responses": responses, "response_tokens": response_tokens, "rho": rhos, "seed": seed}
     if server is not None:
-        show_rollouts(
-            loaded, stage.rollouts_of_server(model, server, loaded, problems, settings, output, threads), output
-        )
+        file, about = stage.rollouts_of_server(model, server, loaded, problems, settings, output, threads)
+        show_rollouts(loaded, file, output, about)
         return
     stage.mismatch_of_model(model, engines, loaded, problems, settings, output, threads)
     show_mismatch(loaded, engines, output)

@@ -110,6 +110,25 @@ def test_a_rule_that_cannot_be_read_is_a_bad_request(text, why, vllm_server, tin
     assert why in raised.value.read().decode()
 
 
+@pytest.mark.slow
+def test_log_z_follows_from_a_second_request(vllm_server, tiny_model):
+    """As docs/vllm.md says: log q of a sampled token from `prompt_logprobs`, log Z' = log q − log q^mp."""
+    asked = {"temperature": 1.0, "vllm_xargs": {"safe_vocabulary": json.dumps({"rule": "top_k", "k": 7})}}
+    pruned, whole = next_token(vllm_server, tiny_model, **asked), next_token(vllm_server, tiny_model, temperature=1.0)
+    token = max(pruned, key=pruned.get)
+    answer = ask(vllm_server, model=str(tiny_model), prompt=[5, 7, 9, token], max_tokens=1, prompt_logprobs=0)
+    log_q = answer["prompt_logprobs"][-1][str(token)]["logprob"]
+    log_mass = math.log(math.fsum(math.exp(whole[kept]) for kept in pruned))
+    assert pruned[token] - log_q == pytest.approx(-log_mass, abs=1e-4)
+
+
+def test_the_runner_that_prunes_before_temperature_refuses_it():
+    from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors_params_validator
+
+    with pytest.raises(ValueError, match="ServedSafeVocabulary is not a subclass"):
+        build_custom_logits_processors_params_validator([PROCESSOR])
+
+
 @pytest.fixture
 def problems(tmp_path):
     file = tmp_path / "problems.jsonl"
@@ -129,7 +148,9 @@ def test_the_mismatch_of_a_running_server(vllm_server, tiny_model, problems, roo
     done = measure(root, vllm_server, tiny_model, problems, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "needs no correction" in done.stdout
-    assert (tmp_path / "out" / "mismatch.html").is_file()
+    page = (tmp_path / "out" / "mismatch.html").read_text(encoding="utf-8")
+    assert vllm_server in page
+    assert "2 responses of at most 12 tokens each" in page
     table = pd.read_parquet(tmp_path / "out" / "rollouts.parquet")
     assert len(table) == 4
     assert table["problem"].nunique() == 2
@@ -195,16 +216,20 @@ def test_sglang_is_asked_as_it_documents(answering):
     assert whole.items() <= asked["sampling_params"].items()
 
 
+PART = {"logprobs": {"tokens": ["token_id:1"], "token_logprobs": [-1.0]}}
+
+
 @pytest.mark.parametrize(
     ("owner", "answer", "needed"),
     [
         ("vllm", {"choices": [{"text": "a b", "logprobs": None}]}, "--return-tokens-as-token-ids"),
-        (
-            "vllm",
-            {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]},
-            "--return-tokens-as-token-ids",
-        ),
+        ("vllm", {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]}, "--return-tokens-as"),
+        ("vllm", {"choices": [{**PART, "token_ids": [1, 2]}]}, "--return-tokens-as-token-ids"),
+        ("vllm", {"choices": [PART, PART]}, "--return-tokens-as-token-ids"),
+        ("vllm", {"choices": []}, "--return-tokens-as-token-ids"),
+        ("vllm", [], "--return-tokens-as-token-ids"),
         ("sglang", {"text": "a b", "meta_info": {}}, "return_logprob"),
+        ("sglang", {"meta_info": {"output_token_logprobs": [[None, 4, None]]}}, "return_logprob"),
     ],
 )
 def test_text_without_token_ids_is_refused(owner, answer, needed, answering):
@@ -226,6 +251,35 @@ def test_tokens_named_by_their_ids_are_read(answering):
     assert Server(answering(table)[1]).generate([1], 1, 4, seed=0) == [([3, 4], [-1.0, -2.0])]
 
 
+@pytest.mark.parametrize("listed", [[], {}, {"data": []}, {"data": ["m"]}])
+def test_what_lists_no_models_is_refused(listed, answering):
+    from dvp.errors import DvpError
+    from dvp.measurement.server import Server
+
+    with pytest.raises(DvpError, match="expected a list of models"):
+        Server(answering({"/v1/models": listed})[1])
+
+
+@pytest.mark.slow
+def test_a_server_of_another_model_is_one_line(answering, tiny_model, problems, root, tmp_path):
+    part = {"token_ids": [400], "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}
+    table = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/completions": {"choices": [part, part]}}
+    done = measure(root, answering(table)[1], tiny_model, problems, tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("samples token 400, --model has 400: is it the same model?")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"), [("http://u:secret@h", "without user"), ("h:8000", "expected http"), ("http://h:x", "no answer")]
+)
+def test_an_address_that_is_none_is_one_line(url, says, capsys):
+    assert main(["mismatch", "--server", url, "--model", "m"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert "secret" not in error
+
+
 def test_a_server_that_is_not_there_is_one_line(capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -236,6 +290,7 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
     assert error.count("\n") == 1
 
 
-def test_a_server_beside_an_engine_is_refused(capsys):
-    assert main(["mismatch", "--server", "http://h", "--model", "m", "--engine", "bf16"]) == 2
-    assert "without --engine" in capsys.readouterr().err
+@pytest.mark.parametrize("other", [["--engine", "bf16"], ["--rho", "0.1"]])
+def test_a_server_beside_what_it_cannot_do_is_refused(other, capsys):
+    assert main(["mismatch", "--server", "http://h", "--model", "m", *other]) == 2
+    assert "without --engine and --rho" in capsys.readouterr().err

@@ -187,13 +187,17 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
     _write_page(experiment, stacks, f"{about['model']}: engine against trainer", about, output)
 
 
-def show_rollouts(experiment: Experiment, file: Path, output: Path) -> None:
-    """The same of the responses in a file (dvp.measurement.rollouts), without a model."""
+def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[str, str] | None = None) -> None:
+    """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
     from dvp.analysis.mismatch_page import Stack
     from dvp.measurement.rollouts import read_rollouts
 
     tokens = read_rollouts(file)
-    about = {"file": str(file), "sha256": sha256_file(file), "responses": f"{tokens['response'].nunique():,}"}
+    about = (more or {}) | {
+        "file": str(file),
+        "sha256": sha256_file(file),
+        "responses": f"{tokens['response'].nunique():,}",
+    }
     about |= {"tokens": f"{len(tokens):,}", "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1"}
     _write_page(experiment, [Stack(file.stem, tokens)], f"{file.name}: engine against trainer", about, output)
 

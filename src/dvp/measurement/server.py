@@ -7,8 +7,9 @@ SGLang server has been seen yet.
 """
 
 import json
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pandas as pd
@@ -36,32 +37,42 @@ class Server:
     def __init__(self, url: str):
         """Raises DvpError if nothing answers at `url`, such as http://localhost:8000."""
         self.url = url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise DvpError(f"--server: expected http://HOST:PORT, found {url}")
-        served = self._ask("/v1/models").get("data") or [{}]
-        self.model, self.sglang = served[0].get("id"), served[0].get("owned_by") == "sglang"
+        if not self.url.startswith(("http://", "https://")) or "@" in self.url:
+            raise DvpError("--server: expected http://HOST:PORT, without user and password")
+        try:
+            served = self._ask("/v1/models")["data"][0]
+            self.model, self.sglang = served["id"], served.get("owned_by") == "sglang"
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise DvpError(
+                f"--server: {self.url}/v1/models: expected a list of models, as vLLM and SGLang give it"
+            ) from None
 
     def generate(self, prompt: list[int], n: int, longest: int, seed: int) -> list[tuple[list[int], list[float]]]:
         """Token ids and log-probs (nats) of n responses, of `longest` tokens at most.
 
         Raises DvpError for an answer without token ids or log-probs.
         """
+        try:
+            responses = self._responses(prompt, n, longest, seed)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            responses = []
+        if len(responses) != n or not all(map(_is_whole, responses)):
+            needed = "SGLang: return_logprob" if self.sglang else "vLLM: --return-tokens-as-token-ids"
+            raise DvpError(f"--server: {self.url} returns text without token ids and log-probs; needed is {needed}")
+        return responses
+
+    def _responses(self, prompt: list[int], n: int, longest: int, seed: int) -> list[tuple[list, list]]:
         if self.sglang:
             sampling = WHOLE | {"n": n, "max_new_tokens": longest}  # with one seed its n responses may be the same
             asked = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
             answer = self._ask("/generate", asked)
-            found = [one.get("meta_info") or {} for one in (answer if isinstance(answer, list) else [answer])]
-            pairs = [one.get("output_token_logprobs") or [[None, None]] for one in found]
-            responses = [([pair[1] for pair in own], [pair[0] for pair in own]) for own in pairs]
-        else:
-            asked = {"model": self.model, "prompt": prompt, "n": n, "max_tokens": longest, "seed": seed % 2**62}
-            asked |= WHOLE | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
-            responses = [_of_vllm(one) for one in self._ask("/v1/completions", asked).get("choices", [])]
-        for tokens, log_probs in responses:
-            if not tokens or None in tokens or None in log_probs or len(tokens) != len(log_probs):
-                needed = "SGLang: return_logprob" if self.sglang else "vLLM: --return-tokens-as-token-ids"
-                raise DvpError(f"--server: {self.url} returns text without token ids and log-probs; needed is {needed}")
-        return responses
+            found = [
+                one["meta_info"]["output_token_logprobs"] for one in (answer if isinstance(answer, list) else [answer])
+            ]
+            return [([pair[1] for pair in pairs], [pair[0] for pair in pairs]) for pairs in found]
+        asked = {"model": self.model, "prompt": prompt, "n": n, "max_tokens": longest, "seed": seed % 2**62}
+        asked |= WHOLE | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return [_of_vllm(one) for one in self._ask("/v1/completions", asked)["choices"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         request = Request(
@@ -75,29 +86,38 @@ class Server:
         except HTTPError as error:
             said = " ".join(error.read().decode(errors="replace").split())[:300]
             raise DvpError(f"--server: {self.url}{path}: HTTP {error.code}: {said}") from None
-        except (URLError, TimeoutError, ConnectionError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             raise DvpError(f"--server: {self.url}{path}: no answer in JSON: {error}") from None
 
 
 def _of_vllm(choice: dict[str, Any]) -> tuple[list, list]:
-    reported = choice.get("logprobs") or {}
-    tokens = choice.get("token_ids") or [
-        int(name.removeprefix(TOKEN_ID)) if name.startswith(TOKEN_ID) else None for name in reported.get("tokens") or []
-    ]
-    return tokens, reported.get("token_logprobs") or []
+    reported = choice["logprobs"]
+    named = [int(name.removeprefix(TOKEN_ID)) for name in reported["tokens"] if name.startswith(TOKEN_ID)]
+    return choice.get("token_ids") or named, reported["token_logprobs"]
+
+
+def _is_whole(response: tuple[list, list]) -> bool:
+    """Whether each token has its id and its log-prob."""
+    tokens, log_probs = response
+    return 0 < len(tokens) == len(log_probs) and None not in tokens and None not in log_probs
 
 
 def rollouts(server: Server, fixed: FixedProblems, responses: int, longest: int) -> pd.DataFrame:
     """Responses of the server with its log-probs and the trainer's, a row each, as `read_rollouts` takes them.
 
-    Raises DvpError as `Server.generate`, and for a model that the trainer cannot score.
+    Raises DvpError as `Server.generate`, for a model that the trainer cannot score, and for tokens that it has not.
     """
-    policy, rows = Policy(fixed.network().eval()), []
+    network, rows = fixed.network().eval(), []
+    policy, vocabulary = Policy(network), network.config.get_text_config().vocab_size
     policy.check(fixed.prompts)
     progress = Progress(f"mismatch {server.url}", len(fixed.ids))
     for index, (name, prompt) in enumerate(zip(fixed.ids, fixed.prompts, strict=True)):
         answers = server.generate(prompt, responses, longest, derived_seed(fixed.seed, 0, index))
         tokens, log_q = zip(*answers, strict=True)
+        if (largest := max(map(max, tokens))) >= vocabulary:
+            raise DvpError(
+                f"--server: {server.url} samples token {largest}, --model has {vocabulary}: is it the same model?"
+            )
         batch = Batch.collate([prompt] * len(tokens), list(tokens), pad=0)
         with torch.no_grad():
             log_p_N = policy(batch, safe=None, temperature=1.0).log_prob

@@ -173,9 +173,9 @@ def mismatch_of_model(
     from dvp.measurement.mismatch import measure_mismatch
     from dvp.training.agreement import KL_LIMITS, kl_of_noise, precision_class
 
-    count, responses, tokens, seed = (settings[key] for key in ("count", "responses", "response_tokens", "seed"))
-    config, measurement = experiment.engines[engine], Measurement(policy="base", engine=engine, seed=seed)
-    running, network = fixed.engine(engine, responses), fixed.network()
+    config = experiment.engines[engine]
+    measurement = Measurement(policy="base", engine=engine, seed=settings["seed"])
+    running, network = fixed.engine(engine, settings["responses"]), fixed.network()
     place = output / engine
     result = measure_mismatch(experiment, measurement, fixed.ids, fixed.problems, network, running, place)
     versions = {"vLLM": vllm, "transformers": transformers, "torch": sys.modules["torch"]}
@@ -186,7 +186,7 @@ def mismatch_of_model(
         "device": device(),
         "engine": ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),
         "trainer": "transformers, fp32",
-        "problems": f"{count} of {name}, {responses} responses of at most {tokens} tokens each, seed {seed}",
+        "problems": _amounts(settings, name),
         "dvp": git_commit(),
         "seconds": f"{time.time() - started:.0f}",
         f"engine {engine}": ", ".join(
@@ -205,8 +205,10 @@ def rollouts_of_server(
     settings: dict[str, Any],
     output: Path,
     threads: int,
-) -> Path:
-    """Have a running server of a model sample, score it with the trainer; a file as `dvp diagnose-rollouts` takes it.
+) -> tuple[Path, dict[str, str]]:
+    """Have a running server of a model sample, score it with the trainer.
+
+    Returns a file as `dvp diagnose-rollouts` takes it, and what was measured, for the page.
 
     Arguments as in `mismatch_of_model`, but for `url`, the server's. Raises DvpError likewise, and for a server that
     does not answer, or not with token ids and log-probs.
@@ -214,11 +216,22 @@ def rollouts_of_server(
     from dvp.measurement.server import Server, rollouts
 
     server = Server(url)
-    _, _, fixed, _ = _opened(model, None, experiment, problems, settings, threads)
+    _, name, fixed, _ = _opened(model, None, experiment, problems, settings, threads)
     file = output / "rollouts.parquet"
     with atomic_path(file) as part:
         rollouts(server, fixed, settings["responses"], settings["response_tokens"]).to_parquet(part)
-    return file
+    return file, {
+        "server": f"{server.url}, {server.model}",
+        "model": model,
+        "trainer": f"transformers, fp32, {device()}",
+        "problems": _amounts(settings, name),
+        "dvp": git_commit(),
+    }
+
+
+def _amounts(settings: dict[str, Any], source: str) -> str:
+    count, responses, tokens, seed = (settings[key] for key in ("count", "responses", "response_tokens", "seed"))
+    return f"{count} of {source}, {responses} responses of at most {tokens} tokens each, seed {seed}"
 
 
 def _opened(

@@ -1,4 +1,8 @@
+import re
+import shutil
+import subprocess
 import sys
+from email.parser import Parser
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -7,12 +11,29 @@ from packaging.requirements import Requirement
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """Make a folder of packages that has these distributions, what they require, and nothing else."""
+def wheel(root, tmp_path_factory):
+    """The package as pip installs it without extras, in a folder; and the names of what it requires."""
+    source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "wheel", "unpacked"))
+    shutil.copytree(root / "src" / "dvp", source / "src" / "dvp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, source], check=True, timeout=300)
+    subprocess.run([*pip, "install", "--no-deps", "--target", unpacked, *built.iterdir()], check=True, timeout=300)
+    (metadata,) = unpacked.glob("dvp-*.dist-info/METADATA")
+    needed = Parser().parsestr(metadata.read_text(encoding="utf-8")).get_all("Requires-Dist")
+    return unpacked / "dvp", [re.match(r"[\w-]+", line)[0] for line in needed if "extra ==" not in line]
+
+
+@pytest.fixture(scope="session")
+def environment(wheel, tmp_path_factory):
+    """Make a folder of packages that has the package, these distributions, what all require, and nothing else."""
 
     def make(*names: str) -> Path:
-        folder = tmp_path_factory.mktemp("site")
-        left, there = list(names), set()
+        # dill, with which TRL's data sets are told apart, takes other folders' modules for a script's own.
+        folder = tmp_path_factory.mktemp("environment") / "site-packages"
+        shutil.copytree(wheel[0], folder / "dvp")
+        left, there = [*names, *wheel[1]], set()
         while left:
             found = distribution(left.pop())
             if found.metadata["Name"] in there:

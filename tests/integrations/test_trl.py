@@ -1,13 +1,15 @@
 """TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
 
 import re
+import subprocess
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from dvp.cli import main
 from dvp.core.advantages import ADVANTAGES
@@ -20,82 +22,14 @@ from dvp.errors import DvpError
 from dvp.training.backend import Policy
 
 pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")
-pytestmark = pytest.mark.slow
+from trl_settings import GROUP, PROMPTS, RHO, TEMPERATURE, TOKENS, make_settings, reward
 
-GROUP, TOKENS, TEMPERATURE, RHO = 4, 6, 0.7, 0.05
-PROMPTS = ["bado kila", "gofu", "tupa remi solo", "ni"]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def settings(tiny_model):
-    """Makes what a GRPOTrainer is given; `changed` goes into its GRPOConfig."""
-
-    def make(folder, **changed):
-        from datasets import Dataset
-        from trl import GRPOConfig
-
-        config = GRPOConfig(
-            str(folder),
-            **{
-                "min_p": RHO,
-                "temperature": TEMPERATURE,
-                "num_generations": GROUP,
-                "per_device_train_batch_size": len(PROMPTS) * GROUP,
-                "max_completion_length": TOKENS,
-                "loss_type": "dr_grpo",
-                "scale_rewards": "none",
-                "max_steps": 2,
-                "learning_rate": 1e-2,
-                "lr_scheduler_type": "constant",
-                "max_grad_norm": 0.0,
-                "report_to": "none",
-                "save_strategy": "no",
-                "bf16": False,
-                "use_cpu": True,
-            }
-            | changed,
-        )
-        return {
-            "model": AutoModelForCausalLM.from_pretrained(tiny_model),
-            "processing_class": AutoTokenizer.from_pretrained(tiny_model, padding_side="left"),
-            "args": config,
-            "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
-            "reward_funcs": reward,
-            "rollout_func": NoisyEngine(config.min_p or 0.0),
-        }
-
-    return make
-
-
-def reward(completion_ids, **_):
-    """Between 0 and 1, a function of the tokens alone."""
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
-
-
-class NoisyEngine:
-    """Samples by min-p from the policy's logits with noise on them, which the trainer does not know."""
-
-    def __init__(self, rho):
-        self.rho = rho
-        self.generator, self.made = torch.Generator().manual_seed(0), []
-
-    @torch.no_grad()
-    def __call__(self, prompts, trainer):
-        made = {"prompt_ids": trainer.processing_class(prompts)["input_ids"], "completion_ids": [], "logprobs": []}
-        for prompt in made["prompt_ids"]:
-            ids, log_probs = [], []
-            while len(ids) < TOKENS and trainer.processing_class.eos_token_id not in ids:
-                z = trainer.model(torch.tensor([prompt + ids])).logits[0, -1]
-                z = (z + 0.4 * torch.randn(z.shape, generator=self.generator)) / TEMPERATURE
-                p = z.softmax(dim=0)
-                p = torch.where(p >= self.rho * p.max(), p, 0.0)
-                token = torch.multinomial(p, 1, generator=self.generator).item()
-                ids.append(token)
-                log_probs.append((p[token] / p.sum()).log().item())
-            made["completion_ids"].append(ids)
-            made["logprobs"].append(log_probs)
-        self.made.append(made)
-        return dict(made)
+    return partial(make_settings, tiny_model)
 
 
 def trained(trainer, settings, **options):
@@ -260,3 +194,21 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     monkeypatch.chdir(root)  # whose catalogue the verb reads
     assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()
+
+
+def test_the_example_runs_with_the_core_and_trl_alone(root, tiny_model, environment, isolated, tmp_path):
+    """In an environment that has what these two require, and nothing else."""
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "docs/trl.md").read_text(encoding="utf-8"), re.DOTALL)
+    program = f"""
+import os, sys
+os.chdir({str(tmp_path)!r})
+sys.path.append({str(root / "tests/integrations")!r})
+from trl_settings import make_settings
+given = make_settings({str(tiny_model)!r}, {str(tmp_path)!r})
+exec({example!r}, {{"args": given.pop("args"), "settings": given}})
+"""
+    command = isolated(site := environment("trl"), program)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert len(pd.read_json(tmp_path / "rollouts.jsonl", lines=True)) == 2 * len(PROMPTS) * GROUP
+    assert not {"vllm", "deepspeed", "mlflow", "snakemake", "lm_eval"} & {path.name for path in site.iterdir()}

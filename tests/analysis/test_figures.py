@@ -225,15 +225,18 @@ def test_the_reference_is_black_in_the_panels_of_others():
         report__reference_training={"group_size": 16},
     )
     every = [
-        curves(experiment, name, [0.4, 0.5]).assign(task="held_out", seed=seed)
-        for name in ("score_by_step", "score_by_tokens")
-        for seed in (None, "0")
+        made(name, where_of(experiment, point) | {"task": "held_out", "step": str(step)} | seed, value)
+        for point in experiment.points
+        for step in (0, 1)
+        for seed in ({}, {"seed": "0"})
+        for name, value in (("score_at_step", 0.4 + step), ("tokens_at_step", 700.0 * step))
     ]
-    figure = figures.draw(experiment, [], series.joined([*every]))["score_curve"]
-    assert [axes.get_title() for axes in figure.axes[::2]] == [
+    figure = figures.draw(experiment, every, EMPTY)["score_curve"]
+    assert [axes.get_title() for axes in figure.axes] == [
         "held_out, int4 + fp8-KV, G 4",
         "held_out, int4 + fp8-KV, G 16",
     ]
+    assert all(line.get_xdata().tolist() == [0, 700] for axes in figure.axes for line in bold(axes))
     for axes in figure.axes:
         assert sum(line.get_color() == "black" for line in bold(axes)) == 1
 

@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from dvp.analysis.looks import DARK, LINES, MARKERS, STYLE, Looks
 from dvp.analysis.matrix import own_policies
 from dvp.analysis.points import BASE
+from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 
 STEP = 0.22  # of a row's height, between its marks
@@ -35,6 +36,10 @@ RING = {"marker": "o", "markersize": 11, "color": "none", "markeredgecolor": DAR
 VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
 REFERENCE = {"color": "black", "linestyle": "-"}
 VALUES = ["value", "low", "high"]
+COORDINATES = (
+    *("method", "engine", "rho", "policy", "task", "step", "seed", "position", "length", "control", "weighting"),
+    *("part", "margin", "side", "evaluated_on", "evaluated_rho"),
+)
 
 Handles = dict[str, Line2D]
 
@@ -169,7 +174,7 @@ class _Lines:
         log = panel.get("log", "")
         axes.set(**{f"{axis}scale": "log" for axis in log})
         own = self._in_facet(own, facet, reference=panel.get("reference", False)).assign(
-            x_shown=lambda rows: _x(rows, x_name, table, looks.experiment.positions)
+            x_shown=lambda rows: _x(rows, x_name, table, looks.experiment)
         )
         keys = [*looks.identity, "control", "margin", "weighting", "role"]
         keys = [key for key in keys if key not in facet and key != x_name]
@@ -216,7 +221,7 @@ class _Lines:
             style, label = LINES[(number + 3) % len(LINES)], f"{label} (control)"
         looks = {"color": color, "linestyle": style, "linewidth": 1.8}
         if panel.get("reference") and line["role"].iloc[0] == "reference":
-            looks, label = looks | REFERENCE, f"reference: {label}"
+            looks, label, color = looks | REFERENCE, f"reference: {label}", "black"
         seeds, mean = line[line["seed"] != "none"], line[line["seed"] == "none"]
         if len(seeds):
             if mean.empty:
@@ -268,17 +273,18 @@ class _Lines:
         return own[inside & (own["method"] != BASE)]
 
 
-def _x(rows: pd.DataFrame, name: str, table: pd.DataFrame, positions: Sequence[str] = ()) -> pd.Series:
-    """A coordinate as a number, NaN where it does not apply; or another quantity of the same policy and task."""
+def _x(rows: pd.DataFrame, name: str, table: pd.DataFrame, experiment: Experiment) -> pd.Series:
+    """A coordinate as a number, NaN where it does not apply; or another quantity of the same place."""
     if name == "rho":
         return rows[name].map(lambda rho: math.nan if rho == "none" else parse_rho(rho)).astype(float)
     if name == "position":
-        return rows[name].map({position: float(place) for place, position in enumerate(positions)}).astype(float)
-    if name == "response_tokens":
-        of = table[table["quantity"] == name].set_index(["policy", "task"])["value"].to_dict()
-        return pd.Series(
-            [of[place] for place in zip(rows["policy"], rows["task"], strict=True)], rows.index, dtype=float
-        )
+        places = {position: float(place) for place, position in enumerate(experiment.positions)}
+        return rows[name].map(places).astype(float)
+    if name not in rows:
+        of = table[table["quantity"] == name]
+        shared = [key for key in (*COORDINATES, *experiment.axes) if (of[key] != "none").any()]
+        known = of[[*shared, "value"]].drop_duplicates(shared)
+        return rows[shared].merge(known, "left", shared)["value"].set_axis(rows.index)
     return rows[name].astype(float)
 
 
@@ -294,7 +300,7 @@ def _levels(draw: Any, looks: Looks, panel: dict[str, Any], table: pd.DataFrame,
             values = np.unique([float(getattr(experiment.training_of(point), level)) for point in experiment.points])
         else:
             of_role = of_panel[of_panel["role"] == level]
-            values = (table[table["quantity"] == level] if of_role.empty else of_role)["value"].to_numpy()
+            values = (table[table["quantity"] == level] if of_role.empty else of_role)["value"].unique()
         for value in values[np.isfinite(values)]:
             draw(panel.get("scale", 1) * value, zorder=1, **look)
             handles[f"{label} {value:g}" if label.endswith(" at") else label] = handle(**look)
@@ -333,7 +339,7 @@ def _limits(axes: Axes, axis: str) -> tuple[float | None, float | None]:
 
 def present(shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, Any]]:
     """The panels of which there is something."""
-    known = set(table["quantity"])
+    known = set(table.loc[table["value"].notna(), "quantity"])
     return [panel for panel in shown["panels"] if known & set(panel["quantity"])]
 
 

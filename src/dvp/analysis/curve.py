@@ -6,7 +6,7 @@ Shape suffixes: S seeds, N evaluations (the base model's first), P problems, R r
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -98,7 +98,6 @@ class Group:
         return [tokens_to(score, *run) for run in zip(self.tokens_SN, self.score_SN, strict=True)]
 
 
-@lru_cache(maxsize=1)  # statistics and series are of the same
 def groups(reader: Reader) -> list[Group]:
     """Every grid point on every task, task by task, in the order of the experiment."""
     experiment = reader.experiment

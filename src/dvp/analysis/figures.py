@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dvp.analysis.charts import intervals, lines, present
+from dvp.analysis.charts import COORDINATES, intervals, lines, present
 from dvp.analysis.looks import STYLE, Looks
 from dvp.analysis.points import BASE, role, where_of
 from dvp.analysis.shown import shown
@@ -19,10 +19,6 @@ from dvp.experiment.config import Experiment
 from dvp.files import atomic_path
 
 DPI = 110
-COORDINATES = (
-    *("method", "engine", "rho", "policy", "task", "seed", "position", "length", "control", "weighting", "part"),
-    *("margin", "side", "evaluated_on", "evaluated_rho"),
-)
 
 
 def draw(experiment: Experiment, statistics: list[Statistic], series: pd.DataFrame) -> dict[str, Figure]:

@@ -44,7 +44,6 @@ MEASURES = {
 
 SERIES_OF = {
     "training": series.training,
-    "curve": lambda experiment, reader: series.curve(experiment, curve.groups(reader)),
     "mismatch": lambda experiment, reader: series.mismatch(mismatch.groups(experiment, reader)),
 }
 

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.curve import Group as Curves
-from dvp.analysis.curve import target
 from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group
 from dvp.analysis.points import where_of
@@ -47,25 +45,6 @@ def training(experiment: Experiment, loaded: Reader) -> Iterator[pd.DataFrame]:
             where = where_of(experiment, point) | {"seed": str(seed)}
             for name in BY_STEP:
                 yield _curve(name, where, run["step"].to_numpy(), run[name].to_numpy())
-
-
-def curve(experiment: Experiment, groups: list[Curves]) -> Iterator[pd.DataFrame]:
-    """Scores along training, of each seed and their mean, by step and by sampled tokens (of the mean: mean tokens).
-
-    score_to_reach, of each task: what counts as having reached the reference (report.reached_within).
-    """
-    for task in experiment.data.tasks:
-        yield _curve("score_to_reach", {"task": task}, [np.nan], target(experiment, groups, task))
-    for group in groups:
-        where = group.where
-        mean = np.array([group.draws.estimate(value_R, "share") for value_R in group.curve_RN.T]).T
-        for name, x_SN in (
-            ("score_by_step", np.broadcast_to(group.steps, group.tokens_SN.shape)),
-            ("score_by_tokens", group.tokens_SN),
-        ):
-            yield _curve(name, where, x_SN.mean(axis=0), *mean)
-            for seed, x_N, score_N in zip(experiment.seeds, x_SN, group.score_SN, strict=True):
-                yield _curve(name, where | {"seed": str(seed)}, x_N, score_N)
 
 
 def mismatch(groups: list[Group]) -> Iterator[pd.DataFrame]:

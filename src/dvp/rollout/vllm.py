@@ -31,7 +31,7 @@ from dvp.rollout.rounding import round_weight
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
 CPU_CACHE, CPU_BLOCK = 2**30, 128  # bytes of keys and values, at most; tokens that vLLM gives to a sequence at a time
-MALLOC = {-3: 2**30, -1: 2**31 - 1}  # malloc.h's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes
+MALLOC = {-3: 2**27, -1: 2**31 - 1}  # malloc.h's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes
 QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}  # vLLM's names; its `fp8` is for weights that are stored in 8 bits
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
@@ -67,7 +67,8 @@ def _keep_freed_memory() -> None:
     """Have glibc reuse large blocks that were freed, where it would give them back to the kernel.
 
     A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
-    it anew from the kernel took a quarter of the rollout's time. Other C libraries have no such setting.
+    it anew from the kernel took a quarter of the rollout's time. What is larger than a step's, as the distributions of a
+    whole response, is given back: among small blocks its holes would stay. Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

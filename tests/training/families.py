@@ -1,4 +1,4 @@
-"""Small random models of many families: what `base` takes and what it refuses. docs/models.md has this table."""
+"""Small random models of many families: what `base` takes and what it refuses. docs/your_model.md lists them."""
 
 import random
 from dataclasses import dataclass, field

@@ -131,7 +131,7 @@ class Agreement:
             raise DvpError(
                 f"engine and trainer changed differently with the first new weights, by {apart:.2g} nats where the "
                 f"trainer's log-probs changed by {moved:.2g} and {allowed:.2g} is rounding: not all weights of "
-                f"{self._name} reach the engine as they are; use a model of another architecture (docs/models.md)"
+                f"{self._name} reach the engine as they are; use a model of another architecture (docs/your_model.md)"
             )
         self._agree(now, " after new weights")
 
@@ -148,5 +148,5 @@ class Agreement:
             raise DvpError(
                 f"engine and trainer do not agree{when}: KL {found:.2g} nats per token, at most {self._limit:.2g} is "
                 f"rounding of this engine: vLLM computes another {self._name} than transformers, or did not get all of "
-                "its weights; use a model of another architecture (docs/models.md)"
+                "its weights; use a model of another architecture (docs/your_model.md)"
             )

@@ -1,6 +1,6 @@
 """Which models are taken: whole causal language models of text, whose layout trainer and engine both know.
 
-It is told by what a model is, not by its name (docs/models.md); what that lets pass, dvp.training.agreement sees.
+It is told by what a model is, not by its name (docs/your_model.md); what that lets pass, dvp.training.agreement sees.
 """
 
 import re
@@ -136,5 +136,5 @@ def _check_engine(folder: Path, config: PretrainedConfig) -> None:
     if own is None or getattr(own, "module_name", "").endswith(".transformers"):
         raise DvpError(
             f"{folder}/config.json: vLLM has no {name} of its own, and would change transformers' in the trainer's "
-            "process; expected an architecture that it has (docs/models.md)"
+            "process; expected an architecture that it has (docs/your_model.md)"
         )

@@ -84,7 +84,6 @@ def main() -> None:
         "mlflow_runs": VIEW.format(experiment=experiment, view="table", mode="TABLE"),
         "mlflow_curves": VIEW.format(experiment=experiment, view="curves", mode="CHART"),
         "mlflow_run": f"/#/experiments/{experiment}/runs/{run}?workflowType=machine_learning",
-        "mlflow_models": f"/#/experiments/{experiment}/models?workflowType=machine_learning",
     }
     with server(store) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -44,7 +44,7 @@ from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 from dvp.training.rollouts import Problems
 
-ELEMENTS = 2**22
+ELEMENTS = 2**21
 """Of distributions that are compared at once, positions times vocabulary; a dozen numbers of 64 bits for each."""
 MIS = PRESETS["mis"].model_copy(update={"veto": PRESETS["veto"].veto})
 """The rule of the catalogue's `rloo_mis`."""

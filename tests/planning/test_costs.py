@@ -14,7 +14,6 @@ from dvp.cli import Card
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
-from dvp.planning.estimate import step_total
 
 SMALL = Model(
     hidden_size=4,
@@ -200,7 +199,7 @@ def test_a_training_step_by_hand():
     assert half["update"] == pytest.approx(alone["update"] / 4)
     assert half["rollout"] == alone["rollout"] == sampled(device, prompts=2, responses=8, at_once=8)
     assert alone["synchronise"] == pytest.approx(SMALL.parameters * 4 / 0.5e9)
-    assert step_total(alone) == alone["rollout"] + alone["update"] + alone["synchronise"]
+    assert set(alone) == {"rollout", "update", "synchronise"}
     # GPUs share it.
     device = replace(device, link=1e9)
     shared, paired = step(device, gpus=4), step(device, EngineConfig(dtype="float32", tensor_parallel=2), gpus=4)
@@ -223,7 +222,6 @@ def test_zero_3_waits_for_its_weights_where_the_link_is_slow():
     assert update("bfloat16") == update()  # gathers are fp32 all the same
     # Half of the responses have a weight: 4 micro-batches are scored, 2 trained on.
     assert update(useful=0.5) == pytest.approx((4 + 2 * 3) * SMALL.parameters * 4 / 20)
-    assert (step(device, useful=0.5, gpus=2)["gathers"], step(device, useful=0.5, gpus=2)["scatters"]) == (4 + 2 * 2, 2)
 
 
 def test_the_range_is_that_of_the_best_published_system():

@@ -204,10 +204,10 @@ def step_seconds(
 ) -> dict[str, float]:
     """One step on training.ranks GPUs by its parts: rollout, score and update, weights to the engine.
 
-    Every response is scored; the share `useful` has a gradient and is trained on, the others are left out. `update` is
-    the longer of `arithmetic` and `exchange`, which overlap: for each micro-batch of a GPU ZeRO-3 gathers the weights
-    in fp32, once to score and twice to train, and scatters gradients. Padding is left out, and what further minibatches
-    of a batch are scored for.
+    Every response is scored; the share `useful` has a gradient and is trained on, the others are left out. The
+    update is the longer of arithmetic and exchange, which overlap: for each micro-batch of a GPU ZeRO-3 gathers the
+    weights in fp32, once to score and twice to train, and scatters gradients. Padding is left out, and what
+    further minibatches of a batch are scored for.
     """
     responses = training.prompts_per_step * training.group_size
     engines = training.ranks / engine.tensor_parallel
@@ -228,11 +228,7 @@ def step_seconds(
     return {
         "rollout": rollout,
         "update": max(arithmetic, exchange),
-        "arithmetic": arithmetic,
-        "exchange": exchange,
         "synchronise": weights / link if training.ranks > 1 else device.memory_seconds(weights),
-        "gathers": scored + 2 * trained,
-        "scatters": trained,
     }
 
 

@@ -111,7 +111,7 @@ class Estimate:
                 return 4 * start + 3 * step["rollout"] + 2 * step["synchronise"], 0
             case "train":
                 kept = len(experiment.evaluated_steps(job.run)) * whole
-                seconds = self.train_seconds(step_total(self.step(job.engine))) + kept / DISK
+                seconds = self.train_seconds(sum(self.step(job.engine).values())) + kept / DISK
                 return seconds, KEEP_CHECKPOINTS * self.checkpoint_bytes + kept
             case "convert" if job.run.step is None:  # the checkpoint is checked; its weights are handled five times
                 return start + (self.checkpoint_bytes + 5 * whole) / DISK, whole
@@ -175,8 +175,3 @@ class Estimate:
             f"{DISK / 1e6:.0f} MB/s, checkpoints while training waits; a restart every {RESTART / 3600:.0f} h of a "
             "run; no failures, no queue",
         ]
-
-
-def step_total(step: dict[str, float]) -> float:
-    """Seconds of a training step: arithmetic and exchange are within its update."""
-    return step["rollout"] + step["update"] + step["synchronise"]

@@ -18,8 +18,7 @@ from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
 from dvp.experiment.jobs import Job, together
 from dvp.planning.costs import DEVICES
-from dvp.planning.estimate import Estimate, step_total
-from dvp.planning.kept import ASSUMED_KL, kept_share, rejects
+from dvp.planning.estimate import Estimate
 from dvp.planning.records import Records
 
 RECORDED, INFERRED, ESTIMATED = SOURCES = "recorded", "inferred", "estimated"
@@ -36,8 +35,6 @@ class Costed:
     source: str
     """Of `seconds`: recorded (its own), inferred (from jobs like it), estimated."""
     disk: float = 0
-    memory: float | None = None
-    """Bytes of the machine that it held at most, if it has run."""
     slowest: float = 1
     """`seconds` are the middle of what a formula says and of so many times that."""
 
@@ -105,14 +102,15 @@ def make_plan(
     for stage in dict.fromkeys(one.job.stage for one in costed):
         some = [one for one in costed if one.job.stage == stage]
         hours = [one.seconds / 3600 for one in some]
-        peak = max((one.memory for one in some if one.memory is not None), default=None)
-        head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)], "peak_memory": peak}
+        head = {"stage": stage, "gpus_each": some[0].gpus, "hours_each": [min(hours), max(hours)]}
         stages.append(head | total(some))
     methods = []
     for points in _by(experiment, "method", "engine").values():
         runs = {point.run(seed).path for point in points for seed in experiment.seeds}
         some = [one for one in costed if one.run in runs]
-        methods.append(_row(experiment, points[0]) | {"runs": len(runs)} | total(some))
+        method, engine = points[0].method, points[0].engine
+        head = {"method": method, "label": experiment.methods[method].label, "engine": engine}
+        methods.append(head | {"settings": experiment.settings_of(points[0]), "runs": len(runs)} | total(some))
     # By engine, and by training settings where they differ.
     trainings = {", ".join(key): points[0] for key, points in _by(experiment, "engine").items()}
     on_gpus = {} if on_cpu else trainings
@@ -134,7 +132,6 @@ def make_plan(
         "hours_wall": wall_seconds(costed, gpus) / 3600,
         "hours_wall_range": [wall_seconds(end, gpus) / 3600 for end in ends],
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
-        "parameters": estimate.model.parameters,
         "checkpoint": estimate.checkpoint_bytes,
         "step": {name: estimates[point.path].step(point.engine) for name, point in trainings.items()},
         "update_memory": max(updates, key=lambda parts: sum(parts.values()), default={}),
@@ -145,13 +142,11 @@ def make_plan(
                 "device": rehearsed["device"],
                 "is_this_device": device.name.split(" GB")[0].rpartition(" ")[0] in rehearsed["device"],
                 "step": _rehearsed_step(rehearsed, estimates[point.path]),
-                "utilisation": rehearsed["utilisation"],
                 "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
             }
             for name, point in trainings.items()
             if (rehearsed := records.preflight(point.preflight)) is not None
         },
-        "kept": forecast_kept(experiment, estimates, records),
         "assumptions": estimate.assumptions(),
     }
 
@@ -165,12 +160,6 @@ def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
     return grouped
 
 
-def _row(experiment: Experiment, point: GridPoint) -> dict[str, Any]:
-    """What a row of `methods` and `kept` begins with."""
-    row = {"method": point.method, "label": experiment.methods[point.method].label, "engine": point.engine}
-    return row | {"settings": experiment.settings_of(point)}
-
-
 def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Records, at_least: int) -> list[Costed]:
     """What each job takes; `estimates` are by point, `at_least` is what a job takes that needs no GPU."""
     experiment = records.experiment
@@ -178,12 +167,12 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
     jobs = [job for job in experiment.jobs.values() if job.asked]
     took = {job: records.took(job) for job in jobs}
     alike = defaultdict(list)  # jobs that differ in their run, seed or policy alone, or in what samples it
-    for job, (seconds, _) in took.items():
+    for job, seconds in took.items():
         if seconds is not None:
             alike[job.stage, job.task].append(seconds)
     of_preflight = {point.preflight: estimates[point.path] for point in experiment.points}
     costed = []
-    for job, (recorded, memory) in took.items():
+    for job, recorded in took.items():
         own, trained = of_preflight.get(job.path, estimate), None
         if job.stage == "train":
             own = estimates[job.run.point.path]
@@ -199,7 +188,7 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
             seconds, source = estimated, ESTIMATED
         slowest = estimate.device.slowest if source == ESTIMATED else 1
         seconds *= (1 + slowest) / 2
-        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, memory, slowest))
+        costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, slowest))
     return _together(costed, estimate.device.startup)
 
 
@@ -240,7 +229,7 @@ def _training_time(estimate: Estimate, records: Records, run: Run) -> tuple[floa
     rehearsed = records.preflight(run.preflight)
     if rehearsed is None:
         return None
-    return estimate.train_seconds(step_total(_rehearsed_step(rehearsed, estimate))), INFERRED
+    return estimate.train_seconds(sum(_rehearsed_step(rehearsed, estimate).values())), INFERRED
 
 
 def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:
@@ -255,30 +244,6 @@ def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, 
         "update": responses * lengths.response * seconds["update_token"],
         "synchronise": seconds["synchronise"],
     }
-
-
-def forecast_kept(experiment: Experiment, estimates: dict[str, Estimate], records: Records) -> list[dict[str, Any]]:
-    """For each method and engine whose correction rejects: the share of tokens kept at some KL a token.
-
-    At the KL that its runs recorded, or those of its engine, or its preflight; without a record at those assumed.
-    """
-    rows = []
-    for (method, engine, *_), (point, *_) in _by(experiment, "method", "engine").items():
-        rule, lengths = experiment.methods[method].importance, estimates[point.path].lengths()
-        if not rejects(rule):
-            continue
-        trained = [(run, records.training[run.path].kl) for run in experiment.runs if run.path in records.training]
-        of_engine = [(run.method, kl) for run, kl in trained if run.engine == engine]
-        rehearsed = records.preflight(point.preflight) or {"kl": 0.0}
-        recorded = [kl for name, kl in of_engine if name == method] or [kl for _, kl in of_engine] or [rehearsed["kl"]]
-        recorded = [kl for kl in recorded if kl > 0]  # what rounding took to 0 or below is no KL to forecast from
-        values = [fmean(recorded)] if recorded else list(ASSUMED_KL)
-        shares = {
-            name: {"tokens": tokens, "share": [kept_share(rule, kl, tokens) for kl in values]}
-            for name, tokens in (("mean", lengths.response), ("longest", lengths.longest))
-        }
-        rows.append(_row(experiment, point) | {"recorded": bool(recorded), "kl": values} | shares)
-    return rows
 
 
 def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from dvp.experiment.config import Experiment
@@ -22,8 +22,6 @@ class Trained(NamedTuple):
     """Of a response; the mean over all."""
     tokens: float
     """Of a response, the mean over all."""
-    kl: float
-    """k3 in nats per token, the median over the steps: a run that collapses ends with a huge one."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +39,19 @@ class Records:
         record = read_json(path, "config_hash", "seconds_stage")
         return record if record["config_hash"] == self.experiment.config_hash(job.stage, job.path) else None
 
-    def took(self, job: Job) -> tuple[float | None, float | None]:
-        """Seconds of a finished job, start-up included, and the bytes of memory that it held at most; None: not known.
+    def took(self, job: Job) -> float | None:
+        """Seconds of a finished job, start-up included; None: not known.
 
         The longer of what the stage and what Snakemake timed: a stage that was copied from another experiment says how
         long the work itself took. A benchmark of a job that was killed may hold anything, and tells nothing then.
         """
-        record, seconds, memory = self.of(job), 0.0, None
+        record, seconds = self.of(job), 0.0
         if record is None:
-            return None, None
+            return None
         path = self.folder / "benchmarks" / f"{'/'.join(filter(None, (job.stage, job.path)))}.tsv"
         with suppress(OSError, LookupError, TypeError, ValueError), open(path, encoding="utf-8", newline="") as file:
-            row = list(csv.DictReader(file, delimiter="\t"))[-1]
-            seconds, memory = float(row["s"]), float(row["max_rss"]) * 2**20
-        return max(record["seconds_stage"], seconds), memory
+            seconds = float(list(csv.DictReader(file, delimiter="\t"))[-1]["s"])
+        return max(record["seconds_stage"], seconds)
 
     @cached_property
     def problems(self) -> dict[str, int]:
@@ -76,7 +73,7 @@ class Records:
             if tokens > 0:
                 seconds = sum(row["seconds"] for row in rows)
                 length = fmean(row["response_tokens_mean"] for row in rows)
-                rates[path] = Trained(seconds / tokens, length, median(row["k3"] for row in rows))
+                rates[path] = Trained(seconds / tokens, length)
         return rates
 
     @cached_property

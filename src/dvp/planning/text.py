@@ -6,9 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from dvp.core.limits import FEW
-from dvp.experiment.grid import setting_as_written, settings_as_read
-from dvp.planning.costs import MASTER
+from dvp.experiment.grid import setting_as_written
 from dvp.progress import setting_as_read
 
 
@@ -27,13 +25,22 @@ def render(plan: dict[str, Any]) -> str:
             "jobs": str(row["jobs"]),
             f"{unit}s each": str(row["gpus_each"]),
             "time each": " to ".join(dict.fromkeys(map(_time, row["hours_each"]))),
-            "memory": "" if row["peak_memory"] is None else _size(row["peak_memory"]),
             **costs(row),
         }
         for row in plan["stages"]
     ]
     stages.append(dict.fromkeys(stages[0], "") | {"stage": "all", "jobs": str(total["jobs"])} | costs(total))
-    methods = [_of(row) | {"runs": str(row["runs"]), "jobs": str(row["jobs"])} | costs(row) for row in plan["methods"]]
+    methods = [
+        {
+            "method": row["label"],
+            "engine": row["engine"],
+            **{setting_as_read(key): setting_as_written(value) for key, value in row["settings"].items()},
+            "runs": str(row["runs"]),
+            "jobs": str(row["jobs"]),
+            **costs(row),
+        }
+        for row in plan["methods"]
+    ]
     shared = {"method": "shared", "jobs": str(plan["shared"]["jobs"])}
     methods.append(dict.fromkeys(methods[0], "") | shared | costs(plan["shared"]))
     hours = total["gpu_hours_range"]
@@ -47,7 +54,6 @@ def render(plan: dict[str, Any]) -> str:
     ]
     notes = (fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in _notes(plan))
     tables = [_table(stages, left=1), _table(methods, left=2)]
-    tables += [_table(list(map(_kept, plan["kept"])), left=2)] if plan["kept"] else []
     heading = f"{plan['experiment']} on {plan['device']}: {'; '.join(summary)}"
     heading = fill(heading, 118, subsequent_indent="  ", break_on_hyphens=False)
     return "\n\n".join([heading, *tables, "\n".join(notes)])
@@ -71,40 +77,15 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
     yield f"the longest chain of jobs takes {longest}, however many {plan['unit']}s there are"
     yield f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time"
     for engine, step in plan["step"].items():
-        line = f"a training step with engine {engine}, estimated: {_step(step)}"
-        if step["exchange"]:
-            line += (
-                f"; in the update each GPU gathers the weights ({_size(MASTER * plan['parameters'])}) "
-                f"{step['gathers']} times and scatters gradients as large {step['scatters']} times: "
-                f"{step['exchange']:.3g} s beside {step['arithmetic']:.3g} s of arithmetic, which adds "
-                f"{step['update'] - step['arithmetic']:.3g} s"
-            )
-        yield line
+        yield f"a training step with engine {engine}, estimated: {_step(step)}"
     yield from _memory(plan)
     for engine, measured in plan["preflights"].items():
-        checks, share = measured["checks"], measured["utilisation"]
-        reached = "" if share is None else f" ({share:.0%} of the GPUs' peak)"
+        checks = measured["checks"]
         yield (
             f"a training step with engine {engine}, by its preflight on {measured['device']}: "
-            f"{_step(measured['step'], reached)}; memory: {checks['memory']['says']}; to save and leave: "
+            f"{_step(measured['step'])}; memory: {checks['memory']['says']}; to save and leave: "
             f"{checks['save']['says']}"
         )
-    if plan["kept"]:
-        yield (
-            "kept: the share of tokens that a correction does not reject where trainer and engine differ by Gaussian "
-            "noise with this KL, recorded (k3) where a run of the method, or of the engine, has steps, or by the "
-            "preflight, else assumed"
-        )
-    for row in plan["kept"]:
-        few = [(share, kl) for share, kl in zip(row["mean"]["share"], row["kl"], strict=True) if share < FEW]
-        if few:
-            yield (
-                f"warning: {', '.join([row['label'], *settings_as_read(row['settings'])])} with engine "
-                f"{row['engine']} would keep {few[0][0]:.0%} of the responses of {row['mean']['tokens']:,.0f} tokens "
-                f"at {'the recorded' if row['recorded'] else 'a'} KL of {few[0][1]:.2g}; "
-                "long responses are then rarely trained on"
-            )
-    yield "memory: of the machine, the most that a recorded job held"
     yield "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it"
     yield from (f"estimated: {sentence}" for sentence in plan["assumptions"])
 
@@ -127,26 +108,9 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
             yield f"warning: training with engine {engine} does not fit on this GPU"
 
 
-def _step(step: dict[str, float], reached: str = "") -> str:
-    return (
-        f"rollout {step['rollout']:.3g} s, update {step['update']:.3g} s{reached}, weights to the engine "
-        f"{step['synchronise']:.2g} s"
-    )
-
-
-def _of(row: dict[str, Any]) -> dict[str, str]:
-    """Method, engine and settings of a row."""
-    settings = {setting_as_read(key): setting_as_written(value) for key, value in row["settings"].items()}
-    return {"method": row["label"], "engine": row["engine"], **settings}
-
-
-def _kept(row: dict[str, Any]) -> dict[str, str]:
-    shares = (
-        f"{' / '.join(f'{100 * share:.0f}' for share in row[name]['share'])} % of {row[name]['tokens']:,.0f}"
-        for name in ("mean", "longest")
-    )
-    nats = " / ".join(f"{kl:.2g}" for kl in row["kl"]) + ("" if row["recorded"] else " (assumed)")
-    return _of(row) | {"nats per token": nats, "kept of tokens": ", ".join(shares)}
+def _step(step: dict[str, float]) -> str:
+    rollout, update, weights = step["rollout"], step["update"], step["synchronise"]
+    return f"rollout {rollout:.3g} s, update {update:.3g} s, weights to the engine {weights:.2g} s"
 
 
 def _table(rows: list[dict[str, str]], left: int) -> str:

@@ -10,6 +10,7 @@ import filecmp
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -74,37 +75,29 @@ def _sides(experiment: Experiment, run: Run) -> SafeVocabularies:
 
 
 def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
-    """The safe vocabularies of runs with this engine, as far as it applies them in the same way as the rehearsed run's.
+    """The safe vocabularies of runs with this engine that it can apply as the rehearsed run has it started.
 
     Any other is proved when its run starts, as each is.
     """
-    reported, of_rehearsed = experiment.training.sets_reported, _sides(experiment, rehearsed_run(experiment, engine))
-    by_processor = reported(of_rehearsed) or needs_processor(of_rehearsed.engine)
-    every = dict.fromkeys(
-        sides.engine
-        for sides in (_sides(experiment, run) for run in experiment.runs if run.engine == engine)
-        # An engine that reports sets applies a fixed ρ by the processor, too.
-        if reported(sides) or needs_processor(sides.engine) or not reported(of_rehearsed)
-    )
+    of_rehearsed = _sides(experiment, rehearsed_run(experiment, engine))
+    by_processor = experiment.training.sets_reported(of_rehearsed) or needs_processor(of_rehearsed.engine)
+    every = dict.fromkeys(_sides(experiment, run).engine for run in experiment.runs if run.engine == engine)
     return [rule for rule in every if rule is not None and (by_processor or not needs_processor(rule))]
 
 
 def rehearsed(experiment: Experiment) -> Experiment:
     """The experiment with the settings of the rehearsal; engine and trainer are built from them as for training."""
-    training = experiment.training
-    changed = {
-        "steps": STEPS,
-        "checkpoint_every": STEPS,
-        "synchronise_every": 1,
-        "warmup_steps": 0,
-        "learning_rate": max(training.learning_rate, LEARNING_RATE),
-    }
-    return experiment.model_copy(
+    training = experiment.training.model_copy(
         update={
-            "training": training.model_copy(update=changed),
-            "evaluation": experiment.evaluation.model_copy(update={"at": None}),
+            "steps": STEPS,
+            "checkpoint_every": STEPS,
+            "synchronise_every": 1,
+            "warmup_steps": 0,
+            "learning_rate": max(experiment.training.learning_rate, LEARNING_RATE),
         }
     )
+    evaluation = experiment.evaluation.model_copy(update={"at": None})
+    return experiment.model_copy(update={"training": training, "evaluation": evaluation})
 
 
 class LongestResponses:
@@ -222,7 +215,7 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": before_NV}, work / BEFORE)
-        report.note("device", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+        report.note(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     del positions, noise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what training would not have taken
@@ -249,7 +242,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
         try:
             run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
         except Stopped:
-            _note_peaks(report, "train", forced)
+            _note_peaks(report, forced)
             raise
 
 
@@ -267,23 +260,22 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
         _, rows = run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
         write_probe(work / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
     report.add("steps", check_steps(rows, loop.config.max_response_tokens))
-    _note_peaks(report, "resume", forced)
+    _note_peaks(report, forced)
     responses = int(loop.config.prompts_per_step * loop.config.group_size)
     trained = responses * loop.config.max_response_tokens
     sampled = sum(ranks.gather(forced.tokens)[:: forced.ranks])
     last = rows[-1]  # the first one also measures the trainer's noise
     report.note(
-        "seconds",
-        {
+        seconds={
             "rollout_token": last["seconds_rollout"] / sampled,
             "update_token": last["seconds_update"] / trained,
             "synchronise": last["seconds_sync"],
-        },
+        }
     )
     reloaded_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": reloaded_NV}, work / RELOADED)
-        report.note("asked", {"prompts": prompts, "max_model_len": loop.engine.max_model_len})
+        report.note(asked={"prompts": prompts, "max_model_len": loop.engine.max_model_len})
     ranks.gather(None)
 
 
@@ -309,15 +301,16 @@ def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
     return torch.stack([engine.log_probs(prompt, None) for prompt in prompts])
 
 
-def _note_peaks(report: Report, process: str, forced: LongestResponses) -> None:
+def _note_peaks(report: Report, forced: LongestResponses) -> None:
     """The largest memory of the ranks so far: of a host's processes together, and of a GPU. By all ranks."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     every = ranks.gather((socket.gethostname(), rss, forced.gpu))
-    hosts: dict[str, int] = {}
+    hosts: Counter[str] = Counter()
     for host, of_rank, _ in every:
-        hosts[host] = hosts.get(host, 0) + of_rank
-    gpu = {name: max(of_rank[name] for _, _, of_rank in every) for name in forced.gpu}
-    report.note(f"peaks_{process}", {"host": max(hosts.values()), **gpu})
+        hosts[host] += of_rank
+    peaks = {"host": max(hosts.values())} | {name: max(gpu[name] for *_, gpu in every) for name in forced.gpu}
+    before = report.read().get("peaks", peaks)
+    report.note(peaks={name: max(peak, before[name]) for name, peak in peaks.items()})
 
 
 def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
@@ -339,7 +332,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
     report.add("convert", Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
     with report.asking("synchronise"):
-        asked, training, run = report.read()[1]["asked"], experiment.training, rehearsed_run(experiment, engine)
+        asked, training, run = report.read()["asked"], experiment.training, rehearsed_run(experiment, engine)
         fresh = VllmEngine(
             work / MODEL,
             experiment.engines[engine],

@@ -14,7 +14,6 @@ from dvp.experiment.loading import check_settings, load_experiment, write_resolv
 from dvp.errors import DvpError
 from dvp.files import only_writer, sha256_file, sha256_json
 from dvp.tools import make_tool
-from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
 
 try:
@@ -55,12 +54,9 @@ HUGGING_FACE = (
 @cache
 def experiment(name):
     try:
-        found = load_experiment(name)
+        return load_experiment(name)
     except DvpError as error:
         raise WorkflowError(str(error)) from None
-    if workflow.is_main_process:
-        restore_order(Path(RESULTS.format(experiment=name)))
-    return found
 
 
 # The one that is asked for, now: a mistake in it is told before anything else.
@@ -183,16 +179,10 @@ def config_hashes(wildcards):
     return [found.config_hash("evaluate", f"{path}/{task}") for task in TASKS]
 
 
-def only_if_not_by_task(wildcards):
-    """Nothing, for a model of an experiment with TASKS; else a file that never is, so that `evaluate` takes over.
-
-    So it does for what it made: Snakemake would make it again for another rule's sake.
-    """
-    of = f"{wildcards.run}{wildcards.by}"
-    folder = Path(BENCHMARKS.format(experiment=wildcards.experiment), "evaluate", of)
-    by_task = any((folder / f"{task}.tsv").exists() for task in TASKS)
+def only_if_all_tasks(wildcards):
+    """Nothing, for an experiment with TASKS; else a file that never is, so that `evaluate` takes over."""
     alike = experiment(wildcards.experiment).data.tasks == TASKS
-    return [] if alike and not by_task else "no such file: evaluate"
+    return [] if alike else "no such file: evaluate"
 
 
 def gpus(stage):
@@ -242,18 +232,12 @@ def local_sources(name):
 
 
 def local_files(wildcards):
-    """The files of this machine that problems come from; one that is newer runs nothing again if it says the same."""
-    manifest = Path(
-        RESULTS.format(experiment=wildcards.experiment), "data", "manifest.json"
-    )
-    return [
-        ancient(str(file)) if was_read(source, digest, manifest) else str(file)
-        for source, (file, digest) in local_sources(wildcards.experiment).items()
-    ]
+    """The files of this machine that problems come from, whose age is nothing: `local_contents` says what they say."""
+    return [ancient(str(file)) for file, _ in local_sources(wildcards.experiment).values()]
 
 
 def local_contents(wildcards):
-    """Their checksums: one that says something else, though it is older, is read again."""
+    """Their checksums: what says something else is read again."""
     return {
         source: digest
         for source, (_, digest) in local_sources(wildcards.experiment).items()

@@ -65,7 +65,7 @@ class Screen:
         return self.stream.getvalue()[before:].splitlines()
 
     def start(self, jobid: int, rule: str, message: str | None, at: float, **fields) -> list[str]:
-        fields = {"benchmark": None, "wildcards": {}, "threads": 1, "resources": {}} | fields
+        fields = {"wildcards": {}, "threads": 1, "resources": {}} | fields
         return self.say(LogEvent.JOB_INFO, at, jobid=jobid, rule_name=rule, rule_msg=message, **fields)
 
 
@@ -119,18 +119,6 @@ def test_a_dry_run_looks_as_snakemakes_own(monkeypatch):
     screen = Screen(monkeypatch, dryrun=True)
     assert screen.say(LogEvent.ERROR, message="no such file") == ["no such file"]
     assert screen.say(LogEvent.RUN_INFO, message="Job stats:\ntrain 3") == ["Job stats:", "train 3"]
-
-
-def test_earlier_benchmarks_count_until_this_run_knows_better(screen, tmp_path):
-    file = tmp_path / "benchmarks/train/method~dvp/seed~0.tsv"
-    file.parent.mkdir(parents=True)
-    file.write_text("s\th:m:s\n1000.0\t0:16:40\n")
-    (file.parent / "seed~1.tsv").write_text("")  # its job was killed
-    screen.say(LogEvent.RUN_INFO, stats={"train": 4, "total": 4})
-    (line,) = screen.start(1, "train", "training a", 0.0, benchmark=str(file))
-    assert line.endswith("1 running, about 1 h 07 min left")
-    (line,) = screen.start(2, "train", "training b", 400.0, benchmark=str(file))
-    assert line.endswith("2 running, about 30 min left")
 
 
 def test_snakemake_finds_the_plugin_and_counts_its_jobs(tmp_path):

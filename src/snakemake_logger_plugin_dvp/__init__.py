@@ -8,13 +8,10 @@ when a job starts and a line when it ends. Errors, warnings and dry runs look as
 keeps in .snakemake/log is whole. Snakemake finds this package by its name.
 """
 
-import csv
 import logging
 import re
 import sys
 from collections import Counter, defaultdict
-from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter
@@ -52,9 +49,7 @@ class LogHandler(LogHandlerBase):
         self._details = self.common_settings.dryrun or self.common_settings.verbose
         self._running: dict[int, tuple[str, str, float]] = {}  # rule, name and start by job
         self._waiting: Counter[str] = Counter()
-        self._taken: dict[str, list[float]] = defaultdict(
-            list
-        )  # seconds of each rule's jobs, now or when they ran last
+        self._taken: dict[str, list[float]] = defaultdict(list)  # seconds of each rule's jobs
         self._most_running = 1
         self._total = self._done = 0
 
@@ -90,8 +85,6 @@ class LogHandler(LogHandlerBase):
 
     def _begun(self, record: logging.LogRecord) -> None:
         rule, name = record.rule_name, readable(record.rule_msg or record.rule_name)
-        if rule not in self._taken and record.benchmark:
-            self._taken[rule] = recorded(rule, Path(record.benchmark))
         self._waiting[rule] -= 1
         self._running[record.jobid] = rule, name, record.created
         self._most_running = max(self._most_running, len(self._running))
@@ -114,14 +107,3 @@ class LogHandler(LogHandlerBase):
     def _say(self, line: str) -> None:
         self._own.stream.write(f"[{self._done}/{self._total}] {line}\n")
         self._own.flush()
-
-
-def recorded(rule: str, benchmark: Path) -> list[float]:
-    """Seconds of a rule's jobs when they ran last: of all benchmarks in its folder, or of the one that it has."""
-    folder = next((parent for parent in benchmark.parents if parent.name == rule), None)
-    seconds = []
-    for file in [benchmark] if folder is None else sorted(folder.rglob("*.tsv")):
-        # A file of a job that was killed may hold anything; it is an estimate.
-        with suppress(OSError, KeyError, TypeError, ValueError), open(file, encoding="utf-8", newline="") as table:
-            seconds += [float(row["s"]) for row in csv.DictReader(table, delimiter="\t")]
-    return seconds

@@ -8,13 +8,12 @@ stage that is run again continues its run, in whichever store. Only what the sto
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
@@ -86,13 +85,13 @@ def track(config: Path) -> None:
     create_store(directory.results, directory.experiment.name, view_tags(directory.experiment))
     for record, rows in stages:
         with _usable(directory.results):
-            added = send(directory.folder, record, rows)
-        print(f"{record.name}: " + (", ".join(f"{name} +{count}" for name, count in added.items()) or "complete"))
+            send(directory.folder, record, rows)
+        print(record.name)
     print(f"stages in {store_name(directory.results)}: {len(stages)}")
 
 
-def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
-    """Bring into the store what it lacks of a stage; how many metrics, params, tags, files, models that were.
+def send(folder: Path, record: Record, rows: list[dict]) -> None:
+    """Bring into the store what it lacks of a stage.
 
     Of the steps, those beyond the last one that it has: of one that was done twice, as a resumed run's may be, the
     first numbers stay. A row is sent whole, and its time is a function of the files alone, so that two processes that
@@ -102,13 +101,11 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
-    sent: Counter = Counter()
     with _opened(folder.parent) as client:
         experiment = _experiment(client, folder.parent, record.experiment)
         run = _find(client, experiment, record.key)
         if run is None:
             run = client.create_run(experiment, record.started, record.tags, record.name)
-            sent["runs"] += 1
         run = client.get_run(run.info.run_id)  # with its inputs, which a search leaves out
         parent = _find(client, experiment, record.parent)
         known = {item.dataset.digest for item in run.inputs.dataset_inputs}
@@ -117,16 +114,14 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
                 dataset = Dataset(*_dataset(item), "local", json.dumps({"uri": item["path"]}))
                 read = DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])
                 client.log_inputs(run.info.run_id, [read])
-                sent["datasets"] += 1
         ends = record.results or MODEL in record.tags  # a stage has them when it is done
-        model = _model(client, experiment, run, record, len(rows), sent) if ends else None
-    there = run.data
+        model = _model(client, experiment, run, record, len(rows)) if ends else None
+    there, run_id = run.data, run.info.run_id
 
-    def log(kind: str, items: list, size: int = ITEMS, of: str = run.info.run_id) -> None:
-        for start in range(0, len(items), size):
-            client.log_batch(of, **{kind: items[start : start + size]})
-        if items:
-            sent[kind] += len(items)
+    def log(**of_a_kind: list) -> None:
+        [(kind, items)] = of_a_kind.items()
+        for start in range(0, len(items), ITEMS):
+            client.log_batch(run_id, **{kind: items[start : start + ITEMS]})
 
     files = {name: below for name, below in record.files.items() if (folder / name).is_file()}
     tags = record.tags | ({"mlflow.parentRunId": parent.info.run_id} if parent else {})
@@ -134,17 +129,15 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
         tags[FILES] = key_of({name: sha256_file(folder / name) for name in files})
         if tags[FILES] != there.tags.get(FILES):
             for name, below in files.items():
-                client.log_artifact(run.info.run_id, str(folder / name), below or None)
-            sent["files"] += len(files)
-    log("tags", [RunTag(*item) for item in tags.items() if there.tags.get(item[0]) != item[1]])
+                client.log_artifact(run_id, str(folder / name), below or None)
     for name in OUTCOMES:
         if name in there.tags and name not in record.tags:  # of an earlier attempt
-            client.delete_tag(run.info.run_id, name)
-            sent["tags"] += 1
-    log("params", [Param(*item) for item in record.params.items() if item[0] not in there.params])
+            client.delete_tag(run_id, name)
+    log(tags=[RunTag(*item) for item in tags.items() if there.tags.get(item[0]) != item[1]])
+    log(params=[Param(*item) for item in record.params.items() if item[0] not in there.params])
 
     # Every row has its seconds.
-    history = client.get_metric_history(run.info.run_id, metric_name("seconds")) if rows else []
+    history = client.get_metric_history(run_id, metric_name("seconds")) if rows else []
     last, when, new = max((point.step for point in history), default=0), float(record.started), []
     for row in rows:
         when += 1000 * row.get("seconds", 0.0)
@@ -152,30 +145,29 @@ def send(folder: Path, record: Record, rows: list[dict]) -> Counter:
         if row["step"] > last:
             new.append([Metric(metric_name(name), numbers[name], round(when), row["step"]) for name in numbers])
     for start in range(0, len(new), ROWS):
-        log("metrics", list(chain(*new[start : start + ROWS])), size=1000)
+        client.log_batch(run_id, list(chain(*new[start : start + ROWS])))
 
     # The stage's own numbers; scores are those of the run that trained the policy, too.
     results, ended = record.results.items(), record.ended or record.started
     of_model = {(metric.key, metric.value) for metric in (model and model.metrics) or []}
-    lacking = [item for item in results if there.metrics.get(item[0]) != item[1] or (model and item not in of_model)]
     belongs = {"model_id": model.model_id} if model else {}
     if model and record.datasets:
         belongs |= dict(zip(("dataset_name", "dataset_digest"), _dataset(record.datasets[0]), strict=True))
-    log("metrics", [Metric(name, value, ended, record.step, **belongs) for name, value in lacking])
+    lacking = [item for item in results if there.metrics.get(item[0]) != item[1] or (model and item not in of_model)]
+    log(metrics=[Metric(*item, ended, record.step, **belongs) for item in lacking])
     for name, value in results if parent else ():
         if name.startswith(SCORES):
             history = client.get_metric_history(parent.info.run_id, name)
             at = [point for point in history if point.step == record.step]
             if not at or max(at, key=lambda point: point.timestamp).value != value:
-                log("metrics", [Metric(name, value, ended, record.step)], of=parent.info.run_id)
+                client.log_metric(parent.info.run_id, name, value, ended, record.step)
 
     if record.description is not None:
         _describe(client, experiment, folder)
     if record.ended is not None and (run.info.status, run.info.end_time) != (record.status, record.ended):
-        client.set_terminated(run.info.run_id, record.status, record.ended)
+        client.set_terminated(run_id, record.status, record.ended)
     elif run.info.status != record.status:
-        client.update_run(run.info.run_id, record.status)
-    return sent
+        client.update_run(run_id, record.status)
 
 
 def _dataset(item: dict[str, str]) -> tuple[str, str]:
@@ -183,7 +175,7 @@ def _dataset(item: dict[str, str]) -> tuple[str, str]:
     return Path(item["path"]).stem, item["digest"]
 
 
-def _model(client, experiment: str, run, record: Record, steps: int, sent: Counter):
+def _model(client, experiment: str, run, record: Record, steps: int):
     """MLflow's model whose results a stage's are: the one that it works on until it has made one; None without any.
 
     What it works on is an input of its run, and what it makes an output.
@@ -198,7 +190,6 @@ def _model(client, experiment: str, run, record: Record, steps: int, sent: Count
     model = next((found for own in keys if len(own) == 1 and (found := find(own[0]))), None)
     if model and model.model_id not in {item.model_id for item in run.inputs.model_inputs}:
         client.log_inputs(run.info.run_id, models=[LoggedModelInput(model.model_id)])
-        sent["models"] += 1
     if MODEL not in record.tags:
         return model if record.parent else None
     kind = KINDS[record.tags["stage"]]
@@ -212,7 +203,6 @@ def _model(client, experiment: str, run, record: Record, steps: int, sent: Count
     )
     if model.model_id not in {item.model_id for item in run.outputs.model_outputs}:
         client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, steps)])
-        sent["models"] += 1
     return model if model.status == "READY" else client.finalize_logged_model(model.model_id, "READY")
 
 
@@ -250,15 +240,7 @@ def _opened(results: Path) -> Iterator:
     import sqlalchemy
     from mlflow.tracking import MlflowClient
 
-    lock = FileLock(results / ".mlflow.lock", timeout=LOCK_SECONDS)
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-        with lock:  # what cannot be written is no fault of the store
-            pass
-    except Timeout:
-        raise
-    except OSError as error:
-        raise DvpError(f"{results}: results cannot be written there ({error.strerror})") from None
+    results.mkdir(parents=True, exist_ok=True)
     # Nobody else waits for a store that does not answer; MLflow would try for minutes to open a database.
     uri = store_uri(results)
     if uri.startswith("http"):
@@ -268,7 +250,7 @@ def _opened(results: Path) -> Iterator:
         if uri.startswith("sqlite") and engine.url.database:
             Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
         sqlalchemy.inspect(engine)
-    with lock:
+    with FileLock(results / ".mlflow.lock", timeout=LOCK_SECONDS):
         yield MlflowClient(tracking_uri=uri)
 
 

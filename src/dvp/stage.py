@@ -26,15 +26,6 @@ Inputs = Mapping[str, Path | list[Path]]
 """By stage, the JSON files of the stages that a stage reads the output of."""
 
 
-# The file of problems that a stage reads, and what for.
-PROBLEMS = {
-    "train": ("train.parquet", "training"),
-    "evaluate": ("eval.parquet", "evaluation"),
-    "mismatch": ("train.parquet", "measurement"),
-    "bias": ("train.parquet", "measurement"),
-}
-
-
 @dataclass(frozen=True)
 class Stage:
     """A stage at work: its MLflow run, and the JSON file that it ends with."""
@@ -108,7 +99,6 @@ def run_stage(
     run: str | None = None,
     task: str | None = None,
     metrics: Path | None = None,
-    problems: str | None = None,
 ) -> Iterator[Stage]:
     """A stage while it works; its MLflow run ends with the block, as failed if that raises.
 
@@ -118,7 +108,6 @@ def run_stage(
         reads itself.
     run, task : path of the run, and what of it the stage works on, as the MLflow run says.
     metrics : the metrics.jsonl that has every row given to `log_step`.
-    problems : the file of problems that it reads, where not that of PROBLEMS.
     Raises DvpError, before anything is written, for an input that is missing, altered or of other settings.
     """
     started = time.time()
@@ -136,10 +125,6 @@ def run_stage(
         metrics=metrics,
         **_policy(where, name, run, inputs),
     ) as tracked:
-        if name in PROBLEMS:
-            file, context = PROBLEMS[name]
-            file = problems or file
-            tracked.log_dataset(folder / "data" / file, records["prepare"][0]["files"][file], context)
         yield Stage(folder, result, tracked, config_hash, started)
 
 

@@ -56,7 +56,6 @@ def train(
     policy = {"title": title(more["run"]), "params": {"method": "dvp", "seed": 0, "rho": None}}
     with stage_run(folder, EXPERIMENT, "train", upstream=upstream, metrics=file, **policy, **more) as tracked:
         tracked.log_params({"training": {"steps": steps}})
-        tracked.log_dataset(folder / "data" / "train.parquet", "d" * 64, "training")
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as metrics:
             for step in range(1, steps + 1):
@@ -91,7 +90,6 @@ def evaluate(folder: Path, upstream: dict[str, list[str]], value: float = 0.5) -
     """A stage that logs a result and a file."""
     policy = {"run": RUN, "task": "aime25", "upstream": upstream, "title": title(RUN), "params": {"method": "dvp"}}
     with stage_run(folder, EXPERIMENT, "evaluate", config_hash="def", **policy) as tracked:
-        tracked.log_dataset(folder / "data" / "eval.parquet", "e" * 64, "evaluation")
         tracked.log_result({"avg@8": value})
         write_json(folder / "evals" / RUN / "aime25" / "scores.json", {"value": value})
         tracked.log_file(folder / "evals" / RUN / "aime25" / "scores.json")
@@ -123,10 +121,6 @@ def contents(folder: Path) -> dict[str, dict]:
             "tags": run.data.tags | {"mlflow.parentRunId": keys.get(run.data.tags.get("mlflow.parentRunId"))},
             "params": run.data.params,
             "files": sorted(_files(client, run.info.run_id)),
-            "datasets": [
-                (item.dataset.name, item.dataset.digest, item.dataset.source, item.tags[0].value)
-                for item in run.inputs.dataset_inputs
-            ],
             "metrics": {
                 name: sorted(
                     (point.step, point.value, point.timestamp)
@@ -165,4 +159,3 @@ def check_training(run: dict, steps: int) -> None:
     assert run["metrics"]["final/collapsed"][0][1] == 0
     assert run["params"] == {"training.steps": str(steps), "seed": "0", "method": "dvp"}
     assert [name for name, _ in run["files"]] == ["metrics.jsonl", "results/train.json"]
-    assert run["datasets"] == [("train", "d" * 16, '{"uri": "data/train.parquet"}', "training")]

@@ -83,7 +83,6 @@ def test_an_empty_store_becomes_what_the_first_one_was(stages, monkeypatch, caps
         ("files", lambda path: {"config.yaml": "", path: ""}),
         ("files", lambda path: {"config.yaml": path}),
         ("metrics", lambda path: path),
-        ("datasets", lambda path: [{"path": path, "digest": "d" * 16, "context": "training"}]),
         ("experiment", lambda path: path),
     ],
 )
@@ -101,7 +100,6 @@ def test_a_record_names_nothing_outside_the_results(one_stage, key, value, path)
     ("name", "text", "message"),
     [
         (RECORD, b'{"experiment": "smoke"}', "name: Field required"),
-        (RECORD, b'{"experiment": "e", "name": "n", "started": 1, "tags": {}}', "tags: expected a tracking_key"),
         (METRICS, b'{"step": 1}\nx\n', "line 2: Invalid JSON"),
         (METRICS, b'{"reward": 1}\n', "line 1: step: Field required"),
         (METRICS, None, "cannot be read (No such file or directory)"),

@@ -293,7 +293,6 @@ def _measuring(
         {made_by: model_result, "prepare": directory.result("prepare")},
         run=measurement.run and measurement.run.path,
         task=path.removeprefix(f"{measurement.policy_path}/").replace("/", "-"),
-        problems=None if measurement.task is None else "eval.parquet",
     ) as stage:
         yield directory, measurement, model_result.parent, stage
 

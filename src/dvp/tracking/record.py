@@ -26,12 +26,6 @@ def _inside(path: str) -> str:
     return path
 
 
-def _has_key(tags: dict[str, str]) -> dict[str, str]:
-    if KEY not in tags:
-        raise ValueError(f"expected a {KEY}")
-    return tags
-
-
 Inside = Annotated[str, AfterValidator(_inside)]
 
 
@@ -56,7 +50,7 @@ class Record(BaseModel):
     """The policy that the stage makes or works on, in words."""
     parent: str | None = None
     """Key of the run below which this one is shown: that of the stage that trained the policy."""
-    tags: Annotated[dict[str, str], AfterValidator(_has_key)]
+    tags: dict[str, str]
     params: dict[str, str] = {}
     results: dict[str, float] = {}
     step: int = 0
@@ -65,8 +59,6 @@ class Record(BaseModel):
     """The folder, among the run's artifacts, of each file to keep with it; the stage's JSON file is the last one."""
     metrics: Inside | None = None
     """The metrics.jsonl, as soon as it holds rows of this very run."""
-    datasets: list[dict[str, Inside]] = []
-    """Files of problems that it reads: the path, the digest (16 hex digits of the SHA-256), and the context."""
     description: str | None = None
     """Markdown for the experiment's own page."""
     status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"] = "RUNNING"

@@ -76,10 +76,6 @@ class StageRun:
         of, numbers = (self._record.tags["stage"], self._record.tags["task"]), _flatten(metrics, "/")
         self._record.results |= {result_name(*of, name): float(n) for name, n in numbers if isinstance(n, int | float)}
 
-    def log_dataset(self, path: Path, sha256: str, context: str) -> None:
-        """Problems that the stage reads, in a file with this checksum: for training, evaluation or measurement."""
-        self._record.datasets.append({"path": self._relative(path), "digest": sha256[:16], "context": context})
-
     def log_model(self, path: Path) -> None:
         """Where the weights are that the stage wrote. They are not copied."""
         self.tag(MODEL, self._relative(path))
@@ -102,7 +98,7 @@ class StageRun:
         moved = re.sub(rf'/{run}(?=[/"])', lambda _: f"/{self.run}", theirs.model_dump_json())
         ours = Record.model_validate_json(moved)
         ours.params |= self._record.params
-        for name in ("params", "results", "files", "metrics", "datasets"):
+        for name in ("params", "results", "files", "metrics"):
             setattr(self._record, name, getattr(ours, name))
         self._record.tags |= {name: ours.tags[name] for name in (COLLAPSED, MODEL) if name in ours.tags}
         self._rows += read_rows(folder / theirs.metrics) if theirs.metrics else []

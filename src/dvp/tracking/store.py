@@ -5,7 +5,6 @@ trained it, which shows the policy's settings, its steps and its scores. A run i
 stage that is run again continues its run, in whichever store. Only what the store lacks is sent, any number of times.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
 
     Any exception may come out, of MLflow and of what it is made of.
     """
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+    from mlflow.entities import Metric, Param, RunTag
 
     with _opened(folder.parent) as client:
         experiment = _experiment(client, folder.parent, record.experiment)
@@ -108,12 +107,6 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
             run = client.create_run(experiment, record.started, record.tags, record.name)
         run = client.get_run(run.info.run_id)  # with its inputs, which a search leaves out
         parent = _find(client, experiment, record.parent)
-        known = {item.dataset.digest for item in run.inputs.dataset_inputs}
-        for item in record.datasets:
-            if item["digest"] not in known:
-                dataset = Dataset(*_dataset(item), "local", json.dumps({"uri": item["path"]}))
-                read = DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])
-                client.log_inputs(run.info.run_id, [read])
         ends = record.results or MODEL in record.tags  # a stage has them when it is done
         model = _model(client, experiment, run, record, len(rows)) if ends else None
     there, run_id = run.data, run.info.run_id
@@ -151,8 +144,6 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
     results, ended = record.results.items(), record.ended or record.started
     of_model = {(metric.key, metric.value) for metric in (model and model.metrics) or []}
     belongs = {"model_id": model.model_id} if model else {}
-    if model and record.datasets:
-        belongs |= dict(zip(("dataset_name", "dataset_digest"), _dataset(record.datasets[0]), strict=True))
     lacking = [item for item in results if there.metrics.get(item[0]) != item[1] or (model and item not in of_model)]
     log(metrics=[Metric(*item, ended, record.step, **belongs) for item in lacking])
     for name, value in results if parent else ():
@@ -168,11 +159,6 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
         client.set_terminated(run_id, record.status, record.ended)
     elif run.info.status != record.status:
         client.update_run(run_id, record.status)
-
-
-def _dataset(item: dict[str, str]) -> tuple[str, str]:
-    """Name and digest."""
-    return Path(item["path"]).stem, item["digest"]
 
 
 def _model(client, experiment: str, run, record: Record, steps: int):

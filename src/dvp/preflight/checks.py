@@ -61,37 +61,28 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
 
 def noise_of_trainer(
     trainer: Trainer, positions: Positions, prompts: list[list[int]], responses: list[list[int]]
-) -> dict[str, Positions]:
-    """The trainer against itself at the compared positions, as each step's metrics have it.
-
-    That is at another batch shape ("shape"), and in bf16 or, if it trains in bf16, in fp32 ("bf16").
-    """
-    together = Batch.collate(prompts, responses, pad=0)
-    other_NV = normalised(own_logits(trainer, together, not trainer.bf16)).cpu()
-    alone_NV = torch.cat(
-        [
-            normalised(own_logits(trainer, Batch.collate([prompt], [response], pad=0), trainer.bf16)).cpu()
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-    )
-    return {"shape": Positions(positions.train_NV, alone_NV), "bf16": Positions(positions.train_NV, other_NV)}
+) -> Positions:
+    """The trainer against itself in another batch shape, at the compared positions."""
+    alone = [
+        normalised(own_logits(trainer, Batch.collate([prompt], [response], pad=0), trainer.bf16)).cpu()
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return Positions(positions.train_NV, torch.cat(alone))
 
 
-def check_mismatch(engine: Positions, noise: dict[str, Positions], kind: str, of_noise: float = 0.0) -> Verdict:
+def check_mismatch(engine: Positions, noise: Positions, kind: str, of_noise: float = 0.0) -> Verdict:
     """KL over the whole vocabulary; the trainer's own noise is what no engine could do better than.
 
     of_noise : what the engine may have on top (`kl_of_noise`).
     """
-    limit, measured = KL_LIMITS[kind] + of_noise, distance(engine)
-    own = {name: distance(positions) for name, positions in noise.items()}
-    worst = max(WORST_TOKEN, TIMES_ITSELF * own["shape"]["worst_token"]) if kind == "exact" and not of_noise else None
+    limit, measured, own = KL_LIMITS[kind] + of_noise, distance(engine), distance(noise)
+    worst = max(WORST_TOKEN, TIMES_ITSELF * own["worst_token"]) if kind == "exact" and not of_noise else None
     return Verdict(
         measured["kl"] <= limit and (worst is None or measured["worst_token"] <= worst),
         f"KL {measured['kl']:.2g} nats per token at {len(engine.train_NV)} positions, {limit:g} are allowed to an "
         f"engine that is {kind}{' and has noise' if of_noise else ''}; worst token {measured['worst_token']:.2g} nats"
         f"{'' if worst is None else f', {worst:.2g} are allowed'}; "
-        f"the trainer against itself, KL {own['shape']['kl']:.2g} in another batch shape and "
-        f"{own['bf16']['kl']:.2g} in another precision",
+        f"the trainer against itself, in another batch shape, KL {own['kl']:.2g}",
         {**measured, "limit": limit, "worst_limit": worst, "positions": len(engine.train_NV), "noise": own},
     )
 

@@ -194,24 +194,21 @@ def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
 
 def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report, work: Path) -> None:
     """Trainer and engine side by side, before any step. Raises DvpError with the check that fails."""
-    settings = experiment.training
     prompts = shortest(loop.problems.prompts)
-    with report.asking("safe vocabulary"):
+    with report.asking("safe vocabulary") as answer:
         asked = rules(experiment, engine)
         for rule in asked:
             prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], rule)
-    proved = ", ".join(map(str, asked)) or "no run with this engine has one"
-    report.add("safe vocabulary", Verdict(True, proved, {"rules": len(asked)}))
-    with report.asking("forward"):
-        verdict = check_forward(loop.trainer, prompts, settings.temperature)
-    report.add("forward", verdict)
-    with report.asking("mismatch"):
+        proved = ", ".join(map(str, asked)) or "no run with this engine has one"
+        answer(Verdict(True, proved, {"rules": len(asked)}))
+    with report.asking("forward") as answer:
+        answer(check_forward(loop.trainer, prompts, experiment.training.temperature))
+    with report.asking("mismatch") as answer:
         positions, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
         noise = noise_of_trainer(loop.trainer, positions, prompts, responses)
         configured = experiment.engines[engine]
         kind = precision_class(configured, experiment.trainer_dtype)
-        verdict = check_mismatch(positions, noise, kind, kl_of_noise(configured))
-    report.add("mismatch", verdict)
+        answer(check_mismatch(positions, noise, kind, kl_of_noise(configured)))
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": before_NV}, work / BEFORE)
@@ -230,12 +227,12 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
     report, experiment = Report(work), directory.experiment
     run = rehearsed_run(experiment, engine)
     started = time.time()
-    with report.asking("start"):
+    with report.asking("start") as answer:
         check_compilers()
         loop, _ = set_up(directory, run)
-    figures = {"seconds": time.time() - started, "ranks": experiment.training.ranks}
-    says = f"trainer and engine work after {figures['seconds']:.0f} s; ranks: {figures['ranks']}"
-    report.add("start", Verdict(True, says, figures))
+        figures = {"seconds": time.time() - started, "ranks": experiment.training.ranks}
+        says = f"trainer and engine work after {figures['seconds']:.0f} s; ranks: {figures['ranks']}"
+        answer(Verdict(True, says, figures))
     check_engine(loop, experiment, engine, report, work)
     forced = rehearse(loop, work / SAMPLING)
     with report.asking("steps"):
@@ -249,17 +246,16 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
 def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The second process group: goes on from the checkpoint, proves that it is what was saved, takes the last step."""
     report = Report(work)
-    with report.asking("resume"):
+    with report.asking("resume") as answer:
         loop, _ = set_up(directory, rehearsed_run(directory.experiment, engine))
         restored = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
-        verdict = _same_when_saved_again(loop, restored and restored[0], work / AGAIN)
-    report.add("resume", verdict)
+        answer(_same_when_saved_again(loop, restored and restored[0], work / AGAIN))
     prompts = shortest(loop.problems.prompts)
     forced = rehearse(loop, None)
-    with report.asking("steps"):
+    with report.asking("steps") as answer:
         _, rows = run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
         write_probe(work / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
-    report.add("steps", check_steps(rows, loop.config.max_response_tokens))
+        answer(check_steps(rows, loop.config.max_response_tokens))
     _note_peaks(report, forced)
     responses = int(loop.config.prompts_per_step * loop.config.group_size)
     trained = responses * loop.config.max_response_tokens
@@ -318,7 +314,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     from dvp.conversion.convert import convert as convert_checkpoint
 
     report, experiment = Report(work), directory.experiment
-    with report.asking("convert"):
+    with report.asking("convert") as answer:
         started = time.time()
         proof = convert_checkpoint(
             max((work / CHECKPOINTS).glob(f"{checkpoint.KEPT}*")),
@@ -328,10 +324,10 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             experiment.training.temperature,
         )
         figures = {name: value for name, value in proof.items() if isinstance(value, int | float)}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
-    report.add("convert", Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
-    with report.asking("synchronise"):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
+        answer(Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
+    with report.asking("synchronise") as answer:
         asked, training, run = report.read()["asked"], experiment.training, rehearsed_run(experiment, engine)
         fresh = VllmEngine(
             work / MODEL,
@@ -342,12 +338,8 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
             rules=[_sides(experiment, run).engine],
             report_sets=training.sets_reported(_sides(experiment, run)),
         )
-        verdict = check_same_engine(
-            load_file(work / RELOADED)["log_probs"],
-            next_tokens(fresh, asked["prompts"]),
-            load_file(work / BEFORE)["log_probs"],
-        )
-    report.add("synchronise", verdict)
+        reloaded_NV, before_NV = (load_file(work / name)["log_probs"] for name in (RELOADED, BEFORE))
+        answer(check_same_engine(reloaded_NV, next_tokens(fresh, asked["prompts"]), before_NV))
 
 
 def evaluate(directory: ExperimentDir, engine: str, work: Path) -> None:
@@ -356,11 +348,11 @@ def evaluate(directory: ExperimentDir, engine: str, work: Path) -> None:
     from dvp.evaluation.stage import sampling
 
     report, task = Report(work), directory.experiment.report.task
-    with report.asking("evaluate"):
+    with report.asking("evaluate") as answer:
         started = time.time()
         problems = read_task(directory.data / "eval.parquet", task).head(EVALUATED)
         problems.to_parquet(work / "eval.parquet", index=False)
         scores = sampling(directory.experiment, [task], work / MODEL, work / "eval.parquet")(task, work)
-    figures = {name: scores[name] for name in ("problems", "samples", "mean_response_tokens", "truncated_fraction")}
-    says = f"{scores['samples']} samples of {scores['problems']} problems of {task}, graded and summarised"
-    report.add("evaluate", Verdict(True, says, figures | {"seconds": time.time() - started}))
+        figures = {name: scores[name] for name in ("problems", "samples", "mean_response_tokens", "truncated_fraction")}
+        says = f"{scores['samples']} samples of {scores['problems']} problems of {task}, graded and summarised"
+        answer(Verdict(True, says, figures | {"seconds": time.time() - started}))

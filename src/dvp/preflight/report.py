@@ -4,7 +4,7 @@ Imports no torch: the process that starts the others keeps it.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,13 +47,19 @@ class Report:
             write_json(self._file, self.read() | figures)
 
     @contextmanager
-    def asking(self, check: str) -> Iterator[None]:
-        """Ask a check in this block. A DvpError in it is the check's failure, and carries its name from here on."""
+    def asking(self, check: str) -> Iterator[Callable[[Verdict], None]]:
+        """Ask a check in this block, which calls what it is given with the verdict, if it comes to one.
+
+        A DvpError in it is the check's failure. Raises DvpError, with the check's name, if the verdict is one.
+        """
         self.note(begun=check)
+        verdicts: list[Verdict] = []
         try:
-            yield
+            yield verdicts.append
         except DvpError as error:
-            self.add(check, Verdict(False, str(error)))
+            verdicts = [Verdict(False, str(error))]
+        for verdict in verdicts:
+            self.add(check, verdict)
 
     def add(self, check: str, verdict: Verdict) -> None:
         """Write a verdict. Raises DvpError, with the check's name, if it is a failure."""

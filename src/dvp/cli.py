@@ -141,9 +141,7 @@ GPU = _option(
     show_default="h200; cpu if the pipeline trains the base model",
 )
 GPUS = _option("N", "used at once", min=1, show_default="what the largest job takes")
-LENGTH = _option(
-    "N", "mean length of a response", callback=_above_zero, show_default="as recorded, else half of the longest"
-)
+LENGTH = _option("N", "mean length of a response", callback=_above_zero, show_default="half of the longest")
 
 
 @app.command(rich_help_panel=EXPERIMENT)

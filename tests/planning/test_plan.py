@@ -179,11 +179,10 @@ def test_the_range_is_that_of_estimates_alone(loaded, tmp_path):
         make_plan(experiment("paper_8b"), NOWHERE, response_tokens=2048)
     )
     # On a CPU no calibration is published; a recorded run is as long as it was.
-    Recorded(loaded, tmp_path).steps(of(loaded, "rloo", "coarse"), (1.0, 128, 30))
-    for folder, tokens in ((NOWHERE, "half of the longest is assumed"), (tmp_path, "as recorded")):
+    Recorded(loaded, tmp_path).trained(of(loaded, "rloo", "coarse"), 30.0)
+    for folder in (NOWHERE, tmp_path):
         plan = make_plan(loaded, folder)
         assert plan["total"]["gpu_hours_range"] == pytest.approx([plan["total"]["gpu_hours"]] * 2)
-        assert plan["response_tokens_from"] == tokens
         assert "NeMo" not in render(plan)
     run = Costed(Job("train"), 8, 3600.0, "recorded")
     assert run.scaled(0) == run.scaled(1) == run
@@ -287,20 +286,8 @@ class Recorded:
         config_hash = hash_of(self.of, stage, run, task)
         write_json(self.folder / file, {"config_hash": config_hash, "seconds_stage": seconds, **more})
 
-    def steps(self, run, *steps: tuple[float, float, float]) -> None:
-        """Rows of metrics.jsonl: seconds, responses, mean tokens of a response."""
-        file = self.folder / "runs" / run.path / "metrics.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {
-                "step": step,
-                "seconds": seconds,
-                "tokens_per_second": responses * tokens / seconds,
-                "response_tokens_mean": tokens,
-            }
-            for step, (seconds, responses, tokens) in enumerate(steps, start=1)
-        ]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    def trained(self, run, seconds: float, **more) -> None:
+        self.write(f"runs/{run.path}/train.json", "train", run, seconds=seconds, **more)
 
 
 def of(loaded: Experiment, method: str, engine: str, rho: str | None = None, seed: int = 0):
@@ -318,34 +305,19 @@ def sources(plan: dict, name: str) -> list[int]:
     return list(stage(plan, name)["from"].values())
 
 
-def test_a_runs_own_seconds_per_token_count_and_then_those_of_its_engine(loaded, tmp_path):
+def test_a_runs_own_time_counts_and_then_those_of_its_method_and_engine(loaded, tmp_path):
+    """Of training that was continued its steps' seconds: the job is the end alone."""
     record = Recorded(loaded, tmp_path)
-    run = of(loaded, "rloo", "coarse")
-    # Two steps, 128 responses of 30 and 50 tokens in 1 and 3 s: 4 s for 128·80 tokens, and 40 tokens a response.
-    record.steps(run, (1.0, 128, 30), (3.0, 128, 50))
+    record.trained(of(loaded, "rloo", "coarse"), 30.0)
+    record.trained(of(loaded, "rloo_mis", "coarse"), 5.0, seconds_training=50.0)
     plan = make_plan(loaded, tmp_path)
-    # The others of its engine follow it; the exact engine's runs are estimated.
-    assert sources(plan, "train") == [1, 7, 2]
+    # The others of the method, and of the engine, follow; the exact engine's runs are estimated.
+    assert sources(plan, "train") == [2, 6, 2]
     assert sources(plan, "prepare") == sources(plan, "base") == [1, 0, 0]
-    # 32 steps of 128 responses of 40 tokens, 4 / (128·80) s a token; the start as a stage takes it on a CPU.
-    expected = 20 + 32 * 128 * 40 * 4 / (128 * 80)
-    assert stage(plan, "train")["hours_each"][1] * 3600 == pytest.approx(expected)
-    # The recorded length is that of the estimates too.
-    estimate = Estimate(loaded, DEVICES["cpu"], response_tokens=40)
+    estimate = Estimate(loaded, DEVICES["cpu"])
     exact = estimate.train_seconds(sum(estimate.step("fp32").values()))
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * expected + 2 * exact)
-
-
-def test_a_few_steps_tell_what_more_of_them_take(tmp_path):
-    pilot = experiment("tiny", training__steps=2, training__prompts_per_step=8)
-    record = Recorded(pilot, tmp_path)
-    for run in pilot.runs:
-        record.steps(run, (2.0, 64, 40), (2.0, 64, 40))
-        record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=4.0)
-    plan = make_plan(experiment("tiny"), tmp_path)
-    assert sources(plan, "train") == [10, 0, 0]
-    # The start took 15 − 4 s; 32 steps of 128 responses are 32 times 4 s.
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(10 * (11 + 32 * 4))
+    expected = 2 * 30 + 2 * 50 + 4 * 40 + 2 * exact
+    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(expected)
 
 
 def rehearsed(loaded: Experiment, folder: Path, engine: str, **changes) -> None:
@@ -393,8 +365,7 @@ def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
 def test_records_of_other_data_or_another_base_count_for_nothing(loaded, tmp_path):
     record = Recorded(experiment("tiny", data__held_out=199), tmp_path)
     for run in loaded.runs:
-        record.steps(run, (1.0, 128, 40))
-        record.write(f"runs/{run.path}/train.json", "train", run, seconds=15.0, seconds_training=4.0)
+        record.trained(run, 15.0)
     assert make_plan(loaded, tmp_path) == make_plan(loaded, NOWHERE)
 
 
@@ -443,16 +414,16 @@ def test_each_point_counts_with_its_own_settings():
     ]
 
 
-def test_a_run_of_the_same_settings_tells_more_of_a_run_than_one_of_others(tmp_path):
+def test_a_run_of_other_settings_tells_nothing(tmp_path):
     axes = experiment("smoke_axes")
     record = Recorded(axes, tmp_path)
     small, large, *_ = axes.runs
-    record.steps(small, (1.0, 8, 40))
-    record.steps(large, (6.0, 16, 40))
+    record.trained(small, 10.0)
+    record.trained(large, 60.0)
     plan = make_plan(axes, tmp_path)
-    assert sources(plan, "train") == [2, 3, 0]
-    # Of OTB there is no record. RLOO's both count, 1/8 and 6/16 s a response; 24 + 48 responses of RLOO, 104 of OTB.
-    assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(5 * 20 + 24 / 8 + 48 * 6 / 16 + 104 / 4)
+    # OTB with groups of 2 and of 4 follows RLOO; with other steps it is estimated.
+    assert sources(plan, "train") == [2, 2, 1]
+    assert sum(row["from"]["estimated"] for row in plan["methods"] if row["settings"]["steps"] == 2) >= 1
 
 
 def test_the_text_has_a_column_for_each_setting_that_differs():
@@ -493,21 +464,6 @@ def test_conversions_and_evaluations_are_inferred_from_those_that_ran(loaded, tm
     assert stage(plan, "convert")["gpu_hours"] * 3600 == pytest.approx(10 * 15)
     assert stage(plan, "evaluate")["gpu_hours"] * 3600 == pytest.approx(11 * 35)
     assert stage(plan, "report")["gpu_hours"] * 3600 == pytest.approx(50)
-
-
-def test_a_row_that_is_being_written_is_left_out_and_a_broken_one_is_named(loaded, tmp_path):
-    record = Recorded(loaded, tmp_path)
-    run = of(loaded, "rloo", "coarse")
-    record.steps(run, (1.0, 128, 40))
-    before = make_plan(loaded, tmp_path)
-    file = tmp_path / "runs" / run.path / "metrics.jsonl"
-    whole = file.read_text(encoding="utf-8")
-    file.write_text(whole + whole[:20], encoding="utf-8")
-    assert make_plan(loaded, tmp_path) == before
-    file.write_text(whole + whole[:20] + "\n", encoding="utf-8")
-    with pytest.raises(DvpError, match=r"metrics\.jsonl: line 2: Invalid JSON") as error:
-        make_plan(loaded, tmp_path)
-    assert str(error.value).splitlines() == [str(error.value)]
 
 
 def test_benchmarks_have_the_whole_job(loaded, tmp_path):

@@ -15,7 +15,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
-from dvp.experiment.grid import GridPoint, Run, settings_as_read, whole_run
+from dvp.experiment.grid import GridPoint, settings_as_read, whole_run
 from dvp.experiment.jobs import Job, together
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
@@ -64,7 +64,7 @@ def make_plan(
     gpu : a name of costs.DEVICES; by default a CPU for a base that the pipeline trains itself, else an H200.
     gpus : how many may be used at once; by default as many as the largest job takes.
     price : money for a GPU-hour.
-    response_tokens : mean length of a response; by default as recorded, else half of the longest.
+    response_tokens : mean length of a response; by default half of the longest.
     Raises DvpError if `gpus` are too few for a job, or the size of model or task is not known.
     """
     if experiment.replicates:
@@ -73,10 +73,6 @@ def make_plan(
     device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
-    tokens_from = "half of the longest is assumed" if response_tokens is None else "as given"
-    if response_tokens is None and records.training:
-        tokens_from = "as recorded"
-        response_tokens = fmean(trained.tokens for trained in records.training.values())
     estimates = {point.path: Estimate(experiment, device, response_tokens, point) for point in experiment.points}
     estimate = Estimate(experiment, device, response_tokens)
     costed = cost_jobs(estimate, estimates, records, at_least=1 if on_cpu else 0)
@@ -128,7 +124,7 @@ def make_plan(
         "total": total(costed) | {"gpu_hours_range": list(map(gpu_hours, ends))},
         "slowest": device.slowest,
         "response_tokens": estimate.lengths().response,
-        "response_tokens_from": tokens_from,
+        "response_tokens_from": "half of the longest is assumed" if response_tokens is None else "as given",
         "hours_wall": wall_seconds(costed, gpus) / 3600,
         "hours_wall_range": [wall_seconds(end, gpus) / 3600 for end in ends],
         "hours_longest_chain": wall_seconds(costed, float("inf")) / 3600,
@@ -166,30 +162,36 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
     problems = count_problems(experiment, records)
     jobs = [job for job in experiment.jobs.values() if job.asked]
     took = {job: records.took(job) for job in jobs}
-    alike = defaultdict(list)  # jobs that differ in their run, seed or policy alone, or in what samples it
+    alike = defaultdict(list)  # seconds
     for job, seconds in took.items():
-        if seconds is not None:
-            alike[job.stage, job.task].append(seconds)
+        for key in _alike(job) if seconds is not None else ():
+            alike[key].append(seconds)
     of_preflight = {point.preflight: estimates[point.path] for point in experiment.points}
     costed = []
     for job, recorded in took.items():
-        own, trained = of_preflight.get(job.path, estimate), None
-        if job.stage == "train":
-            own = estimates[job.run.point.path]
-            trained = _training_time(own, records, job.run)
-        estimated, disk = own.job(job, problems)
-        if trained is not None or job.stage == "train":
-            seconds, source = trained or (estimated, ESTIMATED)
-        elif recorded is not None:
+        trains = job.stage == "train"
+        own = estimates[job.run.point.path] if trains else of_preflight.get(job.path, estimate)
+        (seconds, disk), source = own.job(job, problems), ESTIMATED
+        if recorded is not None:
             seconds, source = recorded, RECORDED
-        elif alike[job.stage, job.task]:
-            seconds, source = fmean(alike[job.stage, job.task]), INFERRED
-        else:
-            seconds, source = estimated, ESTIMATED
+        elif known := next((alike[key] for key in _alike(job) if key in alike), None):
+            seconds, source = fmean(known), INFERRED
+        elif trains and (rehearsed := records.preflight(job.run.preflight)) is not None:
+            seconds, source = own.train_seconds(sum(_rehearsed_step(rehearsed, own).values())), INFERRED
         slowest = estimate.device.slowest if source == ESTIMATED else 1
         seconds *= (1 + slowest) / 2
         costed.append(Costed(job, max(job.gpus * job.nodes, at_least), seconds, source, disk, slowest))
     return _together(costed, estimate.device.startup)
+
+
+def _alike(job: Job) -> list[tuple]:
+    """Which jobs tell of a job's time: those that differ in run, seed or policy alone, or in what samples it.
+
+    Of a training run the nearer ones first: of its engine, training settings and method, then of any method.
+    """
+    if job.stage == "train":
+        return [(job.stage, job.run.preflight, job.run.method), (job.stage, job.run.preflight)]
+    return [(job.stage, job.task)]
 
 
 def _together(costed: list[Costed], startup: float) -> list[Costed]:
@@ -204,32 +206,6 @@ def _together(costed: list[Costed], startup: float) -> list[Costed]:
             changed = {"seconds": seconds, "source": source, "disk": first.disk + one.disk}
             merged[process] = replace(first, slowest=max(first.slowest, one.slowest), **changed)
     return list(merged.values())
-
-
-def _training_time(estimate: Estimate, records: Records, run: Run) -> tuple[float, str] | None:
-    """Of one run: by its own seconds per token, else by those of runs with its engine, its own settings' first.
-
-    Without any of them, by what the preflight of its engine measured.
-    """
-    training = estimate.training
-    for source, is_alike in (
-        (RECORDED, lambda other: other == run),
-        (INFERRED, lambda other: (other.preflight, other.method) == (run.preflight, run.method)),
-        (INFERRED, lambda other: (other.engine, other.method) == (run.engine, run.method)),
-        (INFERRED, lambda other: other.engine == run.engine),
-    ):
-        of_response = [
-            trained.seconds_per_token * min(trained.tokens, training.max_response_tokens)
-            for other in records.experiment.runs
-            if is_alike(other) and (trained := records.training.get(other.path)) is not None
-        ]
-        if of_response:
-            responses = training.steps * training.prompts_per_step * training.group_size
-            return (records.startup or estimate.device.startup) + responses * fmean(of_response), source
-    rehearsed = records.preflight(run.preflight)
-    if rehearsed is None:
-        return None
-    return estimate.train_seconds(sum(_rehearsed_step(rehearsed, estimate).values())), INFERRED
 
 
 def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:

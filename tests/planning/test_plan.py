@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
 from dvp.planning.plan import Costed, make_plan, wall_seconds
 from dvp.planning.text import render
-from dvp.preflight.report import check_memory, check_save
 from hashes import hash_of
 
 ROOT = Path(__file__).parents[2]
@@ -329,13 +327,6 @@ def rehearsed(loaded: Experiment, folder: Path, engine: str, **changes) -> None:
         "gpus": loaded.training.gpus,
         "nodes": loaded.training.nodes,
         "seconds_stage": 60.0,
-        "checks": [
-            {"check": name, **asdict(verdict)}
-            for name, verdict in (
-                ("memory", check_memory({"host": 2.2e9, "gpu_total": 0}, 1e12)),
-                ("save", check_save(7.0, 3.2, 500)),
-            )
-        ],
     }
     write_json(folder / f"preflight/engine~{engine}/preflight.json", record | changes)
 
@@ -352,12 +343,8 @@ def test_before_any_step_a_preflight_tells_what_a_step_takes(loaded, tmp_path):
     seconds = 20 + 32 * (128 * (64 * 2e-4 + 32 * 3e-4) + 0.5) + saved
     exact = 20 + 32 * sum(estimate.step("fp32").values()) + saved
     assert stage(plan, "train")["gpu_hours"] * 3600 == pytest.approx(8 * seconds + 2 * exact)
-    assert (
-        "a training step with engine coarse, by its preflight on cpu: rollout 1.64 s, update 1.23 s, weights "
-        "to the engine 0.5 s; memory: 2.2 GB of the host's memory, 95% of 1e+03 GB are allowed; to save "
-        "and leave: 7 s from SIGTERM to the end, and 3.2 s of an update that has just begun: 10.2 s; stop_seconds "
-        "leaves 500 s - "
-    ) in " ".join(render(plan).split())
+    text = " ".join(render(plan).split())
+    assert "the same, by its preflight on cpu: rollout 1.64 s, update 1.23 s, weights to the engine 0.5 s - " in text
     other = experiment("tiny", training__learning_rate=1.0)
     assert sources(make_plan(other, tmp_path), "train") == [0, 0, 10]
 

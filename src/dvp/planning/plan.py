@@ -138,7 +138,6 @@ def make_plan(
                 "device": rehearsed["device"],
                 "is_this_device": device.name.split(" GB")[0].rpartition(" ")[0] in rehearsed["device"],
                 "step": _rehearsed_step(rehearsed, estimates[point.path]),
-                "checks": {check: rehearsed["checks"][check] for check in ("memory", "save")},
             }
             for name, point in trainings.items()
             if (rehearsed := records.preflight(point.preflight)) is not None

@@ -50,9 +50,7 @@ class Records:
         return {} if record is None else record["counts"]["evaluation"]
 
     def preflight(self, path: str) -> dict[str, Any] | None:
-        """What a preflight measured, its checks by name; None without one of these settings and GPUs."""
+        """What a preflight measured; None without one of these settings and GPUs."""
         job = self.experiment.job("preflight", path)
         record = self.of(job)
-        if record is None or (record["gpus"], record["nodes"]) != (job.gpus, job.nodes):
-            return None
-        return record | {"checks": {line["check"]: line for line in record["checks"]}}
+        return record if record and (record["gpus"], record["nodes"]) == (job.gpus, job.nodes) else None

@@ -78,14 +78,9 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
     yield f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time"
     for engine, step in plan["step"].items():
         yield f"a training step with engine {engine}, estimated: {_step(step)}"
+        if measured := plan["preflights"].get(engine):
+            yield f"the same, by its preflight on {measured['device']}: {_step(measured['step'])}"
     yield from _memory(plan)
-    for engine, measured in plan["preflights"].items():
-        checks = measured["checks"]
-        yield (
-            f"a training step with engine {engine}, by its preflight on {measured['device']}: "
-            f"{_step(measured['step'])}; memory: {checks['memory']['says']}; to save and leave: "
-            f"{checks['save']['says']}"
-        )
     yield "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it"
     yield from (f"estimated: {sentence}" for sentence in plan["assumptions"])
 

@@ -156,8 +156,7 @@ def test_an_experiment_that_was_deleted_in_the_pages_is_restored(folder, capfd):
 @pytest.mark.nightly
 def test_a_server_killed_and_started_again_and_killed_again(folder, server, capfd, monkeypatch):
     """kill -9 at step 10, started again at step 20: back while the stage runs. Killed again at 25: `dvp track`."""
-    monkeypatch.setattr(tracking_stage, "WAIT", 1.0)
-    monkeypatch.setattr(tracking_stage, "SHARE", 0)
+    monkeypatch.setattr(tracking_stage, "PAUSE", 1.0)
 
     def during(step):
         if step == 20:

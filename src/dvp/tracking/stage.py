@@ -1,7 +1,6 @@
 """A stage while it runs: its record, and a store that may come and go."""
 
 import contextlib
-import getpass
 import os
 import re
 import sys
@@ -9,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from dvp.errors import DvpError
 from dvp.experiment.grid import whole_run
@@ -31,8 +32,7 @@ from dvp.tracking.record import (
 )
 from dvp.versions import STAGE_VERSIONS
 
-WAIT = 10.0  # seconds after a failed attempt at least, and
-SHARE = 20  # times what the attempt took: a dead store costs a stage 5 % of its time at most
+PAUSE = 300.0  # seconds after a failed attempt, which takes 20 at most: a dead store costs a stage 7 % of its time
 # The tags that say what a stage works on, beside the path of its run.
 WORK = ("stage", "stage_version", "config_hash", "inputs_hash", "task")
 
@@ -106,14 +106,12 @@ class StageRun:
     def flush(self) -> None:
         """Keep what is logged, and send what the store lacks unless it failed a moment ago."""
         write_record(self._path, self._record)
-        started = time.monotonic()
-        if started < self._next_attempt:
+        if time.monotonic() < self._next_attempt:
             return
         try:
             store.send(self._folder, self._record, self._rows)
         except Exception as error:  # whatever a store's client may raise: the files have everything
-            ended = time.monotonic()
-            self._next_attempt = ended + max(WAIT, SHARE * (ended - started))
+            self._next_attempt = time.monotonic() + PAUSE
             if not self._out:
                 config = self._folder / "config.yaml"
                 remedy = f"`dvp track --config {config}`" if config.is_file() else "the same command again"
@@ -184,7 +182,7 @@ def stage_run(
         "mlflow.source.name": f"dvp {stage.partition('_')[0]}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": git_commit(),
-        "mlflow.user": _user(),
+        "mlflow.user": psutil.Process().username(),
     }
     tags |= {UPSTREAM + source: " ".join(keys) for source, keys in (upstream or {}).items()}
     if "SLURM_JOB_ID" in os.environ:
@@ -224,13 +222,6 @@ def _parent(folder: Path, stage: str, run: str | None, upstream: dict[str, list[
     with contextlib.suppress(DvpError):  # a model from elsewhere
         return read_record(folder / FOLDER / (f"runs/{whole_run(run)}/train.json" if run else "base.json")).key
     return None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
 
 
 def _now() -> int:

@@ -9,7 +9,6 @@ import pytest
 
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data import verifier
-from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation.lm import sample_seed
 from dvp.evaluation.runner import evaluate
@@ -233,14 +232,6 @@ def test_the_network_is_not_asked(run, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: connect(None, args))
     assert run("aime25")["metrics"]["avg@4"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert asked == []
-
-
-def test_a_score_that_is_not_lm_evals_is_refused(run, monkeypatch, tmp_path):
-    table = runner._table
-    monkeypatch.setattr(runner, "_table", lambda *of: table(*of) | {"correct": [False] * 12})
-    with pytest.raises(DvpError, match=r"lm-eval reports avg@4 = 0\.416667, but the graded samples give 0\.000000"):
-        run("held_out")
-    assert not (tmp_path / "held_out").exists()
 
 
 class Calling(ScriptedEngine):

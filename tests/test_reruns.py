@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dvp.files import sha256_file, write_json
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
 from dvp.versions import STAGE_VERSIONS
 from recipes import METHODS, declare, follow
 
@@ -230,15 +232,26 @@ def test_a_stage_that_is_asked_for_alone_reads_the_settings_of_now(results):
     assert (results.folder / goal).read_text() == ""  # as `touch` leaves it
 
 
-def test_a_copy_that_lost_the_order_of_its_ages_is_touched(results):
-    """As docs/browse.md has it: after `cp -r`, here the other way round, and without .snakemake."""
-    folder = results.folder / "results/smoke"
-    for age, name in enumerate((f"runs/{RUN}/train.json", "base/manifest.json", "data/manifest.json"), start=1):
-        os.utime(folder / name, (1000 * age, 1000 * age))
+def test_a_copy_that_lost_the_order_of_its_ages_is_not_trained_again(results):
+    """As `cp -r` leaves it, here the other way round, and without what Snakemake remembers in .snakemake."""
+    folder, made = results.folder / "results/smoke", {}
+    for clock, (stage, path, read) in enumerate(
+        (("prepare", "data/manifest.json", ()), ("base", "base/manifest.json", ("prepare",)),
+         ("train", f"runs/{RUN}/train.json", ("prepare", "base")))
+    ):  # fmt: skip
+        result = folder / path
+        files = {file.name: sha256_file(file) for file in result.parent.iterdir() if file.is_file() and file != result}
+        write_json(result, {KEY: stage, "files": files})
+        tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in read}
+        ended = {"status": "FINISHED", "started": 1000 * clock, "ended": 1000 * clock + 1000, "files": {path: ""}}
+        record = Record(experiment="smoke", name=stage, tags=tags, **ended)
+        write_record(folder / f"tracking/{stage}.json", record)
+        made[stage] = [result, *(result.parent / name for name in files)]
+    for age, stage in enumerate(("train", "base", "prepare"), start=1):
+        for file in made[stage]:
+            os.utime(file, (1000 * age, 1000 * age))
     shutil.rmtree(results.folder / ".snakemake")
-    assert results.jobs() != {}
-    results.snakemake("--touch", "--forceall")
-    assert results.jobs() == {}
+    assert results.jobs(f"results/smoke/runs/{RUN}/train.json") == {}
 
 
 def test_a_model_along_training_may_go_when_it_has_been_evaluated(curve):

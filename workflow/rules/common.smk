@@ -14,6 +14,7 @@ from dvp.experiment.loading import check_settings, load_experiment, write_resolv
 from dvp.errors import DvpError
 from dvp.files import only_writer, sha256_file, sha256_json
 from dvp.tools import make_tool
+from dvp.tracking.order import restore_order
 from dvp.versions import STAGE_VERSIONS
 
 try:
@@ -54,9 +55,12 @@ HUGGING_FACE = (
 @cache
 def experiment(name):
     try:
-        return load_experiment(name)
+        found = load_experiment(name)
     except DvpError as error:
         raise WorkflowError(str(error)) from None
+    if workflow.is_main_process:
+        restore_order(Path(RESULTS.format(experiment=name)))
+    return found
 
 
 # The one that is asked for, now: a mistake in it is told before anything else.

@@ -67,8 +67,8 @@ def _keep_freed_memory() -> None:
     """Have glibc reuse large blocks that were freed, where it would give them back to the kernel.
 
     A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
-    it anew from the kernel took a quarter of the rollout's time. What is larger than a step's, as the distributions of a
-    whole response, is given back: among small blocks its holes would stay. Other C libraries have no such setting.
+    it anew from the kernel took a quarter of the rollout's time. The distributions of a whole response are larger, and
+    given back: among small blocks their holes would stay. Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

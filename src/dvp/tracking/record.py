@@ -13,6 +13,7 @@ from dvp.files import sha256_json, write_json
 
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
+STAGE = "stage"  # tag
 POLICY_TAG = "policy"  # of what trains one: which
 MODEL = "model"  # tag: where the weights are that the stage wrote
 FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_lo
 from safetensors.torch import save_file
 from test_loop import PROMPTS, ScriptedEngine, build_loop
 from test_loop import SETTINGS as ONE_RANK
+from transformers import AutoTokenizer
 
 from dvp.cli import quiet
 from dvp.core.batch import Batch
@@ -24,6 +26,8 @@ from dvp.training import checkpoint, launch, ranks
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES
+from dvp.training.rollouts import with_sets
+from noisy_engine import NoisyEngine
 
 ROOT = Path(__file__).parents[2]
 # Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.
@@ -87,6 +91,28 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
             assert recorded[0] == recorded[1]
 
 
+def replay(model: Path, folder: Path) -> None:
+    """A step that replays the engine's sets, of which a rank has those that it sampled or computes with; replay.json"""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    engine = partial(NoisyEngine, tokenizer=tokenizer, sigma=0.05, answers=True)
+    method = {"advantage": "rloo", "safe_vocabulary": "replay"}
+    loop = build_loop(model, ROOT, method, "0.01", engine=engine, **SETTINGS | {"gpus": ranks.count()})
+    asked = [0, 1, 2]
+    groups = loop.sample(1, asked)
+    for place, group in enumerate(groups):
+        assert all(one.kept.has_ids == (place % ranks.count() == ranks.rank()) for one in group)
+    rollout = loop.problems.graded(asked, groups)
+    dealt = ranks.deal(rollout.batch.micro_batches(45), None)
+    wanted = {row for part in dealt[ranks.rank()] if part is not None for row in part.tolist()}
+    dealt = [[part for part in parts if part is not None] for parts in dealt]
+    found = with_sets(rollout.batch, dealt).kept
+    own = {row for row, sets in enumerate(rollout.batch.kept) if sets.has_ids}
+    assert {row for row, sets in enumerate(found) if sets.has_ids} == wanted | own
+    metrics = loop.learn(1, asked, rollout)
+    if ranks.is_main():
+        (folder / "replay.json").write_text(json.dumps(metrics))
+
+
 def check_sums(trainer: Trainer) -> None:
     """The mean of the ranks' gradients of a bf16 product is not rounded to bf16."""
     rows = Batch.collate([PROMPTS[ranks.rank()]], [[50, 60, 70]], pad=1)
@@ -103,4 +129,5 @@ if __name__ == "__main__":
     checkpoint.KEEP_CHECKPOINTS = 2
     train(Path(sys.argv[1]), Path(sys.argv[3]), ("zero1", "zero2", "zero3"))
     train(Path(sys.argv[2]), Path(sys.argv[3]), ("zero3_bf16",))
+    replay(Path(sys.argv[1]), Path(sys.argv[3]))
     launch.leave()

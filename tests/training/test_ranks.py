@@ -74,9 +74,11 @@ def runs(tiny_model, untied_model, tmp_path_factory) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         # torchrun's variables must not be those of this process, which is a world of one.
-        env={key: value for key, value in OWN_THREAD.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+        env={key: value for key, value in OWN_THREAD.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     rank_process.train(tiny_model, folder / "one", ("zero2",))
+    rank_process.replay(tiny_model, folder / "one")
     output, _ = two.communicate(timeout=PATIENCE)
     assert two.returncode == 0, output[-3000:]
     return folder
@@ -95,6 +97,13 @@ def test_two_ranks_train_as_one_does(runs, stage, tiny_model):
     for name, value in two.items():
         assert torch.allclose(value, one[name], rtol=0, atol=1e-5), name
         assert (value - before[name]).abs().max() > 1e-3, name
+
+
+def test_two_ranks_replay_sets_as_one_does(runs):
+    """That each has no others than it needs is seen in the ranks themselves."""
+    one, two = (json.loads((runs / number / "replay.json").read_text()) for number in ("one", "two"))
+    assert one["gradient_norm"] > 0
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,9 +18,10 @@ import pytest
 import torch
 from test_loop import ScriptedEngine, rows
 
+from dvp import files
 from dvp.errors import DvpError, Stopped
 from dvp.files import checksums
-from dvp.training import checkpoint
+from dvp.training import checkpoint, ranks
 from dvp.training.backend import _on_host
 from dvp.training.loop import run_loop
 from dvp.training.responses import RESPONSES, read_responses
@@ -239,6 +240,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(make_loop, who
     # The damaged one was set aside, and went when a whole one had been written.
     assert checkpoint.checkpoints(folder / "checkpoints")[-1] == newest
     assert not list((folder / "checkpoints").glob("*.damaged"))
+
+
+def test_each_rank_verifies_its_own_files(tmp_path, monkeypatch):
+    """Of two ranks; together they leave none out, and what one finds damaged is damaged for both."""
+    path, hashed = tmp_path / "step-000002", []
+    (path / "deepspeed").mkdir(parents=True)
+    own = [[f"zero_pp_rank_{rank}_mp_rank_00_{part}_states.pt" for part in ("model", "optim")] for rank in (0, 1)]
+    for name in own[0] + own[1]:
+        torch.save({}, path / "deepspeed" / name)
+    for name, value in {
+        "state.json": {"step": 2, "ranks": 2, "fingerprint": tmp_path.name},
+        "metrics.jsonl": {},
+    }.items():
+        (path / name).write_text(json.dumps(value))
+    (path / "manifest.json").write_text(json.dumps({"files": checksums(path)}))
+    monkeypatch.setattr(
+        files, "sha256_file", lambda file, real=files.sha256_file: hashed.append(file.name) or real(file)
+    )
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    for rank, names in enumerate((["metrics.jsonl", "state.json", *own[0]], own[1])):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        assert checkpoint._verified(path)["step"] == 2
+        assert sorted(hashed) == names
+        hashed.clear()
+    (path / "deepspeed" / own[1][1]).write_bytes(b"")
+    monkeypatch.setattr(ranks, "gather", lambda value: [value] * 2)
+    with pytest.raises(DvpError, match=r"no checkpoint is intact.*pp_rank_1_mp_rank_00_optim_states\.pt: altered"):
+        checkpoint.restore(tmp_path, None)
 
 
 def test_where_all_are_damaged_training_refuses_and_nothing_is_deleted(make_loop, whole):

@@ -134,7 +134,7 @@ def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[s
         "unpruned_ess": unpruned["ess"],
         "engine_pruned_mass_mean": -sets.log_mass_N.double().expm1().mean().item(),
         "set_overlap_mean": statistics["set_overlap"][mask_BT].mean().item(),
-        "sets_bytes": sets.ids_M.nbytes,
+        "sets_bytes": sets.ids_M.itemsize * sets.sizes_N.sum().item(),
     }
 
 

@@ -19,7 +19,7 @@ class KeptSets:
     """V'_S(s) of N states, none of them empty."""
 
     ids_M: torch.Tensor
-    """int32 token ids, ascending within a set."""
+    """int32 token ids, ascending within a set; none where another rank has them."""
     sizes_N: torch.Tensor
     """int64, |V'_S|."""
     log_mass_N: torch.Tensor
@@ -38,6 +38,15 @@ class KeptSets:
 
     def __len__(self) -> int:
         return len(self.sizes_N)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether they are here, as no set is empty."""
+        return len(self.ids_M) > 0
+
+    def without_ids(self) -> KeptSets:
+        """What other ranks are told: 12 bytes a state."""
+        return KeptSets(self.ids_M.new_empty(0), self.sizes_N, self.log_mass_N)
 
     def states(self, rows_n: torch.Tensor) -> KeptSets:
         """These states alone, in this order."""

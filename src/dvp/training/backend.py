@@ -28,6 +28,7 @@ from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
+from dvp.training.rollouts import with_sets
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
@@ -331,9 +332,9 @@ class Trainer:
         for. Each rank scores its share and gets all.
         """
         parts = batch.micro_batches(tokens or self._tokens)
-        mine = ranks.share(parts)
         # Under ZeRO-3 every forward pass is one of all ranks.
-        mine += [parts[0]] * (ranks.rounds(len(parts)) - len(mine))
+        dealt = ranks.deal(parts, parts[0])
+        batch, mine = with_sets(batch, dealt), dealt[ranks.rank()]
         # DeepSpeed's engine would set autocast itself; without gradients it does nothing else for a forward pass.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16 if bf16 is None else bf16):
             scored = [self.policy(batch.rows(rows), safe=safe, temperature=self._temperature) for rows in mine]

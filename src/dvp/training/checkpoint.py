@@ -34,6 +34,7 @@ METRICS = "metrics.jsonl"
 STATE = "state.json"
 DAMAGED = ".damaged"
 KEPT = "weights-"
+OF_RANK = re.compile(r"pp_rank_(\d+)_")  # in the names of DeepSpeed's files
 # DeepSpeed pickles these beside its tensors, and reads them back without weights_only.
 ALLOWED_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -194,10 +195,11 @@ def _write_parts(parts: list[tuple[Path, Callable[[], None]]]) -> tuple[dict[str
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
 
-    A damaged one is named on standard error and set aside until another one has been written. All ranks call this.
+    A damaged one is named on standard error and set aside until another one has been written. All ranks call this, and
+    each verifies its own files.
     Raises DvpError if all are damaged, or the newest is of another number of ranks; they stay as they are.
     """
-    newest = ranks.gather(_newest(folder) if ranks.is_main() else None)[0]
+    newest = _newest(folder)
     if newest is not None:
         trainer.load(newest[0])
     return newest
@@ -205,21 +207,22 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
 
 def _newest(folder: Path) -> tuple[Path, str] | None:
     damaged: dict[Path, DvpError] = {}
-    for path in reversed(checkpoints(folder)):
-        try:
-            state = verify(path)
-        except DvpError as error:
-            damaged[path] = error
+    for path in reversed(ranks.gather(checkpoints(folder))[0]):
+        found = ranks.gather(_verified(path))
+        problem = next((one for one in found if isinstance(one, DvpError)), None)
+        if problem is not None:
+            damaged[path] = problem
             continue
+        state = found[0]
         if state["ranks"] != ranks.count():
             raise DvpError(
                 f"{path}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
                 f"{state['ranks']}, or move {folder} away to start anew"
             )
-        for broken, problem in damaged.items():
+        for broken, problem in damaged.items() if ranks.is_main() else ():
             print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
             os.replace(broken, broken.with_name(broken.name + DAMAGED))
-        return path, (path / METRICS).read_text(encoding="utf-8")
+        return path, ranks.gather((path / METRICS).read_text(encoding="utf-8"))[0]
     if damaged:
         raise DvpError(
             f"{folder}: no checkpoint is intact, nothing was deleted; to train from the start, move the folder away "
@@ -228,13 +231,27 @@ def _newest(folder: Path) -> tuple[Path, str] | None:
     return None
 
 
+def _verified(path: Path) -> dict | DvpError:
+    """The state of a checkpoint, or what is wrong with this rank's part of it."""
+    try:
+        return verify(path, _is_mine)
+    except DvpError as error:
+        return error
+
+
+def _is_mine(name: str) -> bool:
+    """Whether a file is this rank's to verify; what is no rank's is rank 0's."""
+    of_rank = OF_RANK.search(name)
+    return (int(of_rank[1]) if of_rank else 0) % ranks.count() == ranks.rank()
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints below `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6}", path.name))
 
 
-def verify(path: Path) -> dict:
-    """Check every file of a checkpoint, or of a step's kept weights, and return its state.
+def verify(path: Path, mine: Callable[[str], bool] = lambda name: True) -> dict:
+    """Check every file of a checkpoint, or of a step's kept weights, that is `mine` by its name; returns its state.
 
     Raises DvpError, naming the file, if one is missing, was altered, is of another run, or holds code that a
     checkpoint has no need of.
@@ -244,10 +261,10 @@ def verify(path: Path) -> dict:
         if name not in listed:
             raise DvpError(f"{path / MANIFEST}: does not list {name}")
     try:
-        verify_checksums(path, listed)
+        verify_checksums(path, {name: digest for name, digest in listed.items() if mine(name)})
     except OSError as error:
         raise DvpError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
-    for file in sorted(path.rglob("*.pt")):
+    for file in sorted(file for file in path.rglob("*.pt") if mine(file.name)):
         if str(file.relative_to(path)) not in listed:
             raise DvpError(f"{file}: not listed in the checkpoint's manifest")
         try:

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ from dvp.training import checkpoint, ranks
 from dvp.training.agreement import Agreement
 from dvp.training.backend import Trainer
 from dvp.training.responses import RESPONSES, ResponseRecorder
-from dvp.training.rollouts import Problems, in_a_line, prompt_rows
+from dvp.training.rollouts import Problems, in_a_line, prompt_rows, with_sets
 from dvp.training.stopping import Abandoned, StopRequest
 from dvp.training.weights import PROBE_PROMPTS
 
@@ -252,7 +253,12 @@ class Loop:
             except Exception as error:
                 raise DvpError(f"the engine died in the rollout ({in_a_line(error)}); run again to continue") from error
         self.engine.sleep(keep_weights=step % self.config.synchronise_every != 0)
-        return ranks.join(completions, len(rows), self.engine.ranks)
+        # Sets are a step's largest data: they stay here until it is known which rank computes with them.
+        known = [[replace(one, kept=one.kept and one.kept.without_ids()) for one in group] for group in completions]
+        everyone = ranks.join(known, len(rows), self.engine.ranks)
+        if ranks.rank() % self.engine.ranks == 0:
+            everyone[ranks.own(self.engine.ranks)] = completions
+        return everyone
 
     def learn(self, step: int, rows: list[int], rollout: Rollout) -> dict:
         """Score, diagnose and record the responses to these problems, and update the weights; returns the metrics."""
@@ -342,10 +348,12 @@ class Loop:
         if not useful_B.any():
             return None
         micro_batches = rollout.batch.micro_batches(self.config.tokens_per_micro_batch, useful_B.nonzero()[:, 0])
-        mine = [(rows_b, True) for rows_b in ranks.share(micro_batches)]
         # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
-        rounds = ranks.rounds(len(micro_batches))
-        mine += [(micro_batches[0][:1], False)] * (rounds - len(mine))
+        dealt = ranks.deal([(rows_b, True) for rows_b in micro_batches], (micro_batches[0][:1], False))
+        mine = dealt[ranks.rank()]
+        whole = replace(rollout.batch, kept=None)
+        if self.safe.replayed:
+            whole = with_sets(rollout.batch, [[rows_b for rows_b, _ in of_rank] for of_rank in dealt])
         counts = {"clipped": 0, "left": 0}
         constants = (update.weight_BT, update.advantage_BT, rollout.batch.response_BT)
         # Until the weights have moved the ratio is 1. (The scoring's log-probs, of other micro-batches, differ by
@@ -354,7 +362,7 @@ class Loop:
         if not (moved and self.loss.has_ratio):
             gradient_BT = gradient_at_rollout(self.loss, *constants, update.weights.denominator)
         for index, (rows_b, counted) in enumerate(mine):
-            batch = rollout.batch.rows(rows_b)
+            batch = whole.rows(rows_b)
             width = batch.tokens_BT.shape[1]
             if gradient_BT is None:
                 tensors = (statistics["pruned_log_prob"], counted * update.weight_BT, *constants[1:])
@@ -364,7 +372,7 @@ class Loop:
                 gradient_bT = counted * gradient_BT[rows_b, :width]
                 batch = batch.only(gradient_bT != 0)
                 loss, gradient_N = partial(_objective, counts), gradient_bT[batch.response_BT]
-            self.trainer.forward_backward(batch, self.safe.trainer, loss, index == rounds - 1, gradient_N)
+            self.trainer.forward_backward(batch, self.safe.trainer, loss, index == len(mine) - 1, gradient_N)
         norm = self.trainer.gradient_norm
         if not math.isfinite(norm):
             raise DvpError(f"the gradient's norm is {norm}: training diverged; lower training.learning_rate")

@@ -44,17 +44,37 @@ def _over_hosts(backend: str) -> dist.ProcessGroup | None:
     return None if backend == "gloo" else dist.new_group(backend="gloo")
 
 
+def exchange(outgoing: list[T]) -> list[T]:
+    """What every rank has for this one, in their order; `outgoing` is what this one has for each. By all ranks."""
+    if count() == 1:
+        return outgoing
+    found: list[T] = []
+    for source in range(count()):
+        received = [None]
+        sent = outgoing if source == rank() else None
+        dist.scatter_object_list(received, sent, source, group=_over_hosts(dist.get_backend()))
+        found += received
+    return found
+
+
+def own(span: int = 1) -> slice:
+    """Which of any items this rank works on; ranks take turns. `span` consecutive ranks work on the same items."""
+    return slice(rank() // span, None, count() // span)
+
+
 def share(items: Sequence[T], span: int = 1) -> list[T]:
-    """Those of the items that this rank works on; ranks take turns. `span` consecutive ranks work on the same items."""
-    return list(items[rank() // span :: count() // span])
+    """Those of the items that this rank works on."""
+    return list(items[own(span)])
+
+
+def deal(items: Sequence[T], spare: T) -> list[list[T]]:
+    """The share of every rank, all of one size: `spare` stands where there is no item left."""
+    size = -(-len(items) // count())
+    shares = [list(items[first :: count()]) for first in range(count())]
+    return [one + [spare] * (size - len(one)) for one in shares]
 
 
 def join(mine: list[T], items: int, span: int = 1) -> list[T]:
     """What came of all `items`, in their order, from what came of each rank's `share`; more than that is left out."""
     gathered = gather(mine)[::span]
     return [gathered[index % len(gathered)][index // len(gathered)] for index in range(items)]
-
-
-def rounds(items: int) -> int:
-    """The size of the largest share."""
-    return -(-items // count())

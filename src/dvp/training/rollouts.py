@@ -1,6 +1,6 @@
 """From problems to graded rollouts: which problems a step uses, how their samples are seeded, and what they score."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,12 +82,24 @@ def _check_sets(batch: Batch) -> None:
     lengths, reported = batch.response_BT.sum(dim=1).tolist(), [len(sets) for sets in batch.kept]
     if lengths != reported:
         raise DvpError(f"the engine reported the sets of {sum(reported)} tokens, and sampled {sum(lengths)}")
-    # One response after the other, by one rank: the members of all sets at once may be 4e8, at 16 bytes and more.
+    # One response after the other: the members of all sets at once may be 4e8, at 16 bytes and more.
     sampled = batch.tokens_BT[batch.response_BT].split(lengths)
-    mine = ranks.share(list(zip(batch.kept, sampled, strict=True)))
-    outside = sum(ranks.gather(sum(int((~sets.contain(tokens_N)).sum()) for sets, tokens_N in mine)))
+    here = [(sets, tokens_N) for sets, tokens_N in zip(batch.kept, sampled, strict=True) if sets.has_ids]
+    outside = sum(ranks.gather(sum(int((~sets.contain(tokens_N)).sum()) for sets, tokens_N in here)))
     if outside:
         raise DvpError(f"{outside} of {sum(lengths)} tokens are not in the sets that the engine says it sampled from")
+
+
+def with_sets(batch: Batch, dealt: list[list[torch.Tensor]]) -> Batch:
+    """The same, with the sets of the rows that this rank computes with; `dealt` are those of every rank. By all."""
+    if batch.kept is None or ranks.count() == 1:
+        return batch
+    kept = list(batch.kept)
+    wanted = [sorted({row for rows_b in parts for row in rows_b.tolist()}) for parts in dealt]
+    for found in ranks.exchange([{row: kept[row] for row in rows if kept[row].has_ids} for rows in wanted]):
+        for row, sets in found.items():
+            kept[row] = sets
+    return replace(batch, kept=tuple(kept))
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:

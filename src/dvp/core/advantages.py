@@ -67,12 +67,8 @@ def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tenso
     in this second form, with the sum held between 0 and (1 − p_y)², its largest possible value: the first form
     cancels where p_y → 1, and in float32 gives negative "norms" that can make OTB divide by nothing.
 
-    Args:
-        log_prob_BT: log p of the sampled tokens (nats).
-        sum_p_squared_BT: Σ_v p(v)², of the same distribution: full with full, pruned with pruned.
-
-    Returns:
-        w, same shape, in [0, 2); no gradient. Garbage in padding gives garbage there.
+    Given log p of the sampled tokens (nats) and Σ_v p(v)² of the same distribution, full or pruned. Returns w in [0, 2)
+    of the same shape, without gradient; garbage in padding gives garbage there.
     """
     rest_BT = -torch.expm1(log_prob_BT)  # 1 − p_y
     others_BT = (sum_p_squared_BT - log_prob_BT.exp().square()).clamp(min=0.0)
@@ -170,12 +166,10 @@ def otb_variance_readouts(
     count as noise, and what members of a group share through their baseline does not.
 
     Args:
-        advantage_BT: what the loss applied.
-        weight_BT: the r that the loss applied, 0 at tokens that a mask left out; that of `responses` is not looked at.
-        gradient_norm: ‖ḡ‖ as measured in the parameters, before clipping, of the sum over tokens averaged over the N
-            responses (`policy_loss` of a loss by token, with denominator N); 0 for a skipped step. It cannot come from
-            the proxy: each response has logits of its own, so over logits ‖ḡ‖² is mean(A²W)/N whatever the gradients'
-            directions.
+        advantage_BT, weight_BT: A and r that the loss applied, r 0 where a mask left out; not that of `responses`.
+        gradient_norm: ‖ḡ‖ in the parameters, before clipping, of the sum over tokens averaged over the N responses;
+            0 for a skipped step. It cannot come from the proxy: each response has logits of its own, so over logits
+            ‖ḡ‖² is mean(A²W)/N whatever the gradients' directions.
 
     Returns:
         otb_signal: ‖ḡ‖².

@@ -80,12 +80,7 @@ def mismatch_metrics(
 
 
 def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], update: Update) -> dict[str, float]:
-    """All read-outs of a rollout as the trainer saw it before it moved.
-
-    Args:
-        statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
-        update: of the whole rollout.
-    """
+    """All read-outs of a rollout before the trainer moves; `statistics` and `update` as in `make_update`."""
     batch = rollout.batch
     mask_BT, safe_BT = batch.response_BT, statistics["target_in_safe"]
     log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
@@ -142,10 +137,7 @@ def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[s
 def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """Mean |d| (nats) of the sampled tokens that the trainer finds unlikely, p < 0.01; 0 if there is none.
 
-    Args:
-        log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
-        log_prob_BT: log p over the full vocabulary.
-        mask_BT: bool, True at the response's tokens.
+    Arguments as in `mismatch_metrics`, and log p over the full vocabulary.
     """
     d_N = log_ratio_BT[mask_BT & (log_prob_BT < math.log(TAIL_PROBABILITY))].double().abs()
     return d_N.mean().item() if len(d_N) else 0.0
@@ -158,13 +150,8 @@ def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> 
     (docs/method.md, Theory 5.) The expectation is over the trainer's responses, full or pruned. What is measured is the
     mean over the engine's responses. It is an estimate, as good as the two agree, and not a bound.
 
-    Args:
-        pruned_mass_BT: 1 − Z; any value where mask_BT is False.
-        mask_BT: bool, True at the response's tokens.
-
-    Returns:
-        pruned_mass_mean and pruned_mass_max over tokens; pruned_mass_per_response_mean and
-        pruned_mass_per_response_max of Σ_t (1 − Z_t), over the sequences that have a token.
+    Of pruned_mass_BT, 1 − Z, any value may stand where mask_BT is False. Returns the mean and the maximum over tokens,
+    and ..._per_response_... of Σ_t (1 − Z_t), over the sequences that have a token.
     """
     mass_BT = torch.where(mask_BT, pruned_mass_BT, 0.0).double()[mask_BT.any(dim=1)]
     mass_B = mass_BT.sum(dim=1)

@@ -29,13 +29,7 @@ class MaskRule(Strict):
     """Whether it may leave out some tokens of a response and keep others."""
 
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:
-        """Which tokens stay, bool (B, T); anything where no response token is.
-
-        Args:
-            rollout: the responses, with the engine's log-probs.
-            statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of their tokens, (B, T).
-            advantage_BT: of each response token.
-        """
+        """Which tokens stay, bool (B, T); anything where no response token is. `statistics`: see `make_update`."""
         raise NotImplementedError
 
 

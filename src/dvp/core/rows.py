@@ -69,10 +69,8 @@ def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Te
         from dvp.core import rows_triton
 
         return rows_triton.row_sums(logits_NV, log_rho_N, guess_N)
-    if logits_NV.shape[1] >= COMPILED_VOCABULARY and len(logits_NV):
-        compiled = _compiled(_row_sums)
-        if compiled is not None:
-            return compiled(logits_NV, log_rho_N)
+    if (compiled := _compiled_for(logits_NV, _row_sums)) is not None:
+        return compiled(logits_NV, log_rho_N)
     tiles = [_row_sums(*tile) for tile in _tiles(logits_NV, log_rho_N)]
     return RowSums(*(torch.cat(parts) for parts in zip(*tiles, strict=True)))
 
@@ -92,14 +90,11 @@ def row_gradient_(
         from dvp.core import rows_triton
 
         rows_triton.row_gradient_(logits_NV, maximum_N, log_rho_N, coefficients)
-        return
-    if logits_NV.shape[1] >= COMPILED_VOCABULARY and len(logits_NV):
-        compiled = _compiled(_row_gradient_)
-        if compiled is not None:
-            compiled(logits_NV, maximum_N, log_rho_N, *coefficients)
-            return
-    for tile in _tiles(logits_NV, maximum_N, log_rho_N, *coefficients):
-        _row_gradient_(*tile)
+    elif (compiled := _compiled_for(logits_NV, _row_gradient_)) is not None:
+        compiled(logits_NV, maximum_N, log_rho_N, *coefficients)
+    else:
+        for tile in _tiles(logits_NV, maximum_N, log_rho_N, *coefficients):
+            _row_gradient_(*tile)
 
 
 def _row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor) -> RowSums:
@@ -142,6 +137,10 @@ def _tiles(logits_NV: torch.Tensor, *columns_N: torch.Tensor):
     """Rows a few at a time; one tile without rows if there are none."""
     rows = max(1, TILE // logits_NV.shape[1])
     return zip(logits_NV.split(rows), *(column_N.split(rows) for column_N in columns_N), strict=True)
+
+
+def _compiled_for(logits_NV: torch.Tensor, function: Callable) -> Callable | None:
+    return _compiled(function) if logits_NV.shape[1] >= COMPILED_VOCABULARY and len(logits_NV) else None
 
 
 @cache

@@ -52,16 +52,11 @@ class SafeVocabulary:
 
 @no_grad
 def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
-    """Say which vocabulary entries are safe in each state.
+    """Which entries are safe in each state, bool (N, V), of logits after temperature (nats), any float type.
 
-    Args:
-        logits_NV: logits after division by the sampling temperature (nats), any float type; the comparison is
-            made in fp32, because in bf16 the steps between logits are coarser than the margins that matter.
-        rule: what ρ is; an entry exactly at the threshold is safe.
-
-    Returns:
-        bool (N, V). The most likely entry is always safe, so no row is empty. The mask is constant under the
-        gradient (docs/method.md, Theory 4).
+    The comparison is made in fp32, because in bf16 the steps between logits are coarser than the margins that matter.
+    An entry exactly at the threshold is safe, the most likely one always, so no row is empty. The mask is constant
+    under the gradient (docs/method.md, Theory 4).
     """
     gap_NV = _gaps(logits_NV)
     return gap_NV >= rule.log_rho(gap_NV)[:, None]
@@ -169,8 +164,7 @@ def with_margin(rho: float, epsilon: float) -> FixedRho:
     - the engine's: V_S ⊆ V'_S, the condition of the constrained gradient's unbiasedness (docs/method.md, Theory 4);
       sampled tokens outside V_S have ratio 0.
 
-    Raises:
-        DvpError: ε̂ so large that nothing would be pruned at any logits.
+    Raises DvpError for an ε̂ so large that nothing would be pruned at any logits.
     """
     wider = rho * math.exp(-2.0 * epsilon)
     if not wider > 0.0:

@@ -47,17 +47,12 @@ def make_update(
     """Weights and advantages of some responses: whole groups, as advantages compare their members.
 
     Args:
-        rollout: the responses, with the engine's log-probs and rewards.
         statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
-        importance: the correction.
-        advantage: one of dvp.core.advantages.
         group_size: responses to a prompt.
-        mask: which tokens take no part by the sign of their advantage; None leaves none out.
         squared_norm_BT: ‖∇ log p^mp(y_t)‖² over the policy's parameters, where it was measured; the advantage then gets
             it instead of OTB's proxy.
 
-    Raises:
-        DvpError: a log-ratio that is not finite.
+    Raises DvpError for a log-ratio that is not finite.
     """
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
     weights = importance.weights(rollout, statistics)

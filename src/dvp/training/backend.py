@@ -122,7 +122,6 @@ class Policy(torch.nn.Module):
                 hidden_NH,
                 targets_N,
                 **_sets(batch, safe, hidden_NH.device),
-                compared=_compared(batch, safe, hidden_NH.device),
                 coefficient_N=coefficient_N,
                 temperature=temperature / self._logit_scale,
                 # The head's product is out of autocast's sight.
@@ -179,19 +178,16 @@ class Policy(torch.nn.Module):
 
 
 def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> dict[str, Any]:
-    """What the head needs for a safe vocabulary. Raises DvpError if the engine's sets are missing."""
-    if not isinstance(safe, EngineSets):
-        return {"safe": safe}
-    if batch.kept is None:
-        raise DvpError("the engine did not report the sets that it sampled from, which this method replays")
-    return {"safe": safe.rule, "kept": KeptSets.cat(batch.kept).to(device)}
+    """What the head needs for a safe vocabulary: the engine's sets to replay, or in scoring to compare, are some of it.
 
-
-def _compared(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> KeptSets | None:
-    """The engine's sets, where they are reported and not replayed; none in an update, which has no use for them."""
-    if batch.kept is None or isinstance(safe, EngineSets) or torch.is_grad_enabled():
-        return None
-    return KeptSets.cat(batch.kept).to(device)
+    Raises DvpError if sets that are replayed are missing.
+    """
+    kept = None if batch.kept is None else KeptSets.cat(batch.kept).to(device)
+    if isinstance(safe, EngineSets):
+        if kept is None:
+            raise DvpError("the engine did not report the sets that it sampled from, which this method replays")
+        return {"safe": safe.rule, "kept": kept}
+    return {"safe": safe} if kept is None or torch.is_grad_enabled() else {"safe": safe, "compared": kept}
 
 
 @torch.no_grad()

@@ -126,14 +126,8 @@ class ResponseRecorder:
         """Take down `per_step` responses of a rollout of B.
 
         The first half are its first ones, answers to the same problem if the group is large enough; the others are
-        those with the largest |log p − log q| of a token in the safe vocabulary.
-
-        Args:
-            step: 1-based, above all that were recorded.
-            problems: id and reference answer for each of the B responses.
-            rollout: the responses.
-            statistics: the trainer's (fields of dvp.core.head.TokenStatistics), each (B, T).
-            update: weights and advantages of the whole rollout.
+        those with the largest |log p − log q| of a token in the safe vocabulary. `step` is above all that were
+        recorded; `problems` are id and reference answer for each response; the rest is as in dvp.core.update.
         """
         mask_BT = rollout.batch.response_BT
         log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT

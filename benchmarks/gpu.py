@@ -7,15 +7,16 @@ nothing else. With --tiny it tries itself, also on a CPU.
 """
 
 import argparse
+import gc
 import json
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import head as bench
@@ -26,7 +27,6 @@ from dvp.core.batch import Batch
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.experiment.training import TrainingConfig
 from dvp.files import write_json
-from dvp.provenance import device as device_name
 from dvp.provenance import git_commit, processor
 from dvp.training.backend import Trainer
 from dvp.training.base import train_tokenizer
@@ -34,13 +34,13 @@ from dvp.training.base import train_tokenizer
 ROOT, DEVICE = Path(__file__).parents[1], "cuda" if torch.cuda.is_available() else "cpu"
 # Qwen3-8B's layers, the whole of Qwen3-0.6B: hidden size, heads, those of keys and values, intermediate size.
 LAYERS, WHOLE, TINY = (4096, 32, 8, 12288), (1024, 16, 8, 3072), (64, 2, 1, 96)
+SECONDS = 560  # at most, as a GPU is lent for ten minutes
 SAFE = FixedRho(math.exp(bench.LOG_RHO))
-WORDS = ("apples", "pears", "seven", "twelve", "minus", "hours", "a dozen", "twice", "thirty", "bananas", "coins") * 9
 
 
 def make_model(folder: Path, shape: tuple[int, ...], layers: int) -> Path:
-    """A Qwen3 of random weights, which have preferences, with a tokenizer of 300 entries."""
-    tokenizer = train_tokenizer((f"what is {word} and {word[::-1]}?" for word in WORDS), 300)
+    """A Qwen3 of random weights, which have preferences, with a tokenizer of bytes."""
+    tokenizer = train_tokenizer(iter(["what is 1 and 2?"]), 258)
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     options = dict(zip(names, shape, strict=True)) | {"num_hidden_layers": layers, "head_dim": 128}
     options |= {"vocab_size": 500 if shape is TINY else 151_936, "tie_word_embeddings": shape is not LAYERS}
@@ -60,7 +60,7 @@ def head(tiny: bool, _folder: Path, _until: float) -> Iterator[dict]:
 
 
 def trainer(tiny: bool, folder: Path, _until: float) -> Iterator[dict]:
-    """Seconds and GiB of the trainer's passes; those of six layers less those of two are of four layers alone."""
+    """The trainer's passes; those of six layers less those of two are of four layers alone."""
     settings = {"steps": 1, "prompts_per_step": 1, "group_size": 1, "checkpoint_every": 1, "learning_rate": 1e-6}
     settings |= {"tokens_per_micro_batch": 9216, "max_response_tokens": 9000, "gradient_checkpointing": True}
     for layers in (1, 2) if tiny else (2, 6):
@@ -68,25 +68,21 @@ def trainer(tiny: bool, folder: Path, _until: float) -> Iterator[dict]:
         for name in ("zero1_bf16", "zero3_bf16"):
             options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text(encoding="utf-8"))
             made = Trainer(model, TrainingConfig(**settings, deepspeed=name), options)
-            for rows, length in ((2, 64),) if tiny else ((1, 9216), (2, 4608), (8, 1152)):
-                tokens = torch.randint(5, 300, (rows, length)).tolist()
-                batch = Batch.collate([row[: length // 8] for row in tokens], [row[length // 8 :] for row in tokens], 0)
-                yield {"deepspeed": name, "layers": layers, "rows": rows, "length": length} | _passes(made, batch)
+            yield from ({"deepspeed": name, "layers": layers} | found for found in _passes(made, tiny))
+            del made
+            gc.collect()  # a trainer is a circle of references
+            torch.cuda.empty_cache()
 
 
-def _passes(made: Trainer, batch: Batch) -> dict:
-    """Seconds of scoring, of an update's forward and backward pass, and of the optimiser; memory at the peak."""
-    given_N = torch.ones(int(batch.response_BT.sum()))
-    update = partial(made.forward_backward, batch, SAFE, lambda found: found.objective / len(given_N))
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    found = {"score": _median(partial(made.score, batch, SAFE)), "update": _median(partial(update, False, given_N))}
-    found["optimiser"] = _median(partial(update, True, given_N)) - found["update"]
-    return found | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None}
-
-
-def _median(function: Callable[[], object]) -> float:
-    return median([bench._seconds(function) for _ in range(4)][1:])  # the first one compiles
+def _passes(made: Trainer, tiny: bool) -> Iterator[dict]:
+    for rows, length in ((2, 64),) if tiny else ((1, 9216), (2, 4608), (8, 1152)):
+        tokens, prompt = torch.randint(5, 258, (rows, length)).tolist(), length // 8
+        batch = Batch.collate([row[:prompt] for row in tokens], [row[prompt:] for row in tokens], 0)
+        given_N = torch.full((rows * (length - prompt),), 1e-3)
+        update = partial(made.forward_backward, batch, SAFE, attrgetter("objective"), coefficient_N=given_N)
+        variants = {"score": partial(made.score, batch, SAFE), "update": partial(update, last=False)}
+        variants |= {"update with the optimiser's step": partial(update, last=True)}
+        yield {"rows": rows, "length": length} | bench.measure("trainer", torch.bfloat16, variants, 3, DEVICE)
 
 
 def mismatch(tiny: bool, folder: Path, until: float) -> Iterator[dict]:
@@ -104,27 +100,23 @@ def mismatch(tiny: bool, folder: Path, until: float) -> Iterator[dict]:
         yield {"engine": engine, "status": done.returncode, "seconds": time.monotonic() - began, "said": said}
 
 
-PARTS = {part.__name__: part for part in (head, trainer, mismatch)}
-
-
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Measure what a GPU can say of this project in ten minutes.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/gpu.json"))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=560, metavar="N", help="at most (default: 560)")
     parser.add_argument("--tiny", action="store_true", help="sizes that any machine computes at once")
     asked = parser.parse_args()
-    until = time.monotonic() + asked.seconds
-    result = {"device": device_name() if DEVICE == "cuda" else processor(), "tiny": asked.tiny, "commit": git_commit()}
+    until = time.monotonic() + SECONDS
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else processor()
+    result: dict = {"device": device, "tiny": asked.tiny, "git_commit": git_commit()}
     with TemporaryDirectory() as folder:
-        for name in asked.parts:
-            result[name] = []
+        for part in (head, trainer, mismatch):
+            result[name := part.__name__] = []
             try:
-                for finding in PARTS[name](asked.tiny, Path(folder), until):
+                for finding in part(asked.tiny, Path(folder), until):
                     result[name].append(finding)
                     if time.monotonic() > until:
-                        raise TimeoutError(f"{asked.seconds:g} s are over")
+                        raise TimeoutError(f"{SECONDS} s are over")
             except Exception as error:  # whatever a GPU has against it, the next part goes on
                 result[name].append({"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
             write_json(asked.output, result)

@@ -272,7 +272,34 @@ def format_table(result: dict) -> str:
     return "\n".join([*lines, "", ANCHORS])
 
 
-def bench(output: Path, rounds: int, device: str) -> None:
+def page_table(result: dict) -> str:
+    """The head's ratios for a page, in Markdown."""
+    lines = [
+        f"{result['device']}, {result['threads']} threads, commit {result['git_commit'][:7]}:",
+        "",
+        "| pass | head | over the bare products | dense path | memory beyond the inputs | dense path |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        dense = case["variants"].get("dense")
+        for name, own in case["variants"].items():
+            if name.startswith("head"):
+                ratio = f"{own['ratio']:.2f} ({min(own['ratios']):.2f} to {max(own['ratios']):.2f})"
+                beside = (f"{dense['ratio']:.2f}", f"{dense['extra_mib']:,.0f} MiB") if dense else ("", "")
+                cells = (f"{case['name']}, {case['dtype']}", name.removeprefix("head, ").removeprefix("head + "), ratio)
+                cells = (*cells, beside[0], f"{own['extra_mib']:,.0f} MiB", beside[1])
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill(page: Path, result: dict) -> None:
+    """Put the table between the page's marks."""
+    before, mark, rest = page.read_text(encoding="utf-8").partition("<!--head-->\n")
+    _, end, after = rest.partition("\n<!--/head-->")
+    page.write_text(before + mark + page_table(result) + end + after, encoding="utf-8")
+
+
+def bench(output: Path, rounds: int, device: str, page: Path | None = None) -> None:
     """Run every case on the device ("cpu" or "cuda"); print the table, write the JSON file after each case."""
     result: dict = {
         "device": device_name() if device == "cuda" else processor(),
@@ -293,6 +320,8 @@ def bench(output: Path, rounds: int, device: str) -> None:
         result["cases"].append({"shape": size._asdict()} | measure(name, dtype, variants, rounds, device))
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         del variants  # before the next one takes as much
+    if page is not None:
+        fill(page, result)
     print(f"{format_table(result)}\n\nwritten to {output}")
 
 
@@ -316,6 +345,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     what.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="put the ratios into a page, as docs/performance.md")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
     options = parser.parse_args()
     if options.rounds < 1:
@@ -326,7 +356,7 @@ def main() -> None:
     if options.profile:
         profile(device)
     else:
-        bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device)
+        bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device, options.page)
 
 
 if __name__ == "__main__":

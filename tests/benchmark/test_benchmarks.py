@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from benchmarks.head import page_table
 from benchmarks.step import ONE_PASS, TARGETS, format_table
 from dvp.data.verifier import grade
 
@@ -51,6 +52,28 @@ def test_the_head_is_measured_with_nothing_but_torch(tmp_path, root):
     assert sum(line.startswith("forward") for line in lines) == sum(len(case["variants"]) for case in cases)
     profile = python(TINY, "--device", "cpu", "--profile", cwd=root)
     assert all(re.search(r"aten::addmm .* \d+\.\d+[mu]s", part) for part in profile.split("forward + backward: "))
+
+
+def test_the_page_has_the_kept_numbers_of_the_head(root):
+    result = json.loads((root / "results/reference/bench/cpu.json").read_text())
+    page = (root / "docs/performance.md").read_text()
+    assert page.partition("<!--head-->\n")[2].partition("\n<!--/head-->")[0] == page_table(result)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_what_is_measured_of_a_gpu_is_measured_of_tiny_models_anywhere(tmp_path, root):
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--output", output]
+    subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")}, check=True)
+    result = json.loads(output.read_text())
+    assert set(result["head"][0]["variants"]) >= {"bare products", "head", "head, two passes", "dense"}
+    assert [(found["deepspeed"], found["layers"]) for found in result["trainer"]] == [
+        (name, layers) for layers in (1, 2) for name in ("zero1_bf16", "zero3_bf16")
+    ]
+    [engine] = result["mismatch"]
+    assert engine["status"] == 0
+    assert any(line.startswith("bf16 ") for line in engine["said"])
 
 
 @pytest.mark.nightly

@@ -132,8 +132,8 @@ FOLDERS = {
     ),
     "truncated": (truncate, "model.safetensors: not a whole safetensors file"),
     "adapter": (
-        lambda folder: (folder / "adapter_config.json").write_text("{}"),
-        r"adapter_config.json: an adapter of another model \(PEFT\); expected a whole model",
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "expected a whole Hugging Face model, no adapter of one, found no config.json",
     ),
     "missing weight": (
         lambda folder: edit_weight(folder, MATRIX, lambda value: None),

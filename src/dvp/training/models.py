@@ -21,7 +21,6 @@ from dvp.training.rollouts import in_a_line
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 FLOATS = ("F16", "BF16", "F32", "F64")
 EXPERTS = re.compile(r'"\w*expert\w*": (?:[2-9]|[1-9]\d+)(?![.\d])')  # a key that counts several
-ADAPTER = "adapter_config.json"
 
 
 def check_model(folder: Path) -> None:
@@ -29,13 +28,8 @@ def check_model(folder: Path) -> None:
 
     No weights are read but for their names, types and shapes, and no code of the model's own is run.
     """
-    if (folder / ADAPTER).is_file():
-        raise DvpError(
-            f"{folder / ADAPTER}: an adapter of another model (PEFT); expected a whole model: merge it into its model "
-            "(merge_and_unload), and save that"
-        )
     if not (folder / "config.json").is_file():
-        raise DvpError(f"{folder}: not a Hugging Face model directory: it has no config.json")
+        raise DvpError(f"{folder}: expected a whole Hugging Face model, no adapter of one, found no config.json")
     config = _config(folder)
     _check_tokenizer(folder, config)
     types = _types(folder)

@@ -87,9 +87,8 @@ def test_every_rule_against_plain_python(rule, batch, impossible):
     expected, kept, vetoed, untrusted, filtered = reference(np.where(impossible, -np.inf, log_ratio), mask, rule)
     np.testing.assert_allclose(weights.weight_BT.numpy(), expected, rtol=1e-11)
     np.testing.assert_array_equal(weights.kept_B.numpy(), kept)
-    np.testing.assert_array_equal(weights.vetoed_B.numpy(), vetoed)
-    np.testing.assert_array_equal(weights.untrusted_B.numpy(), untrusted)
-    np.testing.assert_array_equal(weights.filtered_B.numpy(), filtered)
+    for name, expected in {"veto": vetoed, "trust_region": untrusted, "k3": filtered}.items():
+        np.testing.assert_array_equal(weights.dropped_B[name].numpy(), expected)
     assert weights.denominator == (kept.sum() if rule.denominator == "kept" else len(mask))
 
 
@@ -144,7 +143,7 @@ def test_padding_and_empty_responses_are_never_looked_at(rule, padding):
     weights = importance_weights(torch.tensor([[0.0, padding]]).expand(2, 2), mask, rule)
     assert weights.weight_BT.tolist() == [[1, 0], [0, 0]]
     assert weights.kept_B.tolist() == [True, False]
-    assert weights.vetoed_B.tolist() == weights.filtered_B.tolist() == [False, False]
+    assert weights.dropped_B["veto"].tolist() == weights.dropped_B["k3"].tolist() == [False, False]
     assert weights.denominator == (1 if rule.denominator == "kept" else 2)
 
 

@@ -59,9 +59,11 @@ def step():
         weight_BT=noise(),
         advantage_BT=noise() - 0.5,
         weights=SimpleNamespace(
-            vetoed_B=torch.tensor([False, True, False, False, False, False]),
-            untrusted_B=torch.tensor([False, True, False, False, False, True]),
-            filtered_B=torch.tensor([False, True, False, True, False, False]),
+            dropped_B={
+                "veto": torch.tensor([False, True, False, False, False, False]),
+                "trust_region": torch.tensor([False, True, False, False, False, True]),
+                "k3": torch.tensor([False, True, False, True, False, False]),
+            },
             kept_B=torch.tensor([True, False, True, False, False, False]),
         ),
     )

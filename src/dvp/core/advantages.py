@@ -3,8 +3,6 @@
 Every advantage is a function of `Responses` and gives one value a token, so that the loss need not know which one it
 got. All but the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
 
-A new advantage is a function here under `@by_response` or `@by_token`; experiments ask for it by its name.
-
 Shape suffixes: B responses, T token positions, P prompts, G responses to one prompt, K model tokens (the k-th token
 that the model itself wrote, whatever its position).
 """

@@ -84,7 +84,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     batch = rollout.batch
     mask_BT, safe_BT = batch.response_BT, statistics["target_in_safe"]
     log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
-    tokens = mask_BT.sum().item()
+    tokens, dropped_B = mask_BT.sum().item(), update.weights.dropped_B
 
     def mean(name: str) -> float:
         return statistics[name][mask_BT].float().mean().item()
@@ -102,8 +102,8 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
         "kept_fraction": update.weights.kept_B.float().mean().item(),
         # By a single ratio, below the veto or outside the trust region.
-        "vetoed_fraction": (update.weights.vetoed_B | update.weights.untrusted_B).float().mean().item(),
-        "filtered_fraction": update.weights.filtered_B.float().mean().item(),
+        "vetoed_fraction": (dropped_B["veto"] | dropped_B["trust_region"]).float().mean().item(),
+        "filtered_fraction": dropped_B["k3"].float().mean().item(),
         "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
         **({} if batch.kept is None else set_metrics(rollout, statistics)),
     }

@@ -3,11 +3,6 @@
 log_ratio = log p_train(y_t) − log q_infer(y_t) of the sampled token throughout, with p and q both pruned or
 both full. Every named method of the field is a setting of one rule: see `PRESETS`.
 
-A new correction that is a setting of `ImportanceRule` is a line in PRESETS. One that is not is a strict model here with
-a `kind` of its own, `by_token` and `weights`, which joins `Correction`:
-Annotated[ImportanceRule | Other, Field(discriminator="kind")]. Experiments ask for it by its name in PRESETS, or by its
-kind.
-
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 
@@ -113,12 +108,8 @@ class ImportanceWeights:
     """In the log-ratio's type, ≥ 0; 0 at padding and wherever the token or its sequence was rejected."""
     kept_B: torch.Tensor
     """bool: the sequence has a token that was not rejected, by a ratio of 0 or otherwise. False without tokens."""
-    vetoed_B: torch.Tensor
-    """bool: the veto dropped the sequence."""
-    untrusted_B: torch.Tensor
-    """bool: a ratio outside the trust region dropped the sequence (the veto may have, too)."""
-    filtered_B: torch.Tensor
-    """bool: the K3 filter dropped the sequence (the others may have, too)."""
+    dropped_B: dict[str, torch.Tensor]
+    """By rule ("veto", "trust_region", "k3"), in the order in which they look, bool: it dropped the sequence."""
     denominator: int
     """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
 
@@ -155,11 +146,13 @@ def importance_weights(
     if impossible_BT is not None:
         token_BT = token_BT.masked_fill(mask_BT & impossible_BT, -math.inf)
     length_B = mask_BT.sum(dim=1).clamp(min=1)
-    vetoed_B = (token_BT < _log(rule.veto or 0.0)).any(dim=1)
-    untrusted_B = (token_BT.abs() > _log(rule.trust_region or math.inf)).any(dim=1)
     # expm1 keeps the digits of ratios near 1.
     k3_B = (token_BT.clamp(max=MAX_EXPONENT).expm1() - token_BT).sum(dim=1) / length_B
-    filtered_B = k3_B > (math.inf if rule.k3_max is None else rule.k3_max)
+    dropped_B = {
+        "veto": (token_BT < _log(rule.veto or 0.0)).any(dim=1),
+        "trust_region": (token_BT.abs() > _log(rule.trust_region or math.inf)).any(dim=1),
+        "k3": k3_B > (math.inf if rule.k3_max is None else rule.k3_max),
+    }
 
     if rule.level == "sequence":
         log_weight_BT = token_BT.sum(dim=1, keepdim=True).expand_as(token_BT)
@@ -169,7 +162,7 @@ def importance_weights(
         log_weight_BT = token_BT
     else:
         log_weight_BT = torch.zeros_like(token_BT)
-    accepted_BT = mask_BT & ~(vetoed_B | untrusted_B | filtered_B)[:, None]
+    accepted_BT = mask_BT & ~torch.stack([*dropped_B.values()]).any(dim=0)[:, None]
     # A ratio of 0 rejects: clamped, e^−20, it would make its response a member of its group (dvp.core.advantages), and
     # where there is no other, weights of 0 have no mean to be divided by.
     accepted_BT &= log_weight_BT > -math.inf
@@ -190,9 +183,7 @@ def importance_weights(
     return ImportanceWeights(
         weight_BT=weight_BT.to(log_ratio_BT.dtype),
         kept_B=kept_B,
-        vetoed_B=vetoed_B,
-        untrusted_B=untrusted_B,
-        filtered_B=filtered_B,
+        dropped_B=dropped_B,
         denominator=int(kept_B.sum()) if rule.denominator == "kept" else len(kept_B),
     )
 

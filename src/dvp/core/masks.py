@@ -3,9 +3,6 @@
 An importance correction (dvp.core.importance) rejects before advantages are made, so that OTB's baseline can leave the
 rejected ones out. A mask looks at the advantage too, and so comes after it: no baseline and no denominator changes.
 
-A new mask is a strict model here with a `kind` of its own and `keeps`, which joins `Mask`. Experiments ask for it by
-its kind.
-
 Shape suffixes: B responses, T tokens.
 """
 

@@ -7,9 +7,6 @@ optimiser step on a batch the latter is 1.
 Rejected tokens are cut out of the graph and not merely multiplied by zero: 0 · NaN is NaN, in the value and in
 the gradient.
 
-A new loss is a strict model here with a `kind` of its own and `terms`, which joins `Loss`. Experiments ask for it by
-its kind, or by its name in LOSSES.
-
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
 

@@ -9,10 +9,6 @@ together, and the set is the same for `logits` as for `logits − max`. A rule t
 number of entries) has its threshold half-way between the least likely entry that it keeps and the next one: whoever
 makes the logits again, as the head's backward pass does, gets them with other last bits, and still the same set.
 
-A new rule is a `RhoRule` (settings with a `rule` of its own, and `safe`), which joins `Rule`, and a `SafeVocabulary`
-(what ρ is in each state, which trainer and engine then both apply); one that takes no ρ can be both, as TopNSigma.
-Experiments ask for it by its `rule`.
-
 Shape suffixes: N flattened tokens, V vocabulary, K trials.
 """
 

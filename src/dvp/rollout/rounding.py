@@ -13,14 +13,11 @@ def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
     Returns a tensor of the same shape and dtype. The largest magnitude of each row is representable.
     """
     scale_R1 = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).float()
-    if form in INTEGER_BITS:
-        largest = 2 ** (INTEGER_BITS[form] - 1) - 1
-        rounded = (weight.float() / scale_R1 * largest).round() / largest
-    else:
-        dtype = FLOAT_TYPES[form]
-        largest = torch.finfo(dtype).max
-        rounded = (weight.float() / scale_R1 * largest).to(dtype).float() / largest
-    return (rounded * scale_R1).to(weight.dtype)
+    integer = form in INTEGER_BITS
+    largest = 2 ** (INTEGER_BITS[form] - 1) - 1 if integer else torch.finfo(FLOAT_TYPES[form]).max
+    scaled = weight.float() / scale_R1 * largest
+    rounded = scaled.round() if integer else scaled.to(FLOAT_TYPES[form]).float()
+    return (rounded / largest * scale_R1).to(weight.dtype)
 
 
 def round_cached(values: torch.Tensor, form: str) -> torch.Tensor:

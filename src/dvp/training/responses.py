@@ -54,7 +54,6 @@ SCHEMA = pa.schema(
 # In a run with a tool: whether the model wrote a token. What a tool's token has no value of is 0.
 WRITTEN = _list("written", pa.bool_())
 FIRST, WORST = "first", "worst"
-VETO, TRUST_REGION, K3, BOUNDS = "veto", "trust_region", "k3", "bounds"
 # A character is at most four bytes, so at most four tokens.
 LONGEST_CHARACTER = 4
 REPLACEMENT = "\ufffd"
@@ -151,6 +150,7 @@ class ResponseRecorder:
             token_ids = rollout.batch.tokens_BT[index]
             response = token_ids[part].tolist()
             problem, answer = problems[index]
+            weights, other = update.weights, None if update.weights.kept_B[index] else "bounds"
             self.rows.append(
                 {
                     "step": step,
@@ -161,7 +161,8 @@ class ResponseRecorder:
                     "answer": str(answer),
                     "reward": rollout.rewards_B[index].item(),
                     "truncated": bool(rollout.truncated_B[index]),
-                    "rejected": _rejected(update, index),
+                    # The rule that looks first where several dropped it; by its weight, where none did.
+                    "rejected": next((rule for rule, of_B in weights.dropped_B.items() if of_B[index]), other),
                     "token_id": response,
                     "text": self._pieces.of(response),
                     **{
@@ -210,14 +211,3 @@ def read_responses(path: Path) -> pa.Table:
         problem = " ".join(str(error).split())[:100]
         raise DvpError(f"{path}: expected the responses that `dvp train` records ({problem})") from None
     return table
-
-
-def _rejected(update: "Update", index: int) -> str | None:
-    """Which rule dropped the whole response: the one that looks first where several do."""
-    if update.weights.vetoed_B[index]:
-        return VETO
-    if update.weights.untrusted_B[index]:
-        return TRUST_REGION
-    if update.weights.filtered_B[index]:
-        return K3
-    return None if update.weights.kept_B[index] else BOUNDS

@@ -173,7 +173,7 @@ def test_a_magnitude_has_the_interval_of_the_signed_number(experiment, results):
         reward=np.where(right, 1.0, 0.0),
         pruned_mass_sum=0.5,
     )
-    known = {one.name: one for one in mismatch.group_statistics(experiment, group) if one.where.get("rho") == "0.01"}
+    known = {one.name: one for one in mismatch.group_statistics(group) if one.where.get("rho") == "0.01"}
     change, over = known["objective_change"], known["objective_change_over_bound"]
     assert change.low < 0 < change.high
     assert over.value == pytest.approx(abs(change.value) / 0.5)
@@ -183,7 +183,7 @@ def test_a_magnitude_has_the_interval_of_the_signed_number(experiment, results):
 def test_of_responses_that_are_all_kept_the_interval_is_of_as_many_trials_as_there_are_problems(experiment, results):
     group = mismatch.groups(experiment, Reader(experiment, results))[0]
     group.tables["prefixes"]["kept"] = 1.0
-    [kept] = [one for one in mismatch.group_statistics(experiment, group) if one.name == "kept_by_length"][:1]
+    [kept] = [one for one in mismatch.group_statistics(group) if one.name == "kept_by_length"][:1]
     assert (kept.value, kept.low, kept.high) == pytest.approx((1.0, 0.025 ** (1 / 9), 1.0))
 
 
@@ -234,7 +234,7 @@ def test_a_single_problem_has_no_interval(experiment, results):
     (measurements, *_) = mismatch.groups(experiment, Reader(experiment, results))
     tables = {name: table[table["unit"] == 0] for name, table in measurements.tables.items()}
     one = Group(measurements.policy, measurements.engine, tables, SINGLE, measurements.sources)
-    for found in mismatch.group_statistics(experiment, one):
+    for found in mismatch.group_statistics(one):
         assert math.isnan(found.low)
         assert math.isnan(found.high)
 

@@ -98,7 +98,7 @@ def test_what_is_not_measured_is_said_and_is_no_verdict(place):
     folder = place(statistic(1.0, 0.5, 1.5, rho="0.5"), statistic(1.0, 0.5, 1.5, rho="exp(-13)"))
     assert answered(folder)["claims"][0]["verdict"] == "not tested yet"
     page = page_of(folder)
-    assert "grid has it of rho 0.5, exp(-13) | not measured" in page
+    assert "grid measures no gain of rho 0.01 | not measured" in page
     assert "Not run for this page: late." in page
     assert "grid measures no gain" in page_of(place())
 

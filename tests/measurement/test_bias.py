@@ -295,9 +295,12 @@ def test_the_trainers_own_samples_follow_its_policy(root, tmp_path, tiny_model):
         ({"model": "nowhere"}, "nowhere: not a Hugging Face model directory"),
         ({"experiment": "tiny"}, "experiment 'tiny' has no `bias`"),
         ({"config": Path("config.yaml")}, "expected --config FILE --measurement MEASUREMENT, or --model FOLDER"),
-        ([{"problem": "x", "answer": "1"}] * 2, "2 problems of 2 have a prompt .* fewer than the 4 to"),
-        ([{"problem": "x", "answer": "x" * 500}] * 4, r"row \d .id \d.: the answer .* is too long"),
-        ([{"problem": "bafi " * 600, "answer": "1"}] * 4, "its prompt has .* tokens; the model's context of 512"),
+        ([{"problem": f"x {n}", "answer": "1"} for n in "ab"], "2 problems of 2 have a prompt .* fewer than the 4 to"),
+        ([{"problem": f"x {n}", "answer": "x" * 500} for n in "abcd"], r"row \d .id \d.: the answer .* is too long"),
+        (
+            [{"problem": "bafi " * 600 + n, "answer": "1"} for n in "abcd"],
+            "its prompt has .* tokens; the model's context of 512",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(root, tmp_path, tiny_model, monkeypatch, change, message):

@@ -33,7 +33,6 @@ _FORMATS: dict[str, tuple[float, Callable[[float], str], str]] = {
     "ratio": (1, "{:.2f}".format, ""),
     "number": (1, _digits, ""),
 }
-OPTIONS = {"as": "number", "negate": False, "invert": False}
 
 
 class Answers:
@@ -65,9 +64,10 @@ class Answers:
 
     def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> tuple[str, Statistic]:
         """One number with its interval, and the estimate; in a table with a plus sign and without its unit."""
-        asked = self._written_out(asked)
+        view = self.declared["views"][asked["view"]] if "view" in asked else {}
+        asked = view | {key: value for key, value in asked.items() if key != "view"}
         experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
-        style, negate, invert = (asked.pop(key, default) for key, default in OPTIONS.items())
+        style, negate, invert = asked.pop("as", "number"), asked.pop("negate", False), asked.pop("invert", False)
         if experiment not in self.statistics:
             if not (file := self.results / experiment / ESTIMATES).is_file():
                 raise DvpError(f"{NUMBERS}: {name}: {file}: no such file")
@@ -88,13 +88,9 @@ class Answers:
         text = re.sub(r"-(0\.0+)(?!\d)", r"\1", f"{sign}{form(value)}{'' if table else unit}{ends}")
         return text.replace("-", "−"), one
 
-    def _written_out(self, asked: dict[str, Any]) -> dict[str, Any]:
-        view = self.declared["views"][asked["view"]] if "view" in asked else {}
-        return view | {key: value for key, value in asked.items() if key != "view"}
-
     def _table(self, name: str, table: dict[str, Any]) -> str:
         """Rows and columns by their headings; a cell asks for what table, column and row say together."""
-        rows = [["", *table["columns"]], ["---"] * (1 + len(table["columns"]))]
+        rows = []
         for label, row in table["rows"].items():
             cells = []
             for heading, column in table["columns"].items():
@@ -102,16 +98,16 @@ class Answers:
                 left_out = heading in asked.pop("without", [])
                 cells.append(EMPTY if left_out else self.number(f"{name}: {label}, {heading}", asked, table=True)[0])
             rows.append([label, *cells])
-        return _markdown(rows)
+        return _markdown(["", *table["columns"]], rows)
 
     def _answers(self) -> str:
-        rows = [["question", "estimate [95 %]", "over", "verdict"], ["---"] * 4]
+        rows = []
         for answer in self.declared["answers"]:
             text, one = self.number(answer["question"], answer["number"])
             verdict = self.claims[answer["claim"]]["verdict"]
             link = f"[{verdict}](../../results/reference/claims.md#{answer['claim']})"
             rows.append([f"[{answer['question']}]({answer['page']}.md)", f"{answer['what']} {text}", _over(one), link])
-        return _markdown(rows)
+        return _markdown(["question", "estimate [95 %]", "over", "verdict"], rows)
 
     def _status(self) -> str:
         counts = Counter(claim["verdict"] for claim in self.claims.values())
@@ -128,8 +124,8 @@ def _over(one: Statistic) -> str:
     return f"{trained[1]} seeds" if trained else f"{sets[1]} problem sets" if sets else one.how
 
 
-def _markdown(rows: list[list[str]]) -> str:
-    return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n" + "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def fill(page: str, answers: Answers) -> str:

@@ -87,24 +87,34 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     places = Places(experiment, reader, every, "estimators", "jackknife")
     for where in every:
         yield from places.pooled(where, ESTIMATED)
-        yield from _changes(experiment, where, places)
+        if (partner := estimator_counterpart(experiment, where["method"], "unpruned")) is not None:
+            how = f"{over_problems(experiment)}; paired with {partner}, the same seeds of the sampler"
+            for name in CHANGES:
+                numbers = _compared(places, where, where | {"method": partner, "rho": "none"}, name)
+                sources = tuple(places.rows(where)["source"])
+                yield Statistic(f"{name}_change", where, *numbers, "of |g|²", how, sources)
         yield from _paired_statistics(where, places.rows(where))
         yield from _others(where, places.rows(where))
 
 
-def _changes(experiment: Experiment, where: dict[str, str], places: Places) -> Iterator[Statistic]:
-    partner = estimator_counterpart(experiment, where["method"], "unpruned")
-    if partner is None:
-        return
-    both = where, where | {"method": partner, "rho": "none"}
-    rows, theirs = map(places.rows, both)
-    for name in CHANGES:
-        errors = [
-            jackknife_error(*(places.without_batches(place, seed) for place in both), name) for seed in experiment.seeds
-        ]
-        how = f"{over_problems(experiment)}; paired with {partner}, the same seeds of the sampler"
-        numbers = pooled(rows[name] - theirs[name], errors)
-        yield Statistic(f"{name}_change", where, *numbers, "of |g|²", how, tuple(rows["source"]))
+def _compared(
+    places: Places, where: dict[str, str], other: dict[str, str], column: str, *, logarithmic: bool = False
+) -> tuple[float, float, float]:
+    """A column minus that of another place, from the same samples (paired), pooled over seeds; or their ratio, the
+    geometric mean with the interval of its logarithm.
+    """
+
+    def scaled(table: pd.DataFrame) -> pd.DataFrame:
+        values = table[column]
+        return table.assign(**{column: np.log(values.where(values > 0))}) if logarithmic else table
+
+    rows, theirs = (scaled(places.rows(place)) for place in (where, other))
+    errors = [
+        jackknife_error(*(scaled(places.without_batches(place, seed)) for place in (where, other)), column)
+        for seed in places.seeds
+    ]
+    numbers = pooled(rows[column] - theirs[column], errors)
+    return tuple(map(math.exp, numbers)) if logarithmic else numbers
 
 
 def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
@@ -119,7 +129,12 @@ def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     for where in every:
         yield from places.pooled(where, BY_POSITION)
         if (partner := estimator_counterpart(experiment, where["method"], "rloo")) is not None:
-            yield from _ratios(experiment, where, partner, places)
+            what, _, spread = over_problems(experiment, "geometric mean").partition("; ")
+            how = f"{what}, over {partner} from the same responses (paired); {spread}, of logarithms"
+            for name, column in RATIOS.items():
+                numbers = _compared(places, where, where | {"method": partner}, column, logarithmic=True)
+                if math.isfinite(numbers[0]):
+                    yield Statistic(name, where, *numbers, "ratio", how, tuple(places.rows(where)["source"]))
     # The trainer's own policy wrote the tokens: the same, and the same numbers, whatever engine is measured beside it.
     proxy = reader.bias["proxy"][reader.bias["proxy"]["engine"] == experiment.bias.engines[0]]
     for (policy, position), rows in proxy.groupby(["policy", "position"], sort=False):
@@ -129,23 +144,6 @@ def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
             how = f"Spearman; {spread_text(len(experiment.seeds))}"
             yield Statistic("proxy_rank_correlation", where, *numbers, "correlation", how, sources)
         yield without_interval("proxy_tokens", where, rows["tokens"].sum(), "tokens", "of all seeds", sources)
-
-
-def _ratios(experiment: Experiment, where: dict[str, str], partner: str, places: Places) -> Iterator[Statistic]:
-    both = where, where | {"method": partner}
-    rows, theirs = map(places.rows, both)
-    mean, _, spread = over_problems(experiment, "geometric mean").partition("; ")
-    how = f"{mean}, over {partner} from the same responses (paired); {spread}, of logarithms"
-    for name, column in RATIOS.items():
-        ratios = rows[column] / theirs[column]
-        values, errors = [math.log(ratio) if ratio > 0 else math.nan for ratio in ratios], []
-        for seed in experiment.seeds:
-            of_seed = (places.without_batches(place, seed) for place in both)
-            logs = (part.assign(**{column: np.log(part[column].where(part[column] > 0))}) for part in of_seed)
-            errors.append(jackknife_error(*logs, column))
-        numbers = tuple(math.exp(number) for number in pooled(values, errors))
-        if math.isfinite(numbers[0]):
-            yield Statistic(name, where, *numbers, "ratio", how, tuple(rows["source"]))
 
 
 def over_problems(experiment: Experiment, mean: str = "mean") -> str:

@@ -87,7 +87,7 @@ def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figur
 
 
 def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.DataFrame, handles: Handles) -> None:
-    """Its marks below one another: quantities by marker, what is sampled at ρ, or may be 0, hollow."""
+    """Its marks below one another: quantities by marker, what is sampled at ρ hollow."""
     by, seeds = panel.get("colour", "method"), own[own["quantity"] == panel.get("seeds")]
     own = own[own["quantity"].isin(panel["quantity"])]
     policies = own_policies(looks.experiment) if panel.get("ring") else []
@@ -96,8 +96,7 @@ def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.D
         value, low, high = (panel.get("scale", 1) * row[key] for key in VALUES)
         low = max(low, ZERO) if panel.get("log") == "log" else low
         marker = MARKERS[panel["quantity"].index(row["quantity"])]
-        hollow = row["at"] != "none" or (panel.get("hollow") == "zero" and row["low"] <= 0 <= row["high"])
-        face = "white" if hollow else color
+        face = color if row["at"] == "none" else "white"
         axes.hlines(y, low, high, linewidth=1.6, alpha=0.7, zorder=2, color=color)
         axes.plot(value, y, marker, markersize=5, mfc=face, color=color, zorder=3)
         if any(all(row[key] == of for key, of in place.items()) for place in policies):
@@ -106,8 +105,6 @@ def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.D
         if by != "method":
             label = looks.name(row, [by, "at"])
             handles[label] = handle(marker=marker, color=color, mfc=face)
-        elif hollow:
-            handles["interval includes zero"] = handle(marker="o", color=DARK, mfc="white")
         if len(panel["quantity"]) > 1:
             handles[looks.name(row, ["quantity"])] = handle(marker=marker, color=DARK)
     for value in seeds["value"]:
@@ -144,7 +141,7 @@ def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
                 draw(axes, shown | panel, facet, table[table["quantity"].isin(panel["quantity"])], table)
                 of_facet = looks.name(facet, facet) if len(facets) > 1 or len(panels) == 1 else ""
                 title = ": ".join(filter(None, [of_facet, panel.get("title")]))
-                axes.set(title=textwrap.fill(title, int(11 * width)), xlabel=panel.get("x_label", shown.get("x_label")))
+                axes.set(title=textwrap.fill(title, int(11 * width)), xlabel=shown.get("x_label"))
                 axes.set_ylabel(panel["label"] if axes is row[0] or len(panels) > 1 else "")
     return figure
 
@@ -203,7 +200,7 @@ class _Lines:
             names = ticks[x_name] if x_name in own else ticks["x_shown"].map("{:.0f}".format)
             axes.set_xticks(ticks["x_shown"], [name.replace("-", "–") for name in names])
             axes.set_xticks([], minor=True)
-        if panel.get("engineering"):
+        if x_name == "tokens_at_step":
             axes.xaxis.set_major_formatter(EngFormatter())
         elif x_name == "x" and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)

@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from dvp.analysis.statistics import Statistic
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import read_resolved
-from dvp.files import read_json
 
 SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE = "supported", "mixed", "contradicted", "inconclusive"
 NOT_TESTABLE, NOT_TESTED, MISSING = "not testable at this scale", "not tested yet", "not measured"
@@ -36,21 +34,8 @@ STYLE = (
 )
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the page needs of an experiment's report."""
-
-    folder: Path
-    experiment: Experiment
-    part: Part
-    manifest: dict[str, Any]
-
-
-def read_report(folder: Path) -> Report:
-    """The report in an experiment's folder, results/E. Raises DvpError if it is missing, altered or stale."""
-    experiment = read_resolved(folder / "config.yaml")
-    part = kept(experiment, folder)
-    return Report(folder, experiment, part, read_json(folder / "report" / "manifest.json"))
+Report = tuple[Path, Experiment, Part]
+"""An experiment's folder, results/E, the experiment, and the report in it."""
 
 
 def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
@@ -72,18 +57,21 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
             raise DvpError(f"--experiments {pair}: '{key}' is a duplicate of {folders[key]}")
         folders[key] = Path(folder)
     file.check_keys(folders)
-    read = {folder: read_report(folder) for folder in dict.fromkeys(folders.values())}
+    read: dict[Path, Report] = {}
+    for folder in dict.fromkeys(folders.values()):
+        experiment = read_resolved(folder / "config.yaml")
+        read[folder] = folder, experiment, kept(experiment, folder)
     reports = {key: read[folder] for key, folder in folders.items()}
-    overview = file.overview in reports and reports[file.overview].part.tables.get("overview_table")
+    overview = file.overview in reports and reports[file.overview][2].tables.get("overview_table")
     return {
         "sources": {key: source.model_dump() for key, source in file.sources.items()},
         "experiments": {
             key: {
-                "folder": str(one.folder),
-                "scale": " ".join(one.experiment.scale.split()),
-                "report": one.manifest["tracking_key"],
+                "folder": str(folder),
+                "scale": " ".join(experiment.scale.split()),
+                "report": part.manifest["tracking_key"],
             }
-            for key, one in reports.items()
+            for key, (folder, experiment, part) in reports.items()
         },
         "overview_of": file.overview,
         "overview": overview.formatted()._asdict() if overview else None,
@@ -203,8 +191,8 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
     runs: dict[str, dict[str, str]] = {}
     for condition in conditions:
         for file in condition["sources"]:
-            report = reports[condition["experiment"]]
-            runs.setdefault(report.folder.name, {})[file] = report.part.files[file]["git_commit"]
+            folder, _, part = reports[condition["experiment"]]
+            runs.setdefault(folder.name, {})[file] = part.files[file]["git_commit"]
     published = "in words" if source.published else None
     if claim.published:
         published = f"{RELATIONS[claim.published.relation]}{claim.published.value:g} {claim.published.unit}"
@@ -215,7 +203,7 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
         "verdict": tested if conditions else NOT_TESTABLE,
         "why": claim.not_testable or synthesis(conditions),
         "conditions": conditions,
-        "figure": claim.figure if key in reports and figure in reports[key].manifest["figures"] else None,
+        "figure": claim.figure if key in reports and figure in reports[key][2].manifest["figures"] else None,
         "files": {name: sorted(files) for name, files in runs.items()},
         "commits": {name: sorted(set(files.values())) for name, files in runs.items()},
     }
@@ -226,12 +214,12 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Repor
     missing = {"status": MISSING, "sources": []}
     if condition.experiment not in reports:
         return asked | missing | {"settings": 0, "instead": f"{condition.experiment} was not run"}
-    report = reports[condition.experiment]
-    alike = [one for one in report.part.statistics if one.name == condition.statistic]
+    _, experiment, part = reports[condition.experiment]
+    alike = [one for one in part.statistics if one.name == condition.statistic]
     fitting = [one for one in alike if condition.where.items() <= one.where.items()]
-    asked |= {"settings": _tried(report, alike)}
+    asked |= {"settings": _tried(experiment, part, alike)}
     if not fitting:
-        return asked | missing | {"instead": _instead(condition, alike)}
+        return asked | missing | {"instead": _instead(condition, bool(alike))}
     if len(fitting) > 1:
         raise DvpError(
             f"claim '{claim}': {condition.statistic}: {len(fitting)} statistics fit {condition.where}; "
@@ -245,16 +233,16 @@ def _answer_condition(claim: str, condition: Condition, reports: dict[str, Repor
     return asked | measured | {"status": status(condition, measured["low"], measured["high"])}
 
 
-def _tried(report: Report, alike: list[Statistic]) -> int:
+def _tried(experiment: Experiment, part: Part, alike: list[Statistic]) -> int:
     """How many settings a statistic was looked at for.
 
     A change of the reference against itself is none, nor one of the base model. An archive that has not all that was
     measured says how many there were.
     """
-    trivial = [where_of(report.experiment, point) for point in (None, report.experiment.reference_point)]
+    trivial = [where_of(experiment, point) for point in (None, experiment.reference_point)]
     tried = [one for one in alike if one.name != "score_change_percent" or one.where not in trivial]
-    kept = report.manifest.get("measured", {})
-    return max([len(tried), *(kept.get(name, 0) for name in {one.name for one in alike})])
+    before = part.manifest.get("measured", {})
+    return max([len(tried), *(before.get(name, 0) for name in {one.name for one in alike})])
 
 
 def _turned(claim: str, one: Statistic, numbers: dict[str, float | None]) -> dict[str, Any]:
@@ -272,13 +260,9 @@ def _turned(claim: str, one: Statistic, numbers: dict[str, float | None]) -> dic
     return {"value": value, "low": high, "high": low, "how": f"{one.how}; sign or ratio reversed"}
 
 
-def _instead(condition: Condition, alike: list[Statistic]) -> str:
-    """What there is of a statistic that is not there as asked for."""
-    if not alike:
-        return f"{condition.experiment} measures no {condition.statistic}"
-    others = {key: sorted({one.where.get(key, "none") for one in alike}) for key in condition.where}
-    lacking = [f"{key} {', '.join(others[key])}" for key, value in condition.where.items() if value not in others[key]]
-    return f"{condition.experiment} has it of " + ("; ".join(lacking) or "other combinations")
+def _instead(condition: Condition, measured: bool) -> str:
+    of = ", ".join(f"{key} {value}" for key, value in condition.where.items()) if measured else ""
+    return f"{condition.experiment} measures no {condition.statistic}" + (f" of {of}" if of else "")
 
 
 def _number(value: float | None, factor: float) -> str:

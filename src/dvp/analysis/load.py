@@ -61,27 +61,24 @@ class Reader:
         self._scored: dict[tuple, Scored] = {}
 
     @cached_property
-    def _training(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        runs, metrics = [], []
+    def runs(self) -> pd.DataFrame:
+        """A row a run: point, seed, collapsed_at (a step or None), source."""
+        rows = []
         for run in self.experiment.runs:
             source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run.path)
             record = self._record("train", source, run.path, run.seed, config_hash, ["metrics.jsonl"])
-            key = {"point": run.point.path, "seed": run.seed}
-            runs.append(key | {"collapsed_at": record["collapsed_at"], "source": source})
-            frame = pd.DataFrame(read_rows((self.folder / source).with_name("metrics.jsonl")))
-            # It has no type where all steps were skipped.
-            metrics.append(frame.astype({"gradient_norm": float}).assign(**key))
-        return pd.DataFrame(runs, dtype=object), pd.concat(metrics, ignore_index=True)
+            rows.append((run.point.path, run.seed, record["collapsed_at"], source))
+        return pd.DataFrame(rows, columns=["point", "seed", "collapsed_at", "source"], dtype=object)
 
-    @property
-    def runs(self) -> pd.DataFrame:
-        """A row a run: point, seed, collapsed_at (a step or None), source."""
-        return self._training[0]
-
-    @property
+    @cached_property
     def metrics(self) -> pd.DataFrame:
         """A row a step: point, seed, and what metrics.jsonl has; `gradient_norm` is NaN in a skipped step."""
-        return self._training[1]
+        frames = []
+        for run in self.runs.itertuples():
+            frame = pd.DataFrame(read_rows((self.folder / run.source).with_name("metrics.jsonl")))
+            # It has no type where all steps were skipped.
+            frames.append(frame.astype({"gradient_norm": float}).assign(point=run.point, seed=run.seed))
+        return pd.concat(frames, ignore_index=True)
 
     def scored(
         self,

@@ -18,7 +18,6 @@ from dvp.experiment.grid import GridPoint, Sampler
 OWN = "own"
 ONLY = "evaluation_only"
 """The role of a row of a model that was trained without DVP, sampled at a ρ."""
-Of = Callable[[GridPoint | None, Sampler], Estimate]
 
 
 def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -56,24 +55,6 @@ OUTSIDE = {
 }
 
 
-class Measured(NamedTuple):
-    """A number before its interval."""
-
-    name: str
-    value_R: np.ndarray | float
-    """With its replicates; a maximum alone, which has no interval."""
-    unit: str
-    how: str
-    where: dict[str, str] = {}
-    """Of what it is beside policy and engine."""
-    resolution: float = 0.0
-    """By which its interval is wider."""
-    scale: bootstrap.Scale | None = None
-    """Of its interval; by default what the unit says."""
-    signed: bool = False
-    """Whether it is |x|, from replicates of an x that has a sign."""
-
-
 def over(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Their ratio, not finite where there is nothing."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -89,6 +70,8 @@ class Group:
     tables: dict[str, pd.DataFrame]
     draws: bootstrap.Draws
     sources: tuple[str, ...]
+    over: str = ""
+    """What intervals are over, in words."""
 
     @property
     def where(self) -> dict[str, str]:
@@ -109,6 +92,36 @@ class Group:
         per_unit = wide.reindex(range(self.draws.count_RU.shape[1]), fill_value=0.0)
         return per_unit.columns.to_numpy(dtype=float), self.draws.count_RU @ per_unit.to_numpy(dtype=float)
 
+    def statistic(
+        self,
+        name: str,
+        value_R: np.ndarray | float,
+        unit: str,
+        how: str,
+        where: dict[str, str] | None = None,
+        *,
+        resolution: float = 0.0,
+        scale: bootstrap.Scale | None = None,
+        signed: bool = False,
+    ) -> Statistic:
+        """A number with its interval, on a scale that by default follows from the unit; a maximum alone has none.
+
+        where : of what it is beside policy and engine. resolution : by which the interval is wider.
+        signed : whether it is |x|, from replicates of an x that has a sign.
+        """
+        value, low, high, text = value_R, math.nan, math.nan, "a maximum has no interval"
+        if np.ndim(value_R):
+            single = self.draws.seeds * self.draws.problems == 1
+            value, text = value_R[0], "a single problem has no interval" if single else f"95 % over {self.over}"
+            if math.isfinite(value):
+                scale = "plain" if signed else scale or _scale(unit, value)
+                value, low, high = self.draws.estimate(value_R[:1] if single else value_R, scale)
+            low, high = low - resolution / 2, high + resolution / 2
+        if signed:
+            value, low, high = magnitude(value, low, high)
+        place = self.where | (where or {})
+        return Statistic(name, place, float(value), low, high, unit, f"{how}; {text}", self.sources)
+
 
 def groups(experiment: Experiment, reader: Reader) -> list[Group]:
     """The measurements of each policy and engine; all have the same draws, so that their differences are paired."""
@@ -125,7 +138,7 @@ def groups(experiment: Experiment, reader: Reader) -> list[Group]:
             for key, table in reader.mismatch.items()
         }
         sources = tuple(f"mismatch/{measurement.path}/mismatch.json" for measurement in measurements)
-        result.append(Group(name, engine, tables, draws, sources))
+        result.append(Group(name, engine, tables, draws, sources, over_what(experiment)))
     return result
 
 
@@ -139,33 +152,20 @@ def over_what(experiment: Experiment) -> str:
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     """Every number of each policy and engine; those that are not defined are left out."""
     for group in groups(experiment, reader):
-        yield from group_statistics(experiment, group)
+        yield from group_statistics(group)
 
 
-def group_statistics(experiment: Experiment, group: Group) -> Iterator[Statistic]:
+def group_statistics(group: Group) -> Iterator[Statistic]:
     """Of one policy and engine."""
-    single = group.draws.seeds * group.draws.problems == 1
-    text = "a single problem has no interval" if single else f"95 % over {over_what(experiment)}"
     for of_table in (_noise, _by_probability, _bounds, _safe_sets, _by_length):
-        for one in of_table(group):
-            value, low, high, how = one.value_R, math.nan, math.nan, f"{one.how}; a maximum has no interval"
-            if np.ndim(value):
-                if not np.isfinite(value[0]):
-                    continue
-                value, low, high = group.draws.estimate(value[:1] if single else value, _scale(one))
-                low, high, how = low - one.resolution / 2, high + one.resolution / 2, f"{one.how}; {text}"
-            if one.signed:
-                value, low, high = magnitude(value, low, high)
-            yield Statistic(one.name, group.where | one.where, float(value), low, high, one.unit, how, group.sources)
+        yield from (one for one in of_table(group) if math.isfinite(one.value))
 
 
-def _scale(one: Measured) -> bootstrap.Scale:
-    if one.scale or one.signed:
-        return one.scale or "plain"
-    if one.unit.startswith("fraction"):
+def _scale(unit: str, value: float) -> bootstrap.Scale:
+    if unit.startswith("fraction"):
         # None of so many tokens, or all: not as many trials as there are problems.
-        return "share" if 1e-9 < one.value_R[0] < 1 - 1e-9 else "plain"
-    return "ratio" if one.unit.startswith(ON_RATIO_SCALE) else "plain"
+        return "share" if 1e-9 < value < 1 - 1e-9 else "plain"
+    return "ratio" if unit.startswith(ON_RATIO_SCALE) else "plain"
 
 
 def magnitude(value: float, low: float, high: float) -> tuple[float, float, float]:
@@ -174,7 +174,7 @@ def magnitude(value: float, low: float, high: float) -> tuple[float, float, floa
     return abs(value), nearest, max(abs(low), abs(high))
 
 
-def _noise(group: Group) -> Iterator[Measured]:
+def _noise(group: Group) -> Iterator[Statistic]:
     """Of the engine, and of the trainer's own noise as control."""
     every = group.tables["noise"]
     for source in SOURCES:
@@ -185,18 +185,22 @@ def _noise(group: Group) -> Iterator[Measured]:
             alone, mean_R = name in OF_ENGINE_ALONE, group.ratio(rows, column, "tokens")
             if own or not alone:
                 value_R = np.sqrt(mean_R) if name == "epsilon_sd" else mean_R
-                yield Measured(f"{prefix}{name}", value_R, unit, what if alone else f"{what} of {of}", where)
+                yield group.statistic(f"{prefix}{name}", value_R, unit, what if alone else f"{what} of {of}", where)
         if source == "bf16":
             kl_R = group.ratio(every[every["source"] == ENGINE], "kl", "tokens")
             over_R = over(kl_R, group.ratio(rows, "kl", "tokens"))
-            yield Measured("kl_over_self_noise", over_R, "ratio", f"KL(q‖p) of the engine over that of {of}", where)
+            yield group.statistic(
+                "kl_over_self_noise", over_R, "ratio", f"KL(q‖p) of the engine over that of {of}", where
+            )
         if own:
             largest = rows[["max_abs_log_ratio", "max_epsilon"]].max()
-            yield Measured("max_abs_log_ratio", largest["max_abs_log_ratio"], "nats", "largest of the sampled tokens")
-            yield Measured("epsilon_max", largest["max_epsilon"], "nats", "largest ε_max of all positions")
+            yield group.statistic(
+                "max_abs_log_ratio", largest["max_abs_log_ratio"], "nats", "largest of the sampled tokens"
+            )
+            yield group.statistic("epsilon_max", largest["max_epsilon"], "nats", "largest ε_max of all positions")
 
 
-def _by_probability(group: Group) -> Iterator[Measured]:
+def _by_probability(group: Group) -> Iterator[Statistic]:
     every = group.tables["histogram"]
     how = "mean |d| where p < 1e-2 over that where p > 0.5"
 
@@ -209,32 +213,34 @@ def _by_probability(group: Group) -> Iterator[Measured]:
         if source == ENGINE:
             prefix, of, where = "", "all pairs alike", {}
         over_R = tail_over_head(every[every["source"] == source], "abs_d", "pairs")
-        yield Measured(f"{prefix}tail_over_head", over_R, "ratio", f"{how}, {of}", where)
+        yield group.statistic(f"{prefix}tail_over_head", over_R, "ratio", f"{how}, {of}", where)
     table = every[every["source"] == ENGINE]
     for name in WEIGHTINGS:
         weighted, where = f"weighted by π_{name}", {"weighting": name}
         over_R = tail_over_head(table, f"{name}_abs_d", name)
-        yield Measured("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", where)
+        yield group.statistic("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", where)
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
             rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
             rows = rows.assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
             of, density = f"d of tokens with p in ({low:g}, {high:g}], {weighted}", Density(group, rows, name)
             of_mode = f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies"
-            yield Measured(f"{part}_mode", density.modes(), "nats", of_mode, where, density.resolution)
-            yield Measured(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", where)
+            yield group.statistic(
+                f"{part}_mode", density.modes(), "nats", of_mode, where, resolution=density.resolution
+            )
+            yield group.statistic(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", where)
             positive_R = group.ratio(rows, "positive", name)
-            yield Measured(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", where)
+            yield group.statistic(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", where)
 
 
-def _bounds(group: Group) -> Iterator[Measured]:
+def _bounds(group: Group) -> Iterator[Statistic]:
     pairs = group.tables["bounds"]
     for kind in ("literal", "sharp"):
         count, of = pairs[f"{kind}_violations"].sum(), f"{pairs['pairs'].sum():,.0f} (position, token) pairs"
         how = f"{f'{count:,.0f}' if count else 'none'} of {of}, by more than rounding"
         violations_R = group.ratio(pairs, f"{kind}_violations", "pairs")
-        yield Measured(f"{kind}_bound_violations", violations_R, "fraction of pairs", how)
+        yield group.statistic(f"{kind}_bound_violations", violations_R, "fraction of pairs", how)
     how = "largest |d| over the literal bound that it violates; 0 without a violation"
-    yield Measured("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
+    yield group.statistic("max_over_literal_bound", pairs["max_over_literal"].max(), "ratio", how)
 
 
 class Density:
@@ -294,7 +300,7 @@ class Density:
         return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
 
 
-def _safe_sets(group: Group) -> Iterator[Measured]:
+def _safe_sets(group: Group) -> Iterator[Statistic]:
     table = group.tables["safe_sets"]
     # Only ratios of the weights matter, so the largest may be 1.
     shift = table["log_ratio"].max()
@@ -316,18 +322,18 @@ def _safe_sets(group: Group) -> Iterator[Measured]:
         with_margin = "" if plain else f", with a margin of ε̂ = {margin:g} on the {side}'s side"
         for name, (_, unit, what) in MEANS.items():
             mean_R = group.ratio(rows, name, "tokens")
-            yield Measured(f"{name}{suffix}", mean_R, unit, f"mean over positions of {what}{with_margin}", where)
+            yield group.statistic(f"{name}{suffix}", mean_R, unit, f"mean over positions of {what}{with_margin}", where)
         outside_R = group.ratio(rows, "tokens_outside_train", "tokens_inside_infer")
         how = f"of the sampled tokens in V'_S, those outside V_S{with_margin}"
-        yield Measured(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, where)
+        yield group.statistic(f"outside_safe_sampled{suffix}", outside_R, "fraction of tokens", how, where)
         if not plain:
             continue
         for name, what in OUTSIDE.items():
             share_R = group.ratio(rows, f"{name}_outside", name)
-            yield Measured(f"{name}_outside", share_R, "fraction", f"share of {what}", where)
+            yield group.statistic(f"{name}_outside", share_R, "fraction", f"share of {what}", where)
         mass_R = group.ratio(rows, "pruned_mass_sum", "responses")
         how = "Σ_t (1 − Z_t), mean over the engine's responses"
-        yield Measured("pruned_mass_per_response", mass_R, "probability", how, where)
+        yield group.statistic("pruned_mass_per_response", mass_R, "probability", how, where)
         # Each by its own weights: by p's alone, J_mp would be too high by J times the mass that no response lost.
         change_R = group.ratio(rows, "pruned_weighted_reward", "pruned_weight")
         change_R = change_R - group.ratio(rows, "weighted_reward", "weight")
@@ -343,10 +349,10 @@ def _safe_sets(group: Group) -> Iterator[Measured]:
             ("objective_change_over_bound", over(change_R, bound_R), "ratio", "|J_mp − J| / E_p[Σ_t (1 − Z_t)]"),
         ):
             signed = name == "objective_change_over_bound"
-            yield Measured(name, value_R, unit, f"{what}, {weights}", where, signed=signed)
+            yield group.statistic(name, value_R, unit, f"{what}, {weights}", where, signed=signed)
 
 
-def _by_length(group: Group) -> Iterator[Measured]:
+def _by_length(group: Group) -> Iterator[Statistic]:
     """How the mismatch of a response adds up over its first tokens."""
     table = group.tables["prefixes"]
     # ESS does not depend on the weights' scale.
@@ -369,4 +375,4 @@ def _by_length(group: Group) -> Iterator[Measured]:
             how, where = f"{what}; of the first {length} tokens of each response", {"length": str(length)}
             # Of responses there are as many trials as problems.
             scale = "share" if name == "kept" else None
-            yield Measured(f"{name}_by_length", value_R, unit, how, where, scale=scale)
+            yield group.statistic(f"{name}_by_length", value_R, unit, how, where, scale=scale)

@@ -167,23 +167,18 @@ def page(
     """The page as HTML, which loads nothing from anywhere. `about` is shown as it is: device, model, versions."""
     first = summary(stacks, found, "How far engine and trainer are apart")
     verdicts, notes = first.notes[: len(found)], first.notes[len(found) :]
+    tables = [_by_position(stacks), _forecast(stacks, found, rules)]
+    tables += [_outside(found)] if all(own.outside for own in found) else []
+    tables += [
+        Formatted("Rules of the advice", ["rule"], [[rule] for rule in RULES], ["The same for all models."]),
+        Formatted("What was measured", ["", ""], list(about.items()), [""]),
+    ]
     return TEMPLATES.get_template("mismatch.html.j2").render(
         title=title,
         advice=[(verdict(own), text) for own, text in zip(found, verdicts, strict=True)],
-        parts=[
-            (to_html(first._replace(notes=notes)), ""),
-            (to_html(_worst(stacks)), _picture(_by_probability(stacks))),
-            (to_html(_by_position(stacks)), ""),
-            (to_html(_forecast(stacks, found, rules)), _picture(_kept(found))),
-            *([(to_html(_outside(found)), "")] if all(own.outside for own in found) else []),
-            (
-                to_html(
-                    Formatted("Rules of the advice", ["rule"], [[rule] for rule in RULES], ["The same for all models."])
-                ),
-                "",
-            ),
-            (to_html(Formatted("What was measured", ["", ""], list(about.items()), [""])), ""),
-        ],
+        first=[to_html(first._replace(notes=notes)), to_html(_worst(stacks))],
+        picture=_by_probability(stacks),
+        tables=map(to_html, tables),
     )
 
 
@@ -249,55 +244,33 @@ def _outside(found: list[Numbers]) -> Formatted:
     return Formatted("What lies outside the safe vocabulary V_S", headings, rows, [note])
 
 
-def _by_probability(stacks: list[Stack]) -> Figure:
-    """Sampled tokens as dots; means over the vocabulary, weighted by q, as lines, of the engine and the controls."""
-    figure, panels = _panels(len(stacks), "p of the token, by the trainer", "|log p − log q| (nats)")
-    colors = list(FAMILIES.values())
+def _by_probability(stacks: list[Stack]) -> str:
+    """Sampled tokens as dots; means over the vocabulary, weighted by q, as lines, of the engine and the controls. PNG,
+    in base 64.
+    """
+    colors, rows, across = list(FAMILIES.values()), math.ceil(len(stacks) / 2), min(len(stacks), 2)
     looks = {ENGINE: ("engine, mean", colors[4], "-"), "bf16": ("trainer against itself in bf16", DARK, LINES[3])}
     looks["shape"] = ("trainer against itself, other shape", GREYS[1], LINES[2])
-    for axes, stack in zip(panels, stacks, strict=True):
-        chosen = np.random.default_rng(0).permutation(len(stack.tokens))[:DRAWN]
-        p_N, size_N = np.exp(stack.tokens["log_p"].to_numpy())[chosen], np.abs(stack.log_ratio_N)[chosen]
-        axes.scatter(p_N, size_N, s=5, alpha=0.35, color=colors[0], linewidths=0, label="sampled tokens")
-        for source, (label, color, line) in looks.items() if "histogram" in stack.tables else ():
-            own = stack.tables["histogram"]
-            own = own[(own["source"] == source) & (own["infer"] > 0)]
-            sums = own.groupby(["p_low", "p_high"])[["infer", "infer_abs_d"]].sum().reset_index()
-            centre = np.sqrt(sums["p_low"].clip(lower=1e-13) * sums["p_high"])
-            size = (sums["infer_abs_d"] / sums["infer"]).replace(0.0, np.nan)
-            axes.plot(centre, size, color=color, linestyle=line, marker="o", markersize=3, label=label)
-        axes.set(xscale="log", yscale="log", title=stack.engine)
-    return figure
-
-
-def _kept(found: list[Numbers]) -> Figure:
-    figure, panels = _panels(len(found), "tokens of a response", "share")
-    for axes, own in zip(panels, found, strict=True):
-        kept = {name: list(kept_L.values()) for name, kept_L in own.kept.items()}
-        curves = kept | {"sequence weights (ESS)": list(own.ess.values())}
-        for (name, share_L), color, line in zip(curves.items(), FAMILIES.values(), LINES, strict=False):
-            axes.plot(LENGTHS, share_L, marker="o", markersize=4, color=color, linestyle=line, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
-        axes.set(ylim=(-0.03, 1.03), title=own.engine)
-    return figure
-
-
-def _panels(count: int, x: str, y: str) -> tuple[Figure, list]:
-    with mpl.rc_context(STYLE):
-        rows = math.ceil(count / 2)
-        figure = Figure(figsize=(4.6 * min(count, 2) + 0.4, 3.3 * rows), layout="constrained")
-        grid = figure.subplots(rows, min(count, 2), squeeze=False, sharex=True, sharey=True).ravel()
-        figure.supxlabel(x, fontsize=9)
-        figure.supylabel(y, fontsize=9)
-        for empty in grid[count:]:
-            empty.set_visible(False)
-    return figure, list(grid[:count])
-
-
-def _picture(figure: Figure) -> str:
-    handles = figure.axes[0].get_legend_handles_labels()
     with mpl.rc_context(STYLE), BytesIO() as file:
-        figure.legend(*handles, loc="outside upper center", ncols=2 + (len(figure.axes) > 1), fontsize=8)
+        figure = Figure(figsize=(4.6 * across + 0.4, 3.3 * rows), layout="constrained")
+        panels = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True).ravel()
+        figure.supxlabel("p of the token, by the trainer", fontsize=9)
+        figure.supylabel("|log p − log q| (nats)", fontsize=9)
+        for empty in panels[len(stacks) :]:
+            empty.set_visible(False)
+        for axes, stack in zip(panels, stacks, strict=False):
+            chosen = np.random.default_rng(0).permutation(len(stack.tokens))[:DRAWN]
+            p_N, size_N = np.exp(stack.tokens["log_p"].to_numpy())[chosen], np.abs(stack.log_ratio_N)[chosen]
+            axes.scatter(p_N, size_N, s=5, alpha=0.35, color=colors[0], linewidths=0, label="sampled tokens")
+            for source, (label, color, line) in looks.items() if "histogram" in stack.tables else ():
+                own = stack.tables["histogram"]
+                own = own[(own["source"] == source) & (own["infer"] > 0)]
+                sums = own.groupby(["p_low", "p_high"])[["infer", "infer_abs_d"]].sum().reset_index()
+                centre = np.sqrt(sums["p_low"].clip(lower=1e-13) * sums["p_high"])
+                size = (sums["infer_abs_d"] / sums["infer"]).replace(0.0, np.nan)
+                axes.plot(centre, size, color=color, linestyle=line, marker="o", markersize=3, label=label)
+            axes.set(xscale="log", yscale="log", title=stack.engine)
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=1 + across, fontsize=8)
         figure.savefig(file, format="png", dpi=110)
         return base64.b64encode(file.getvalue()).decode()

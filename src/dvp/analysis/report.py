@@ -28,6 +28,8 @@ class Part:
     """Origin of the stages' JSON files behind all of it."""
     series: list[pd.DataFrame] = field(default_factory=list)
     """Curves, as dvp.analysis.series makes them."""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    """Of a report that is kept, report/manifest.json."""
 
 
 MEASURES = {
@@ -115,7 +117,7 @@ def kept(experiment: Experiment, folder: Path) -> Part:
         name: replace(table, notes=notes.get(name, table.notes))
         for name, table in make_tables(experiment, statistics).items()
     }
-    return Part(statistics, tables, manifest["origins"], curves)
+    return Part(statistics, tables, manifest["origins"], curves, manifest)
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:

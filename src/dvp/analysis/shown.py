@@ -74,8 +74,6 @@ class Panel(Strict):
     limits: list[float] = []
     levels: dict[str, Any] = {}
     seeds: str | None = None
-    x_label: str | None = None
-    engineering: bool = False
 
 
 class FigureEntry(Strict):
@@ -100,7 +98,6 @@ class FigureEntry(Strict):
     reference: bool = False
     bars: bool = False
     order: str | None = None
-    hollow: str | None = None
     across: int = 3
     width: float = 3.6
     note: str | None = None

@@ -24,7 +24,6 @@ from statistics import fmean
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import rankdata
 
 from dvp.core.advantages import optimal_token_proxy
 from dvp.core.batch import Rollout
@@ -106,12 +105,8 @@ class BiasTables:
 def measure_bias(experiment: Experiment, fixed: FixedProblems, engine: str, name: str) -> BiasTables:
     """Measure every estimator of `experiment.bias` at a policy. Starts an engine, so it needs a process of its own.
 
-    Args:
-        engine: a name of experiment.engines.
-        name: how progress is called.
-
-    Raises:
-        DvpError: the engine does not prune as it is told, or the exact gradient is not distinguishable from 0.
+    `name` is what progress is called. Raises DvpError for an engine that does not prune as it is told, or an exact
+    gradient that is not distinguishable from 0.
     """
     settings, training = experiment.bias, experiment.training
     estimators = [Estimator(experiment, *pair) for pair in experiment.estimators]
@@ -294,9 +289,7 @@ def clustered_rank_correlation(tokens: pd.DataFrame) -> tuple[float, float]:
     NaN where one of them is not defined, as for fewer than two problems.
     """
     problems = [tokens[tokens["problem"] != problem] for problem in np.unique(tokens["problem"])]
-    value, *without = (
-        _rank_correlation(part["proxy"].to_numpy(), part["norm"].to_numpy()) for part in [tokens, *problems]
-    )
+    value, *without = (part["proxy"].corr(part["norm"], method="spearman") for part in [tokens, *problems])
     return value, math.sqrt((len(without) - 1) * np.var(without)) if len(without) > 1 else math.nan
 
 
@@ -370,13 +363,6 @@ def _replicates(where: dict, statistics: dict[str, Jackknifed]) -> list[pd.DataF
         batches = range(len(next(iter(values.values()))))
         parts.append(pd.DataFrame({"batch": batches} | values).assign(**where, sample=sample))
     return [part[[*where, "sample", "batch", *statistics]] for part in parts]
-
-
-def _rank_correlation(left_N: np.ndarray, right_N: np.ndarray) -> float:
-    """Spearman's; NaN if a side is constant. Sums of ranks are exact."""
-    left_N, right_N = (rankdata(values_N) - (len(values_N) + 1) / 2 for values_N in (left_N, right_N))
-    size = math.sqrt((left_N @ left_N) * (right_N @ right_N))
-    return float(left_N @ right_N) / size if size > 0.0 else math.nan
 
 
 def _mean_reward(rollouts: list[Rollout]) -> float:

@@ -9,6 +9,7 @@ Shape suffixes: B responses of a batch, T tokens, E estimators, K parts, D coord
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -44,32 +45,24 @@ class Estimator:
 
     def __init__(self, experiment: Experiment, method: str, rho: str | None):
         settings = experiment.methods[method]
+        importance, mask, self.true_norms = settings.importance, settings.mask, settings.true_norms
         self.method, self.rho, self.label = method, rho, settings.label
-        self.importance, self._mask = settings.importance, settings.mask
         self.safe = settings.sides(None if rho is None else parse_rho(rho), experiment.training.max_response_tokens)
-        self._advantage = ADVANTAGES[settings.advantage]
-        self._group_size = experiment.training.group_size
-        self.true_norms = settings.true_norms
-        masked = self._mask is not None and self._mask.by_token
-        self.by_token = self.importance.by_token or masked or settings.advantage in BY_TOKEN
+        self.by_token = importance.by_token or settings.advantage in BY_TOKEN or (mask is not None and mask.by_token)
         """Whether the tokens of a response may have different coefficients."""
+        self._update = partial(
+            make_update,
+            importance=importance,
+            advantage=ADVANTAGES[settings.advantage],
+            group_size=experiment.training.group_size,
+            mask=mask,
+        )
 
     def update(
         self, rollout: Rollout, statistics: dict[str, torch.Tensor], squared_norm_BT: torch.Tensor | None = None
     ) -> Update:
-        """As training has it: its coefficients are what multiplies each token's ∇log p.
-
-        squared_norm_BT : see `make_update`; for an estimator with true_norms.
-        """
-        return make_update(
-            rollout,
-            statistics,
-            importance=self.importance,
-            advantage=self._advantage,
-            group_size=self._group_size,
-            mask=self._mask,
-            squared_norm_BT=squared_norm_BT if self.true_norms else None,
-        )
+        """As training has it; `squared_norm_BT`, see `make_update`, is for an estimator with true_norms."""
+        return self._update(rollout, statistics, squared_norm_BT=squared_norm_BT if self.true_norms else None)
 
 
 class CountSketch:

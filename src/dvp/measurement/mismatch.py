@@ -65,15 +65,9 @@ def measure_mismatch(
     engine: Engine,
     folder: Path,
 ) -> dict:
-    """Measure a measurement; write the TABLES, and TOKENS, as NAME.parquet to `folder`.
+    """Write the TABLES, and TOKENS, as NAME.parquet to `folder`; `model` is the trainer's policy, fp32.
 
-    Args:
-        ids: of the problems.
-        model: the trainer's policy, fp32.
-        engine: the engine with the same policy.
-
-    Returns:
-        Counts, the means that one looks at first, and the files' checksums.
+    Returns counts, the means that one looks at first, and the files' checksums.
     """
     settings = experiment.mismatch
     sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)

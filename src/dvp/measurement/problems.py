@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
-from dvp.data.sources import Row, load
+from dvp.data.sources import Row
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
-from dvp.experiment.data import Source
 from dvp.progress import Progress
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.seeds import derived_seed
@@ -27,11 +26,6 @@ REFERENCE = -1  # in a seed, where the engine's batches have their number
 MEASURED = -1  # in front of that number: training's seeds are made of a seed, a step and a row, and would be the same
 CALL = 512  # responses that the engine is asked for at once
 GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samples at once
-
-
-def source_problems(source: Source, where: str, template: str) -> pd.DataFrame:
-    """id, answer and prompt of every problem of a source. Raises DvpError, naming `where`."""
-    return rendered(load(source, where), template)
 
 
 def rendered(rows: list[Row], template: str) -> pd.DataFrame:

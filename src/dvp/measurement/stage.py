@@ -22,6 +22,8 @@ from dvp.rollout.vllm import configure_environment
 from dvp.stage import Stage, run_stage
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from dvp.measurement.bias import BiasTables
     from dvp.measurement.problems import FixedProblems
 
@@ -86,13 +88,7 @@ def bias(config: Path, path: str, threads: int) -> None:
 
 
 def bias_of_model(
-    model: Path,
-    engine: str,
-    experiment: Experiment,
-    problems: Path | None,
-    seed: int,
-    output: Path,
-    threads: int,
+    model: Path, engine: str, experiment: Experiment, problems: Path | None, seed: int, output: Path, threads: int
 ) -> "BiasTables":
     """Every gradient estimator against the exact gradient at any Hugging Face directory; the same files to `output`.
 
@@ -101,34 +97,16 @@ def bias_of_model(
     """
     if experiment.bias is None:
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
-    if engine not in experiment.engines:
-        raise DvpError(f"--engine: '{engine}' is not defined; known are {', '.join(sorted(experiment.engines))}")
-    _claim(experiment, engine, threads)
-    from dvp.measurement.bias import measure_bias
-    from dvp.measurement.problems import FixedProblems, source_problems
-    from dvp.training.models import check_model
-
-    check_model(model)
-    where, source = f"sources.{experiment.data.train}", experiment.sources[experiment.data.train]
-    if problems is not None:
-        columns = Columns(problem="problem", answer="answer")
-        where, source = "--problems", FileSource(kind="file", path=problems, columns=columns)
     started = time.time()
-    read = source_problems(source, where, experiment.data.prompt_template)
-    where = where if problems is None else str(problems)
+    _, where, read = _opened(model, [engine], experiment, problems and str(problems), threads)
+    from dvp.measurement.bias import measure_bias
+    from dvp.measurement.problems import FixedProblems
+
     fixed = FixedProblems(experiment, model, read, where=where, count=experiment.bias.problems, seed=seed)
     measured = measure_bias(experiment, fixed, engine, str(model))
-    result = {
-        "model": str(model),
-        "engine": engine,
-        "experiment": experiment.name,
-        "seed": seed,
-        **measured.summary,
-        "files": measured.write(output),
-        "git_commit": git_commit(),
-        "seconds_stage": round(time.time() - started, 2),
-    }
-    write_json(output / "bias.json", result)
+    about = {"model": str(model), "engine": engine, "experiment": experiment.name, "seed": seed, **measured.summary}
+    about |= {"files": measured.write(output), "git_commit": git_commit()}
+    write_json(output / "bias.json", about | {"seconds_stage": round(time.time() - started, 2)})
     return measured
 
 
@@ -151,10 +129,8 @@ def mismatch_of_model(
     settings : count (of problems), responses (to each), response_tokens, rho (a list) and seed.
     Raises DvpError before anything starts for input that is not fit for it.
     """
-    for name in engines:
-        if name not in experiment.engines:
-            raise DvpError(f"--engine: '{name}' is not defined; known are {', '.join(sorted(experiment.engines))}")
     if len(engines) > 1:
+        _check_engines(experiment, engines)
         options = {"model": model, "experiment": experiment.name, "problems": problems, "output": output} | settings
         given = {"threads": threads} | {key: value for key, value in options.items() if value is not None}
         for name in engines:
@@ -166,7 +142,7 @@ def mismatch_of_model(
                 raise SystemExit(status)  # it has said why
         return
     [engine], started = engines, time.time()
-    folder, name, fixed, experiment = _opened(model, engine, experiment, problems, settings, threads)
+    folder, fixed, experiment = _compared(model, engines, experiment, problems, settings, threads)
     import transformers
     import vllm
 
@@ -186,7 +162,7 @@ def mismatch_of_model(
         "device": device(),
         "engine": ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),
         "trainer": "transformers, fp32",
-        "problems": _amounts(settings, name),
+        "problems": _amounts(settings, problems or experiment.data.train),
         "dvp": git_commit(),
         "seconds": f"{time.time() - started:.0f}",
         f"engine {engine}": ", ".join(
@@ -216,7 +192,7 @@ def rollouts_of_server(
     from dvp.measurement.server import Server, rollouts
 
     server = Server(url)
-    _, name, fixed, _ = _opened(model, None, experiment, problems, settings, threads)
+    _, fixed, _ = _compared(model, [], experiment, problems, settings, threads)
     file = output / "rollouts.parquet"
     with atomic_path(file) as part:
         rollouts(server, fixed, settings["responses"], settings["response_tokens"]).to_parquet(part)
@@ -224,7 +200,7 @@ def rollouts_of_server(
         "server": f"{server.url}, {server.model}",
         "model": model,
         "trainer": f"transformers, fp32, {device()}",
-        "problems": _amounts(settings, name),
+        "problems": _amounts(settings, problems or experiment.data.train),
         "dvp": git_commit(),
     }
 
@@ -235,12 +211,16 @@ def _amounts(settings: dict[str, Any], source: str) -> str:
 
 
 def _opened(
-    model: str, engine: str | None, experiment: Experiment, problems: str | None, settings: dict[str, Any], threads: int
-) -> tuple[Path, str, "FixedProblems", Experiment]:
-    """A user's model, what the problems are called, the problems, and the experiment with the settings."""
+    model: str | Path, engines: list[str], experiment: Experiment, problems: str | None, threads: int
+) -> tuple[Path, str, "DataFrame"]:
+    """The folder of a user's model, and the different problems of a source or a file, with where they come from.
+
+    model : a folder, or a text that may also be a name on the hub.
+    """
+    _check_engines(experiment, engines)
     # What is on the hub comes first: in an engine's environment there is none.
     folder = Path(model)
-    if not folder.is_dir():
+    if isinstance(model, str) and not folder.is_dir():
         folder = download(model, None, "expected a folder, or the name of a model on the hub")
     name = problems or experiment.data.train
     where, source = f"sources.{name}", experiment.sources.get(name)
@@ -248,21 +228,35 @@ def _opened(
         columns = Columns(problem="problem", answer="answer")
         where, source = "--problems", FileSource(kind="file", path=Path(name), columns=columns)
     rows = load(source, where)
-    _claim(experiment, engine, threads)
-    import transformers
-
-    from dvp.measurement.problems import FixedProblems, drawn, rendered
+    _claim(experiment, engines, threads)
+    from dvp.measurement.problems import rendered
     from dvp.training.models import check_model
 
     check_model(folder)
-    context = transformers.AutoConfig.from_pretrained(folder).max_position_embeddings
-    count, tokens = settings["count"], settings["response_tokens"]
+    return folder, where, rendered(list({row.problem: row for row in rows}.values()), experiment.data.prompt_template)
+
+
+def _compared(
+    model: str,
+    engines: list[str],
+    experiment: Experiment,
+    problems: str | None,
+    settings: dict[str, Any],
+    threads: int,
+) -> tuple[Path, "FixedProblems", Experiment]:
+    """A user's model, the problems of which it is asked, and the experiment with the settings."""
+    folder, where, read = _opened(model, engines, experiment, problems, threads)
+    from transformers import AutoConfig
+
+    from dvp.measurement.problems import FixedProblems, drawn
+
+    context, tokens = AutoConfig.from_pretrained(folder).max_position_embeddings, settings["response_tokens"]
     if context <= tokens:
         raise DvpError(f"--response-tokens: expected less than the model's context, {context}, found {tokens}")
     chosen = MismatchConfig.model_construct(
         policies=["base"],
-        engines=[engine],
-        problems=count,
+        engines=engines,
+        problems=settings["count"],
         responses=settings["responses"],
         rhos=settings["rho"],
         margins=[],
@@ -270,10 +264,16 @@ def _opened(
     lengths = {"max_response_tokens": tokens, "max_prompt_tokens": context - tokens, "temperature": 1.0}
     training = experiment.training.model_copy(update=lengths)
     experiment = experiment.model_copy(update={"mismatch": chosen, "training": training})
-    distinct = list({row.problem: row for row in rows}.values())
-    read = rendered(distinct, experiment.data.prompt_template)
-    fixed = FixedProblems(experiment, folder, read, where=where, count=count, seed=settings["seed"], draw=drawn)
-    return folder, name, fixed, experiment
+    fixed = FixedProblems(
+        experiment, folder, read, where=where, count=settings["count"], seed=settings["seed"], draw=drawn
+    )
+    return folder, fixed, experiment
+
+
+def _check_engines(experiment: Experiment, engines: list[str]) -> None:
+    for name in engines:
+        if name not in experiment.engines:
+            raise DvpError(f"--engine: '{name}' is not defined; known are {', '.join(sorted(experiment.engines))}")
 
 
 @contextmanager
@@ -283,7 +283,7 @@ def _measuring(
     """The stage of a measurement: its experiment, which one it is, the policy's folder, and what it writes to."""
     directory = ExperimentDir(config)
     measurement = directory.experiment.job(name, path).measurement
-    _claim(directory.experiment, measurement.engine, threads)
+    _claim(directory.experiment, [measurement.engine], threads)
     made_by, model_result = directory.model(measurement.run)
     with run_stage(
         name,
@@ -297,9 +297,9 @@ def _measuring(
         yield directory, measurement, model_result.parent, stage
 
 
-def _claim(experiment: Experiment, engine: str | None, threads: int) -> None:
+def _claim(experiment: Experiment, engines: list[str], threads: int) -> None:
     """GPUs and threads, before anything that would take others is imported; without an engine the trainer's GPU."""
-    claim(1 if engine is None else experiment.engines[engine].tensor_parallel)
+    claim(max((experiment.engines[engine].tensor_parallel for engine in engines), default=1))
     configure_environment(threads)
     import torch
 

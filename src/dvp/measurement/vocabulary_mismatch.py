@@ -63,11 +63,7 @@ def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch
 
 @torch.no_grad()
 def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
-    """|d| in bins of log(p/p_max), each (bins,).
-
-    Returns:
-        `pairs`, `abs_d`; with weights `infer`, `infer_abs_d`, `train`, `train_abs_d`; `max_abs_d`.
-    """
+    """Sums in bins of log(p/p_max), each (bins,), named as in `histogram`; and `max_abs_d`."""
     abs_NV, p_NV, q_NV = (log_q_NV - log_p_NV).abs(), log_p_NV.exp(), log_q_NV.exp()
     index_NV = _bin(log_p_NV - log_p_NV.amax(dim=-1, keepdim=True), GAP_EDGES)
     values = {
@@ -85,14 +81,8 @@ def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
 def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The range of log_ratio that logits no further apart than ε_max allow (docs/method.md, Theory 2, the sharp pair).
 
-    log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained.
-
-    Args:
-        probability: p = π_train of a token, any shape.
-        epsilon_max: largest |z_infer − z_train| in the state (nats), at most 350.
-
-    Returns:
-        (lower, upper), float64, of the same shape.
+    log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained: (lower, upper),
+    float64, in the shape of the probabilities p = π_train. ε_max in nats, at most 350.
     """
     rest = 1.0 - probability.double()
     return torch.log1p(rest * math.expm1(-2.0 * epsilon_max)), torch.log1p(rest * math.expm1(2.0 * epsilon_max))
@@ -142,18 +132,12 @@ def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
 def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tensor) -> dict[str, float]:
     """How much of the mismatch, and of the gradient, is outside a safe vocabulary S (docs/method.md, "Diagnostics").
 
-    Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary.
-        safe_NV: bool, S; no row is empty.
-
-    Returns:
-        Sums over the positions:
-            kl: KL(q‖p), nats.
-            kl_outside: KL(q‖p) − q(S) KL(q_S‖p_S), with q_S and p_S restricted to S and renormalised. By the chain rule
-                it is the KL divergence of whether a token is in S, and of which one where it is not; never negative.
-            squared_score: Σ_a q(a) ‖∇_z log p(a)‖² = Σ_a q(a) (1 − 2 p(a) + Σ p²), the power of a sampled token's
-                gradient with respect to the logits, before any advantage.
-            squared_score_outside: its terms outside S.
+    No row of S, bool, is empty. Returns sums over the positions:
+        kl: KL(q‖p), nats.
+        kl_outside: KL(q‖p) − q(S) KL(q_S‖p_S), with q_S and p_S restricted to S and renormalised. By the chain rule
+            it is the KL divergence of whether a token is in S, and of which one where it is not; never negative.
+        squared_score: Σ_a q(a) ‖∇_z log p(a)‖² = Σ_a q(a) (1 − 2 p(a) + Σ p²), the power of a sampled token's
+            gradient with respect to the logits, before any advantage; squared_score_outside: its terms outside S.
     """
     q_NV, p_NV = log_q_NV.exp(), log_p_NV.exp()
     log_q_S, log_p_S = (log_NV.masked_fill(~safe_NV, -math.inf).log_softmax(dim=-1) for log_NV in (log_q_NV, log_p_NV))
@@ -204,10 +188,7 @@ def safe_sets(
 ) -> dict[str, float]:
     """The two safe sets of one response's positions, and what pruning does to the response.
 
-    Args:
-        log_p_NV, log_q_NV: log p and log q over the full vocabulary.
-        safe_train_NV, safe_infer_NV: bool, V_S and V'_S.
-        tokens_N: the response's tokens, sampled from the full q.
+    `safe_train_NV` and `safe_infer_NV` are V_S and V'_S, bool; the tokens are sampled from the full q.
 
     Returns:
         jaccard, infer_in_train, train_in_infer: means over the positions of |V_S ∩ V'_S| over the union, over |V'_S|

@@ -3,8 +3,8 @@
 import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
-from dvp.analysis.notes import span
 from dvp.analysis.points import partner, policy_label
+from dvp.analysis.tables import span
 
 pytestmark = pytest.mark.slow
 

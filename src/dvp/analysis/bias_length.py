@@ -46,13 +46,12 @@ class _Line:
 
 
 def statistics(experiment: Experiment, reader: Reader) -> list[Statistic]:
-    """Of every estimator at every policy and engine.
+    """Of every estimator at every policy and engine, with sums over seeds:
 
-    relative_bias: of each task Σ |E ĝ − ∇J|² / Σ |g|², sums over seeds.
-    bias_exponent: the slope of its logarithm on that of the length, by least squares over the tasks;
-    absolute_bias_exponent: the same of Σ |E ĝ − ∇J|² alone.
-    bias_removed: of each task 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and
-    bias_removed_per_doubling, its slope on log₂ of the length.
+    relative_bias, Σ |E ĝ − ∇J|² / Σ |g|² of each task, and bias_exponent, the slope of its logarithm on that of the
+    length by least squares over the tasks; absolute_bias_exponent, the same of Σ |E ĝ − ∇J|² alone; bias_removed of
+    each task, 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and bias_removed_per_doubling,
+    its slope on log₂ of the length.
 
     Of an engine at which the sequence weights of any task and seed have an ESS below SMALLEST_ESS no bias is paired:
     two kinds of estimates in one slope would compare their noise. No slope is given where lengths span less than

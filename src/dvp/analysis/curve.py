@@ -31,6 +31,7 @@ from dvp.experiment.grid import GridPoint
 
 # Names of the statistics that compare, by what is compared.
 SCORES = {"final": "score", "peak": "peak_score", "mean": "mean_score"}
+UNDEFINED = "not defined, as a run has it from the start or never, or both before they are first evaluated"
 SAVED = {"reference": "tokens_saved_percent", "equal_settings": "tokens_saved_equal_settings_percent"}
 
 
@@ -239,29 +240,23 @@ def _tokens(
     for pairing, name in SAVED.items():
         if (rival := partner(experiment, group.point, pairing)) is not None:
             other = same_task[rival]
-            value, low, high, why = _ratio(group, other, score)
+            value, low, high = _ratio(group, other, score)
+            why = "" if math.isfinite(value) else f"; {UNDEFINED}"
             how = f"until {to}, against {other.point.path} with the same seed; {t_over}, of the ratio's logarithm{why}"
             saved = (100 * (1 - value), 100 * (1 - high), 100 * (1 - low))
             yield statistic(name, saved, "%", how, other)
 
 
-def _ratio(group: Group, other: Group, score: float) -> tuple[float, float, float, str]:
-    """Of the tokens that two take to a score, seed by seed, with its interval, and why it is not defined."""
-    taken, theirs = group.tokens_taken(score), other.tokens_taken(score)
-    early = [
-        a < first and b < its_first
-        for a, b, first, its_first in zip(taken, theirs, group.tokens_SN[:, 1], other.tokens_SN[:, 1], strict=True)
-    ]
+def _ratio(group: Group, other: Group, score: float) -> tuple[float, float, float]:
+    """Of the tokens that two take to a score, seed by seed, with its interval; NaN where it is UNDEFINED."""
     ratios = [
-        a / b if 0 < a < math.inf and 0 < b < math.inf and not hidden else math.nan
-        for a, b, hidden in zip(taken, theirs, early, strict=True)
+        a / b if 0 < a < math.inf and 0 < b < math.inf and not (a < first and b < its_first) else math.nan
+        for a, b, first, its_first in zip(
+            *(group.tokens_taken(score), other.tokens_taken(score), group.tokens_SN[:, 1], other.tokens_SN[:, 1]),
+            strict=True,
+        )
     ]
-    why = ""
-    if lacking := sum(map(math.isnan, ratios)):
-        why = f"; not defined, as in {lacking} of {len(ratios)} a run has it from the start or never"
-        if any(early):
-            why += ", or both before they are first evaluated"
-    return *over_seeds(ratios, logarithmic=True), why
+    return over_seeds(ratios, logarithmic=True)
 
 
 def peak(count_RSP: np.ndarray, choose_SNP: np.ndarray, read_SNP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from dvp.analysis.claims import CLAIMS, Claim, Condition, Source, load_file
+from dvp.analysis.formats import STYLE
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.points import where_of
 from dvp.analysis.report import Part, kept
@@ -27,10 +28,8 @@ SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE = "supported", "mixed", "contradict
 NOT_TESTABLE, NOT_TESTED, MISSING = "not testable at this scale", "not tested yet", "not measured"
 VERDICTS = (SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE, NOT_TESTABLE, NOT_TESTED)
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
-STYLE = (
-    "body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 } "
-    "img { max-width: 100% } table { border-collapse: collapse; width: 100% } th { background: #f4f4f4 } "
-    "th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-bottom: 1px solid #ddd }"
+PAGE_STYLE = (
+    "body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto } img { max-width: 100% }"
 )
 
 
@@ -125,7 +124,7 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
     text = {name: environment.get_template(f"{name}.md.j2").render(page) for name in ("claims", "table")}
     html = {name: MarkdownIt().enable("table").render(each) for name, each in text.items()}
     whole = re.sub(r'src="([^"]+\.png)"', embedded, html["claims"])
-    head = f'<meta charset="utf-8">\n<style>{STYLE}</style>\n'
+    head = f'<meta charset="utf-8">\n<style>{PAGE_STYLE}{STYLE}</style>\n'
     return {
         "claims.md": text["claims"],
         "claims.html": f'<!doctype html>\n<html lang="en">\n<title>Claims and verdicts</title>\n{head}{whole}</html>\n',

@@ -9,7 +9,7 @@ FEWEST_RHOS = 3
 
 def parts(experiment: Experiment) -> list[str]:
     """training: scores of the grid; matrix: under several policies; diversity: different solutions, of problems
-    that can have several; curve: along training; sweep: over ρ.
+    that can have several; curve: along training.
 
     mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it;
     bias_length: over the length of responses, where they are made with several tasks.
@@ -23,7 +23,6 @@ def parts(experiment: Experiment) -> list[str]:
         "bias": experiment.bias is not None,
         "variance": bool(experiment.positions),
         "bias_length": experiment.bias is not None and len(experiment.bias.tasks) > 1,
-        "sweep": bool(swept(experiment)),
     }
     return [name for name, wanted in asked.items() if wanted]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dvp.analysis.estimates import over_seeds, t_over_seeds
 from dvp.analysis.statistics import Statistic, lookup, without_interval
@@ -44,12 +43,3 @@ def across(experiment: Experiment, measured: list[list[Statistic]]) -> Iterator[
         for seed, value in zip(experiment.seeds, values, strict=True) if first.name in OF_EACH else ():
             where = first.where | {"seed": str(seed)}
             yield without_interval(f"seed_{first.name}", where, value, first.unit, "mean of its seeds", sources)
-
-
-def origins(experiment: Experiment, files: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Of the replicates' JSON files, by their paths from the experiment's own folder."""
-    return {
-        f"../{name}/{file}": origin
-        for name, own in zip(experiment.replicates, files, strict=True)
-        for file, origin in own.items()
-    }

@@ -10,7 +10,7 @@ from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, m
 from dvp.analysis.formats import to_html, to_markdown, to_tex
 from dvp.analysis.load import Reader, check_fresh
 from dvp.analysis.parts import parts
-from dvp.analysis.replicates import across, folders, origins
+from dvp.analysis.replicates import across, folders
 from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics, to_frame
 from dvp.analysis.tables import Table, make_tables
 from dvp.experiment.config import Experiment
@@ -20,7 +20,7 @@ from dvp.files import atomic_path, read_json, verify_checksums, write_text
 
 @dataclass(frozen=True)
 class Part:
-    """A report, or some parts of one (see `parts`)."""
+    """A report, or some parts of one."""
 
     statistics: list[Statistic]
     tables: dict[str, Table]
@@ -44,35 +44,22 @@ MEASURES = {
 }
 
 
-SERIES_OF = {
-    "training": series.training,
-    "mismatch": lambda experiment, reader: series.mismatch(mismatch.groups(experiment, reader)),
-}
+def make(experiment: Experiment, results: Path) -> Part:
+    """The report of what is in the experiment's own folder, results/E.
 
-
-def make(experiment: Experiment, results: Path, *of_parts: str) -> Part:
-    """All of an experiment's report, or some parts of it: read, checked and drawn.
-
-    Args:
-        results: the experiment's own folder (results/E).
-
-    Raises:
-        DvpError: an input is missing, malformed, or written by another version of the experiment.
+    Raises DvpError if an input is missing, malformed, or written by another version of the experiment.
     """
     if experiment.replicates:
         each = [kept(read_resolved(folder / "config.yaml"), folder) for folder in folders(experiment, results)]
         statistics = list(across(experiment, [part.statistics for part in each]))
-        files = origins(experiment, [part.files for part in each])
+        named = zip(experiment.replicates, each, strict=True)
+        files = {f"../{name}/{file}": origin for name, part in named for file, origin in part.files.items()}
         return Part(statistics, make_tables(experiment, statistics), files)
     reader = Reader(experiment, results)
-    statistics = measure(experiment, reader, *of_parts)
-    curves = [
-        frame
-        for part in of_parts or parts(experiment)
-        if part in SERIES_OF
-        for frame in SERIES_OF[part](experiment, reader)
-    ]
-    return Part(statistics, make_tables(experiment, statistics, *of_parts), reader.files, curves)
+    statistics = measure(experiment, reader)
+    curves = list(series.training(experiment, reader))
+    curves += series.mismatch(mismatch.groups(experiment, reader)) if experiment.mismatch else []
+    return Part(statistics, make_tables(experiment, statistics), reader.files, curves)
 
 
 def measure(experiment: Experiment, reader: Reader, *of_parts: str) -> list[Statistic]:

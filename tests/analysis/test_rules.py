@@ -7,7 +7,7 @@ from made_up_bias import write_cell
 from made_up_results import CLAIMS, CONFIG, Results
 
 from dvp.analysis.claims import load_file
-from dvp.analysis.evidence import MISSING, _answer_condition
+from dvp.analysis.evidence import MISSING, Report, _answer_condition
 from dvp.analysis.load import Reader
 from dvp.analysis.parts import parts
 from dvp.analysis.report import Part, measure
@@ -47,7 +47,7 @@ def test_each_condition_fits_one_statistic(name, tmp_path):
         wanted = {"training", "matrix", "diversity", "curve"} & set(parts(experiment))
         Results(experiment, tmp_path, problems=3)
     statistics = measure(experiment, Reader(experiment, tmp_path), *wanted)
-    report = tmp_path, experiment, Part(statistics, {}, {})
+    report = Report(tmp_path, experiment, Part(statistics, {}, {}))
     asked = [each for each in ASKED if each.experiment == name]
     if name in BY_POLICY:
         asked = [each for each in asked if each.statistic.endswith("_by_policy")]

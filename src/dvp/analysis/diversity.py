@@ -49,18 +49,20 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
         sources = [file for each in both for file in reader.scored(*each).sources]
         return mean(experiment, shares[0] if other is None else shares[0] - shares[1], sources)
 
-    def of_each(name: str, of, unit: str, scale: bootstrap.Scale) -> Iterator[Statistic]:
+    for name, of, unit, scale, minus in (
+        (
+            "different_solutions",
+            different,
+            f"solutions of {k} samples",
+            "plain",
+            lambda a, b: different(a) - different(b),
+        ),
+        ("differing_pairs", share, "fraction", "share", share),
+    ):
         for point, sampler in models:
-            measured = _unless_all_agree(of((point, sampler)), scale)
-            yield measured.statistic(
-                name, where_of(experiment, point, sampler), unit, over_model(experiment, point), scale
-            )
-
-    yield from of_each("different_solutions_by_policy", different, f"solutions of {k} samples", "plain")
-    unit = f"solutions of {k} samples"
-    yield from contrasts(experiment, "different_solutions", lambda mine, its: different(mine) - different(its), unit)
-    yield from of_each("differing_pairs_by_policy", share, "fraction", "share")
-    yield from contrasts(experiment, "differing_pairs", share)
+            measured, place = _unless_all_agree(of((point, sampler)), scale), where_of(experiment, point, sampler)
+            yield measured.statistic(f"{name}_by_policy", place, unit, over_model(experiment, point), scale)
+        yield from contrasts(experiment, name, minus, unit)
     for point, sampler in models:
         scored = reader.scored(point, sampler)
         used = [_used(reader, texts) for _, texts in scored.answers.groupby("seed")["response"]]

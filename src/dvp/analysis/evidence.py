@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markdown_it import MarkdownIt
 
@@ -29,12 +29,17 @@ NOT_TESTABLE, NOT_TESTED, MISSING = "not testable at this scale", "not tested ye
 VERDICTS = (SUPPORTED, MIXED, CONTRADICTED, INCONCLUSIVE, NOT_TESTABLE, NOT_TESTED)
 RELATIONS = {"equal": "", "below": "< ", "at_least": "≥ "}
 PAGE_STYLE = (
-    "body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto } img { max-width: 100% }"
+    "body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem } "
+    "img { max-width: 100% }"
 )
 
 
-Report = tuple[Path, Experiment, Part]
-"""An experiment's folder, results/E, the experiment, and the report in it."""
+class Report(NamedTuple):
+    """What is in an experiment's folder, results/E."""
+
+    folder: Path
+    experiment: Experiment
+    part: Part
 
 
 def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
@@ -59,9 +64,9 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
     read: dict[Path, Report] = {}
     for folder in dict.fromkeys(folders.values()):
         experiment = read_resolved(folder / "config.yaml")
-        read[folder] = folder, experiment, kept(experiment, folder)
+        read[folder] = Report(folder, experiment, kept(experiment, folder))
     reports = {key: read[folder] for key, folder in folders.items()}
-    overview = file.overview in reports and reports[file.overview][2].tables.get("overview_table")
+    overview = file.overview in reports and reports[file.overview].part.tables.get("overview_table")
     return {
         "sources": {key: source.model_dump() for key, source in file.sources.items()},
         "experiments": {
@@ -202,7 +207,7 @@ def _answer_claim(claim: Claim, source: Source, reports: dict[str, Report]) -> d
         "verdict": tested if conditions else NOT_TESTABLE,
         "why": claim.not_testable or synthesis(conditions),
         "conditions": conditions,
-        "figure": claim.figure if key in reports and figure in reports[key][2].manifest["figures"] else None,
+        "figure": claim.figure if key in reports and figure in reports[key].part.manifest["figures"] else None,
         "files": {name: sorted(files) for name, files in runs.items()},
         "commits": {name: sorted(set(files.values())) for name, files in runs.items()},
     }

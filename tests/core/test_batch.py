@@ -1,13 +1,11 @@
 """Micro-batches by tokens, and values put back where they belong."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.core.batch import Batch, unflatten, unflatten_parts
 from dvp.core.kept_sets import KeptSets
-from dvp.experiment.loading import load_experiment
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
@@ -56,24 +54,6 @@ def test_tokens_that_are_left_out_take_their_sets_with_them():
     assert part.response_BT.int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
     assert [one.ids_M.tolist() for one in part.kept] == [[1], []]
     assert batch_of([(1, 2)]).only(torch.tensor([[True, False, True]])).response_BT.tolist() == [[False, False, True]]
-
-
-@pytest.mark.parametrize(("median", "padded"), [(500, 0.05), (4000, 0.02)])
-def test_at_the_papers_lengths_hardly_anything_is_padded(root, median, padded):
-    """A step of paper_8b: 64 prompts, log-normal responses of up to its longest."""
-    training = load_experiment("paper_8b", root / "config").training
-    generator = torch.Generator().manual_seed(0)
-    count, longest = training.prompts_per_step * training.group_size, training.max_response_tokens
-    prompts = torch.randint(50, 300, (training.prompts_per_step,), generator=generator).repeat_interleave(
-        training.group_size
-    )
-    responses = (torch.randn(count, generator=generator) * 0.7).exp() * median
-    lengths = prompts + responses.long().clamp(1, longest)
-    tokens_BT = torch.zeros(count, int(lengths.max()), dtype=torch.int32)
-    batch = Batch(tokens_BT, torch.arange(tokens_BT.shape[1]) < lengths[:, None])
-    parts = batch.micro_batches(training.tokens_per_micro_batch)
-    computed = sum(len(rows) * int(lengths[rows].max()) for rows in parts)
-    assert computed * (1 - padded) <= int(lengths.sum()) <= computed
 
 
 @given(SHAPES, st.integers(1, 60))

@@ -201,20 +201,6 @@ def small_experiment(root, folder, **changes):
     return load_experiment("small_bias", folder / "config")
 
 
-@pytest.mark.parametrize("method", ["rloo", "rloo_tis", "rloo_mis", "otb", "dvp", "dvp_tis"])
-def test_an_estimator_by_response_has_one_coefficient_a_response(root, tmp_path, policy, batch, method):
-    """That they are training's is shown in tests/training/test_every_method.py."""
-    experiment = small_experiment(root, tmp_path)
-    estimator = Estimator(experiment, method, "0.05" if method.startswith("dvp") else None)
-    assert estimator.by_token == (method in ("rloo_tis", "otb", "dvp_tis"))
-    statistics = Gradients(policy, temperature=1.0, tokens=64, seed=0).score(batch, estimator.safe.trainer)
-    rollout, _ = rollout_of(batch, statistics["pruned_log_prob"], 0.8)
-    coefficient_BT = estimator.update(rollout, statistics).coefficients()
-    in_safe_BT = batch.response_BT & statistics["target_in_safe"]
-    values = [len(row_T[safe_T].unique()) for row_T, safe_T in zip(coefficient_BT, in_safe_BT, strict=True)]
-    assert (max(values) > 1) == estimator.by_token
-
-
 @pytest.mark.parametrize("method", ["rloo", "rloo_tis", "dvp"])
 def test_a_batch_also_gives_the_exact_gradient(root, tmp_path, tiny_model, policy, batch, method):
     """Against dense float64 autograd; with an estimator of one weight a response beside it, and of one a token."""

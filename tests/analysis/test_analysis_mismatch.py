@@ -6,12 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from made_up_results import CLAIMS, make_experiment, measured_of
+from made_up_results import make_experiment, measured_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis import mismatch
-from dvp.analysis.claims import load_file
-from dvp.analysis.formats import EMPTY
 from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group, magnitude
 from dvp.evaluation import bootstrap
@@ -96,31 +94,6 @@ def written(results, name: str) -> pd.DataFrame:
     folders = [results / f"mismatch/base/by~coarse/seed~{seed}" for seed in (0, 1, 2)]
     tables = [pd.read_parquet(folder / f"{name}.parquet") for folder in folders]
     return pd.concat(table.assign(seed=seed) for seed, table in enumerate(tables))
-
-
-def test_every_statistic_that_the_claims_ask_for_is_there_once(measured):
-    asked = [
-        condition
-        for claim in load_file(CLAIMS).claims
-        for condition in claim.conditions
-        if condition.experiment in ("mismatch", "safe_sets") or condition.statistic == "kl_outside"
-    ]
-    assert len(asked) >= 11
-    for condition in asked:
-        one = find(measured, condition.statistic, **{k: v for k, v in condition.where.items() if k != "policy"})
-        assert one.low <= one.value <= one.high
-        assert one.sources == tuple(
-            f"mismatch/base/by~{condition.where['engine']}/seed~{seed}/mismatch.json" for seed in (0, 1, 2)
-        )
-
-
-def test_no_statistic_is_there_twice_and_each_says_how(measured):
-    places = [(one.name, tuple(sorted(one.where.items()))) for one in measured.statistics]
-    assert len(set(places)) == len(places)
-    assert {one.where["policy"] for one in measured.statistics} == {"base", "method~rloo/engine~fp32/rho~none"}
-    for one in measured.statistics:
-        assert one.unit
-        assert "jackknife over seeds" in one.how or "a maximum has no interval" in one.how
 
 
 def test_the_kl_is_that_of_all_positions_and_its_interval_comes_of_the_seeds(results, measured):
@@ -252,17 +225,3 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
     assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
     grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
     assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)
-
-
-def test_tables_have_a_row_for_each_engine_and_rho(measured):
-    engines, safe, lengths = (measured.tables[f"{name}_table"] for name in ("engines", "safe_sets", "lengths"))
-    assert [len(table.rows) for table in (engines, safe, lengths)] == [2 * len(SIGMA) * places for places in (1, 3, 4)]
-    assert "after " in engines.formatted().rows[-1][0]
-    for table in (engines, safe, lengths):
-        cells = [cell for row in table.formatted().rows for cell in row]
-        assert all(cell and cell != EMPTY and "nan" not in cell for cell in cells)
-        for row in table.provenance().values():
-            for column, files in row.items():
-                assert bool(files) != (column in ("policy", "label", "engine", "rho", "length"))
-                assert set(files) <= set(measured.files)
-    assert safe.formatted().headings[-1] == "with ε̂ = 0.5"

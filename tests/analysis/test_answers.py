@@ -26,46 +26,10 @@ def answers(tmp_path):
     to_frame(rows).to_parquet(tmp_path / "made_up" / ESTIMATES)
     declared = {
         "views": {"gain": {"experiment": "made_up", "quantity": "gain", "as": "pp"}},
-        "numbers": {
-            "mis": {"view": "gain", "method": "mis"},
-            "loss": {"view": "gain", "method": "mis", "negate": True},
-            "dvp": {"view": "gain", "method": "dvp"},
-            "once": {"view": "gain", "method": "mis", "as": "ratio", "invert": True},
-        },
-        "tables": {
-            "all": {
-                "all": {"view": "gain"},
-                "columns": {"here": {}, "there": {"engine": "fp32"}},
-                "rows": {"MIS": {"method": "mis", "without": ["there"]}},
-            }
-        },
-        "answers": [
-            {"question": "Q?", "what": "it is", "number": {"view": "gain", "method": "mis"}, "claim": "c", "page": "p"}
-        ],
+        "numbers": {},
+        "tables": {},
     }
-    return Answers(declared, tmp_path, [{"id": "c", "verdict": "supported"}, {"id": "d", "verdict": "mixed"}])
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mis", "2.9 pp [1.2, 4.6]"),
-        ("loss", "−2.9 pp [−4.6, −1.2]"),
-        ("dvp", "0.0 pp [−1.1, 1.1]"),
-        ("once", "34.84 [21.93, 84.03]"),
-        ("status", "2 claims: 1 supported, 1 mixed"),
-        ("all", "\n|  | here | there |\n| --- | --- | --- |\n| MIS | +2.9 [1.2, 4.6] | – |\n"),
-    ],
-)
-def test_a_mark_is_filled(answers, name, text):
-    assert fill(f"so <!--={name}-->old<!--/--> is", answers) == f"so <!--={name}-->{text}<!--/--> is"
-
-
-def test_an_answer_says_over_what_its_interval_is(answers):
-    row = answers.text("answers").splitlines()[-1]
-    assert (
-        row == "| [Q?](p.md) | it is 2.9 pp [1.2, 4.6] | 5 seeds | [supported](../../results/reference/claims.md#c) |"
-    )
+    return Answers(declared, tmp_path, [])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_bias import bias_experiment, write_cell
-from made_up_results import measured_of
-from test_analysis_bias import found, rewrite
+from made_up_bias import bias_experiment
+from test_analysis_bias import found
 
 from dvp.analysis import bias_length
 from dvp.analysis.tables import make_tables
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import parse_experiment
-from dvp.files import read_json, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -112,20 +110,6 @@ def test_the_interval_by_hand():
     assert len(one.sources) == 15
 
 
-def test_the_interval_covers_a_planted_power():
-    """Seeds whose biases differ by a factor of 1.5, as those of the tiny experiments do."""
-    rng, experiment = np.random.default_rng(0), experiment_of(engines=("coarse",))
-
-    def covers() -> bool:
-        spread = {(tokens, seed): rng.lognormal(0, 0.4) for tokens in LENGTHS.values() for seed in range(5)}
-        measured = plant(experiment, lambda method, tokens, seed: 1e-4 * tokens * spread[tokens, seed])
-        one = found(measured, "bias_exponent", method="rloo")
-        return one.low <= 1 <= one.high
-
-    # Of 190; fewer than 180 have a probability of 0.001.
-    assert 180 <= sum(covers() for _ in range(200)) <= 199
-
-
 def test_an_engine_whose_weights_are_too_heavy_has_the_bias_by_other_samples():
     """At one task and seed is enough: two kinds of estimates would not be of one slope."""
     heavy = {"middle": 0.9, "long": 0.3, "short": 0.9}
@@ -175,31 +159,3 @@ def test_one_seed_has_values_and_no_intervals():
     assert one.value == pytest.approx(1.5)
     assert math.isnan(one.low)
     assert "no interval" in one.how
-
-
-def test_the_tables_of_what_was_measured(tmp_path):
-    experiment = experiment_of(seeds=3)
-    for one in experiment.measurements("bias"):
-        write_cell(experiment, tmp_path, one)
-        rewrite(
-            tmp_path / "bias" / one.path,
-            "estimators.parquet",
-            lambda table, one=one: table.assign(weight_ess=0.9, paired_squared_bias=1e-4 * LENGTHS[one.task]),
-        )
-        written = read_json(tmp_path / "bias" / one.path / "bias.json", "reference")
-        written["reference"]["response_tokens_mean"] = LENGTHS[one.task]
-        write_json(tmp_path / "bias" / one.path / "bias.json", written)
-    measured = measured_of(experiment, tmp_path, "bias_length")
-    assert found(measured, "bias_exponent", engine="coarse", method="rloo").value == pytest.approx(1)
-    table = measured.tables["bias_length_table"].formatted()
-    assert len(table.rows) == 2 * 4
-    assert [heading for heading in table.headings if heading.startswith("bias²")] == [
-        "bias² (short, 40 tokens) [95 %]",
-        "bias² (middle, 120 tokens) [95 %]",
-        "bias² (long, 400 tokens) [95 %]",
-    ]
-    # The table of all estimators has a row for each task.
-    whole = measured_of(experiment, tmp_path, "bias")
-    frame = whole.tables["bias_table"].frame()
-    assert len(frame) == 2 * 3 * 4
-    assert set(frame["task"]) == set(LENGTHS)

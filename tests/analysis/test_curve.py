@@ -9,7 +9,6 @@ from made_up_results import Results, make_experiment, measured_of
 
 from dvp.analysis import curve
 from dvp.analysis.curve import mean_weights, peak, tokens_to
-from dvp.analysis.formats import tokens_text
 from dvp.analysis.load import Reader
 
 pytestmark = pytest.mark.slow
@@ -59,16 +58,6 @@ def test_a_peak_is_chosen_by_one_half_and_read_from_the_other():
     value_R, place_RS = peak(np.array([[[4.0, 0.0], [0.0, 0.0]]]), odd_SNP, even_SNP)
     assert place_RS[0, 0] == 2
     assert value_R == pytest.approx([0.3])
-
-
-def test_a_peak_of_noise_alone_is_not_above_the_mean():
-    """Where all evaluations are equally good, the largest is too large, and the peak is not."""
-    rng = np.random.default_rng(1)
-    shape = (400, 20, 50)  # runs, evaluations, problems
-    odd, even = (rng.binomial(4, 0.5, shape) / 4 for _ in range(2))
-    value_R, _ = peak(np.ones((1, shape[0], shape[2])), odd, even)
-    assert value_R[0] == pytest.approx(0.5, abs=0.005)
-    assert ((odd + even) / 2)[:, 1:].mean(axis=2).max(axis=1).mean() > 0.54
 
 
 # --- the part ---
@@ -208,10 +197,3 @@ def test_one_sample_a_problem_gives_no_peak(tmp_path):
     made = measured_of(asked, written.folder, "curve")
     assert not [statistic for statistic in made.statistics if statistic.name.startswith("peak")]
     assert "Peak: not given" in " ".join(made.tables["curve_table"].notes)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text"), [(950, "950"), (12_345, "12.3 k"), (1_250_000, "1.25 M"), (999_900, "1.00 M")]
-)
-def test_tokens_as_text(tokens, text):
-    assert tokens_text(tokens) == text

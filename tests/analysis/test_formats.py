@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from dvp.analysis.formats import Formatted, tex_escape, to_html, to_markdown, to_tex, to_text
+from dvp.analysis.formats import Formatted, tex_escape, to_html, to_tex, to_text
 
 TABLE = Formatted(
     "smoke_1: 100 %",
@@ -40,20 +40,6 @@ def test_tex_is_safe():
     assert len(rows) == 3
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {3}
     assert not any(row.startswith("[") for row in rows)
-
-
-def test_markdown_has_a_title_a_table_and_notes():
-    head, _, heading, rule, *rows, _, first, second = to_markdown(TABLE).rstrip().splitlines()
-    assert head == "# smoke_1: 100 %"
-    assert [cell.strip() for cell in re.split(r"(?<!\\)\|", heading)[1:-1]] == [
-        "method",
-        r"max \|d\|",
-        "maj@8 (%)",
-        "ρ",
-    ]
-    assert re.fullmatch(r"\|:-+\|-+:\|-+:\|-+:\|", rule)
-    assert [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows] == TABLE.rows
-    assert (first, second) == ("- Costs $5, 70 % of {it}.", "- k ≥ 1 × σ²")
 
 
 def test_html_is_escaped():

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from made_up_results import Results, make_experiment, measured_of
+from made_up_results import Results, make_experiment
 
 from dvp.analysis.load import Reader
-from dvp.analysis.matrix import models, own_sampler, statistics
+from dvp.analysis.matrix import own_sampler, statistics
 from dvp.analysis.statistics import lookup
 from dvp.experiment.grid import GridPoint, Sampler
 
@@ -86,33 +86,3 @@ def test_statistics_by_hand(asked, written):
     assert of(reference, NAIVE, "coarse", None) is None
     places = [(statistic.name, tuple(statistic.where.items())) for statistic in measured]
     assert len(set(places)) == len(places)
-
-
-def test_rho_at_evaluation_only_stands_below_each_row_with_dvp(asked):
-    rows = models(asked)
-    place = rows.index((DVP, RHO, False))
-    assert rows[place + 1] == (NAIVE, RHO, True)
-    assert rows[rows.index((DVP_MIS, RHO, False)) + 1] == (MIS, RHO, True)
-    assert [row for row in rows if row[0] is None] == [(None, None, False), (None, "exp(-13)", True), (None, RHO, True)]
-    assert len(set(rows)) == len(rows) == 1 + 2 + 1 + 2 + 4 + 4
-
-
-def test_the_table(asked, written):
-    part = measured_of(asked, written.folder, "matrix")
-    table = part.tables["matrix_table"]
-    shown = table.formatted()
-    row = table.rows[f"{DVP.path} {RHO}"]
-    assert row["own_policy"] == "coarse, ρ = 0.01"
-    assert row["training_rho"].where["evaluated_on"] == "coarse"
-    cells = dict(zip(shown.headings, shown.rows[list(table.rows).index(f"{DVP.path} {RHO}")], strict=True))
-    assert [name for name, text in cells.items() if text.endswith("*")] == ["engine of training, at ρ (%) [95 %]"]
-    only = table.rows[f"{NAIVE.path} {RHO}"]
-    assert only["role"] == "evaluation_only"
-    assert not any(map(only.get, ("fp32_full", "training_full", "own_policy")))
-    control = table.rows[f"{CONTROL.path} none"]
-    assert control["training_full"] == control["fp32_full"]  # one file for both
-    base = table.rows[f"base {RHO}"]
-    assert base["training_rho"].where["evaluated_on"] == "coarse"
-    assert set(table.frame().columns) >= {"training_rho", "training_rho_low", "over_unpruned_high", "own_policy"}
-    text = " ".join(shown.notes)
-    assert "it is the trainer's, for which engine fp32 stands" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dvp.analysis.answers import MARK, fill, pages, read
-from dvp.analysis.evidence import answer, render
+from dvp.analysis.evidence import MISSING, answer, render
 from dvp.analysis.formats import to_markdown
 from dvp.analysis.report import kept
 from dvp.experiment.loading import read_resolved, read_yaml
@@ -43,6 +43,8 @@ def test_the_page_of_claims_is_that_of_the_estimates(answered, monkeypatch):
     page = render(answered, Path(os.path.relpath(REFERENCE)))["claims.md"]
     assert page == (REFERENCE / "claims.md").read_text(), "run `make reference`"
     assert answered["not_run"] == []
+    asked = [condition for claim in answered["claims"] for condition in claim["conditions"]]
+    assert not [condition for condition in asked if condition["status"] == MISSING]
 
 
 def test_the_numbers_of_the_documentation_are_those_of_the_estimates(answered):

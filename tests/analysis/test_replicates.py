@@ -9,11 +9,8 @@ import pytest
 from made_up_results import Results, make_experiment
 
 import dvp.analysis.responses
-from dvp.analysis.figures import draw
 from dvp.analysis.replicates import across
-from dvp.analysis.series import joined
 from dvp.analysis.statistics import Statistic, lookup
-from dvp.analysis.tables import make_tables
 from dvp.cli import main
 from dvp.experiment.loading import dump_experiment
 from dvp.files import sha256_file, write_text
@@ -50,17 +47,6 @@ def test_what_one_base_model_lacks_has_no_mean(over_three):
         ("score", True),
         ("score_over_reference", True),
     }
-
-
-def test_table_and_figure_show_each_base_model(over_three):
-    statistics = list(across(over_three, list(map(measured, GAINS))))
-    table = make_tables(over_three, statistics)["main_table"].formatted()
-    [row] = [row for row in table.rows if row[0] == "RLOO + MIS"]
-    assert "per base model (%)" in table.headings
-    assert row[-1] == "51.0 54.0 52.5"
-    assert any("over the 3 base models (one, two, three)" in note for note in table.notes)
-    figure = draw(over_three, statistics, joined([]))["differences"]
-    assert "one base model" in [text.get_text() for text in figure.legends[0].texts]
 
 
 @pytest.mark.slow

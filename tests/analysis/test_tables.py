@@ -12,9 +12,6 @@ from made_up_results import Results, main_table, make_experiment, training_part
 from dvp.analysis import shown
 from dvp.analysis.load import evaluation_path
 from dvp.analysis.points import where_of
-from dvp.analysis.rows import rows_of
-from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import make_table
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
@@ -29,23 +26,6 @@ def table(experiment, results):
 @pytest.fixture
 def frame(table) -> pd.DataFrame:
     return table.frame()
-
-
-def test_rows_in_grid_order(frame):
-    assert list(frame["point"]) == [
-        "base",
-        "method~rloo/engine~fp32/rho~none",
-        REFERENCE,
-        "method~rloo_mis/engine~coarse/rho~none",
-        "method~dvp/engine~coarse/rho~exp-13",
-        "method~dvp/engine~coarse/rho~0.01",
-        "method~dvp_mis/engine~coarse/rho~exp-13",
-        "method~dvp_mis/engine~coarse/rho~0.01",
-    ]
-    assert list(frame["label"][:2]) == ["base model", "RLOO (naive)"]
-    assert list(frame["role"][:4]) == ["base", "control", "reference", ""]
-    assert pd.isna(frame["rho"][0])
-    assert list(frame["seeds"][:2]) == ["", "0 1"]
 
 
 def test_values_by_hand(experiment, results):
@@ -103,16 +83,6 @@ def test_change_against_a_score_of_zero_is_undefined(experiment, results):
     assert {row[6] for row in table.formatted().rows} == {"–", "reference"}
 
 
-def test_csv_keeps_full_precision(table):
-    rows = list(csv.DictReader(io.StringIO(table.frame().to_csv(index=False))))
-    assert len(rows) == len(table.rows)
-    assert [float(row["score"]) for row in rows] == [row["score"].value for row in table.rows.values()]
-    assert rows[0]["rho"] == ""
-    assert [float(text) for text in rows[1]["seed_scores"].split()] == [
-        one.value for one in list(table.rows.values())[1]["seed_scores"]
-    ]
-
-
 def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
     """Of two seeds the second collapsed; it has its score, and the step at which it did."""
     point = GridPoint(method="rloo", engine="coarse", rho=None)
@@ -155,34 +125,6 @@ def test_mismatch_by_hand(experiment, results):
     assert table["pruned_mass_mean"].iloc[-1] == pytest.approx(0.001)
 
 
-def test_columns_of_reported_sets_stand_where_an_engine_reports_them(tmp_path, experiment, results):
-    assert not {"unpruned_k3", "set_overlap_mean", "sets_bytes"} & set(
-        training_part(experiment, results.folder)[1]["mismatch_table"].frame()
-    )
-    grid = [
-        {"method": ["rloo"], "engine": ["coarse"]},
-        {"method": ["dvp", "dvp_replay"], "engine": ["coarse"], "rho": ["0.01"]},
-    ]
-    replaying = make_experiment(grid=grid)
-    made = Results(replaying, tmp_path)
-    for run in replaying.runs:
-        if run.method == "dvp_replay":
-            rows = made.metrics(run, np.random.default_rng(0))
-            step = {"unpruned_k3": 0.02, "set_overlap_mean": 0.9 + 0.05 * run.seed, "sets_bytes": 20000}
-            made.write_training(run, [row | step for row in rows])
-    table = training_part(replaying, tmp_path)[1]["mismatch_table"]
-    frame = table.frame().set_index("point")
-    row = frame.loc["method~dvp_replay/engine~coarse/rho~0.01"]
-    assert row[["set_overlap_mean", "set_overlap_mean_min", "set_overlap_mean_max"]].tolist() == pytest.approx(
-        [0.925, 0.9, 0.95]
-    )
-    assert row[["unpruned_k3", "sets_bytes"]].tolist() == pytest.approx([0.02, 20000])
-    assert (
-        frame.loc["method~dvp/engine~coarse/rho~0.01", ["unpruned_k3", "set_overlap_mean", "sets_bytes"]].isna().all()
-    )
-    assert "Where the engine reports its sets" in " ".join(table.formatted().notes)
-
-
 def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
     """In scores.json, in the table and its text, and in the report's statistics."""
     experiment = make_experiment(seeds=[0], evaluation__bootstrap_resamples=200)
@@ -200,39 +142,6 @@ def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
         assert [listed.value, listed.low, listed.high] == pytest.approx(quoted, abs=1e-12)
         value, low, high = (f"{100 * number:.1f}" for number in quoted)
         assert texts[name] == f"{value} [{low}, {high}]"
-
-
-def test_a_table_of_what_is_measured_is_one_declaration():
-    """Nothing but an entry: what it is of, how it is written, and where it stands."""
-    declared = {
-        "heading": "{experiment}: how runs end",
-        "rows": "points",
-        "columns": [
-            {"key": "point"},
-            {"key": "label", "heading": "method"},
-            {"key": "k3", "quantity": "final_k3", "heading": "k3 [95 %]", "interval": ".1e"},
-            {"key": "share", "quantity": "collapsed", "heading": "collapsed (%)", "number": ".0f", "scale": 100},
-            {"key": "lost", "quantity": "nowhere", "heading": "lost", "number": "d", "optional": True},
-        ],
-        "notes": "{{ count }} seeds, {{ experiment.name }}.",
-    }
-    experiment = make_experiment(grid=[{"method": ["rloo", "rloo_mis"], "engine": ["coarse"]}])
-    where = where_of(experiment, experiment.points[0])
-    statistics = [
-        Statistic("final_k3", where, 1.5e-3, 1e-3, 2e-3, "nats per token", "", ("runs/a/train.json",)),
-        Statistic("collapsed", where, 0.5, math.nan, math.nan, "fraction of runs", "", ("runs/a/train.json",)),
-    ]
-    rows = rows_of("points", experiment, statistics)
-    table = make_table(declared, rows, statistics, {"experiment": "x"}, experiment)
-    assert table.formatted().headings == ["method", "k3 [95 %]", "collapsed (%)"]
-    assert table.formatted().rows == [
-        ["RLOO (naive)", "1.5e-3 [1.0e-3, 2.0e-3]", "50"],
-        ["RLOO + MIS", "–", "–"],
-    ]
-    assert table.title == "x: how runs end"
-    assert table.notes[-1] == "2 seeds, tiny."
-    assert list(table.frame()) == ["point", "label", "k3", "k3_low", "k3_high", "share"]
-    assert next(iter(table.provenance().values()))["k3"] == ["runs/a/train.json"]
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,6 @@ import yaml
 HERE = Path(__file__).parent
 NEEDED = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "munged", "mariadbd", "mariadb-install-db", "setpriv")
 SCRIPTS = Path(sys.executable).parent
-SAID = pytest.StashKey[list[str]]()
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    for line in config.stash.get(SAID, []):
-        terminalreporter.write_line(line)
-
-
-@pytest.fixture
-def say(pytestconfig) -> Callable[[str], None]:
-    """A line for the end of pytest's report."""
-    return pytestconfig.stash.setdefault(SAID, []).append
 
 
 def wait(condition: Callable[[], object], what: str, seconds: float = 300):

@@ -1,10 +1,7 @@
-"""The smoke experiment on a real Slurm: the jobs that it submits, what each asks for, what the detour costs."""
+"""The smoke experiment on a real Slurm: the jobs that it submits, and what each asks for."""
 
-import json
 import re
 from collections import Counter
-from datetime import datetime
-from statistics import median
 
 import pandas as pd
 import pytest
@@ -20,26 +17,12 @@ ASKED = {
     "evaluate": ("gpu", 8, 64, 1, 480),
     "report": ("cpu", 1, 16, 0, 120),
 }
-# The file that each stage writes last.
-ENDS = ("manifest.json", "train.json", "conversion.json", "scores.json", "training.json")
 
 
 @pytest.fixture(scope="module")
 def jobs(finished):
     """What sacct says of the jobs of the whole experiment."""
-    fields = (
-        "Account",
-        "Partition",
-        "ReqCPUS",
-        "ReqMem",
-        "ReqTRES",
-        "TimelimitRaw",
-        "State",
-        "Submit",
-        "Start",
-        "End",
-        "SubmitLine",
-    )
+    fields = ("Account", "Partition", "ReqCPUS", "ReqMem", "ReqTRES", "TimelimitRaw", "State", "SubmitLine")
     known = set(re.findall(r"submitted with SLURM jobid (\d+)", finished.log))
     return [job for job in finished.slurm.accounts(*fields) if job["JobID"] in known]
 
@@ -89,29 +72,3 @@ def test_a_second_run_submits_nothing(finished):
     status, output = finished.snakemake("--rerun-incomplete").finish()
     assert status == 0
     assert "Nothing to be done" in output
-
-
-def test_the_overhead_of_a_job_is_measured(finished, jobs, say):
-    """What a stage costs more for being a job: in the queue, inside the job, and until Snakemake sees its end."""
-    submitted = re.findall(r"Job (\d+) has been submitted with SLURM jobid (\d+)", finished.log)
-    seen_at = {
-        job: datetime.strptime(when, "%a %b %d %H:%M:%S %Y")
-        for when, job in re.findall(r"^\[(.*)\]\nFinished jobid: (\d+)", finished.log, flags=re.MULTILINE)
-    }
-    seen = {slurm_id: seen_at[job] for job, slurm_id in submitted}
-    times = [[datetime.fromisoformat(job[name]) for name in ("Submit", "Start", "End")] for job in jobs]
-    queued = [(start - submit).total_seconds() for submit, start, _ in times]
-    ran = [(end - start).total_seconds() for _, start, end in times]
-    unseen = [(seen[job["JobID"]] - end).total_seconds() for job, (_, _, end) in zip(jobs, times, strict=True)]
-    written = [json.loads(file.read_text()) for name in ENDS for file in finished.smoke.rglob(name)]
-    computing = [record["seconds_stage"] for record in written if "seconds_stage" in record]
-    inside = (sum(ran) - sum(computing)) / len(jobs)
-    say(
-        f"Slurm's overhead, {len(jobs)} jobs: {median(queued):.0f} s (median) from submission to start, {inside:.0f} s "
-        "(mean) inside a job for two Snakemakes and Python's imports, "
-        f"{median(unseen):.0f} s (median; at most {max(unseen):.0f}) from its end until Snakemake sees it"
-    )
-    assert len(jobs) == len(computing) == len(seen) == 10
-    assert min(queued) >= 0
-    assert inside > 0
-    assert min(unseen) >= 0

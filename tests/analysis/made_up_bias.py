@@ -9,14 +9,9 @@ import torch
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement
 from dvp.experiment.loading import load_experiment, parse_experiment
-from dvp.files import sha256_file, write_json
-from dvp.measurement.estimator_bias import (
-    STATISTICS,
-    VARIANCE_STATISTICS,
-    Jackknifed,
-    gradient_statistics,
-    inner_products,
-)
+from dvp.files import write_json
+from dvp.measurement.bias import BiasTables, _numbers, _replicates
+from dvp.measurement.estimator_bias import STATISTICS, VARIANCE_STATISTICS, gradient_statistics, inner_products
 
 CONFIG = Path(__file__).parents[2] / "config"
 LENGTH = 30
@@ -39,27 +34,11 @@ def truth(method: str, rho: str | None, engine: str) -> tuple[float, float]:
     return squared_bias, variance
 
 
-def numbers(found: dict[str, Jackknifed], names: tuple[str, ...]) -> dict[str, float]:
-    row = {}
-    for name in names:
-        low, high = found[name].interval
-        row |= {name: found[name].value, f"{name}_se": found[name].se, f"{name}_low": low, f"{name}_high": high}
-    return row
-
-
-def without_batches(found: dict[str, Jackknifed], names: tuple[str, ...], **where) -> list[pd.DataFrame]:
-    parts = []
-    for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
-        part = pd.DataFrame({name: getattr(found[name], attribute).numpy() for name in names})
-        parts.append(part.assign(**where, sample=sample, batch=range(len(part))))
-    return parts
-
-
 def paired_numbers(difference_nD, y_mD, rho: str | None, engine: str, seed: int) -> dict[str, float]:
     """Weights that are too heavy on the coarse engine, but not those of its pruned samples."""
     paired = gradient_statistics(inner_products(difference_nD, difference_nD), inner_products(y_mD, y_mD))["signal"]
     pruned = paired if rho else None
-    row = numbers({"paired_squared_bias": paired}, ("paired_squared_bias",))
+    row = _numbers({"paired_squared_bias": paired})
     row |= {"weight_ess": 0.95 if engine == "fp32" else 0.3, "weight_largest_share": 0.001}
     row["weight_mean"] = 0.95 + 0.02 * seed
     for name, value in list(row.items()):
@@ -77,26 +56,25 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
     y_mD = torch.tensor(g_D + rng.normal(size=(experiment.bias.reference_batches, LENGTH)) * (2 / LENGTH) ** 0.5)
     rows, parts, variances, replicates = [], [], [], []
     for method, rho in experiment.estimators:
-        squared_bias, variance = truth(method, rho, measurement.engine)
+        squared_bias, planted = truth(method, rho, measurement.engine)
         own_nD = noise_nD + 0.2 * rng.normal(size=noise_nD.shape) / LENGTH**0.5
-        x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (variance / 1.04) ** 0.5)
+        x_nD = torch.tensor(g_D * (1 + squared_bias**0.5) + own_nD * (planted / 1.04) ** 0.5)
         found = gradient_statistics(inner_products(x_nD, x_nD), inner_products(y_mD, y_mD), inner_products(x_nD, y_mD))
-        row = {"method": method, "rho": rho, "label": experiment.methods[method].label} | numbers(found, STATISTICS)
+        where, bias = {"method": method, "rho": rho}, {name: found[name] for name in STATISTICS}
+        row = where | {"label": experiment.methods[method].label} | _numbers(bias)
         empty = 3 if method.endswith("geo_rs") else 0
         row |= {"batches": len(x_nD), "empty_batches": empty, "kept_fraction": 0.8, "mean_weight": 0.9}
         rows.append(row | {"outside_safe_fraction": 0.0, "reward": 0.4})
-        rows[-1] |= paired_numbers(x_nD - own_nD * variance**0.5 - g_D, y_mD, rho, measurement.engine, measurement.seed)
-        parts += without_batches(found, STATISTICS, method=method, rho=rho)
+        rows[-1] |= paired_numbers(x_nD - own_nD * planted**0.5 - g_D, y_mD, rho, measurement.engine, measurement.seed)
+        parts += _replicates(where, bias)
         # Of the coordinates a bin has its share, and so of the variance; the signal, the first of them, is the first's.
         bins = np.array_split(np.arange(LENGTH), len(experiment.positions) or 1)
         for position, own in [("all", np.arange(LENGTH)), *zip(experiment.positions, bins, strict=False)]:
             part_nD = x_nD[:, own]
             measured = gradient_statistics(inner_products(part_nD, part_nD), inner_products(y_mD, y_mD))
-            where = {"method": method, "rho": rho, "position": position}
-            variances.append(where | numbers(measured, VARIANCE_STATISTICS))
-            replicates += without_batches(measured, VARIANCE_STATISTICS, **where)
-    folder = results / "bias" / measurement.path
-    folder.mkdir(parents=True, exist_ok=True)
+            at, variance = where | {"position": position}, {name: measured[name] for name in VARIANCE_STATISTICS}
+            variances.append(at | _numbers(variance))
+            replicates += _replicates(at, variance)
     positions = ["all", *experiment.positions] if experiment.positions else []
     proxy = pd.DataFrame(
         {
@@ -106,17 +84,8 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
             "tokens": [100] * len(positions),
         }
     )
-    tables = {
-        "estimators.parquet": pd.DataFrame(rows),
-        "jackknife.parquet": pd.concat(parts, ignore_index=True),
-        "variance.parquet": pd.DataFrame(variances),
-        "variance_jackknife.parquet": pd.concat(replicates, ignore_index=True),
-        "proxy.parquet": proxy,
-    }
-    for name, table in tables.items():
-        table.to_parquet(folder / name)
+    reference = {"batches": experiment.bias.reference_batches, "squared_norm": 1.0, "squared_norm_se": 0.1}
     record = {
-        "measurement": measurement.path,
         "config_hash": experiment.config_hash("bias", measurement.path),
         "git_commit": "c" * 40,
         "tracking_key": f"bias {measurement.path}",
@@ -127,13 +96,9 @@ def write_cell(experiment: Experiment, results: Path, measurement: Measurement) 
         "parameters": LENGTH,
         "coordinates": LENGTH,
         "sketched": False,
-        "reference": {
-            "batches": experiment.bias.reference_batches,
-            "squared_norm": 1.0,
-            "squared_norm_se": 0.1,
-            "reward": 0.4,
-            "response_tokens_mean": 30.0,
-        },
-        "files": {name: sha256_file(folder / name) for name in tables},
+        "reference": reference | {"reward": 0.4, "response_tokens_mean": 30.0},
     }
-    write_json(folder / "bias.json", record)
+    replicated = pd.concat(parts, ignore_index=True), pd.DataFrame(variances), pd.concat(replicates, ignore_index=True)
+    folder = results / "bias" / measurement.path
+    files = BiasTables(pd.DataFrame(rows), *replicated, proxy, record).write(folder)
+    write_json(folder / "bias.json", record | {"files": files})

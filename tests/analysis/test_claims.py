@@ -46,7 +46,6 @@ claims:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{id: a, text: t, valu: 1.0}", "claims.0.valu: unknown key"),
         ("{id: a, text: t}", "claims.0: expected either conditions or not_testable"),
         ("{id: a, text: t, not_testable: m, figure: e/f}", "figure: belongs to a claim with conditions"),
         (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),

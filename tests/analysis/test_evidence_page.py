@@ -107,13 +107,6 @@ def test_a_verdict_follows_from_conditions_and_controls(statuses, controls, of_p
     assert verdict(statuses, controls, needs_all=True) == of_all
 
 
-def test_what_excludes_zero_and_misses_the_criterion_is_said(place):
-    """A difference of 1 to 6 points, where more than 2 are asked for."""
-    number = statistic(0.035, 0.01, 0.06, "score_over_other", unit="fraction")
-    [gain] = answered(place(number, claims=asking({"above": 0.02})))["claims"]
-    assert gain["why"].endswith("of the inconclusive, 1 with an interval that excludes zero but not the criterion")
-
-
 @pytest.mark.parametrize(
     ("test", "low", "high", "expected"),
     [

@@ -43,8 +43,11 @@ def test_the_page_of_claims_is_that_of_the_estimates(answered, monkeypatch):
     page = render(answered, Path(os.path.relpath(REFERENCE)))["claims.md"]
     assert page == (REFERENCE / "claims.md").read_text(), "run `make reference`"
     assert answered["not_run"] == []
+
+
+def test_every_condition_of_a_claim_fits_an_estimate(answered):
     asked = [condition for claim in answered["claims"] for condition in claim["conditions"]]
-    assert not [condition for condition in asked if condition["status"] == MISSING]
+    assert {one["experiment"] for one in asked if one["status"] == MISSING} <= {*answered["not_run"]}
 
 
 def test_the_numbers_of_the_documentation_are_those_of_the_estimates(answered):

@@ -1,5 +1,3 @@
-import csv
-import io
 import json
 import math
 import re
@@ -83,25 +81,6 @@ def test_change_against_a_score_of_zero_is_undefined(experiment, results):
     assert {row[6] for row in table.formatted().rows} == {"–", "reference"}
 
 
-def test_a_collapsed_run_is_marked_in_its_row_and_counts(experiment, results):
-    """Of two seeds the second collapsed; it has its score, and the step at which it did."""
-    point = GridPoint(method="rloo", engine="coarse", rho=None)
-    before = main_table(experiment, results.folder)
-    assert "ollapsed" not in str(before.formatted())
-    results.write_training(point.run(1), results.metrics(point.run(1), np.random.default_rng(0)), collapsed_at=9)
-    table = main_table(experiment, results.folder)
-    row = table.rows[REFERENCE]
-    assert row["score"] == before.rows[REFERENCE]["score"]
-    formatted = table.formatted()
-    per_seed = [row[-1] for row in formatted.rows]
-    scores = [f"{100 * score:.1f}" for score in (one.value for one in row["seed_scores"])]
-    assert per_seed[2] == f"{scores[0]} {scores[1]} (collapsed at step 9)"
-    assert sum("collapsed" in cell for cell in per_seed) == 1
-    assert any(note.startswith("Collapsed at step N: ") for note in formatted.notes)
-    rows = list(csv.DictReader(io.StringIO(table.frame().to_csv(index=False))))
-    assert [row["collapsed_at"] for row in rows[:3]] == ["", "None None", "None 9"]
-
-
 def test_mismatch_by_hand(experiment, results):
     run = GridPoint(method="rloo_mis", engine="coarse", rho=None).run(0)
     rows = results.metrics(run, np.random.default_rng(0))
@@ -125,23 +104,17 @@ def test_mismatch_by_hand(experiment, results):
     assert table["pruned_mass_mean"].iloc[-1] == pytest.approx(0.001)
 
 
-def test_a_number_has_one_interval_wherever_it_is_quoted(tmp_path):
-    """In scores.json, in the table and its text, and in the report's statistics."""
+def test_a_score_has_the_interval_of_scores_json(tmp_path):
     experiment = make_experiment(seeds=[0], evaluation__bootstrap_resamples=200)
     results = Results(experiment, tmp_path)
-    statistics, tables = training_part(experiment, results.folder)
-    frame = tables["main_table"].frame().set_index("point")
-    texts = dict(zip(frame.index, (row[3] for row in tables["main_table"].formatted().rows), strict=True))
+    statistics, _ = training_part(experiment, results.folder)
     for point in (None, *experiment.points):
-        name, run = (point.path, point.run(0)) if point else ("base", None)
+        run = point.run(0) if point else None
         scores = json.loads((results.folder / evaluation_path(run, "held_out") / "scores.json").read_text())
         quoted = [scores["metrics"]["avg@8"][key] for key in ("value", "low", "high")]
         assert quoted[1] < quoted[0] < quoted[2]
-        assert frame.loc[name, ["score", "score_low", "score_high"]].tolist() == pytest.approx(quoted, abs=1e-12)
         [listed] = [one for one in statistics if one.name == "score" and one.where == where_of(experiment, point)]
         assert [listed.value, listed.low, listed.high] == pytest.approx(quoted, abs=1e-12)
-        value, low, high = (f"{100 * number:.1f}" for number in quoted)
-        assert texts[name] == f"{value} [{low}, {high}]"
 
 
 @pytest.mark.parametrize(

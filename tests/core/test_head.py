@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dvp.core.head import dense_log_prob, token_statistics
+from dvp.core.head import OF_TOKENS, dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho, MassBudget, TopK, safe_mask
 
@@ -81,6 +81,23 @@ def test_huge_and_tiny_logits(scale):
     targets = logits.argmax(dim=1)
     statistics = token_statistics(logits, torch.eye(V), targets, safe=FixedRho(RHO), chunk_size=CHUNK)
     assert_statistics(statistics, logits, torch.eye(V), targets, RHO)
+
+
+@pytest.mark.parametrize("scale", [0.5, 14.0])
+def test_a_rho_that_prunes_nothing_is_no_pruning_to_the_last_bit(scale):
+    """Also where logits lie so far apart that most probabilities, and with them their gradients, are 0 in float32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(56, 16, generator=generator).requires_grad_()
+    weight = (scale * torch.randn(500, 16, generator=generator)).requires_grad_()
+    targets = (hidden @ weight.T + torch.randn(56, 500, generator=generator)).argmax(dim=1)
+    plain, pruned = (token_statistics(hidden, weight, targets, safe=rule(rho), chunk_size=2) for rho in (None, 1e-300))
+    assert (pruned.safe_size == 500).all()
+    for name in OF_TOKENS:
+        assert torch.equal(getattr(pruned, name), getattr(plain, name)), name
+    losses = [(found.pruned_log_prob * torch.linspace(-1, 1, 56)).sum() for found in (plain, pruned)]
+    for of_plain, of_pruned in zip(*(torch.autograd.grad(loss, [hidden, weight]) for loss in losses), strict=True):
+        assert of_plain.any()
+        assert torch.equal(of_pruned, of_plain)
 
 
 @pytest.mark.parametrize("which", [[name] for name in DIFFERENTIABLE] + [DIFFERENTIABLE[:3]])

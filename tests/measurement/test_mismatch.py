@@ -15,7 +15,7 @@ from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
 from dvp.measurement import mismatch
-from dvp.measurement.files import SOURCES, TABLES, TOKENS
+from dvp.measurement.files import TABLES, TOKENS
 from dvp.measurement.problems import drawn
 from dvp.training.rollouts import Problems
 from made_up_problems import write_problems
@@ -64,19 +64,6 @@ def measure(root, tiny_model, model, tmp_path_factory):
     return run
 
 
-def test_every_pair_is_in_every_table(measure):
-    result, tables = measure(0.4)
-    assert result["pairs"] == result["positions"] * VOCABULARY
-    for name in ("histogram", "gaps", "bounds"):
-        assert set(tables[name]["problem"]) == {"a", "b", "c"}
-        for _, rows in tables[name].groupby("source"):
-            assert rows["pairs"].sum() == result["pairs"]
-    weights = tables["histogram"].groupby("source")[["infer", "train"]].sum()
-    assert weights.to_numpy() == pytest.approx(result["positions"])
-    for name in ("histogram", "gaps"):
-        assert list(tables[name]["source"].unique()) == list(SOURCES)
-
-
 def test_noise_of_a_known_size_is_measured_as_such(measure):
     sigma = 0.4
     result, tables = measure(sigma)
@@ -117,26 +104,6 @@ def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_m
             assert row.pruned_log_ratio == pytest.approx(pruned - log_q, abs=1e-4)
             mass = logits.softmax(-1).masked_fill(~below, 0.0).sum().item()
             assert row.pruned_mass_sum == pytest.approx(mass, rel=1e-4)
-
-
-def test_all_of_the_mismatch_is_inside_or_outside_and_a_response_is_its_longest_beginning(measure):
-    result, tables = measure(0.4)
-    sets, ends = tables["safe_sets"], tables["prefixes"]
-    noise = tables["noise"].query("source == 'engine'").set_index("problem")["kl"]
-    plain = sets[sets["side"] == "none"]
-    for _, rows in plain.groupby("rho"):
-        assert rows.groupby("problem")["kl"].sum().to_dict() == pytest.approx(noise.to_dict())
-    for part in ("kl", "squared_score"):
-        assert (plain[f"{part}_outside"] > 0).any()
-        assert (plain[f"{part}_outside"] < plain[part]).all()
-    assert sorted(set(ends["length"])) == [1, 2, 4, LONGEST]
-    whole = ends.query("length == @LONGEST").set_index(["problem", "response"])
-    first = sets.drop_duplicates(["problem", "response"]).set_index(["problem", "response"])
-    assert whole["log_ratio"].to_dict() == pytest.approx(first["log_ratio"].to_dict())
-    assert whole["kl"].sum() == pytest.approx(noise.sum())
-    assert len(ends) == 4 * result["responses"]
-    assert mismatch._lengths(1) == [1]
-    assert mismatch._lengths(6) == [1, 2, 4, 6]
 
 
 def test_a_few_positions_at_a_time_give_the_same_tables(root, tiny_model, model, measure, tmp_path, monkeypatch):

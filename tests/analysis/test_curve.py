@@ -9,6 +9,7 @@ from made_up_results import Results, make_experiment, measured_of
 
 from dvp.analysis import curve
 from dvp.analysis.curve import mean_weights, peak, tokens_to
+from dvp.analysis.formats import tokens_text
 from dvp.analysis.load import Reader
 
 pytestmark = pytest.mark.slow
@@ -197,3 +198,10 @@ def test_one_sample_a_problem_gives_no_peak(tmp_path):
     made = measured_of(asked, written.folder, "curve")
     assert not [statistic for statistic in made.statistics if statistic.name.startswith("peak")]
     assert "Peak: not given" in " ".join(made.tables["curve_table"].notes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(950, "950"), (12_345, "12.3 k"), (1_250_000, "1.25 M"), (999_900, "1.00 M")]
+)
+def test_tokens_as_text(tokens, text):
+    assert tokens_text(tokens) == text

@@ -1,6 +1,7 @@
 """A grid whose points differ in training settings."""
 
-from made_up_results import make_experiment
+import pytest
+from made_up_results import Results, main_table, make_experiment
 
 from dvp.analysis.points import partner, policy_label
 from dvp.analysis.tables import span
@@ -23,6 +24,24 @@ def test_points_are_compared_with_their_like():
     pruned = [point for point in experiment.points if point.method == "dvp"]
     like = [f"{RLOO}/group_size~{size}" for size in (4, 16)]
     assert [partner(experiment, point, "unpruned").path for point in pruned] == like
+
+
+EQUAL = """Equal in all of them: responses per step (128), steps (12), responses of a run (1,536), sampled tokens of a
+run (62,976, within 5 %). Not equal: prompts per step (8 to 32)."""
+UNEQUAL = """Equal in all of them: prompts per step (8), steps (12). Not equal: responses per step (32 to 128),
+responses of a run (384 to 1,536), sampled tokens of a run (15,744 to 62,976)."""
+
+
+@pytest.mark.parametrize(("sizes", "note"), [([(4, 32), (16, 8)], EQUAL), ([(4, 8), (16, 8)], UNEQUAL)])
+def test_which_sizes_are_equal_is_said(sizes, note, tmp_path):
+    """41 tokens a response were made up."""
+    rows = [{"group_size": size, "prompts_per_step": prompts} for size, prompts in sizes]
+    entries = [{"method": ["rloo"], "engine": ["coarse"], "training": one} for one in rows]
+    reference = {"report__reference_training": rows[1], "evaluation__bootstrap_resamples": 100}
+    experiment = make_experiment(grid=entries, training__steps=12, **reference)
+    assert note.replace("\n", " ") in " ".join(
+        main_table(experiment, Results(experiment, tmp_path, problems=3).folder).notes
+    )
 
 
 def test_a_decay_of_the_learning_rate_makes_another_method():

@@ -9,7 +9,10 @@ import platform
 import sys
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
+
+from filelock import FileLock
 
 from dvp.errors import DvpError
 
@@ -61,13 +64,9 @@ def _visible() -> list[str]:
     devices = len(list(DEVICES.glob("nvidia[0-9]*"))) if torch.version.cuda else 0
     if VISIBLE not in os.environ:
         return [str(index) for index in range(devices)]
-    names: list[str] = []
-    for name in map(str.strip, os.environ[VISIBLE].split(",")):
-        # CUDA shows what stands before the first name that it does not know.
-        if name in names or not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < devices)):
-            break
-        names.append(name)
-    return names if devices else []
+    names = [name.strip() for name in os.environ[VISIBLE].split(",")] if devices else []
+    # CUDA shows what stands before the first name that it does not know.
+    return list(takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name in map(str, range(devices)), names))
 
 
 def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
@@ -76,11 +75,10 @@ def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Of two jobs that try at once, each would see as taken what the other gives back.
-        trying = _open(folder / "trying.lock")
-        fcntl.flock(trying, fcntl.LOCK_EX)
-        try:
+        with FileLock(folder / "trying.lock"):
             for name in visible:
-                lock = _open(folder / f"{name.replace('/', '-')}.lock")
+                # Not filelock's, as its descriptor cannot be passed on.
+                lock = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -91,13 +89,6 @@ def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
                     return taken
             for lock in taken.values():
                 os.close(lock)
-        finally:
-            os.close(trying)
     except OSError as error:
         raise DvpError(f"{folder}: GPUs cannot be locked there ({error.strerror})") from None
     return {}
-
-
-def _open(path: Path) -> int:
-    # Not filelock's, as in dvp.files: its descriptor cannot be passed on.
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

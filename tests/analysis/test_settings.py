@@ -4,7 +4,6 @@ import pytest
 from made_up_results import Results, main_table, make_experiment
 
 from dvp.analysis.points import partner, policy_label
-from dvp.analysis.tables import span
 
 SETTINGS = {"group_size": [4, 16]}
 RLOO = "method~rloo/engine~coarse/rho~none"

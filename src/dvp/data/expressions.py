@@ -198,8 +198,7 @@ class Parser:
     def _product(self) -> Any:
         value = self._factors()
         while operator := self._take("*", "\\cdot", "\\times", "/", "\\div"):
-            sign = -1 if self._take("-") else 1
-            factor = sign * self._factors()
+            factor = self._signed(self._factors)
             value = value * factor if operator in ("*", "\\cdot", "\\times") else value / factor
         return value
 
@@ -214,6 +213,9 @@ class Parser:
         while self._starts_factor(of_argument):
             value = value * self._power()
         return value
+
+    def _signed(self, parse: Callable[[], Any]) -> Any:
+        return (-1 if self._take("-") else 1) * parse()
 
     def _starts_factor(self, of_argument: bool) -> bool:
         token = self._next
@@ -235,8 +237,7 @@ class Parser:
             elif token == "\\degree":
                 base = base * sympy.pi / 180 if self.degrees else base * 1
             else:
-                sign = -1 if self._take("-") else 1
-                base = base ** (sign * _bounded(self._argument(digits=True), base))
+                base = base ** self._signed(lambda base=base: _bounded(self._argument(digits=True), base))
                 if self._next == "^":
                     raise Unparsed
         return base
@@ -349,14 +350,9 @@ class Parser:
             if self._pop() == "_":
                 base = self._argument() if name == "log" else _refuse()
             else:
-                sign = -1 if self._take("-") else 1
-                exponent = sign * self._argument(digits=True)
+                exponent = self._signed(lambda: self._argument(digits=True))
         degrees, self.degrees = self.degrees, self.degrees or name in TRIGONOMETRY
-        if self._next == "(":
-            value = self._group(self._pop())
-        else:
-            sign = -1 if self._take("-") else 1
-            value = sign * self._factors(of_argument=True)
+        value = self._group(self._pop()) if self._next == "(" else self._signed(lambda: self._factors(of_argument=True))
         self.degrees = degrees
         if exponent == -1:
             return INVERSE[name](value) if name in INVERSE else _refuse()

@@ -126,6 +126,19 @@ def test_all_tasks_of_a_model_are_one_job(several):
     assert several.jobs() == REPORTS | {"evaluate_tasks": 4}
 
 
+def test_what_was_evaluated_task_by_task_is_left_alone(several):
+    """Results of before `evaluate_tasks`: `evaluate` has written a benchmark of each task."""
+    results = several.folder / "results/several"
+    for scores in results.glob("evals/**/scores.json"):
+        benchmark = results / "benchmarks/evaluate" / f"{scores.parent.relative_to(results / 'evals')}.tsv"
+        benchmark.parent.mkdir(parents=True, exist_ok=True)
+        benchmark.write_text("made up")
+    several.snakemake("--touch", "--forceall")
+    assert several.jobs() == {}
+    (results / "evals/base/more/scores.json").unlink()
+    assert several.jobs() == {"evaluate": 1, "report": 1}
+
+
 def test_a_task_that_failed_does_not_cost_the_others(several):
     """What the first attempt has written is there for the second; shell commands stand for the stage."""
     results = several.folder / "results/several"

@@ -135,7 +135,7 @@ def test_differences_are_drawn_with_zero_and_the_threshold():
     first, second = figures.draw(experiment, statistics, EMPTY)["differences"].axes
     assert segments(first)[0] == [pytest.approx([1, 0]), pytest.approx([5, 0])]
     assert sorted(line.get_xdata()[0] for line in first.lines if len(set(line.get_xdata())) == 1)[:3] == [-2, 0, 2]
-    assert second.get_title() == "minus the same without DVP"
+    assert second.get_title() == "minus the same unpruned"
     assert [text.get_text() for text in first.get_yticklabels()] == ["DVP + MIS"]
 
 

@@ -133,7 +133,7 @@ FOLDERS = {
     "truncated": (truncate, "model.safetensors: not a whole safetensors file"),
     "adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        "expected a whole Hugging Face model, no adapter of one, found no config.json",
+        "not a Hugging Face model directory: no config.json, which an adapter has not",
     ),
     "missing weight": (
         lambda folder: edit_weight(folder, MATRIX, lambda value: None),

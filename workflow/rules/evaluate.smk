@@ -1,4 +1,4 @@
-# One task: of an experiment that has one, or other tasks than the one that is asked for.
+# One task: of an experiment with one, of a model that was evaluated task by task, and what is asked for by its path.
 rule evaluate:
     input:
         needed("evaluate"),
@@ -35,7 +35,7 @@ if len(TASKS) > 1:
     rule evaluate_tasks:
         input:
             needed("evaluate"),
-            kind=only_if_all_tasks,
+            kind=only_if_not_by_task,
         output:
             update(
                 expand(

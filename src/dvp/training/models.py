@@ -29,7 +29,7 @@ def check_model(folder: Path) -> None:
     No weights are read but for their names, types and shapes, and no code of the model's own is run.
     """
     if not (folder / "config.json").is_file():
-        raise DvpError(f"{folder}: expected a whole Hugging Face model, no adapter of one, found no config.json")
+        raise DvpError(f"{folder}: not a Hugging Face model directory: no config.json, which an adapter has not")
     config = _config(folder)
     _check_tokenizer(folder, config)
     types = _types(folder)

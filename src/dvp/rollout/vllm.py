@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,8 @@ class VllmEngine:
         self._config = config
         self._sleeps = options.get("enable_sleep_mode", False)
         if cache_dtype(config) != config.kv_cache_dtype:
+            kept = f"keys and values are rounded to {config.kv_cache_dtype} and kept in {config.dtype}"
+            print(f"note: without AVX-512 vLLM has no 8-bit cache; {kept}", file=sys.stderr)
             self.llm.collective_rpc(private.round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
             # vLLM has read the weights as they are. Each of its processes reads them again for itself.

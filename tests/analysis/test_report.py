@@ -112,7 +112,7 @@ def test_what_is_stale_altered_or_missing_is_refused(experiment, results):
 
     def refused(message: str, asked=experiment) -> None:
         with pytest.raises(DvpError) as error:
-            make(asked, results.folder, "training")
+            make(asked, results.folder)
         assert re.fullmatch(message, str(error.value))
 
     other = make_experiment(training__steps=12, training__learning_rate=1e-3)

@@ -6,6 +6,10 @@ min_version("9.0")
 configfile: "config/config.yaml"
 
 
+# Used with `--software-deployment-method apptainer` only; envs/dvp.def is to make it, which nobody has tested.
+container: "envs/dvp.sif"
+
+
 include: "workflow/rules/common.smk"
 include: "workflow/rules/resolve.smk"
 include: "workflow/rules/data.smk"

@@ -243,7 +243,9 @@ def local_sources(name):
 
 def local_files(wildcards):
     """The files of this machine that problems come from, whose age is nothing: `local_contents` says what they say."""
-    return [ancient(str(file)) for file, _ in local_sources(wildcards.experiment).values()]
+    return [
+        ancient(str(file)) for file, _ in local_sources(wildcards.experiment).values()
+    ]
 
 
 def local_contents(wildcards):

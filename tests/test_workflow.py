@@ -267,6 +267,11 @@ def test_a_file_of_problems_is_read_again_for_its_content_alone(snakemake, place
     for first, age, made_again in ((1, time.time() + 1, False), (2, time.time() + 1, True), (2, 1e9, True)):
         write(first, age)
         assert ("preparing problems" in "".join(snakemake("-n", *arguments)[1:])) == made_again
+    # Also where Snakemake remembers nothing: else all would be trained on the old problems, without a word.
+    shutil.rmtree(place / ".snakemake")
+    for first, made_again in ((2, True), (1, False)):
+        write(first, age=time.time() + 1)
+        assert ("preparing problems" in "".join(snakemake("-n", *arguments)[1:])) == made_again
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dvp.experiment.loading import check_settings, load_experiment, write_resolv
 from dvp.errors import DvpError
 from dvp.files import only_writer, sha256_file, sha256_json
 from dvp.tools import make_tool
-from dvp.tracking.order import restore_order
+from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
 
 try:
@@ -242,14 +242,18 @@ def local_sources(name):
 
 
 def local_files(wildcards):
-    """The files of this machine that problems come from, whose age is nothing: `local_contents` says what they say."""
+    """The files of this machine that problems come from; one that is newer runs nothing again if it says the same."""
+    manifest = Path(
+        RESULTS.format(experiment=wildcards.experiment), "data", "manifest.json"
+    )
     return [
-        ancient(str(file)) for file, _ in local_sources(wildcards.experiment).values()
+        ancient(str(file)) if was_read(source, digest, manifest) else str(file)
+        for source, (file, digest) in local_sources(wildcards.experiment).items()
     ]
 
 
 def local_contents(wildcards):
-    """Their checksums: what says something else is read again."""
+    """Their checksums: one that says something else, though it is older, is read again."""
     return {
         source: digest
         for source, (_, digest) in local_sources(wildcards.experiment).items()

@@ -299,8 +299,11 @@ def fill(page: Path, result: dict) -> None:
     page.write_text(before + mark + page_table(result) + end + after, encoding="utf-8")
 
 
-def bench(output: Path, rounds: int, device: str, page: Path | None = None) -> None:
-    """Run every case on the device ("cpu" or "cuda"); print the table, write the JSON file after each case."""
+def bench(output: Path, rounds: int, device: str, page: Path | None = None, only: str = "") -> None:
+    """Run every case on the device ("cpu" or "cuda") that has `only` in its name and dtype, as progress has them.
+
+    Prints the table, and writes the JSON file after each case.
+    """
     result: dict = {
         "device": device_name() if device == "cuda" else processor(),
         "cores": os.cpu_count(),
@@ -316,6 +319,8 @@ def bench(output: Path, rounds: int, device: str, page: Path | None = None) -> N
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     for name, dtype, size, made, frequencies in cases(device):
+        if only not in f"{name}, {str(dtype).removeprefix('torch.')}":
+            continue
         variants = made(*problem(size, dtype, device, frequencies=frequencies))
         result["cases"].append({"shape": size._asdict()} | measure(name, dtype, variants, rounds, device))
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -346,6 +351,7 @@ def main() -> None:
     what.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     what.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the ratios into a page, as docs/performance.md")
+    parser.add_argument("--only", default="", metavar="TEXT", help='such cases, as "forward + backward, float32"')
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
     options = parser.parse_args()
     if options.rounds < 1:
@@ -356,7 +362,9 @@ def main() -> None:
     if options.profile:
         profile(device)
     else:
-        bench(options.output or Path(f"results/bench/{device}.json"), options.rounds, device, options.page)
+        bench(
+            options.output or Path(f"results/bench/{device}.json"), options.rounds, device, options.page, options.only
+        )
 
 
 if __name__ == "__main__":

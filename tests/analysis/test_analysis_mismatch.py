@@ -222,6 +222,6 @@ def test_the_mode_of_a_known_density_is_found(centre, width):
     columns = {"unit": 0, "d_low": low, "d_high": high, "infer": 1.0, "infer_squared": 1.0, "infer_d": d}
     rows = pd.DataFrame(columns)
     density = Density(Group("base", "x", {}, SINGLE, ()), rows, "infer")
-    assert density.modes() == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
+    assert density.mode_R == pytest.approx(centre, abs=max(0.5 * width, 5e-5))
     grid = np.linspace(centre - 20 * max(width, 1e-4), centre + 20 * max(width, 1e-4), 40_001)
     assert np.trapezoid(density.at(grid)[0], grid) == pytest.approx(1.0, abs=0.02)

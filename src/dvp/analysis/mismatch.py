@@ -221,12 +221,12 @@ def _by_probability(group: Group) -> Iterator[Statistic]:
         yield group.statistic("tail_over_head_weighted", over_R, "ratio", f"{how}, {weighted}", where)
         for part, (low, high) in (("tail", TAIL), ("head", HEAD)):
             rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
+            if rows.empty:
+                continue
             rows = rows.assign(positive=rows[name].where(rows["d_low"] >= 0, 0.0))
             of, density = f"d of tokens with p in ({low:g}, {high:g}], {weighted}", Density(group, rows, name)
             of_mode = f"mode of {of}: Gaussian kernels; the interval is widened by the bin in which it lies"
-            yield group.statistic(
-                f"{part}_mode", density.modes(), "nats", of_mode, where, resolution=density.resolution
-            )
+            yield group.statistic(f"{part}_mode", density.mode_R, "nats", of_mode, where, resolution=density.resolution)
             yield group.statistic(f"{part}_mean", group.ratio(rows, f"{name}_d", name), "nats", f"mean {of}", where)
             positive_R = group.ratio(rows, "positive", name)
             yield group.statistic(f"{part}_positive", positive_R, "fraction", f"P(d > 0) for {of}", where)
@@ -250,15 +250,11 @@ class Density:
     """
 
     def __init__(self, group: Group, rows: pd.DataFrame, weighting: str):
-        self._lows_D, self._weight_RD = group.binned(rows, "d_low", weighting)
-        self.resolution = 0.0
-        """Width of the bin of d in which the mode lies; the mode is not known more finely."""
-        if not len(self._lows_D):
-            return
+        lows_D, self._weight_RD = group.binned(rows, "d_low", weighting)
         total = rows.groupby("d_low")[[weighting, f"{weighting}_squared", f"{weighting}_d"]].sum()
         weight_D, squared_D, sum_D = total.to_numpy(dtype=float).T
         with np.errstate(divide="ignore", invalid="ignore"):
-            self._centre_D = np.where(weight_D > 0, sum_D / weight_D, np.clip(self._lows_D, -100, 100))
+            self._centre_D = np.where(weight_D > 0, sum_D / weight_D, np.clip(lows_D, -100, 100))
         share_D = weight_D / weight_D.sum()
         mean = share_D @ self._centre_D
         deviation = math.sqrt(share_D @ (self._centre_D - mean) ** 2)
@@ -273,31 +269,24 @@ class Density:
         spread = min(deviation, (quantile(0.75) - quantile(0.25)) / 1.349)
         silverman = 0.9 * spread * (squared_D.sum() / weight_D.sum() ** 2) ** 0.2
         highs_D = rows.groupby("d_low")["d_high"].first().to_numpy(dtype=float)
-        widths_D = np.where(np.isfinite(highs_D - self._lows_D), highs_D - self._lows_D, 1.0)
+        widths_D = np.where(np.isfinite(highs_D - lows_D), highs_D - lows_D, 1.0)
         self._bandwidth_D = np.maximum(silverman, widths_D / 2)
         inside_D = self._centre_D[(self._centre_D >= low) & (self._centre_D <= high)]
         # Eight from each bin's centre to the next: their distances follow the bins'.
         places_G = np.arange(8 * (len(inside_D) - 1) + 1) / 8
         self.points_G = np.interp(places_G, np.arange(len(inside_D)), inside_D)
-        self.resolution = float(widths_D[np.abs(self._centre_D - self.mode()).argmin()])
+        modes_R = self.points_G[self.at(self.points_G).argmax(axis=1)]
+        self.mode_R = np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
+        """Where the density is highest, of the value and of each replicate; NaN without a token."""
+        self.resolution = float(widths_D[np.abs(self._centre_D - self.mode_R[0]).argmin()])
+        """Width of the bin of d in which the mode lies; the mode is not known more finely."""
 
-    def at(self, points_G: np.ndarray, weight_RD: np.ndarray | None = None) -> np.ndarray:
-        """The density at some d, of the value (1, G) or of the weights given (R, G)."""
-        weight_RD = self._weight_RD[:1] if weight_RD is None else weight_RD
+    def at(self, points_G: np.ndarray) -> np.ndarray:
+        """The density at some d, of the value and of each replicate, (R, G)."""
         scaled_DG = (points_G[None] - self._centre_D[:, None]) / self._bandwidth_D[:, None]
         kernel_DG = np.exp(-0.5 * scaled_DG**2) / (self._bandwidth_D[:, None] * math.sqrt(2 * math.pi))
-        return weight_RD @ kernel_DG / weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
-
-    def mode(self) -> float:
-        """Where the density is highest, of the value alone."""
-        return float(self.points_G[self.at(self.points_G)[0].argmax()])
-
-    def modes(self) -> np.ndarray:
-        """Where the density is highest, of the value and of each replicate; NaN without a token."""
-        if not len(self._lows_D):
-            return np.full(1, np.nan)
-        modes_R = self.points_G[self.at(self.points_G, self._weight_RD).argmax(axis=1)]
-        return np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
+        total_R1 = self._weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
+        return self._weight_RD @ kernel_DG / total_R1
 
 
 def _safe_sets(group: Group) -> Iterator[Statistic]:

@@ -118,4 +118,4 @@ def _densities(group: Group) -> Iterator[pd.DataFrame]:
             where = group.where | {"weighting": name, "part": part}
             height = density.at(points)[0]
             yield _curve("density", where, points, height / height.max())
-            yield _curve("density_mode", where, [density.mode()] * 2, [0.0, 1.0])
+            yield _curve("density_mode", where, [density.mode_R[0]] * 2, [0.0, 1.0])

@@ -54,8 +54,9 @@ def plant(
         for one in experiment.measurements("bias")
         for method, rho in experiment.estimators
     ]
-    statistics = bias_length.statistics(experiment, SimpleNamespace(bias={"estimators": pd.DataFrame(rows)}))
-    table = make_tables(experiment, statistics, "bias_length")["bias_length_table"]
+    reader = SimpleNamespace(bias={"estimators": pd.DataFrame(rows)})
+    statistics = list(bias_length.statistics(experiment, reader))
+    table = make_tables(experiment, statistics)["bias_length_table"]
     return SimpleNamespace(statistics=statistics, table=table)
 
 

@@ -157,22 +157,16 @@ def _paired_statistics(where: dict[str, str], rows: pd.DataFrame) -> Iterator[St
     sources = tuple(rows["source"])
     for name, ess in PAIRED.items():
         if (rows[ess] >= SMALLEST_ESS).all():  # NaN, as of ∇J_mp without a safe vocabulary, is not
-            numbers, over = _paired(rows[name], rows[f"{name}_se"], rows["batches"])
+            numbers, over = over_seeds(list(rows[name])), f"{len(rows)} seeds"
+            if not bootstrap.covers_seeds(rows.index):
+                quantile = float(stats.t.ppf((1 + LEVEL) / 2, int((rows["batches"] - 1).sum())))
+                numbers = pooled(rows[name], rows[f"{name}_se"], quantile=quantile)
+                over = "batches, by the delete-one jackknife"
             how = f"paired with the exact gradient by the same samples of the engine; t interval over {over}"
             yield Statistic(name, where, *numbers, "of |g|²", how, sources)
             mean = ess.replace("ess", "mean")
             how = f"mean of the weights p(y)/q(y), 1 if q reaches all of p; t interval over {len(rows)} seeds"
             yield Statistic(mean, where, *over_seeds(list(rows[mean])), "ratio", how, sources)
-
-
-def _paired(values: pd.Series, errors: pd.Series, batches: pd.Series) -> tuple[tuple[float, float, float], str]:
-    """The mean over seeds with its 95 % t interval, and over what that is."""
-    count = len(values)
-    if bootstrap.covers_seeds(values):
-        return over_seeds(list(values)), f"{count} seeds"
-    value, error = float(values.mean()), math.sqrt(float(np.square(errors).sum())) / count
-    half = float(stats.t.ppf((1 + LEVEL) / 2, int((batches - 1).sum()))) * error
-    return (value, value - half, value + half), "batches, by the delete-one jackknife"
 
 
 def _others(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:

@@ -140,9 +140,13 @@ def share_of_runs(count: int, runs: int) -> tuple[float, float, float]:
 
 
 def pooled(
-    values: Sequence[float], errors: Sequence[float], scale: bootstrap.Scale = "plain"
+    values: Sequence[float],
+    errors: Sequence[float],
+    scale: bootstrap.Scale = "plain",
+    quantile: float = NORMAL_95,
 ) -> tuple[float, float, float]:
-    """Mean over seeds with a t interval; with fewer than three seeds with a normal one, from the mean squared error.
+    """Mean over seeds with a t interval; with fewer than three seeds with one from the mean squared error and a
+    quantile, the normal distribution's.
 
     The interval is made on `scale`.
 
@@ -156,7 +160,7 @@ def pooled(
         half = value - low
     else:
         value = float(np.mean(values))
-        half = NORMAL_95 * math.sqrt(np.mean(np.square(errors)) / len(values))
+        half = quantile * math.sqrt(np.mean(np.square(errors)) / len(values))
     return value, *bootstrap.ends(value, half, scale)
 
 

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 from tokenizers import Tokenizer, models
 
+from dvp.analysis import tables
 from dvp.analysis.load import Reader, evaluation_path
 from dvp.analysis.points import BASE
-from dvp.analysis.report import Part, measure
+from dvp.analysis.report import MEASURES, Part
 from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import Table, make_tables
+from dvp.analysis.tables import Table
 from dvp.data.puzzles import Puzzle
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment
@@ -39,8 +41,11 @@ def make_experiment(**changes) -> Experiment:
 def measured_of(experiment: Experiment, folder: Path, *parts: str) -> Part:
     """Statistics, tables and files of some parts of a report, of what is in the folder; no figure."""
     reader = Reader(experiment, folder)
-    statistics = measure(experiment, reader, *parts)
-    return Part(statistics, make_tables(experiment, statistics, *parts), reader.files)
+    wanted = [*(["matrix"] if "diversity" in parts else []), *parts]
+    statistics = [one for part in wanted for one in MEASURES[part](experiment, reader)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "parts", lambda experiment: parts)
+        return Part(statistics, tables.make_tables(experiment, statistics), reader.files)
 
 
 def training_part(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Table]]:

@@ -52,7 +52,7 @@ def test_a_report_is_the_same_twice(written):
 def test_a_report_is_redrawn_from_its_archive_alone(experiment, written, tmp_path):
     """Without a run: estimates and series are what is kept of an experiment."""
     statistics, curves = read_statistics(written[1] / ESTIMATES), pd.read_parquet(written[1] / SERIES)
-    draw(experiment, Part(statistics, make_tables(experiment, statistics), {}, [curves]), tmp_path)
+    draw(experiment, Part(statistics, make_tables(experiment, statistics), {}, curves), tmp_path)
     again = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")]
     assert len(again) == 2 * 4 + 2 * 5
     assert all((tmp_path / name).read_bytes() == (written[1] / name).read_bytes() for name in again)

@@ -20,13 +20,13 @@ from dvp.files import atomic_path, read_json, verify_checksums, write_text
 
 @dataclass(frozen=True)
 class Part:
-    """A report, or some parts of one."""
+    """A report."""
 
     statistics: list[Statistic]
     tables: dict[str, Table]
     files: dict[str, dict[str, Any]]
     """Origin of the stages' JSON files behind all of it."""
-    series: list[pd.DataFrame] = field(default_factory=list)
+    series: pd.DataFrame = field(default_factory=lambda: series.joined([]))
     """Curves, as dvp.analysis.series makes them."""
     manifest: dict[str, Any] = field(default_factory=dict)
     """Of a report that is kept, report/manifest.json."""
@@ -56,23 +56,18 @@ def make(experiment: Experiment, results: Path) -> Part:
         files = {f"../{name}/{file}": origin for name, part in named for file, origin in part.files.items()}
         return Part(statistics, make_tables(experiment, statistics), files)
     reader = Reader(experiment, results)
-    statistics = measure(experiment, reader)
-    curves = list(series.training(experiment, reader))
-    curves += series.mismatch(mismatch.groups(experiment, reader)) if experiment.mismatch else []
-    return Part(statistics, make_tables(experiment, statistics), reader.files, curves)
-
-
-def measure(experiment: Experiment, reader: Reader, *of_parts: str) -> list[Statistic]:
-    """All that a report says, or some parts of it (see `parts`)."""
-    wanted = set(of_parts or parts(experiment))
+    wanted = set(parts(experiment))
     # What several solutions are held against.
     wanted |= {"matrix"} if "diversity" in wanted else set()
-    return [one for part, statistics in MEASURES.items() if part in wanted for one in statistics(experiment, reader)]
+    statistics = [one for part, of in MEASURES.items() if part in wanted for one in of(experiment, reader)]
+    curves = list(series.training(experiment, reader))
+    curves += series.mismatch(mismatch.groups(experiment, reader)) if experiment.mismatch else []
+    return Part(statistics, make_tables(experiment, statistics), reader.files, series.joined(curves))
 
 
 def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
     """report/estimates.parquet and series.parquet below `folder`, and what `draw` makes."""
-    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, series.joined(part.series))):
+    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, part.series)):
         with atomic_path(folder / name) as temporary:
             frame.to_parquet(temporary, index=False)
     return draw(experiment, part, folder)
@@ -80,7 +75,7 @@ def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
 
 def draw(experiment: Experiment, part: Part, folder: Path) -> list[str]:
     """figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`. Returns the figures' names."""
-    drawn = figures.draw(experiment, part.statistics, series.joined(part.series))
+    drawn = figures.draw(experiment, part.statistics, part.series)
     for name, figure in drawn.items():
         figures.save(figure, folder / "figures", name)
     for name, table in part.tables.items():
@@ -97,14 +92,13 @@ def kept(experiment: Experiment, folder: Path) -> Part:
     check_fresh(path, manifest, experiment.config_hash("report"))
     verify_checksums(path.parent, manifest["files"])
     statistics = read_statistics(folder / ESTIMATES)
-    curves = [pd.read_parquet(folder / series.SERIES)]
     # Numbers that were brought over from an older table keep its notes, which say how they were made.
     notes = manifest.get("notes", {})
     tables = {
         name: replace(table, notes=notes.get(name, table.notes))
         for name, table in make_tables(experiment, statistics).items()
     }
-    return Part(statistics, tables, manifest["origins"], curves, manifest)
+    return Part(statistics, tables, manifest["origins"], pd.read_parquet(folder / series.SERIES), manifest)
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:

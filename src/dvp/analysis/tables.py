@@ -157,9 +157,9 @@ class Table:
         return {name: {key: files(cell) for key, cell in row.items()} for name, row in self.rows.items()}
 
 
-def make_tables(experiment: Experiment, statistics: Iterable[Statistic], *of_parts: str) -> dict[str, Table]:
-    """All that are declared of the parts that a report has, or of some, where one of their statistics is there."""
-    there, statistics = set(of_parts or parts(experiment)), list(statistics)
+def make_tables(experiment: Experiment, statistics: Iterable[Statistic]) -> dict[str, Table]:
+    """All that are declared of the parts that a report has, where one of their statistics is there."""
+    there, statistics = parts(experiment), list(statistics)
     texts = _texts(experiment, statistics)
     tables = {
         name: make_table(declared, rows_of(declared["rows"], experiment, statistics), statistics, texts, experiment)

@@ -67,8 +67,8 @@ class Enumerated:
         )
         scores_BTP, own = self.instance.token_scores(self.safe_SV)[self.rows_B], len(self.rows_B) / GROUP
         x_BP = (update.coefficients()[:, :, None] * scores_BTP).sum(dim=1)
-        exact_B = exact_coefficients(rollout, sequence_log_ratio(rollout, statistics), GROUP)
-        h_BP = exact_B[:, None].double() * scores_BTP.sum(dim=1)
+        exact_BT = exact_coefficients(rollout, sequence_log_ratio(rollout, statistics), GROUP)
+        h_BP = (exact_BT[:, :, None].double() * scores_BTP).sum(dim=1)
         return tuple(own * z_BP.view(-1, GROUP, z_BP.shape[1]).sum(dim=1) for z_BP in (x_BP, h_BP))
 
     def expected(self, value_PP: torch.Tensor) -> torch.Tensor:

@@ -333,16 +333,16 @@ def _fill(
         if estimator.by_token:
             gradient_EKD[place] = gradients.of_batch(batch, coefficient_BT, safe, parts_KBT)
         else:
-            of_responses.append(coefficient_BT.gather(1, first_B1)[:, 0])
+            of_responses.append(coefficient_BT)
             places.append(place)
     log_ratio_B = sequence_log_ratio(rollout, statistics)
-    exact_B = exact_coefficients(rollout, log_ratio_B, group_size)
+    exact_BT = exact_coefficients(rollout, log_ratio_B, group_size)
     if places:
-        coefficient_BE = torch.stack([*of_responses, exact_B], dim=1)
+        coefficient_BE = torch.cat([each_BT.gather(1, first_B1) for each_BT in (*of_responses, exact_BT)], dim=1)
         gradient_EKD[[*places, -1]] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
     else:
         # A pass a batch instead of one a response.
-        gradient_EKD[-1] = gradients.of_batch(batch, exact_B[:, None] * mask_BT, safe, parts_KBT)
+        gradient_EKD[-1] = gradients.of_batch(batch, exact_BT, safe, parts_KBT)
     return notes, log_ratio_B
 
 

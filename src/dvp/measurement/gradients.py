@@ -124,14 +124,11 @@ class Gradients:
         safe: SafeVocabulary | EngineSets | None,
         parts_KBT: torch.Tensor,
     ) -> torch.Tensor:
-        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D); with V_S constant, and no term where c is 0."""
+        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D); with V_S constant, and no term outside it."""
         total_KD = torch.zeros(len(parts_KBT), self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
         for rows in batch.micro_batches(self._tokens, useful):
-            part = batch.rows(rows)
-            coefficient_KBT = (parts_KBT * coefficient_BT)[:, rows, : part.tokens_BT.shape[1]]
-            log_prob_N = self._statistics(part, safe).pruned_log_prob
-            total_KD += self._gradients(log_prob_N, coefficient_KBT[:, part.response_BT].to(self._device))
+            total_KD += self._of_rows(batch, rows, safe, parts_KBT * coefficient_BT)
         return total_KD
 
     def of_responses(
@@ -148,7 +145,7 @@ class Gradients:
         total_EkD = torch.zeros(coefficient_BE.shape[1], len(parts_KBT) * self.sketch.length)
         useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
         for rows in useful.split(SEQUENCES) if len(useful) else ():
-            gradient_bKD = torch.stack([self._of_response(batch, row, safe, parts_KBT) for row in rows])
+            gradient_bKD = torch.stack([self._of_rows(batch, row[None], safe, parts_KBT.float()) for row in rows])
             total_EkD.addmm_(coefficient_BE[rows].T, gradient_bKD.flatten(1))
         return total_EkD.view(-1, len(parts_KBT), self.sketch.length)
 
@@ -180,20 +177,16 @@ class Gradients:
             norm_BT *= self.score(batch, safe)["target_in_safe"]
         return norm_BT
 
-    def _of_response(
-        self, batch: Batch, row: torch.Tensor, safe: SafeVocabulary | EngineSets | None, parts_KBT: torch.Tensor
+    def _of_rows(
+        self, batch: Batch, rows: torch.Tensor, safe: SafeVocabulary | EngineSets | None, coefficient_KBT: torch.Tensor
     ) -> torch.Tensor:
-        part = batch.rows(row[None])
+        """∇ Σ c log p^mp over the tokens of some responses that are in V_S, for each of K coefficients, (K, D)."""
+        part, gradients = batch.rows(rows), []
         statistics = self._statistics(part, safe)
-        parts_KN = parts_KBT[:, row, : part.tokens_BT.shape[1]][:, part.response_BT[0]].to(self._device)
-        return self._gradients(statistics.pruned_log_prob, parts_KN * statistics.target_in_safe.float())
-
-    def _gradients(self, log_prob_N: torch.Tensor, coefficient_KN: torch.Tensor) -> torch.Tensor:
-        """∇ Σ_N c log p for each row of coefficients, (K, D)."""
-        gradients = []
-        for number, coefficient_N in enumerate(coefficient_KN, start=1):
+        coefficient_KN = coefficient_KBT[:, rows, : part.tokens_BT.shape[1]][:, part.response_BT].to(self._device)
+        for number, coefficient_N in enumerate(coefficient_KN * statistics.target_in_safe, start=1):
             parts = torch.autograd.grad(
-                log_prob_N,
+                statistics.pruned_log_prob,
                 self._parameters,
                 coefficient_N,
                 retain_graph=number < len(coefficient_KN),

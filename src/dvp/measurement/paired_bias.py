@@ -43,15 +43,12 @@ def rloo_advantage(rollout: Rollout, group_size: int) -> torch.Tensor:
 
 
 def exact_coefficients(rollout: Rollout, log_ratio_B: torch.Tensor, group_size: int) -> torch.Tensor:
-    """What multiplies each response's ∇log p in h: r_i A_i / B, (B,) float32.
+    """What multiplies the ∇log p of each response's tokens in h: r_i A_i / B, (B, T) float32, 0 elsewhere.
 
     r is held below e^20, so that it stays finite: where that matters the weights fail SMALLEST_ESS.
     """
-    # The first token that the model wrote, which every response has.
-    first_B1 = rollout.batch.response_BT.float().argmax(dim=1, keepdim=True)
-    advantage_B = rloo_advantage(rollout, group_size).gather(1, first_B1)[:, 0]
     ratio_B = log_ratio_B.clamp(max=LOG_RATIO_CLAMP).exp()
-    return (ratio_B * advantage_B / len(ratio_B)).float()
+    return (ratio_B[:, None] * rloo_advantage(rollout, group_size) / len(ratio_B)).float()
 
 
 def weight_diagnostics(log_ratio_B: torch.Tensor) -> dict[str, float]:

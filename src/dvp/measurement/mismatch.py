@@ -9,6 +9,8 @@ Of the trainer hidden states are kept, and logits made of some positions at a ti
 four bytes an entry, a problem takes little.
 """
 
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +32,9 @@ from dvp.measurement.vocabulary_mismatch import (
     PROBABILITY_EDGES,
     REST_EDGES,
     TOLERANCE,
+    add,
     bounds,
     by_gap,
-    combined,
     histogram,
     outside,
     prefixes,
@@ -133,8 +135,7 @@ def _measured(
 ) -> dict[str, pd.DataFrame]:
     """The tables' rows of one problem."""
     # Added up as they come: kept one by one among blocks of 33 MB that come and go, they would have memory fall apart.
-    sums: dict[str, dict[str, dict]] = {name: {} for name in EDGES}
-    noise: dict[str, list[dict]] = {source: [] for source in SOURCES}
+    sums: dict[str, dict[str, dict]] = {name: defaultdict(dict) for name in (*EDGES, "noise")}
     sets, lengths, sampled = [], [], []
     for response, completion in enumerate(completions):
         own_sets, own_tokens = [], []
@@ -149,13 +150,13 @@ def _measured(
                     log_q_NV = normalised(completion.vocabulary_log_probs_TV[part].to(scores.device))
                     own_sets += _safe_sets(experiment, log_p_NV, log_q_NV, tokens_N)
                     row |= {"log_q": _of(log_q_NV, tokens_N), "kl": kl(log_q_NV, log_p_NV)}
-                    _add(sums["bounds"], source, bounds(log_p_NV, log_q_NV))
+                    add(sums["bounds"][source], bounds(log_p_NV, log_q_NV))
                 else:
                     log_q_NV = scores.log_probs(source, response, part)
                     row[f"log_p_{source}"] = _of(log_q_NV, tokens_N)
-                for name, function in (("histogram", histogram), ("gaps", by_gap)):
-                    _add(sums[name], source, function(log_p_NV, log_q_NV))
-                noise[source].append(_noise(log_p_NV, log_q_NV, tokens_N))
+                add(sums["histogram"][source], histogram(log_p_NV, log_q_NV))
+                add(sums["gaps"][source], by_gap(log_p_NV, log_q_NV))
+                add(sums["noise"][source], _noise(log_p_NV, log_q_NV, tokens_N))
             own_tokens.append(pd.DataFrame({name: values.cpu().numpy() for name, values in row.items()}))
         tokens = pd.concat(own_tokens, ignore_index=True)
         sets.append(_whole(pd.DataFrame(own_sets)).assign(response=response, reward=rewards[response]))
@@ -165,20 +166,11 @@ def _measured(
         lengths.append(pd.DataFrame(rows).assign(response=response))
         sampled.append(tokens.assign(response=response, position=range(len(tokens))))
     tables = {
-        name: pd.concat(_bins(whole, EDGES[name]).assign(source=source) for source, whole in of.items())
-        for name, of in sums.items()
+        name: pd.concat(_bins(whole, edges).assign(source=source) for source, whole in sums[name].items())
+        for name, edges in EDGES.items()
     }
     tables |= {"safe_sets": pd.concat(sets), "prefixes": pd.concat(lengths), TOKENS: pd.concat(sampled)}
-    tables["noise"] = pd.DataFrame(
-        {"source": source}
-        | {name: (max if name.startswith("max") else sum)(row[name] for row in rows) for name in rows[0]}
-        for source, rows in noise.items()
-    )
-    return tables
-
-
-def _add(sums: dict[str, dict], source: str, more: dict[str, torch.Tensor]) -> None:
-    sums[source] = combined([sums[source], more]) if source in sums else more
+    return tables | {"noise": pd.DataFrame({"source": source} | whole for source, whole in sums["noise"].items())}
 
 
 def _of(log_prob_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
@@ -198,13 +190,13 @@ def _lengths(longest: int) -> list[int]:
     return [2**power for power in range((longest - 1).bit_length())] + [longest]
 
 
-def _bins(sums: dict[str, torch.Tensor], edges: list[tuple[str, tuple[float, ...]]]) -> pd.DataFrame:
+def _bins(sums: dict[str, np.ndarray], edges: list[tuple[str, tuple[float, ...]]]) -> pd.DataFrame:
     """A row for each bin that holds a pair: its edges (NAME_low, NAME_high), and its sums."""
-    filled = sums["pairs"].cpu().numpy().nonzero()
+    filled = sums["pairs"].nonzero()
     columns = {}
     for (name, values), index in zip(edges, filled, strict=True):
         columns |= {f"{name}_low": np.array(values)[index], f"{name}_high": np.array(values)[index + 1]}
-    return pd.DataFrame(columns | {name: value.cpu().numpy()[filled] for name, value in sums.items()})
+    return pd.DataFrame(columns | {name: value[filled] for name, value in sums.items()})
 
 
 def _noise(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, float]:
@@ -231,12 +223,10 @@ def _safe_sets(
     """A row for each ρ without a margin, and for each margin on either side."""
     log_p = log_p_TV.gather(1, tokens_T[:, None]).sum().item()
     log_q = log_q_TV.gather(1, tokens_T[:, None]).sum().item()
-    known: dict[tuple[bool, SafeVocabulary], torch.Tensor] = {}
 
+    @cache
     def mask(train: bool, rule: SafeVocabulary) -> torch.Tensor:
-        if (train, rule) not in known:
-            known[train, rule] = safe_mask(log_p_TV if train else log_q_TV, rule)
-        return known[train, rule]
+        return safe_mask(log_p_TV if train else log_q_TV, rule)
 
     rows = []
     for rho in experiment.mismatch.rhos:

@@ -12,8 +12,10 @@ Shape suffixes: N positions, V vocabulary, K bins, L lengths.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from dvp.core.importance import ImportanceRule, importance_weights
@@ -39,7 +41,7 @@ POSITION_MEANS = (
 
 
 @torch.no_grad()
-def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
+def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
     """Sums in bins of (p, d), each (bins of p, bins of d).
 
     Returns:
@@ -62,7 +64,7 @@ def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch
 
 
 @torch.no_grad()
-def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
+def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
     """Sums in bins of log(p/p_max), each (bins,), named as in `histogram`; and `max_abs_d`."""
     abs_NV, p_NV, q_NV = (log_q_NV - log_p_NV).abs(), log_p_NV.exp(), log_q_NV.exp()
     index_NV = _bin(log_p_NV - log_p_NV.amax(dim=-1, keepdim=True), GAP_EDGES)
@@ -78,23 +80,23 @@ def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
     return _binned(index_NV, (len(GAP_EDGES) - 1,), values)
 
 
-def sharp_bounds(probability: torch.Tensor, epsilon_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+def sharp_bounds(probability: torch.Tensor, epsilon_max: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
     """The range of log_ratio that logits no further apart than ε_max allow (docs/method.md, Theory 2, the sharp pair).
 
     log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained: (lower, upper),
     float64, in the shape of the probabilities p = π_train. ε_max in nats, at most 350.
     """
-    rest = 1.0 - probability.double()
-    return torch.log1p(rest * math.expm1(-2.0 * epsilon_max)), torch.log1p(rest * math.expm1(2.0 * epsilon_max))
+    rest, range_ = 1.0 - probability.double(), 2.0 * torch.as_tensor(epsilon_max, dtype=torch.float64)
+    return torch.log1p(rest * torch.expm1(-range_)), torch.log1p(rest * torch.expm1(range_))
 
 
-def literal_bound(probability: torch.Tensor, epsilon_max: float) -> torch.Tensor:
+def literal_bound(probability: torch.Tensor, epsilon_max: torch.Tensor | float) -> torch.Tensor:
     """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see docs/method.md, Theory 2."""
     return 2.0 * epsilon_max * (1.0 - probability.double())
 
 
 @torch.no_grad()
-def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Tensor]:
+def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
     """The literal and the sharp bound of Prop. 4.2 (docs/method.md, Theory 2) against every pair, in bins of 1 − p.
 
     Returns:
@@ -104,26 +106,21 @@ def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, torch.Te
         |d| / (2 ε_max (1 − p)) of the pairs that violate the literal bound, 0 without one.
     """
     d_NV = log_q_NV - log_p_NV
-    epsilon_N, _ = epsilon(log_p_NV, log_q_NV)
-    p_NV = log_p_NV.exp()
-    literal, sharp = torch.empty_like(d_NV), torch.empty_like(d_NV)
-    for row, largest in enumerate(epsilon_N.tolist()):
-        lower_V, upper_V = sharp_bounds(p_NV[row], largest)
-        # log_ratio = −d.
-        sharp[row] = torch.maximum(lower_V + d_NV[row], -d_NV[row] - upper_V)
-        literal[row] = literal_bound(p_NV[row], largest)
-    abs_NV = d_NV.abs()
-    violates_NV = abs_NV > literal + TOLERANCE
-    scaled_NV = abs_NV / (2 * epsilon_N[:, None].clamp(min=torch.finfo(torch.float64).tiny))
+    epsilon_N1, p_NV = epsilon(log_p_NV, log_q_NV)[0][:, None], log_p_NV.exp()
+    lower_NV, upper_NV = sharp_bounds(p_NV, epsilon_N1)
+    sharp_NV = torch.maximum(lower_NV + d_NV, -d_NV - upper_NV)  # log_ratio = −d
+    literal_NV, abs_NV = literal_bound(p_NV, epsilon_N1), d_NV.abs()
+    violates_NV = abs_NV > literal_NV + TOLERANCE
+    scaled_NV = abs_NV / (2 * epsilon_N1.clamp(min=torch.finfo(torch.float64).tiny))
     values = {
         "pairs": torch.ones_like(d_NV),
         "scaled": scaled_NV,
         "literal_violations": violates_NV.double(),
-        "sharp_violations": (sharp > TOLERANCE).double(),
+        "sharp_violations": (sharp_NV > TOLERANCE).double(),
         "max_abs_d": abs_NV,
         "max_scaled_above": torch.where(d_NV > 0, scaled_NV, 0.0),
         "max_scaled_below": torch.where(d_NV < 0, scaled_NV, 0.0),
-        "max_over_literal": torch.where(violates_NV, abs_NV / literal.clamp(min=TOLERANCE), 0.0),
+        "max_over_literal": torch.where(violates_NV, abs_NV / literal_NV.clamp(min=TOLERANCE), 0.0),
     }
     return _binned(_bin(1 - p_NV, REST_EDGES), (len(REST_EDGES) - 1,), values)
 
@@ -228,10 +225,11 @@ def safe_sets(
     }
 
 
-def combined(sums: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Several of `histogram`, `by_gap` or `bounds` as one: added, or the larger one of what is named `max…`."""
-    together = {name: torch.stack([part[name] for part in sums]) for name in sums[0]}
-    return {name: of.amax(dim=0) if name.startswith("max") else of.sum(dim=0) for name, of in together.items()}
+def add(sums: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """To `sums`, empty at first, add numbers or arrays of the same names; or take the larger ones, if named `max…`."""
+    for name, value in more.items():
+        combine = np.maximum if name.startswith("max") else np.add
+        sums[name] = combine(sums[name], value) if name in sums else value
 
 
 def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
@@ -239,7 +237,7 @@ def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
     return torch.bucketize(values, torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device))
 
 
-def _binned(index_NV: torch.Tensor, shape: tuple[int, ...], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _binned(index_NV: torch.Tensor, shape: tuple[int, ...], values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """The sum of each kind of value in every bin; the largest one of what is named `max…`."""
     index, count = index_NV.flatten(), math.prod(shape)
     nothing = torch.zeros(count, dtype=torch.float64, device=index.device)
@@ -248,6 +246,9 @@ def _binned(index_NV: torch.Tensor, shape: tuple[int, ...], values: dict[str, to
             nothing.scatter_reduce(0, index, value_NV.flatten(), "amax")
             if name.startswith("max")
             else torch.bincount(index, value_NV.flatten(), minlength=count)
-        ).view(shape)
+        )
+        .view(shape)
+        .cpu()
+        .numpy()
         for name, value_NV in values.items()
     }

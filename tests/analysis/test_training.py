@@ -12,14 +12,6 @@ from dvp.analysis.estimates import over_seeds
 from dvp.analysis.points import where_of
 
 
-def test_the_interval_over_three_seeds_is_students():
-    # t with two degrees of freedom: 4.3027 at 97.5 %.
-    mean, low, high = over_seeds([1.0, 2.0, 6.0])
-    reach = 4.302653 * math.sqrt(7.0) / math.sqrt(3.0)
-    assert mean == pytest.approx(3.0)
-    assert (low, high) == (pytest.approx(3.0 - reach, rel=1e-5), pytest.approx(3.0 + reach, rel=1e-5))
-
-
 @given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
 def test_the_logarithmic_interval_holds_the_geometric_mean_and_stays_positive(values):
     mean, low, high = over_seeds(values, logarithmic=True)

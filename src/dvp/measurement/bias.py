@@ -318,7 +318,7 @@ def _fill(
         squared_norm_BT = gradients.squared_norms(batch, safe)
     # A response's first token in V_S; one without any has no gradient, and a coefficient of 0 there.
     first_B1 = in_safe_BT.float().argmax(dim=1, keepdim=True)
-    notes, of_responses, places = [], [], []
+    notes, of_responses = [], {}
     for place, estimator in enumerate(members):
         update = estimator.update(rollout, statistics, squared_norm_BT)
         weights, coefficient_BT = update.weights, update.coefficients()
@@ -333,13 +333,13 @@ def _fill(
         if estimator.by_token:
             gradient_EKD[place] = gradients.of_batch(batch, coefficient_BT, safe, parts_KBT)
         else:
-            of_responses.append(coefficient_BT)
-            places.append(place)
+            of_responses[place] = coefficient_BT
     log_ratio_B = sequence_log_ratio(rollout, statistics)
     exact_BT = exact_coefficients(rollout, log_ratio_B, group_size)
-    if places:
-        coefficient_BE = torch.cat([each_BT.gather(1, first_B1) for each_BT in (*of_responses, exact_BT)], dim=1)
-        gradient_EKD[[*places, -1]] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
+    if of_responses:
+        of_responses[-1] = exact_BT
+        coefficient_BE = torch.cat([each_BT.gather(1, first_B1) for each_BT in of_responses.values()], dim=1)
+        gradient_EKD[list(of_responses)] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
     else:
         # A pass a batch instead of one a response.
         gradient_EKD[-1] = gradients.of_batch(batch, exact_BT, safe, parts_KBT)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -104,11 +104,22 @@ def groups(reader: Reader) -> list[Group]:
     experiment = reader.experiment
     sampled = {point: _sampled(experiment, reader, point) for point in experiment.points}
     until = min(tokens_SN[:, -1].min() for tokens_SN in sampled.values())
-    return [
-        _group(experiment, reader, task, point, sampled[point], until)
-        for task in experiment.data.tasks
-        for point in experiment.points
-    ]
+    found = []
+    for task in experiment.data.tasks:
+        base = reader.scored(None, task=task)
+        for point in experiment.points:
+            steps = evaluated(experiment, point)
+            later = [reader.scored(point, task=task, step=step) for step in [*steps[1:-1], None]]
+            shape = later[0].share_SP["all"].shape
+            share_SNP = {
+                part: np.stack([np.broadcast_to(first_SP, shape), *(each.share_SP[part] for each in later)], axis=1)
+                for part, first_SP in base.share_SP.items()
+            }
+            runs = reader.runs.loc[reader.runs["point"] == point.path, "source"]
+            run_by_run = chain(*zip(*(each.sources for each in later), strict=True))
+            sources = tuple(dict.fromkeys([base.sources[0], *run_by_run, *runs]))
+            found.append(Group(experiment, task, point, steps, sampled[point], share_SNP, until, sources))
+    return found
 
 
 def evaluated(experiment: Experiment, point: GridPoint) -> list[int]:
@@ -127,33 +138,9 @@ def _sampled(experiment: Experiment, reader: Reader, point: GridPoint) -> np.nda
     return np.array(rows)
 
 
-def _group(
-    experiment: Experiment, reader: Reader, task: str, point: GridPoint, tokens_SN: np.ndarray, until: float
-) -> Group:
-    steps = evaluated(experiment, point)
-    base = reader.scored(None, task=task)
-    later = [reader.scored(point, task=task, step=step) for step in [*steps[1:-1], None]]
-    shape = later[0].share_SP["all"].shape
-    share_SNP = {
-        part: np.stack([np.broadcast_to(first_SP, shape), *(each.share_SP[part] for each in later)], axis=1)
-        for part, first_SP in base.share_SP.items()
-    }
-    runs = reader.runs.loc[reader.runs["point"] == point.path, "source"]
-    # Run by run.
-    files = [file for seed in range(len(runs)) for file in (base.sources[0], *(each.sources[seed] for each in later))]
-    sources = tuple(dict.fromkeys([*files, *runs]))
-    return Group(experiment, task, point, steps, tokens_SN, share_SNP, until, sources)
-
-
-def target(experiment: Experiment, groups: list[Group], task: str) -> float:
-    """The score that counts as having reached the reference: report.reached_within below its final one."""
-    reference = experiment.reference_point
-    [own] = [group for group in groups if (group.task, group.point) == (task, reference)]
-    return float(own.score["final"].value_R[0]) - experiment.report.reached_within / 100
-
-
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every grid point and task how high it comes, and how many sampled tokens it takes.
+    """Of every grid point and task how high it comes, and how many sampled tokens it takes to the score that counts as
+    having reached the reference, report.reached_within below its final one.
 
     final_score, peak_score, mean_score (fractions); score_over_reference, peak_score_over_reference,
     mean_score_over_reference and the same …_over_equal_settings, against the reference's method with the same training
@@ -165,9 +152,10 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     yield without_interval("mean_score_tokens", {}, every[0].until, "tokens", how, sources)
     for group in every:
         same_task = {other.point: other for other in every if other.task == group.task}
+        final = float(same_task[experiment.reference_point].score["final"].value_R[0])
         yield from _scores(experiment, group, same_task)
         yield from _steps(experiment, group)
-        yield from _tokens(experiment, group, same_task, target(experiment, every, group.task))
+        yield from _tokens(experiment, group, same_task, final - experiment.report.reached_within / 100)
 
 
 def _scores(experiment: Experiment, group: Group, same_task: dict[GridPoint, Group]) -> Iterator[Statistic]:

@@ -12,11 +12,12 @@ from functools import lru_cache
 import numpy as np
 from scipy import stats
 
+from dvp.analysis.load import Reader
 from dvp.analysis.points import partner, seeds_text, where_of
 from dvp.analysis.statistics import Statistic
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint
+from dvp.experiment.grid import GridPoint, Sampler
 from dvp.measurement.files import NORMAL_95
 
 LEVEL = 0.95
@@ -69,6 +70,12 @@ def mean(experiment: Experiment, value_SP: np.ndarray, sources: Iterable[str]) -
     return Estimate(
         draws, np.divide(sum_R, count_R, out=np.full_like(sum_R, np.nan), where=count_R > 0), tuple(sources)
     )
+
+
+def score(reader: Reader, point: GridPoint | None, sampler: Sampler | None = None) -> Estimate:
+    """Of a point's models, or of the base model, on report.task; see `Reader.scored`."""
+    scored = reader.scored(point, sampler)
+    return mean(reader.experiment, scored.share_SP["all"], scored.sources)
 
 
 def contrast(

@@ -6,7 +6,7 @@ not train the same one, so that a single column also compares the columns.
 
 from collections.abc import Callable, Iterator
 
-from dvp.analysis.estimates import Estimate, contrast, mean, over_model
+from dvp.analysis.estimates import Estimate, contrast, over_model, score
 from dvp.analysis.formats import rho_text
 from dvp.analysis.load import Reader
 from dvp.analysis.points import partner, where_of
@@ -58,16 +58,11 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     all points but the reference, minus that: on an engine both from the full vocabulary, or each from its own, and
     each under the policy that it trained.
     """
-
-    def score(point: GridPoint | None, sampler: Sampler) -> Estimate:
-        scored = reader.scored(point, sampler)
-        return mean(experiment, scored.share_SP["all"], scored.sources)
-
     for point in (None, *experiment.points):
         for sampler in samplers(experiment, point):
             place, how = where_of(experiment, point, sampler), over_model(experiment, point)
-            yield score(point, sampler).statistic("score_by_policy", place, "fraction", how, "share")
-    yield from contrasts(experiment, "score", lambda mine, its: score(*mine) - score(*its))
+            yield score(reader, point, sampler).statistic("score_by_policy", place, "fraction", how, "share")
+    yield from contrasts(experiment, "score", lambda mine, its: score(reader, *mine) - score(reader, *its))
 
 
 def contrasts(

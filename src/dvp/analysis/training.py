@@ -10,9 +10,9 @@ from dvp.analysis.estimates import (
     Estimate,
     contrast,
     contrasts,
-    mean,
     over_model,
     over_seeds,
+    score,
     share_of_runs,
     t_over_seeds,
 )
@@ -57,24 +57,19 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     smallest_effect, how large a change or score_over_unpruned would have to be for an interval that leaves out 0 in
     80 % of such experiments. See `_training` for the rest.
     """
-    score = {point: _score(experiment, reader, point) for point in (None, *experiment.points)}
-    for point in score:
-        yield from _scores(experiment, reader, score, point)
+    scores = {point: score(reader, point) for point in (None, *experiment.points)}
+    for point in scores:
+        yield from _scores(experiment, reader, scores, point)
     for point in experiment.points:
         yield from _training(experiment, reader, point)
     for curve, rhos in swept(experiment).items():
-        yield from _sweep(experiment, score, curve, rhos)
-
-
-def _score(experiment: Experiment, reader: Reader, point: GridPoint | None) -> Estimate:
-    scored = reader.scored(point)
-    return mean(experiment, scored.share_SP["all"], scored.sources)
+        yield from _sweep(experiment, scores, curve, rhos)
 
 
 def _scores(
-    experiment: Experiment, reader: Reader, score: dict[GridPoint | None, Estimate], point: GridPoint | None
+    experiment: Experiment, reader: Reader, scores: dict[GridPoint | None, Estimate], point: GridPoint | None
 ) -> Iterator[Statistic]:
-    own, where, how = score[point], where_of(experiment, point), over_model(experiment, point)
+    own, where, how = scores[point], where_of(experiment, point), over_model(experiment, point)
     reference, scored = experiment.reference_point, reader.scored(point)
     k, sources = experiment.evaluation.samples_per_problem[experiment.report.task], own.sources
 
@@ -91,7 +86,7 @@ def _scores(
         seed = where | {"seed": "none" if point is None else str(row.seed)}
         yield without_interval("seed_score", seed, row.avg, f"avg@{k}, fraction", "a single run", sources)
     # Of a reference without a correct answer no change is defined.
-    ratio = own / score[reference]
+    ratio = own / scores[reference]
     change = ratio.statistic("score_change_percent", where, "%", f"{how}, paired with the reference", "ratio")
     ends = {key: 100 * (getattr(change, key) - 1) for key in ("value", "low", "high")}
     yield replace(change, **ends)
@@ -100,7 +95,7 @@ def _scores(
     if point != reference:
         yield smallest("smallest_change_percent", ratio, 100, change)
     pairings = ("reference", "unpruned", "rloo")
-    for compared, difference in contrasts(experiment, "score", point, pairings, score.__getitem__, _minus):
+    for compared, difference in contrasts(experiment, "score", point, pairings, scores.__getitem__, _minus):
         yield compared
         if compared.name == "score_over_unpruned":
             yield smallest("smallest_effect", difference, 1, compared)
@@ -171,7 +166,7 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
 
 
 def _sweep(
-    experiment: Experiment, score: dict[GridPoint | None, Estimate], curve: GridPoint, rhos: list[str]
+    experiment: Experiment, scores: dict[GridPoint | None, Estimate], curve: GridPoint, rhos: list[str]
 ) -> Iterator[Statistic]:
     """score_over_small_rho and score_over_large_rho of a sweep over ρ.
 
@@ -179,7 +174,7 @@ def _sweep(
     the smallest, or the largest: above 0, both, where the score is best in between. Which values are in the middle
     does not depend on the scores.
     """
-    of = {rho: score[curve.model_copy(update={"rho": rho})] for rho in rhos}
+    of = {rho: scores[curve.model_copy(update={"rho": rho})] for rho in rhos}
     ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
     mean_R = np.mean([of[rho].value_R for rho in inside], axis=0)
     middle_mean = Estimate(of[inside[0]].draws, mean_R, tuple(file for rho in inside for file in of[rho].sources))

@@ -1,4 +1,7 @@
-"""What a prompt is for the model, and which prompts are short enough to train on."""
+"""What is read of what `prepare` wrote, what a prompt is for the model, and which are short enough to train on."""
+
+import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -6,14 +9,35 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from dvp.data.prompts import encode_prompts, short_enough
+import dvp
+from dvp.data.prepare import EVAL_COLUMNS
+from dvp.data.prompts import encode_prompts, read_problems, short_enough
 from dvp.errors import DvpError
+from made_up_problems import write_problems
 
 QWEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] | trim + '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+def test_the_rows_of_a_task_keep_their_places(tmp_path):
+    write_problems(tmp_path / "eval.parquet", EVAL_COLUMNS, task=["x", "y", "x"], id=["1", "1", "2"])
+    rows = read_problems(tmp_path / "eval.parquet", "x")
+    assert list(rows["id"]) == ["1", "2"]
+    assert list(rows.index) == [0, 2]
+
+
+def test_no_stage_has_a_reader_of_its_own():
+    """Sources, what `prepare` wrote, what training wrote and results: one reader each."""
+    package = Path(dvp.__file__).parent
+    reads = re.compile(r"read_parquet\(|read_table\(|ParquetFile\(")
+    readers = [path for path in package.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))]
+    found = sorted(path.relative_to(package).as_posix() for path in readers)
+    reports = ["analysis/load.py", "analysis/report.py", "analysis/stage.py", "analysis/statistics.py"]
+    own = ["data/prompts.py", "data/sources.py", "measurement/rollouts.py", "training/responses.py"]
+    assert found == [*reports, *own]
 
 
 def test_prompts_of_at_most_the_limit_are_kept():

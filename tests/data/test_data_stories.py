@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from dvp.data.generators import GENERATORS
+from dvp.data.sources import GENERATORS
 from dvp.data.stories import LARGEST, MARK, PEOPLE
 from dvp.data.verifier import grade
 from dvp.experiment.tools import Calculator

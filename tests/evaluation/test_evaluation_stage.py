@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from dvp.data import prepared, prompts
+from dvp.data import prompts
 from dvp.errors import DvpError
 from dvp.evaluation import runner
 from dvp.evaluation import stage as evaluation
@@ -114,7 +114,7 @@ def test_all_tasks_have_one_engine_with_room_for_the_longest(monkeypatch, tmp_pa
     monkeypatch.setattr(
         transformers.AutoConfig, "from_pretrained", lambda _: type("C", (), {"max_position_embeddings": 999})
     )
-    monkeypatch.setattr(prepared, "read_task", lambda _, task: lengths[task])
+    monkeypatch.setattr(prompts, "read_problems", lambda _, task: lengths[task])
     monkeypatch.setattr(prompts, "encode_prompts", lambda _, of_task, *__: [[0] * length for length in of_task])
     monkeypatch.setattr(runner, "evaluate", lambda *_, engine, **__: {"engine": engine})
     monkeypatch.setattr(evaluation, "VllmEngine", lambda *_, **options: started.append(options) or len(started))

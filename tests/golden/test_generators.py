@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dvp.data.generators import GENERATORS
+from dvp.data.sources import GENERATORS
 
 SHA256 = {
     "stories": "32a710a9846d7a1d1822a19e573d4ca06084a959547ceaa9ed37fd1317265560",

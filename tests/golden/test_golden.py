@@ -32,9 +32,8 @@ from dvp.analysis.evidence import CONTRADICTED, INCONCLUSIVE, SUPPORTED, VERDICT
 from dvp.conversion.convert import convert
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
-from dvp.data.generators import GENERATORS
-from dvp.data.prepare import prepare
-from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
+from dvp.data.prepare import EVAL_COLUMNS, TRAIN_COLUMNS, prepare
+from dvp.data.sources import GENERATORS
 from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.folder import ExperimentDir

@@ -19,7 +19,7 @@ from dvp.analysis.load import Reader
 from dvp.core.advantages import ADVANTAGES, Responses
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
-from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
+from dvp.data.prepare import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.errors import DvpError
 from dvp.experiment.loading import dump_experiment, load_experiment
 from dvp.files import checksums, read_json, sha256_file, write_json, write_text

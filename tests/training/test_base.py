@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from dvp.data import shortest_path
-from dvp.data.prepared import EVAL_COLUMNS
+from dvp.data.prepare import EVAL_COLUMNS
 from dvp.data.stories import STORIES
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from dvp.data.prepared import TRAIN_COLUMNS
+from dvp.data.prepare import TRAIN_COLUMNS
 from dvp.data.prompts import before_response
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig

@@ -27,13 +27,14 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dvp.data import puzzles
-from dvp.data.prepared import EVAL_COLUMNS, TRAIN_COLUMNS
 from dvp.data.sources import Row, load, locate
 from dvp.data.verifier import check_reference, equal
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSource
 from dvp.files import atomic_path, sha256_file
 
+TRAIN_COLUMNS = ("id", "source", "problem", "answer", "prompt")
+EVAL_COLUMNS = ("task", "id", "problem", "answer", "prompt")
 COMMON = 10
 SHORTEST = 5
 """Words of a problem that are its own; fewer ("Compute $2 + 2$.") stand in others by chance."""

@@ -1,7 +1,11 @@
-"""Prompts as token ids, the same in all stages and on every day; and which part of a response is graded."""
+"""Problems as `prepare` wrote them, and their prompts as token ids, the same in all stages and on every day.
+
+Also which part of a response is graded.
+"""
 
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,6 +18,15 @@ TODAY = datetime(2024, 7, 26)
 """What a chat template that reads the clock is told, as prompts must not change from day to day."""
 ANOTHER_DAY = datetime(2031, 11, 5, 13, 14, 15)
 THINKING = ("<think>", "</think>")
+
+
+def read_problems(path: Path, task: str | None = None) -> pd.DataFrame:
+    """What `prepare` wrote: the rows of train.parquet, or those of a task of eval.parquet, with their numbers there.
+
+    That the tables are as they were written, a stage has verified by their checksums.
+    """
+    problems = pd.read_parquet(path)
+    return problems if task is None else problems[problems["task"] == task]
 
 
 def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: str) -> list[list[int]]:

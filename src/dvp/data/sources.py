@@ -12,13 +12,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dvp.data.generators import GENERATORS
+from dvp.data import graph_color, shortest_path, stories
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
 from dvp.experiment.data import FileSource, GeneratedSource, HubSource
 from dvp.files import parse_json
 from dvp.strict import control_character
 
+GENERATORS = {
+    "stories": stories.STORIES,
+    "products": stories.PRODUCTS,
+    "chains": stories.CHAINS,
+    "tales": stories.TALES,
+    "wide_tales": stories.WIDE_TALES,
+    "shortest_path": shortest_path,
+    "graph_color": graph_color,
+}
+"""What a source can name: each has `generate` and `careless`, see dvp.data.stories."""
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
 _FIELDS = {

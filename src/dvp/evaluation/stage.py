@@ -90,8 +90,7 @@ def sampling(
     from transformers import AutoConfig, AutoTokenizer
 
     from dvp.core.safe_vocabulary import FixedRho
-    from dvp.data.prepared import read_task
-    from dvp.data.prompts import encode_prompts
+    from dvp.data.prompts import encode_prompts, read_problems
     from dvp.evaluation.runner import evaluate as evaluate_model
     from dvp.rollout.turns import ToolEngine
     from dvp.tools import make_tool
@@ -106,7 +105,7 @@ def sampling(
             len(prompt)
             for task in tasks
             for prompt in encode_prompts(
-                tokenizer, read_task(eval_parquet, task), experiment.data.chat, "data/eval.parquet"
+                tokenizer, read_problems(eval_parquet, task), experiment.data.chat, "data/eval.parquet"
             )
         )
         started = VllmEngine(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def mismatch(config: Path, path: str, threads: int) -> None:
     """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
     with _measuring("mismatch", config, path, threads) as (directory, measurement, model, stage):
-        from dvp.data.prepared import TRAIN_COLUMNS, read_problems
+        from dvp.data.prompts import read_problems
         from dvp.measurement.mismatch import measure_mismatch
         from dvp.measurement.problems import FixedProblems, drawn
 
@@ -42,7 +42,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
         fixed = FixedProblems(
             experiment,
             model,
-            read_problems(directory.data / "train.parquet", TRAIN_COLUMNS),
+            read_problems(directory.data / "train.parquet"),
             where="data/train.parquet",
             count=settings.problems,
             seed=measurement.seed,
@@ -66,7 +66,7 @@ def bias(config: Path, path: str, threads: int) -> None:
     Writes bias/MEASUREMENT/*.parquet (the tables of dvp.measurement.bias.BiasTables) and bias.json.
     """
     with _measuring("bias", config, path, threads) as (directory, measurement, model, stage):
-        from dvp.data.prepared import TRAIN_COLUMNS, read_problems, read_task
+        from dvp.data.prompts import read_problems
         from dvp.measurement.bias import measure_bias
         from dvp.measurement.problems import FixedProblems
 
@@ -74,9 +74,9 @@ def bias(config: Path, path: str, threads: int) -> None:
         chosen = settings.model_dump(mode="json", exclude={"estimators"})
         stage.tracked.log_params({"measurement": path, "bias": chosen})
         if measurement.task is None:
-            problems, where = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS), "data/train.parquet"
+            problems, where = read_problems(directory.data / "train.parquet"), "data/train.parquet"
         else:
-            problems = read_task(directory.data / "eval.parquet", measurement.task)
+            problems = read_problems(directory.data / "eval.parquet", measurement.task)
             where = f"data/eval.parquet, task '{measurement.task}'"
         fixed = FixedProblems(experiment, model, problems, where=where, count=settings.problems, seed=measurement.seed)
         measured = measure_bias(experiment, fixed, measurement.engine, path)

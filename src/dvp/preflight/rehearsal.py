@@ -344,13 +344,13 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 def evaluate(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The fourth process: a few problems of the report's task, by the model that was converted, whatever the engine."""
-    from dvp.data.prepared import read_task
+    from dvp.data.prompts import read_problems
     from dvp.evaluation.stage import sampling
 
     report, task = Report(work), directory.experiment.report.task
     with report.asking("evaluate") as answer:
         started = time.time()
-        problems = read_task(directory.data / "eval.parquet", task).head(EVALUATED)
+        problems = read_problems(directory.data / "eval.parquet", task).head(EVALUATED)
         problems.to_parquet(work / "eval.parquet", index=False)
         scores = sampling(directory.experiment, [task], work / MODEL, work / "eval.parquet")(task, work)
         figures = {name: scores[name] for name in ("problems", "samples", "mean_response_tokens", "truncated_fraction")}

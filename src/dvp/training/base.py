@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dvp.core.batch import Batch
-from dvp.data.generators import GENERATORS
-from dvp.data.prepared import EVAL_COLUMNS, read_problems
+from dvp.data.prompts import read_problems
+from dvp.data.sources import GENERATORS
 from dvp.data.stories import MARK, Story
 from dvp.errors import DvpError
 from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
@@ -94,7 +94,7 @@ def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTraine
 def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) -> dict:
     source = experiment.sources[base.source]
     assert isinstance(source, GeneratedSource)  # the configuration checked it
-    evaluated = set(read_problems(data / "eval.parquet", EVAL_COLUMNS)["problem"])
+    evaluated = set(read_problems(data / "eval.parquet")["problem"])
     stories = _fresh(source, base, evaluated)
     tokenizer = train_tokenizer(
         (

@@ -160,8 +160,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     import torch
     from transformers import AutoTokenizer
 
-    from dvp.data.prepared import TRAIN_COLUMNS, read_problems
-    from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
+    from dvp.data.prompts import before_response, encode_prompts, padding_token, read_problems, short_enough
     from dvp.rollout.turns import ToolEngine
     from dvp.rollout.vllm import VllmEngine
     from dvp.tools import make_tool
@@ -171,7 +170,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     experiment, settings = directory.experiment, directory.experiment.training_of(run)
     tokenizer = AutoTokenizer.from_pretrained(directory.base)
-    problems = read_problems(directory.data / "train.parquet", TRAIN_COLUMNS)
+    problems = read_problems(directory.data / "train.parquet")
     prompts = encode_prompts(tokenizer, problems, experiment.data.chat, "data/train.parquet")
     kept = short_enough(prompts, settings.max_prompt_tokens)
     too_long = len(prompts) - len(kept)

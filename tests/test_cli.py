@@ -298,11 +298,6 @@ def test_train_before_base_names_the_missing_file(refused, resolved, place):
     assert not (folder / "runs").exists()
 
 
-def test_evaluate_takes_tasks_of_the_experiment_only(refused, resolved):
-    line = refused("evaluate", "--config", resolved(), "--run", "base", "--task", "aime25")
-    assert line == "evaluate: 'base/aime25' is not in experiment 'smoke'; the nearest is 'base/held_out'"
-
-
 # --- how it ends ---
 
 

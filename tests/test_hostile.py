@@ -67,7 +67,7 @@ def test_names_in_an_experiment_are_no_paths_either(name, table, root):
 )
 def test_a_runs_name_is_one_of_the_grid_or_nothing(path, root):
     with pytest.raises(DvpError, match="is not in experiment 'smoke'"):
-        load_experiment("smoke", root / "config").run(path)
+        load_experiment("smoke", root / "config").job("train", path)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dvp.files import sha256_file, write_json
-from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record, write_record
+from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record
 from dvp.versions import STAGE_VERSIONS
 from recipes import METHODS, declare, follow
 
@@ -258,7 +258,7 @@ def test_a_copy_that_lost_the_order_of_its_ages_is_not_trained_again(results):
         tags = {KEY: stage, STAGE: stage} | {f"{UPSTREAM}{other}": other for other in read}
         ended = {"status": "FINISHED", "started": 1000 * clock, "ended": 1000 * clock + 1000, "files": {path: ""}}
         record = Record(experiment="smoke", name=stage, tags=tags, **ended)
-        write_record(folder / f"tracking/{stage}.json", record)
+        write_json(folder / f"tracking/{stage}.json", record.model_dump())
         made[stage] = [result, *(result.parent / name for name in files)]
     for age, stage in enumerate(("train", "base", "prepare"), start=1):
         for file in made[stage]:

@@ -15,6 +15,14 @@ CONFIG = ROOT / "config"
 EXPERIMENTS = sorted(experiment_files(CONFIG))
 GONE = object()
 RLOO = {"method": "rloo", "engine": "fp32"}
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
+PLAIN = {"label": "x", "advantage": "rloo"}
+TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
+MISMATCH = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
+ESTIMATORS = [{"method": "rloo"}, {"method": ["dvp"], "rho": 1e-2}]
+BIAS = {"policies": ["base"], "engines": ["coarse"], "problems": 2, "batches": 4, "reference_batches": 4}
+BIAS |= {"estimators": ESTIMATORS}
 
 
 def put(value: dict, changes: dict[str, Any]) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from changed import CONFIG, EXPERIMENTS, put
+from changed import CONFIG, EXPERIMENTS, HUB, PLAIN, REVISION, put
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -30,9 +30,6 @@ from dvp.files import write_text
 from hashes import hash_of
 
 SMOKE = load_experiment("smoke", CONFIG)
-REVISION = "0123456789abcdef0123456789abcdef01234567"
-HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
-PLAIN = {"label": "x", "advantage": "rloo"}
 
 
 @pytest.fixture

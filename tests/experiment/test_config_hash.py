@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from changed import RLOO, experiment
+from changed import BIAS, ESTIMATORS, MISMATCH, RLOO, TOOLS, experiment
 
 from dvp.analysis.parts import parts
 from dvp.experiment.config import Experiment
@@ -17,7 +17,6 @@ BEFORE = {"prepare", "base", "evaluate base"}
 OF_RUN = {"train", "convert", "evaluate"}
 ALL = BEFORE | OF_RUN
 GRID = (RLOO | {"engine": ["fp32", "coarse"]}, {"method": "dvp_mis", "engine": "coarse", "rho": "0.01"})
-TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
 
 
 def config_hashes(asked: Experiment) -> dict[str, str]:
@@ -159,11 +158,6 @@ def test_the_evaluation_matrix_trains_and_scores_nothing_again():
 
 
 # --- measurements ---
-
-MISMATCH = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
-ESTIMATORS = [{"method": "rloo"}, {"method": ["dvp"], "rho": 1e-2}]
-BIAS = {"policies": ["base"], "engines": ["coarse"], "problems": 2, "batches": 4, "reference_batches": 4}
-BIAS |= {"estimators": ESTIMATORS}
 
 
 def test_a_task_is_measured_by_itself():

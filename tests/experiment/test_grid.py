@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dvp.errors import DvpError
-from dvp.experiment.grid import NO_AXES, GridPoint, Rho, Settings, setting_as_written, settings_as_read
+from dvp.experiment.grid import NO_AXES, GridPoint, Rho, Settings, rho_in_path, setting_as_written, settings_as_read
 from dvp.experiment.loading import load_experiment, parse_experiment
 from dvp.progress import readable, rho_as_read
 from dvp.tracking.names import policy_params, policy_title
@@ -38,13 +38,13 @@ def test_rho_is_a_number_within_0_and_1_or_refused(written):
     except ValueError:
         return
     assert 0 < rho.value < 1
-    assert re.fullmatch(r"[0-9a-zE.+-]+", rho.in_path)  # a shell takes it without quotes
+    assert re.fullmatch(r"[0-9a-zE.+-]+", rho_in_path(rho))  # a shell takes it without quotes
 
 
 def test_rho_is_kept_as_exp_or_as_a_plain_number():
     written = ["exp(-13)", "exp(-0.5)", "1e-2", "0.010", 0.01, 0.123456789]
     assert [Rho(rho) for rho in written] == ["exp(-13)", "exp(-0.5)", "0.01", "0.01", "0.01", "0.123456789"]
-    assert [Rho(rho).in_path for rho in written[:3]] == ["exp-13", "exp-0.5", "0.01"]
+    assert [rho_in_path(rho) for rho in written[:3]] == ["exp-13", "exp-0.5", "0.01"]
     assert [rho_as_read(rho) for rho in written[:3]] == ["e⁻¹³", "e⁻⁰·⁵", "1e-2"]
     assert GridPoint(method="dvp", engine="coarse", rho="1e-2").path == "method~dvp/engine~coarse/rho~0.01"
 
@@ -59,8 +59,8 @@ def test_a_runs_path_says_what_it_is_and_finds_it(name):
         match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)((?:/[a-z_]+~[^/]+)*)/seed~([0-9]+)", run.path)
         method, engine, rho, _, seed = match.groups()
         assert (method, engine, int(seed)) == (run.method, run.engine, run.seed)
-        assert rho == ("none" if run.rho is None else run.rho.in_path)
-        assert made.run(run.path) == run
+        assert rho == rho_in_path(run.rho)
+        assert made.job("train", run.path).run == run
         assert (run.rho_value is not None) == made.methods[run.method].takes_rho
     assert len({run.path for run in made.runs}) == len(made.runs)
 

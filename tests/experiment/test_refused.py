@@ -3,20 +3,12 @@
 import math
 
 import pytest
-from changed import GONE, RLOO, experiment, refused
+from changed import BIAS, ESTIMATORS, GONE, HUB, MISMATCH, PLAIN, REVISION, RLOO, TOOLS, experiment, refused
 
 from dvp.experiment.loading import load_experiment
 
-REVISION = "0123456789abcdef0123456789abcdef01234567"
-HUB = {"kind": "hub", "path": "a/b", "split": "test", "columns": {"problem": "problem", "answer": "answer"}}
-PLAIN = {"label": "x", "advantage": "rloo"}
 STORIES = "sources.stories_small"
-TOOLS = {"kind": "calculator", "max_answer_tokens": 20}
 DECAY = {"growth": 0.25, "patience": 8, "factor": 0.5, "every": 32, "lowest": 0.1}
-MISMATCH = {"policies": ["base"], "engines": "coarse", "problems": 2, "responses": 2, "rhos": [1e-2], "margins": [0.1]}
-ESTIMATORS = [{"method": "rloo"}, {"method": ["dvp"], "rho": 1e-2}]
-BIAS = {"policies": ["base"], "engines": ["coarse"], "problems": 2, "batches": 4, "reference_batches": 4}
-BIAS |= {"estimators": ESTIMATORS}
 
 
 def odd(**settings) -> dict:

@@ -7,7 +7,7 @@ import pytest
 
 from dvp.files import sha256_file, write_json
 from dvp.tracking.order import restore_order
-from dvp.tracking.record import KEY, STAGE, Record, write_record
+from dvp.tracking.record import KEY, STAGE, Record
 
 RUN = "method~rloo/engine~fp32/rho~none/seed~0"
 FILES = {
@@ -34,7 +34,7 @@ def make(folder: Path, stage: str, started: int, ended: int, age: float) -> None
     of = {"tags": {KEY: stage, STAGE: stage}, "files": {FILES[stage][0]: ""}}
     times = {"started": started * 1000, "ended": ended * 1000}
     record = Record(experiment="e", name=stage, status="FINISHED", **of, **times)
-    write_record(folder / f"tracking/{stage}.json", record)
+    write_json(folder / f"tracking/{stage}.json", record.model_dump())
     for file in outputs(folder, stage):
         os.utime(file, (age, age))
 

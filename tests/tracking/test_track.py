@@ -20,7 +20,8 @@ from made_up_stages import (
 )
 
 from dvp.errors import DvpError
-from dvp.tracking.record import Record, read_record, write_record
+from dvp.files import write_json
+from dvp.tracking.record import Record, read_record
 from dvp.tracking.stage import stage_run
 from dvp.tracking.store import track as track_here
 
@@ -53,7 +54,7 @@ def one_stage(tmp_path):
     """A stage's record, and no store."""
     folder = make_folder(tmp_path / "results")
     record = Record(experiment=EXPERIMENT, name="train", tags={"tracking_key": "k"}, metrics=METRICS, started=1)
-    write_record(folder / RECORD, record)
+    write_json(folder / RECORD, record.model_dump())
     (folder / METRICS).parent.mkdir(parents=True)
     (folder / METRICS).write_text('{"step": 1}\n')
     return folder

@@ -362,12 +362,6 @@ class Experiment(Strict):
         """Hash (12 hex digits) of all settings on which a job depends (see dvp.experiment.config_hash)."""
         return sha256_json(settings_of_job(self, self.job(stage, path)))[:12]
 
-    def run(self, path: str) -> Run:
-        """The run of this path. Raises DvpError if the grid has none."""
-        run = self.job("train", path).run
-        assert run is not None
-        return run
-
     def evaluated_steps(self, point: GridPoint) -> list[int]:
         """The steps after which the runs of a point are evaluated (evaluation.at), in their order, without the last."""
         return self.evaluation.steps(self.training_of(point).steps)

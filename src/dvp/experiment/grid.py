@@ -39,11 +39,6 @@ class Rho(str):
         rho.value = value
         return rho
 
-    @property
-    def in_path(self) -> str:
-        """As part of a path, which a shell takes without quotes: `exp-13` for exp(-13)."""
-        return self.replace("(", "").replace(")", "")
-
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> core_schema.CoreSchema:
         """A text, made by `Rho`."""
@@ -61,8 +56,8 @@ def parse_rho(rho: object) -> float:
 
 
 def rho_in_path(rho: str | None) -> str:
-    """ρ as part of a path, `none` without one."""
-    return "none" if rho is None else Rho(rho).in_path
+    """ρ as part of a path, which a shell takes without quotes: `exp-13` for exp(-13), `none` without one."""
+    return "none" if rho is None else re.sub("[()]", "", Rho(rho))
 
 
 def _of_training(listed: bool) -> Any:

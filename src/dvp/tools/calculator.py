@@ -64,8 +64,6 @@ class _Compute(Transformer):
 class CalculatorTool:
     """A Tool; see the module."""
 
-    name = "calculator"
-
     def __init__(self) -> None:
         # With LALR the transformer computes while the text is read: no tree, hence no recursion through one.
         self._parser = Lark(GRAMMAR, start="sum", parser="lalr", transformer=_Compute())

@@ -61,8 +61,6 @@ BEGIN = 'read -r begin || { echo "the start of this call was interrupted"; exit 
 class PythonTool:
     """A Tool; see the module."""
 
-    name = "python"
-
     def __init__(self, settings: Python):
         """Raises DvpError unless the sandbox works on this machine."""
         self._settings = settings

@@ -1,6 +1,6 @@
 """What the rest of the program knows of a tool: text in, text out.
 
-A new tool is a file here with a class that has a name and `answers`, a strict model of its settings in
+A new tool is a file here with a class that has `answers`, a strict model of its settings in
 dvp.experiment.tools, and a line in `make_tool`.
 """
 
@@ -20,8 +20,6 @@ class Answer:
 
 class Tool(Protocol):
     """Something that a model may call while it writes a response."""
-
-    name: str
 
     def answers(self, calls: Sequence[str]) -> list[Answer]:
         """An answer to each call, in their order. A call that fails has an answer too; nothing is raised."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from typing_extensions import TypedDict
 
 from dvp.errors import DvpError
-from dvp.files import sha256_json, write_json
+from dvp.files import sha256_json
 
 FOLDER = "tracking"  # below the experiment's folder
 KEY = "tracking_key"
@@ -75,11 +75,6 @@ class Record(BaseModel):
 def key_of(*parts: object) -> str:
     """Key (12 hex digits) of what `parts` (JSON-able) name."""
     return sha256_json(parts)[:12]
-
-
-def write_record(path: Path, record: Record) -> None:
-    """Write a record atomically."""
-    write_json(path, record.model_dump())
 
 
 def read_record(path: Path) -> Record:

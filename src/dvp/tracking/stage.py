@@ -13,6 +13,7 @@ import psutil
 
 from dvp.errors import DvpError
 from dvp.experiment.grid import whole_run
+from dvp.files import write_json
 from dvp.provenance import device, git_commit
 from dvp.tracking import store
 from dvp.tracking.names import final_metrics, result_name, stage_name
@@ -28,7 +29,6 @@ from dvp.tracking.record import (
     key_of,
     read_record,
     read_rows,
-    write_record,
 )
 from dvp.versions import STAGE_VERSIONS
 
@@ -105,7 +105,7 @@ class StageRun:
 
     def flush(self) -> None:
         """Keep what is logged, and send what the store lacks unless it failed a moment ago."""
-        write_record(self._path, self._record)
+        write_json(self._path, self._record.model_dump())
         if time.monotonic() < self._next_attempt:
             return
         try:

@@ -53,7 +53,7 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
     """
     directory = ExperimentDir(config)
-    run = directory.experiment.run(path)
+    run = directory.experiment.job("train", path).run
     command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
     folder, training = directory.result("train", path).parent, directory.experiment.training_of(run)
     if training.nodes == 1:  # several are Slurm's to hand out

@@ -175,8 +175,13 @@ def test_a_verb_calls_its_function_with_its_options(monkeypatch):
         ),
         (
             ["resolve", "--experiment", "../experiments/smoke", "--folder", "x"],
-            "experiment '../experiments/smoke': expected the name of a file in config/experiments, without .yaml",
+            "experiment '../experiments/smoke': expected 'smoke'",
         ),
+        (
+            ["plan", "--config", "experiment=experiments/mine.yaml"],
+            "experiment 'experiments/mine.yaml': expected the name of a file in config/experiments, without .yaml",
+        ),
+        (["plan", "--config", "tiny"], "--config tiny: expected KEY=VALUE, such as experiment=tiny"),
     ],
 )
 def test_a_command_that_cannot_be_is_one_line(arguments, line, refused):

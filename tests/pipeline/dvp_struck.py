@@ -12,7 +12,7 @@ import sys
 from dvp import cli
 
 MOMENTS = {
-    "rollout": ("dvp.rollout.vllm", "VllmEngine", "generate"),
+    "rollout": ("dvp.training.loop", "Loop", "sample"),
     "token": ("vllm.v1.engine.llm_engine", "LLMEngine", "step"),
     "update": ("dvp.training.backend", "Trainer", "forward_backward"),
     "checkpoint": ("dvp.training.checkpoint", None, "checksums"),  # DeepSpeed's files are there, their sums are not

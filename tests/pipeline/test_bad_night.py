@@ -103,12 +103,12 @@ def test_a_run_that_is_struck_four_times_ends_as_if_it_had_been_left_alone(prepa
     """
     place = tmp_path / "place"
     shutil.copytree(prepared, place)
-    status, errors = train(place, "SIGKILL", "rollout", "4")  # others: at the start, after the first new weights
+    status, errors = train(place, "SIGKILL", "rollout", "2")
     assert status == -signal.SIGKILL, errors
     assert len(rows(place)) == 1
     assert checkpoints(place) == []
 
-    status, errors = train(place, "SIGTERM", "rollout", "5")
+    status, errors = train(place, "SIGTERM", "rollout", "3")
     assert status == 143, errors
     assert errors.strip().splitlines()[-1] == "dvp train: stopped by SIGTERM after step 2; run again to continue"
     assert "Traceback" not in errors

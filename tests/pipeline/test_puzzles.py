@@ -23,11 +23,11 @@ def folder(copy):
     return copy.results / NAME
 
 
-def solves(answer: str | None, graph: dict) -> bool:
+def solves(answer: object, graph: dict) -> bool:
     """Whether a text is a map of all vertices to colours of which no two that are connected share one."""
     try:
-        colors = json.loads(answer or "")
-    except ValueError:
+        colors = json.loads(answer)
+    except (TypeError, ValueError):  # none is stated
         return False
     return (
         isinstance(colors, dict)

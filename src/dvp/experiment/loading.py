@@ -133,7 +133,9 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     files = experiment_files(config)
     asked = f"{files[extended_by[-1]]}: extends: " if extended_by else ""
     if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(".yaml"):
-        raise DvpError(f"{asked}experiment '{name}': expected the name of a file in {folder}, without .yaml")
+        meant = Path(str(name)).stem
+        expected = f"'{meant}'" if meant in files else f"the name of a file in {folder}, without .yaml"
+        raise DvpError(f"{asked}experiment '{name}': expected {expected}")
     if name in extended_by:
         raise DvpError(f"{asked}{' → '.join([*extended_by, name])} is a circle; one of them must stand alone")
     path = files.get(name, folder / f"{name}.yaml")
@@ -240,6 +242,9 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
 
     Raises DvpError.
     """
+    for pair in pairs:
+        if "=" not in pair:
+            raise DvpError(f"--config {pair}: expected KEY=VALUE, such as experiment=tiny")
     given = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
     file = config / "config.yaml"
     settings = parse(Settings, read_yaml(file) | given, f"{file} or --config")

@@ -9,17 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from dvp.conversion.convert import convert, tolerance
-from dvp.conversion.stage import _trained
+from dvp.conversion import _kept, tolerance, write_model
 from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.training import BF16_AUTOCAST, TrainingConfig
-from dvp.files import write_json
+from dvp.files import checksums, write_json
 from dvp.planning import costs
 from dvp.planning.costs import Model
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer
-from dvp.training.weights import MODEL, PROBE, Probe
+from dvp.training.checkpoint import MANIFEST, MODEL, PROBE
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50, 60], [7, 8, 9], list(range(10, 40)), [11]]
@@ -54,7 +53,7 @@ def run(tiny_model, root, tmp_path_factory):
 
 def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):
     trainer, kept, _ = run
-    proof = convert(kept, tiny_model, kept / PROBE, tmp_path / "model", temperature=1.0)
+    proof = write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     assert proof["max_abs_delta_log_prob"] <= proof["tolerance"] < 1e-5
     assert proof["identical_weights"] == len(list(trainer.weights())) == 24
     assert proof["devices"] == {"trained": "cpu", "converted": "cpu"}
@@ -70,7 +69,7 @@ def test_the_converted_model_is_the_trained_one(run, tiny_model, tmp_path):
     assert os.path.samefile(kept / MODEL, tmp_path / "model" / MODEL)
     (tmp_path / "model/step~3").mkdir()
     (tmp_path / "model/stale.txt").touch()
-    assert convert(kept, tiny_model, kept / PROBE, tmp_path / "model", temperature=1.0) == proof
+    assert write_model(kept, tiny_model, tmp_path / "model", temperature=1.0) == proof
     assert set(proof["files"]) == {file.name for file in (tmp_path / "model").iterdir()} - {"step~3"}
 
 
@@ -84,7 +83,7 @@ def test_a_checkpoint_is_as_large_as_the_plan_says(run):
 def test_a_trainer_that_multiplies_in_bf16_is_held_to_the_same_proof(tiny_model, root, tmp_path):
     """The weights are fp32: the trainer scores the probe without its autocast."""
     trainer, kept = trained(tiny_model, root, tmp_path, 2, torch_autocast=BF16_AUTOCAST)
-    proof = convert(kept, tiny_model, kept / PROBE, tmp_path / "model", temperature=1.0)
+    proof = write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     assert proof["max_abs_delta_log_prob"] <= 1e-5
     batch = Batch.collate([prompt[:1] for prompt in PROMPTS[:3]], [prompt[1:] for prompt in PROMPTS[:3]], pad=0)
     exact, rounded = trainer.score(batch, None, bf16=False)["log_prob"], trainer.score(batch, None)["log_prob"]
@@ -94,24 +93,29 @@ def test_a_trainer_that_multiplies_in_bf16_is_held_to_the_same_proof(tiny_model,
 @pytest.mark.parametrize(("device", "moved"), [("cpu", 3e-5), ("cuda", 3e-4)])
 def test_a_model_that_scores_differently_is_refused(run, tiny_model, tmp_path, device, moved):
     """And not left behind. What two devices may differ by is more than what one may differ by from itself."""
-    _, kept, _ = run
-    probe = load_file(kept / PROBE)
-    probe["log_prob"][3] += moved / 10
-    save_file(probe, tmp_path / PROBE, metadata={"device": device})
-    proof = convert(kept, tiny_model, tmp_path / PROBE, tmp_path / "model", temperature=1.0)
+    kept = shutil.copytree(run[1], tmp_path / run[1].parent.name / run[1].name)
+
+    def move(by):
+        probe = load_file(kept / PROBE)
+        probe["log_prob"][3] += by
+        save_file(probe, kept / PROBE, metadata={"device": device})
+        (kept / MANIFEST).unlink()
+        write_json(kept / MANIFEST, {"files": checksums(kept)})
+
+    move(moved / 10)
+    proof = write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     assert moved / 100 < proof["max_abs_delta_log_prob"] < proof["tolerance"]
     shutil.rmtree(tmp_path / "model")
-    probe["log_prob"][3] += moved
-    save_file(probe, tmp_path / PROBE, metadata={"device": device})
+    move(moved)
     with pytest.raises(DvpError, match=r"scores differently: the log-prob of a token of probe.safetensors differs by"):
-        convert(kept, tiny_model, tmp_path / PROBE, tmp_path / "model", temperature=1.0)
+        write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     assert not (tmp_path / "model").exists()
 
 
 def test_the_tolerance_is_between_what_was_measured():
     """Of two orders of summation, 36 layers of width 4,096, random weights: 3e-5 to 9e-5 rms, 6e-4 at most."""
     config = Qwen3Config(num_hidden_layers=36, hidden_size=4096)
-    allowed = {device: tolerance(config, Probe("", None, None, device)) for device in ("cpu", "cuda")}
+    allowed = {device: tolerance(config, device) for device in ("cpu", "cuda")}
     assert 9e-5 < allowed["cpu"] < 6e-4 < allowed["cuda"] < 3e-3
 
 
@@ -121,7 +125,7 @@ def test_an_altered_weight_is_named(run, tiny_model, tmp_path):
     data[-1] ^= 1
     (kept / MODEL).write_bytes(data)
     with pytest.raises(DvpError, match=r"model.safetensors: altered since it was written"):
-        convert(kept, tiny_model, kept / PROBE, tmp_path / "model", temperature=1.0)
+        write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     assert not (tmp_path / "model").exists()
 
 
@@ -134,10 +138,10 @@ def test_a_base_of_another_shape_is_refused(run, tiny_model, tmp_path, layers):
     model.config.layer_types = ["full_attention"] * layers
     type(model)(model.config).save_pretrained(tmp_path / "base")
     with pytest.raises(DvpError, match=rf"parameter 'model.layers.{min(layers, 2)}.* does not fit the base model"):
-        convert(kept, tmp_path / "base", kept / PROBE, tmp_path / "model", temperature=1.0)
+        write_model(kept, tmp_path / "base", tmp_path / "model", temperature=1.0)
 
 
 def test_weights_that_were_not_kept_are_named(tmp_path):
     write_json(tmp_path / "train.json", {"steps": 4, "kept": {"1": "weights"}})
     with pytest.raises(DvpError, match=r"train\.json: the weights after step 4 were not kept; `dvp train` writes"):
-        _trained(tmp_path / "train.json", None)
+        _kept(tmp_path / "train.json", None)

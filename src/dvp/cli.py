@@ -229,7 +229,7 @@ def train(config: Config, run: RunPath, threads: Threads = 1, stop_seconds: Stop
     """
 
 
-@verb(MODELS, "dvp.conversion.stage")
+@verb(MODELS, "dvp.conversion")
 def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """Turn a run's checkpoint into a Hugging Face model, with proof.
 

@@ -29,7 +29,7 @@ from test_runner import _eval_parquet, _experiment, _run  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.analysis.evidence import CONTRADICTED, INCONCLUSIVE, SUPPORTED, VERDICTS
-from dvp.conversion.convert import convert
+from dvp.conversion import write_model
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.prepare import EVAL_COLUMNS, TRAIN_COLUMNS, prepare
@@ -44,12 +44,12 @@ from dvp.measurement.estimator_bias import STATISTICS, gradient_statistics
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.measurement.mismatch import measure_mismatch
 from dvp.measurement.paired_bias import weight_diagnostics
+from dvp.training import checkpoint
 from dvp.training.backend import Policy, Trainer
 from dvp.training.base import make_base
 from dvp.training.loop import run_loop
 from dvp.training.rollouts import Problems
 from dvp.training.stage import set_up
-from dvp.training.weights import write_probe
 from dvp.versions import STAGE_VERSIONS
 from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
@@ -229,7 +229,7 @@ def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     """Two steps with an engine that is off by 0.05 nats per token, and the model that they end in."""
     loop, given = set_up_run
     before = {name: value.clone() for name, value in loop.trainer.weights()}
-    final, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
+    _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     numbers = {
         f"{row['step']}.{name}": float(value)
         for row in rows
@@ -238,8 +238,8 @@ def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     }
     moved_by = size_of((name, value - before[name]) for name, value in loop.trainer.weights())
     check("train", given | numbers | {"weights_moved_by": moved_by})
-    write_probe(tmp_path / "probe.safetensors", loop.trainer, PROMPTS)
-    proof = convert(final, tiny_model, tmp_path / "probe.safetensors", tmp_path / "model", temperature=1.0)
+    kept = checkpoint.keep_weights(tmp_path, len(rows), loop.trainer, PROMPTS)
+    proof = write_model(kept, tiny_model, tmp_path / "model", temperature=1.0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     moved_by = size_of((name, value - before[name]) for name, value in model.named_parameters())
     check("convert", {"tokens": proof["tokens_scored"], "weights_moved_by": moved_by})

@@ -25,10 +25,10 @@ from dvp.rollout.turns import ToolEngine
 from dvp.tools import make_tool
 from dvp.training import checkpoint
 from dvp.training.backend import Trainer
+from dvp.training.checkpoint import MODEL, PROBE
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES, ResponseRecorder, read_responses
 from dvp.training.rollouts import prompt_rows
-from dvp.training.weights import MODEL, PROBE
 
 pytestmark = pytest.mark.slow
 SETTINGS = {

@@ -20,13 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dvp import cli
-from dvp.conversion.convert import convert
+from dvp.conversion import write_model
 from dvp.errors import DvpError, Stopped
 from dvp.experiment.training import BF16_AUTOCAST, EngineConfig, TrainingConfig
 from dvp.training import checkpoint, launch, ranks
 from dvp.training.loop import run_loop
 from dvp.training.stage import sequences
-from dvp.training.weights import MODEL, PROBE
 
 pytestmark = pytest.mark.slow
 LAUNCH = [sys.executable, "-m", "dvp.training.launch"]
@@ -122,9 +121,9 @@ def test_each_rank_has_a_part_of_a_checkpoint_and_all_have_the_final_weights(
         checkpoint.verify(final)
     kept = checkpoint.kept_weights(folder / "checkpoints", 3)
     base = untied_model if "bf16" in name else tiny_model
-    proof = convert(kept, base, kept / PROBE, tmp_path / "model", temperature=1.0)
+    proof = write_model(kept, base, tmp_path / "model", temperature=1.0)
     assert proof["max_abs_delta_log_prob"] <= proof["tolerance"]
-    trained, converted = load_file(folder / "weights.safetensors"), load_file(tmp_path / "model" / MODEL)
+    trained, converted = load_file(folder / "weights.safetensors"), load_file(tmp_path / "model" / checkpoint.MODEL)
     assert proof["identical_weights"] == len(trained) == len(converted)
     assert all(torch.equal(converted[name], value) for name, value in trained.items())
 

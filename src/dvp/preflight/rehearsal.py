@@ -41,7 +41,6 @@ from dvp.training.agreement import compare, kl_of_noise, precision_class, shorte
 from dvp.training.loop import Loop, run_loop
 from dvp.training.stage import sequences, set_up
 from dvp.training.stopping import StopRequest
-from dvp.training.weights import PROBE, PROBE_PROMPTS, write_probe
 
 LEARNING_RATE = 1e-4
 STEPS = 2
@@ -198,7 +197,7 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     with report.asking("safe vocabulary") as answer:
         asked = rules(experiment, engine)
         for rule in asked:
-            prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], rule)
+            prove_safe_vocabulary(loop.engine, loop.problems.prompts[: checkpoint.PROBE_PROMPTS], rule)
         proved = ", ".join(map(str, asked)) or "no run with this engine has one"
         answer(Verdict(True, proved, {"rules": len(asked)}))
     with report.asking("forward") as answer:
@@ -254,7 +253,6 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     forced = rehearse(loop, None)
     with report.asking("steps") as answer:
         _, rows = run_loop(loop, work, work / CHECKPOINTS, lambda row: None)
-        write_probe(work / PROBE, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
         answer(check_steps(rows, loop.config.max_response_tokens))
     _note_peaks(report, forced)
     responses = int(loop.config.prompts_per_step * loop.config.group_size)
@@ -311,18 +309,13 @@ def _note_peaks(report: Report, forced: LongestResponses) -> None:
 
 def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
     """The third process: the last checkpoint as a model, and an engine that is started from it."""
-    from dvp.conversion.convert import convert as convert_checkpoint
+    from dvp.conversion import write_model
 
     report, experiment = Report(work), directory.experiment
     with report.asking("convert") as answer:
         started = time.time()
-        proof = convert_checkpoint(
-            max((work / CHECKPOINTS).glob(f"{checkpoint.KEPT}*")),
-            directory.base,
-            work / PROBE,
-            work / MODEL,
-            experiment.training.temperature,
-        )
+        weights = max((work / CHECKPOINTS).glob(f"{checkpoint.KEPT}*"))
+        proof = write_model(weights, directory.base, work / MODEL, experiment.training.temperature)
         figures = {name: value for name, value in proof.items() if isinstance(value, int | float)}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"

@@ -2,7 +2,11 @@
 
 A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
 of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
-one intact. The weights of a step that is evaluated are kept beside the checkpoints (dvp.training.weights).
+one intact.
+
+The weights of a step that is evaluated, the last one among them, are kept beside the checkpoints, in a folder
+`weights-000016`: as safetensors, a third or a quarter of a checkpoint, with a probe: what the trainer says of fixed
+prompts, which the converted model must say too. No training goes on from them, and they stay when checkpoints go.
 
 It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
 and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
@@ -19,14 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from dvp.core.batch import Batch
 from dvp.errors import DvpError
 from dvp.experiment.training import KEEP_CHECKPOINTS
 from dvp.files import atomic_path, checksums, read_json, sha256_file, sha256_json, sync, verify_checksums, write_json
 from dvp.training import ranks
 from dvp.training.backend import TAG, Trainer
-from dvp.training.weights import MODEL, PROBE, check_finite, write_probe, write_weights
 from dvp.versions import STAGE_VERSIONS
 
 MANIFEST = "manifest.json"
@@ -34,6 +39,9 @@ METRICS = "metrics.jsonl"
 STATE = "state.json"
 DAMAGED = ".damaged"
 KEPT = "weights-"
+MODEL = "model.safetensors"
+PROBE = "probe.safetensors"
+PROBE_PROMPTS = 16
 OF_RANK = re.compile(r"pp_rank_(\d+)_")  # in the names of DeepSpeed's files
 # DeepSpeed pickles these beside its tensors, and reads them back without weights_only.
 ALLOWED_GLOBALS = {
@@ -79,7 +87,7 @@ class Saving:
         Raises DvpError, with all older ones in place, if the weights are not finite or nothing can be written.
         """
         self._began = time.perf_counter()
-        check_finite(trainer, step)
+        _check_finite(trainer, step)
         self._step, self._path = step, folder / f"step-{step:06d}"
         self._half = folder / f".{self._path.name}.half"
         with _telling(self._path, self._half):
@@ -121,29 +129,42 @@ class Saving:
 
 
 def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[int]]) -> Path:
-    """Write the weights of `step` below `folder`, with what the trainer says of `prompts` (token ids).
+    """Write the weights of `step` below `folder`, fp32, by their names in the Hugging Face model, and their probe.
 
-    Returns their path.
+    That is the log-prob of all tokens of `prompts` (token ids) but their first ones, by the live trainer in fp32.
 
-    All ranks call this; the caller holds the run's lock. Weights that are there are written again.
+    Returns their path. All ranks call this, and rank 0 holds all weights; the caller holds the run's lock. Weights that
+    are there are written again.
     Raises DvpError if they are not finite or cannot be written.
     """
-    check_finite(trainer, step)
-
+    _check_finite(trainer, step)
+    # A prompt of one token would have nothing to score.
+    prompts = [prompt * 2 if len(prompt) == 1 else prompt for prompt in prompts]
+    batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
+    log_prob_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]
+    weights = {name: value.to("cpu", copy=True) for name, value in trainer.weights() if ranks.is_main()}
     path = kept_weights(folder, step)
-    with _telling(path):
-        if ranks.is_main():
+    if ranks.is_main():
+        with _telling(path):
             _remove_abandoned(path)
             with atomic_path(path) as temporary:
                 temporary.mkdir()
-                write_weights(temporary / MODEL, trainer)
-                write_probe(temporary / PROBE, trainer, prompts)
+                save_file(weights, temporary / MODEL, metadata={"format": "pt"})
+                probe = {"tokens": batch.tokens_BT, "scored": batch.response_BT, "log_prob": log_prob_N}
+                save_file(probe, temporary / PROBE, metadata={"device": trainer.device.type})
                 _close(temporary, path, step, {})
-        else:
-            write_weights(path, trainer)
-            write_probe(path, trainer, prompts)
     ranks.gather(None)
     return path
+
+
+def _check_finite(trainer: Trainer, step: int) -> None:
+    """Raise DvpError, naming a parameter, if one has a NaN. By all ranks."""
+    broken = [name for name, value in trainer.weights() if not value.isfinite().all()]
+    if broken:
+        # A step measures before it updates: what the last update broke would be seen in the next step only.
+        raise DvpError(
+            f"step {step}: its update left weights that are not finite; lower training.learning_rate ({broken[0]})"
+        )
 
 
 def _close(folder: Path, path: Path, step: int, sums: dict[str, str]) -> None:
@@ -199,13 +220,6 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     each verifies its own files.
     Raises DvpError if all are damaged, or the newest is of another number of ranks; they stay as they are.
     """
-    newest = _newest(folder)
-    if newest is not None:
-        trainer.load(newest[0])
-    return newest
-
-
-def _newest(folder: Path) -> tuple[Path, str] | None:
     damaged: dict[Path, DvpError] = {}
     for path in reversed(ranks.gather(checkpoints(folder))[0]):
         found = ranks.gather(_verified(path))
@@ -222,6 +236,7 @@ def _newest(folder: Path) -> tuple[Path, str] | None:
         for broken, problem in damaged.items() if ranks.is_main() else ():
             print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
             os.replace(broken, broken.with_name(broken.name + DAMAGED))
+        trainer.load(path)
         return path, ranks.gather((path / METRICS).read_text(encoding="utf-8"))[0]
     if damaged:
         raise DvpError(

@@ -42,7 +42,6 @@ from dvp.training.backend import Trainer
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows, with_sets
 from dvp.training.stopping import Abandoned, StopRequest
-from dvp.training.weights import PROBE_PROMPTS
 
 UPDATE_METRICS = (
     *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
@@ -116,7 +115,9 @@ def run_loop(
                 on_step(row)
                 # Before the checkpoint: a run that goes on from there has them.
                 if len(rows) in loop.kept:
-                    checkpoint.keep_weights(checkpoints, len(rows), loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
+                    checkpoint.keep_weights(
+                        checkpoints, len(rows), loop.trainer, loop.problems.prompts[: checkpoint.PROBE_PROMPTS]
+                    )
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
                     save()
             if stop.requested() and len(rows) < config.steps:
@@ -129,7 +130,9 @@ def run_loop(
         finish_saving()
     final = checkpoint.kept_weights(checkpoints, config.steps)
     if not final.is_dir():  # of a run that an older version of this code finished
-        checkpoint.keep_weights(checkpoints, config.steps, loop.trainer, loop.problems.prompts[:PROBE_PROMPTS])
+        checkpoint.keep_weights(
+            checkpoints, config.steps, loop.trainer, loop.problems.prompts[: checkpoint.PROBE_PROMPTS]
+        )
     return final, rows
 
 

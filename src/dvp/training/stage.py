@@ -69,9 +69,9 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
     import torch
 
     from dvp.training import checkpoint
+    from dvp.training.checkpoint import PROBE, PROBE_PROMPTS
     from dvp.training.loop import run_loop
     from dvp.training.responses import RESPONSES
-    from dvp.training.weights import PROBE, PROBE_PROMPTS
 
     torch.set_num_threads(threads)
     experiment, settings = directory.experiment, directory.experiment.training_of(run)

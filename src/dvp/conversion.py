@@ -1,4 +1,4 @@
-"""A run's weights → a Hugging Face directory, and the proof that nothing changed on the way.
+"""The stage `convert`: a run's weights → a Hugging Face directory, and the proof that nothing changed on the way.
 
 Training wrote the weights as safetensors, with their SHA-256: the same file becomes the model's. What no checksum
 finds, such as another architecture or a head that was not tied, the log-probs do: the written model, read back as any
@@ -10,24 +10,58 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+from dvp.core.batch import Batch
 from dvp.errors import DvpError
-from dvp.files import atomic_files, checksums
+from dvp.experiment.folder import ExperimentDir
+from dvp.experiment.grid import whole_run
+from dvp.files import atomic_files, checksums, read_json
+from dvp.stage import run_stage
 from dvp.training import checkpoint
 from dvp.training.backend import Policy
-from dvp.training.weights import MODEL, Probe, read_probe
+from dvp.training.checkpoint import MODEL, PROBE
 
 GENERATION = "generation_config.json"
 SAME_DEVICE, OTHER_DEVICE = 8, 64
 
 
-def convert(weights: Path, base: Path, probe: Path, folder: Path, temperature: float) -> dict:
+def convert(config: Path, path: str, threads: int) -> None:
+    """The weights that a run had after a step, or at its end → models/RUN/ with conversion.json, the proof.
+
+    path : of the run, or of the run after a step: RUN/step~16.
+    """
+    torch.set_num_threads(threads)
+    directory = ExperimentDir(config)
+    job = directory.experiment.job("convert", path)
+    trained, result = directory.result("train", whole_run(path)), directory.result("convert", path)
+    inputs = {"train": trained, "base": directory.result("base")}
+    config_hash = directory.experiment.config_hash("convert", path)
+    with run_stage("convert", directory, result, config_hash, inputs, run=path) as stage:
+        if stage.reuse():
+            return
+        temperature = directory.experiment.training_of(job.run).temperature
+        proof = write_model(_kept(trained, job.run.step), directory.base, result.parent, temperature)
+        stage.tracked.log_result({key: proof[key] for key in ("identical_weights", "max_abs_delta_log_prob")})
+        stage.tracked.log_model(result.parent)
+        stage.finish({"run": path, **proof})
+
+
+def _kept(result: Path, step: int | None) -> Path:
+    """The weights that a training run kept of a step, None for the last. Raises DvpError."""
+    record = read_json(result, "steps", "kept")
+    step, kept = step or record["steps"], record["kept"]
+    if str(step) not in kept:
+        raise DvpError(f"{result}: the weights after step {step} were not kept; `dvp train` writes the last ones")
+    return result.parent / kept[str(step)]
+
+
+def write_model(weights: Path, base: Path, folder: Path, temperature: float) -> dict:
     """Write the model of verified weights to `folder` and prove it.
 
-    weights : what training kept of a step.
+    weights : what training kept of a step (`keep_weights` in dvp.training.checkpoint).
     base : the Hugging Face directory that gives architecture and tokenizer.
-    probe : what the trainer said of them (`write_probe` in dvp.training.weights).
     temperature : the one at which the trainer scored the probe.
     Returns the proof: how many weights are the trainer's, the SHA-256 of their file, and the largest |Δ log p| of the
     probe's tokens between trainer and converted model, with its tolerance.
@@ -36,7 +70,9 @@ def convert(weights: Path, base: Path, probe: Path, folder: Path, temperature: f
     """
     checkpoint.verify(weights)
     config = AutoConfig.from_pretrained(base)
-    known = read_probe(probe)
+    with safe_open(weights / PROBE, "pt") as known:
+        batch, log_prob_N = Batch(known.get_tensor("tokens"), known.get_tensor("scored")), known.get_tensor("log_prob")
+        device = known.metadata()["device"]
     with atomic_files(folder) as temporary:
         _link(weights / MODEL, temporary / MODEL)
         config.dtype = torch.float32
@@ -51,12 +87,12 @@ def convert(weights: Path, base: Path, probe: Path, folder: Path, temperature: f
         if misfits:
             raise DvpError(f"{weights}: parameter '{min(misfits)}' does not fit the base model {base}")
         with torch.no_grad():
-            now_N = Policy(model.eval())(known.batch, safe=None, temperature=temperature).log_prob
-        delta, allowed = (now_N - known.log_prob_N).abs().max().item(), tolerance(config, known)
+            now_N = Policy(model.eval())(batch, safe=None, temperature=temperature).log_prob
+        delta, allowed = (now_N - log_prob_N).abs().max().item(), tolerance(config, device)
         if not delta <= allowed:
             raise DvpError(
                 f"{weights}: the converted model has the trainer's weights and scores differently: the "
-                f"log-prob of a token of {probe.name} differs by {delta:.3g} nats, at most {allowed:.3g} is rounding"
+                f"log-prob of a token of {PROBE} differs by {delta:.3g} nats, at most {allowed:.3g} is rounding"
             )
         files = checksums(temporary)
     return {
@@ -66,13 +102,15 @@ def convert(weights: Path, base: Path, probe: Path, folder: Path, temperature: f
         "tokens_scored": len(now_N),
         "max_abs_delta_log_prob": delta,
         "tolerance": allowed,
-        "devices": {"trained": known.device, "converted": "cpu"},
+        "devices": {"trained": device, "converted": "cpu"},
         "files": files,
     }
 
 
-def tolerance(config: PretrainedConfig, probe: Probe) -> float:
+def tolerance(config: PretrainedConfig, device: str) -> float:
     """How much rounding may change a token's log-prob, in nats, between the trainer in fp32 and this process.
+
+    device : cpu or cuda, the trainer's.
 
     Two orders of summing n products in fp32 differ by about u √n, u = 2^-24, relative to the sum. Each of L layers adds
     two such sums over the width d to the residual stream, with independent errors: together u √(2 L d), for logits of
@@ -82,7 +120,7 @@ def tolerance(config: PretrainedConfig, probe: Probe) -> float:
     of a trained model. On the same kind the same programs run, and only the batch may be cut otherwise: 8 times.
     """
     text = config.get_text_config()
-    times = SAME_DEVICE if probe.device == "cpu" else OTHER_DEVICE
+    times = SAME_DEVICE if device == "cpu" else OTHER_DEVICE
     return times * 2**-24 * (2 * text.num_hidden_layers * text.hidden_size) ** 0.5
 
 

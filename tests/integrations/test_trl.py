@@ -1,7 +1,9 @@
 """TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
 
+import json
 import re
 import subprocess
+import sys
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import main
 from dvp.core.advantages import ADVANTAGES
@@ -144,6 +147,52 @@ def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_pat
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
         assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+
+
+ZERO3 = {
+    # Nothing is so small that every process keeps it.
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "zero_allow_untested_optimizer": True,
+    **dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tied", "options"),
+    [
+        pytest.param(True, {}, id="ddp"),
+        pytest.param(False, {"deepspeed": ZERO3}, id="zero3"),
+        pytest.param(True, {"deepspeed": ZERO3}, id="zero3, tied head", marks=pytest.mark.nightly),
+    ],
+)
+def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, tied, options):
+    """The head's weight, which no module of its own multiplies, is whole in both passes wherever its shards are."""
+    untied = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied)
+    start = tmp_path / "model"
+    untied.save_pretrained(start)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
+    weights, rollouts = {}, {}
+    script, count = root / "tests/integrations/trl_process.py", len(PROMPTS) * GROUP
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for processes in (1, 2):
+        (folder := tmp_path / str(processes)).mkdir()
+        own = {"per_device_train_batch_size": count // processes} | (options if processes > 1 else {})
+        done = subprocess.run(
+            [*run, str(processes), script, start, folder, json.dumps(own)], check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights[processes] = load_file(folder / "model.safetensors")
+        rollouts[processes] = pd.read_json(folder / "rollouts.jsonl", lines=True)["completion_ids"]
+    assert sorted(rollouts[1]) == sorted(rollouts[2])
+    before = load_file(start / "model.safetensors")
+    assert weights[1].keys() == weights[2].keys() == before.keys()
+    for name, moved in weights[1].items():
+        assert (moved - before[name]).abs().max() > 1e-3
+        torch.testing.assert_close(weights[2][name], moved, atol=2e-6, rtol=0)
 
 
 REFUSED = [

@@ -12,7 +12,8 @@ from functools import wraps
 import torch
 import trl
 from accelerate.utils import gather_object, is_peft_model
-from trl.trainer.utils import FusedCausalLMOutput
+from torch.distributed.tensor import DTensor
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout, unflatten
@@ -72,8 +73,11 @@ class MismatchTrainer(trl.GRPOTrainer):
                 return theirs(*inputs, **kwargs)
             scored_BL = (target_BL := kwargs.pop("labels")[:, 1:]) != -100
             hidden_BLH = model.base_model(*inputs, **kwargs, use_cache=False).last_hidden_state[:, :-1]
-            weight_VH = model.get_output_embeddings().weight
-            found = token_statistics(hidden_BLH[scored_BL], weight_VH, target_BL[scored_BL], **options)
+            with maybe_gather_lm_head_ctx(weight := model.get_output_embeddings().weight):
+                # Whole until the backward pass. FSDP has a shard of it; ZeRO-3, whose mark it is, empties it again.
+                whole_VH = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                whole_VH = weight.clone() if hasattr(weight, "ds_id") else whole_VH
+                found = token_statistics(hidden_BLH[scored_BL], whole_VH, target_BL[scored_BL], **options)
             # A constant: outside V_S the gradient would push all that is inside.
             log_prob_N = found.pruned_log_prob.where(found.target_in_safe, MASK_LOGIT)
             of_tokens = (log_prob_N, found.pruned_entropy, found.target_in_safe, found.pruned_sum_p_squared)

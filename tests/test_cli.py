@@ -136,9 +136,10 @@ def test_a_verb_calls_its_function_with_its_options(monkeypatch):
     monkeypatch.setattr("dvp.training.stage.train", lambda *given: calls.append(given))
     assert main(["train", "--stop-seconds", "7", "--run", RUN, "--threads", "2", "--config", "c.yaml"]) == 0
     assert calls == [(Path("c.yaml"), RUN, 2, 7)]
-    rooms = {"prepare": "data", "base": "training", "convert": "conversion", "evaluate": "evaluation"}
-    for verb, room in (rooms | {"report": "analysis"}).items():
-        function = getattr(import_module(f"dvp.{room}.stage"), verb)
+    rooms = {"prepare": "data.stage", "base": "training.stage", "convert": "conversion"}
+    rooms |= {"evaluate": "evaluation.stage", "report": "analysis.stage"}
+    for verb, room in rooms.items():
+        function = getattr(import_module(f"dvp.{room}"), verb)
         assert len(signature(function).parameters) == len(signature(getattr(cli, verb)).parameters)
 
 

@@ -12,6 +12,9 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import main
@@ -171,9 +174,8 @@ ZERO3 = {
 )
 def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, tied, options):
     """The head's weight, which no module of its own multiplies, is whole in both passes wherever its shards are."""
-    untied = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied)
     start = tmp_path / "model"
-    untied.save_pretrained(start)
+    AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied).save_pretrained(start)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
     weights, rollouts = {}, {}
     script, count = root / "tests/integrations/trl_process.py", len(PROMPTS) * GROUP
@@ -181,9 +183,8 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
     for processes in (1, 2):
         (folder := tmp_path / str(processes)).mkdir()
         own = {"per_device_train_batch_size": count // processes} | (options if processes > 1 else {})
-        done = subprocess.run(
-            [*run, str(processes), script, start, folder, json.dumps(own)], check=False, capture_output=True, text=True
-        )
+        command = [*run, str(processes), script, start, folder, json.dumps(own)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         weights[processes] = load_file(folder / "model.safetensors")
         rollouts[processes] = pd.read_json(folder / "rollouts.jsonl", lines=True)["completion_ids"]
@@ -193,6 +194,42 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
     for name, moved in weights[1].items():
         assert (moved - before[name]).abs().max() > 1e-3
         torch.testing.assert_close(weights[2][name], moved, atol=2e-6, rtol=0)
+
+
+@pytest.fixture
+def process_group():
+    group = torch.distributed
+    if group.is_initialized():
+        yield
+        return
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    yield
+    group.destroy_process_group()
+
+
+def test_a_head_of_which_fsdp_has_a_shard_is_made_whole(
+    tiny_model, mismatch_trainer, settings, tmp_path, process_group
+):
+    given = settings(tmp_path)
+    model = given["model"] = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False)
+    trainer = mismatch_trainer(**given, correction=None)
+
+    def log_probs_and_gradients():
+        model.zero_grad()
+        trainer._scored.clear()
+        ids = torch.arange(27).view(3, 9)
+        log_prob_BL = model(ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True).log_probs
+        log_prob_BL.sum().backward()
+        gradients = {name: value.grad for name, value in model.named_parameters()}
+        return log_prob_BL, {
+            name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in gradients.items()
+        }
+
+    whole = log_probs_and_gradients()
+    for module in (model.lm_head, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(model.lm_head.weight, DTensor)
+    torch.testing.assert_close(log_probs_and_gradients(), whole, atol=1e-5, rtol=0)
 
 
 REFUSED = [

@@ -17,6 +17,13 @@ from dvp.experiment.loading import load_experiment
 KL, RESPONSES, TOKENS = 1e-4, 40, 200
 
 
+@pytest.fixture(autouse=True)
+def few(request, monkeypatch):
+    """Responses are simulated in number only where a forecast is compared with its formula."""
+    if "forecasts" not in request.node.name and "not_sampled" not in request.node.name:
+        monkeypatch.setattr(mismatch_page, "SIMULATED", 20)
+
+
 @pytest.fixture(scope="module")
 def rules(root):
     methods = load_experiment("mismatch", root / "config").methods

@@ -97,7 +97,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
     message = refusal(HubSource(kind="hub", path="a/b", split="test", revision="1" * 40, columns=PLAIN))
     assert message.startswith("x: a/b (test): cannot be read: revision 111")
     assert (
-        "Couldn't reach 'a/b' on the Hub; where nodes have no internet, run `snakemake --until prepare base" in message
+        "Couldn't reach 'a/b' on the Hub; where nodes have no internet, make data/manifest.json on one that has" in message
     )
 
 

@@ -150,7 +150,7 @@ def test_a_reference_is_named_by_its_engine_and_its_settings():
     sizes = RLOO | {"training": {"group_size": [2, 8]}}
     assert reference(sizes, reference_training={"group_size": 8}).endswith("/group_size~8")
     line = refused(RLOO, report__reference_engine="coarse")
-    assert line.endswith("chosen by reference_engine and reference_training, found none")
+    assert line.endswith("chosen by reference_engine and reference_training (such as {group_size: 8}), found none")
     rhos = {"method": "dvp", "engine": "coarse", "rho": [0.1, 0.01]}
     line = refused(RLOO, rhos, report__reference="dvp")
     assert line.endswith("found method~dvp/engine~coarse/rho~0.1 or method~dvp/engine~coarse/rho~0.01")

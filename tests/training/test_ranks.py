@@ -173,6 +173,12 @@ def test_one_node_is_one_torchrun_and_several_need_an_allocation(monkeypatch):
         launch.command(training(gpus=1, nodes=2), Path("logs"), ["train"])
 
 
+def test_ranks_know_the_nodes_own_disk_and_nothing_of_the_jobs_first_step(monkeypatch):
+    for name in ("SLURM_TMPDIR", "SLURM_JOB_ID", "SLURM_STEP_NODELIST"):
+        monkeypatch.setenv(name, "x")
+    assert {name for name in launch._environment() if name.startswith("SLURM_")} == {"SLURM_TMPDIR", "SLURM_JOB_ID"}
+
+
 def test_several_nodes_are_one_step_of_the_allocation_with_a_torchrun_on_each(tmp_path, monkeypatch):
     """Slurm itself is not here: three programs answer as squeue, scontrol and, on the first node, srun do."""
     answers = {"squeue": {"30001": "node[3-4]"}, "scontrol": {"node[3-4]": "node3\nnode4"}}

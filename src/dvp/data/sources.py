@@ -225,7 +225,7 @@ def _hub_rows(source: HubSource) -> Iterator[Any]:
     except Exception as error:
         raise ValueError(
             f"revision {source.revision} cannot be loaded from the Hugging Face hub: {first_line(error)}; where nodes "
-            "have no internet, run `snakemake --until prepare base --config experiment=NAME` on one that has, or take "
+            "have no internet, make data/manifest.json on one that has (docs/cluster.md), or take "
             "{kind: file, path: FILE.parquet, columns: …} with the same columns"
         ) from None
     columns = _top_level(source, dataset.column_names)

@@ -166,8 +166,8 @@ class Experiment(Strict):
         if len(self._references) != 1:
             found = " or ".join(point.path for point in self._references) or "none"
             raise ValueError(
-                "report.reference: expected one point of the grid, chosen by reference_engine and reference_training, "
-                f"found {found}"
+                "report.reference: expected one point of the grid, chosen by reference_engine and reference_training "
+                f"(such as {{group_size: 8}}), found {found}"
             )
         return self
 

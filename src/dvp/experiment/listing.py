@@ -34,10 +34,18 @@ def keys(name: str | None) -> str:
     if name is None:
         return "\n".join(f"{title}: {text.splitlines()[0]}" for title, text in sections.items())
     found = [sections[name].strip()] if name in sections else []
-    rows = {title: [row for row in text.splitlines() if row.startswith("| `")] for title, text in sections.items()}
-    found += [f"{title}: {row}" for title, of in rows.items() for row in of if row.startswith(f"| `{name}` ")]
+    rows = [
+        f"{title}: {row}" for title, text in sections.items() for row in text.splitlines() if row.startswith("| `")
+    ]
+    # Of training.gpus: the rows of `training`, then those of `gpus` in the groups that they link.
+    *above, key = name.split(".")
+    asked = rows
+    for part in above:
+        links = "".join(row for row in asked if f": | `{part}` " in row).lower()
+        asked = [row for row in rows if f"](#{row.split(':')[0].lower()})" in links]
+    found += [row for row in asked if f": | `{key}` " in row]
     if not found:
-        known = [*sections, *(row.split("`")[1] for of in rows.values() for row in of)]
+        known = [*sections, *(row.split("`")[1] for row in rows)]
         meant = get_close_matches(name, known, n=1)
         raise DvpError(f"keys: no key '{name}'" + (f"; did you mean {meant[0]}?" if meant else ""))
     return "\n".join(found)

@@ -31,7 +31,7 @@ it in the middle; whoever has less time to give, as Slurm has, ends the job itse
 """
 REPORT = "error.json"  # torchrun's name for what a rank says of its end
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
-OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID")
+OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_TMPDIR")
 KINDS = ("error", "killed", "other", "ended", "told")
 """Of ends, what is heard before what: an error in the input; a signal that follows from no other rank's end; a bug or a
 stop, which may be of a rank that lost another one; a signal that may follow from that; torchrun's to the others."""

@@ -175,7 +175,9 @@ def test_what_is_too_hard_is_wrong_and_the_next_answer_is_graded():
     assert equality.compare("70", r"\frac{210}{3}") == equality.EQUAL
 
 
-@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "10^7!", "(10^7)!", r"\sqrt{2}^{10^9}", "x^{10^8}", "(8!)!!"])
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "10^7!", "(10^7)!", r"\sqrt{2}^{10^9}", "x^{10^8}", "(8!)!!", "1e99999999"]
+)
 def test_powers_and_factorials_too_large_are_no_expression(answer):
     assert equality.compare("70", answer) == equality.UNEQUAL
     assert equality.compare(answer, "70") == equality.UNPARSED

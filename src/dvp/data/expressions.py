@@ -289,6 +289,8 @@ class Parser:
     def _number(self, token: str) -> sympy.Expr:
         if self._take("_"):
             return sympy.Integer(int(token, int(self._raw())))  # a base
+        if re.search(r"[eE][-+]?0*[1-9]\d{5}", token):
+            raise Unparsed  # too large to be computed
         whole, repeated = (*re.split(r"\\\w+\s*\{", token.rstrip("}")), "")[:2]
         value = Rational(whole + "0" if whole.endswith(".") else whole)
         if repeated:
@@ -468,11 +470,11 @@ class Comparison:
     def _same_value(self, expected: Any, stated: Any) -> bool:
         if isinstance(expected, Chain) or isinstance(stated, Chain):
             return False
-        if isinstance(expected, Items) and isinstance(stated, Items):
-            return self._same_items(expected, stated)
         for one, other in ((expected, stated), (stated, expected)):
-            if isinstance(one, Items):
-                return one.opening == "{" and len(one.items) == 1 and self.same(one.items[0], other)
+            if _is_set(one) and len(one.items) == 1 and not _is_set(other):
+                return self.same(one.items[0], other)
+        if isinstance(expected, Items) or isinstance(stated, Items):
+            return isinstance(expected, Items) and isinstance(stated, Items) and self._same_items(expected, stated)
         if isinstance(expected, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
             matrices = isinstance(expected, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
             return matrices and expected.shape == stated.shape and all(map(_identical, expected, stated))
@@ -482,7 +484,7 @@ class Comparison:
         kinds = {expected.opening, stated.opening}
         if kinds == {"{"}:
             return all(
-                any(self.same(one, other) for other in others.items)
+                any(_is_set(one) == _is_set(other) and self.same(one, other) for other in others.items)
                 for ones, others in ((expected, stated), (stated, expected))
                 for one in ones.items
             )
@@ -516,6 +518,10 @@ class Comparison:
                 digits = len(str(abs(decimal) * 10**places))
                 return digits >= DIGITS and bool(abs(decimal - exact) * 10**DIGITS <= abs(exact))
         return False
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Items) and value.opening == "{"
 
 
 def _terminates(number: sympy.Expr) -> bool:
@@ -593,6 +599,8 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
         return _is_zero(a - b)
     if a.free_symbols != b.free_symbols:
         return False
+    if (a - b).has(sympy.factorial) and sympy.combsimp(a - b) == 0:
+        return True
     held = 0
     for point in _points(symbols, whole=a.has(sympy.floor, sympy.ceiling) or b.has(sympy.floor, sympy.ceiling)):
         left, right = a.subs(point), b.subs(point)

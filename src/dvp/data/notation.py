@@ -44,7 +44,8 @@ CHARACTERS = str.maketrans(
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
         **dict.fromkeys("−–—‒‐﹣", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000", " "),
-        **{"√": r"\sqrt", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div "},
+        **{"√": r"\sqrt", "∞": r"\infty ", "×": r"\times ", "÷": r"\div "},
+        **dict.fromkeys("·⋅∙", r"\cdot ") | dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u200b\u2060\ufeff", ""),
         **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∅": r"\emptyset "},
         **{"∈": r"\in ", "′": "'", "’": "'", "⁄": "/", "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 "},
         **{"⁻": "^-"},
@@ -52,12 +53,13 @@ CHARACTERS = str.maketrans(
     }
 )
 _SAME = {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lt": "<", "gt": ">", "ast": "*"}
-_SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty "}
-_STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|underline|text|boxed|fbox|ensuremath|emph"
+_SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty ", "bigcup": r"\cup "}
+_STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|mathtt|pmb|underline|text|boxed|fbox|ensuremath|emph"
 _REWRITTEN = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\(?:text|math)?color\s*(?:\[\w*\])?\{[^{}]*\}|\\(?:display|text|script)style(?![A-Za-z])", ""),
+        (r"\\(?:(?:text|math)?color|colorbox)\s*(?:\[\w*\])?\{[^{}]*\}", ""),
+        (r"\\(?:(?:display|text|script)style|(?:bf|it|rm|sf|tt)(?=\s*\{?[-\d(\\])|(?i:large|huge))(?![A-Za-z])", ""),
         (r"(?<!\\)\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (r"(?<!\\)\\(?:[()\[\]])|(?<!\\)\$", ""),
         (r"(?<=\d)(?:\{,\}|,?\s?\\!\s?,?\s*)(?=\d)", ","),
@@ -65,14 +67,16 @@ _REWRITTEN = [
         (r"(?<!\\)(?:\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\h?space\*?\{[^{}]*\})", " "),
         (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"{\\frac{\1}{\2}}"),
-        (r"(\.\d*)\\dot\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"{\\binom{\1}{\2}}"),
+        (r"(\.\d*)\\(?:dot|bar|overline)\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
         (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
+        (r"([\d)}\]!]\s*\\text\s*\{[A-Za-z.\s/]*)\^\s*\{?([23])\}?\s*\}", r"\1}^\2"),
         (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\neq?(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\neq?(?![A-Za-z])|\\not\s*=|!=", r"\\ne "),
         (rf"\\({'|'.join(_SAME)})(?![A-Za-z])", lambda match: _SAME[match[1]]),
         (r"\*\*", "^"),
         (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime)(?![A-Za-z])", lambda match: "'" * match[0].count("prime")),
@@ -112,7 +116,7 @@ _CHANGES = {
         "hundred thousand million billion trillion dozen dozens score gross half halves third thirds quarter "
         "quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth "
         "hundredths thousandth thousandths squared cubed factorial root plus minus negative over under above "
-        "below less fewer least most max min maximum minimum mod modulo base choose divided and or nor not no "
+        "below less fewer least most max maximum minimum mod modulo base choose divided and or nor not no "
         "none never is isn are was were be been but than except between through to from by impossible "
         "wrong incorrect false undefined invalid infinite infinitely maybe perhaps possibly probably because "
         "since so when where then which that about approximately around roughly alpha beta gamma theta delta "
@@ -133,7 +137,8 @@ _UNIT_NAMES = dict(
     for pair in _words(
         "in=inch inche=inch ft=foot feet=foot yd=yard mi=mile m=meter metre=meter cm=centimeter mm=millimeter "
         "km=kilometer kg=kilogram g=gram lb=pound oz=ounce l=liter litre=liter ml=milliliter s=second sec=second "
-        "min=minute h=hour hr=hour deg=degree pct=percent percentage=percent sq=square cu=cubic"
+        "min=minute h=hour hr=hour hrs=hour deg=degree pct=percent "
+        "percentage=percent sq=square cu=cubic usd=dollar centimetre=centimeter"
     )
 )
 _LETTERS = set("mgshlLKNJWVAC")

@@ -346,8 +346,9 @@ def _clean(value: str) -> str:
 
 def _without_emphasis(value: str) -> str:
     """Without Markdown emphasis, quotation marks and a final full stop."""
-    value = value.strip().strip("*_`\"'“”‘’ \t\r")
-    return value.removesuffix(".").rstrip("*_`\"'“”‘’ \t\r")
+    marks = '*_`"“”‘ \t\r'
+    marks += "'’" if value.lstrip("*_ \t").startswith(("'", "‘", "’")) else ""  # of y' it is no quotation mark
+    return value.strip().strip(marks).removesuffix(".").rstrip(marks)
 
 
 def integer(text: str) -> int | None:

@@ -23,7 +23,7 @@ gpus.claim(int(sys.argv[2]))
 print("sees", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if sys.argv[3:] == ["outlived"]:  # as by a process on ranks, when a job is killed
     outside = subprocess.DEVNULL
-    print(subprocess.Popen(["sleep", "300"], pass_fds=gpus.held(), stdout=outside, stderr=outside).pid, flush=True)
+    print(subprocess.Popen(["sleep", "300"], pass_fds=gpus.held, stdout=outside, stderr=outside).pid, flush=True)
 sys.stdin.read()
 """
 

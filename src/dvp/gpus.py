@@ -20,7 +20,8 @@ DEVICES = Path("/dev")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CLAIMED = "DVP_CLAIMED_GPUS"
 PAUSE = 1.0
-_held: list[int] = []
+held: list[int] = []
+"""For subprocess.Popen's `pass_fds`: a process of a job that outlives this one keeps the GPUs as well."""
 
 
 def claim(count: int) -> None:
@@ -46,15 +47,10 @@ def claim(count: int) -> None:
             print(f"waiting for {count} of the GPUs {', '.join(visible)}: other jobs have them", file=sys.stderr)
             told = True
         time.sleep(PAUSE)
-    _held.extend(taken.values())
+    held.extend(taken.values())
     os.environ[CLAIMED] = ",".join(taken)
     if count < len(visible):
         os.environ[VISIBLE] = os.environ[CLAIMED]
-
-
-def held() -> list[int]:
-    """For subprocess.Popen's `pass_fds`: a process of a job that outlives this one keeps the GPUs as well."""
-    return _held
 
 
 def _visible() -> list[str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dvp.errors import DvpError
-from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import whole_run
 from dvp.files import atomic_path, read_json, sha256_json, verify_checksums, write_json
@@ -153,22 +152,17 @@ def read_inputs(
         for path in [paths] if isinstance(paths, Path) else paths:
             record = read_json(path, "files", KEY, "config_hash")
             if verify and isinstance(where, ExperimentDir) and stage in ("prepare", "base", "train", "convert"):
-                _check_current(where.experiment, stage, run, record, path)
+                of = {"train": whole_run(run or ""), "convert": run or ""}
+                expected = where.experiment.config_hash(stage, of.get(stage, ""))
+                if record["config_hash"] != expected:
+                    raise DvpError(
+                        f"{path}: written under other settings (config_hash {record['config_hash']}, that of the "
+                        f"experiment is {expected}); run `dvp {stage}` again"
+                    )
             if verify:
                 verify_checksums(path.parent, record["files"])
             records[stage].append(record)
     return records
-
-
-def _check_current(experiment: Experiment, stage: str, run: str | None, record: dict, path: Path) -> None:
-    """Raise DvpError unless a stage before the grid, or one of a run, has written `record` under today's settings."""
-    of = {"train": whole_run(run or ""), "convert": run or ""}
-    expected = experiment.config_hash(stage, of.get(stage, ""))
-    if record["config_hash"] != expected:
-        raise DvpError(
-            f"{path}: written under other settings (config_hash {record['config_hash']}, that of the experiment is "
-            f"{expected}); run `dvp {stage}` again"
-        )
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -11,13 +11,13 @@ from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
 from dvp.preflight.checks import check_mismatch
 from dvp.preflight.rehearsal import rehearsed_run, rules
-from dvp.training.agreement import KL_LIMITS, Positions, kl_of_noise
+from dvp.training.agreement import KL_LIMITS, Compared, kl_of_noise
 
 ROOT = Path(__file__).parents[2]
 NOISES = [Noise(sigma=0.1), Noise(sigma=1.0), Noise(sigma=2.5), Noise(sigma=2.5, below=0.01)]
 
 
-def positions(noise: Noise | None, extra: float = 0.0) -> Positions:
+def positions(noise: Noise | None, extra: float = 0.0) -> Compared:
     """500 positions of a vocabulary of 300, some flat and some sharp; `extra` on the engine's likeliest token."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.linspace(0.1, 6, 500)[:, None]
@@ -29,10 +29,10 @@ def positions(noise: Noise | None, extra: float = 0.0) -> Positions:
             noise_NV[logits_NV.softmax(-1) >= noise.below * logits_NV.softmax(-1).amax(-1, keepdim=True)] = 0
         noisy_NV += noise_NV
     noisy_NV[torch.arange(500), logits_NV.argmax(-1)] += extra
-    return Positions(logits_NV.log_softmax(-1), noisy_NV.log_softmax(-1))
+    return logits_NV.log_softmax(-1), noisy_NV.log_softmax(-1)
 
 
-def verdict(noise: Noise, engine: Positions):
+def verdict(noise: Noise, engine: Compared):
     return check_mismatch(engine, positions(None), "exact", kl_of_noise(EngineConfig(dtype="float32", noise=noise)))
 
 

@@ -42,10 +42,9 @@ def main() -> None:
     compare, worst = agreement.compare, []
 
     def measured(*arguments):
-        positions, responses = compare(*arguments)
-        weight_NV = positions.train_NV.exp()
-        worst.append(((positions.train_NV - positions.infer_NV).abs() * weight_NV).sum(1).max().item())
-        return positions, responses
+        (train_NV, infer_NV), responses = compare(*arguments)
+        worst.append(((train_NV - infer_NV).abs() * train_NV.exp()).sum(1).max().item())
+        return (train_NV, infer_NV), responses
 
     agreement.compare = measured
     held = agreement.Agreement(trainer, engine, PROMPTS, 0, config)

@@ -5,8 +5,11 @@ nothing was recorded; the plan says how many jobs each kind stands for. Jobs tha
 Needs no GPU and no network.
 """
 
+import csv
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,11 +18,12 @@ from dvp.errors import DvpError
 from dvp.experiment.base import TrainedBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
+from dvp.experiment.folder import RESULTS
 from dvp.experiment.grid import GridPoint, settings_as_read, whole_run
 from dvp.experiment.jobs import Job, together
+from dvp.files import read_json
 from dvp.planning.costs import DEVICES
 from dvp.planning.estimate import Estimate
-from dvp.planning.records import Records
 
 RECORDED, INFERRED, ESTIMATED = SOURCES = "recorded", "inferred", "estimated"
 
@@ -47,6 +51,49 @@ class Costed:
     def run(self) -> str:
         """Path of the run that it trains or works on, also if it does so after a step; empty without one."""
         return "" if self.job.run is None else whole_run(self.job.run.path)
+
+
+@dataclass(frozen=True)
+class Records:
+    """What earlier jobs of an experiment recorded below `folder` (results/E), which need not exist."""
+
+    experiment: Experiment
+    folder: Path
+
+    def of(self, job: Job) -> dict[str, Any] | None:
+        """The JSON file with which a job ended; None if it has not run, or ran under other settings."""
+        path = self.folder / RESULTS[job.stage].replace("{of}", job.path)
+        if not path.is_file():
+            return None
+        record = read_json(path, "config_hash", "seconds_stage")
+        return record if record["config_hash"] == self.experiment.config_hash(job.stage, job.path) else None
+
+    def took(self, job: Job) -> float | None:
+        """Seconds of a finished job, start-up included; None: not known.
+
+        The longest of what the stage, its steps and Snakemake timed: a stage that was copied from another experiment
+        says how long the work itself took, and of training that was continued the job is the end alone. A benchmark of
+        a job that was killed may hold anything, and tells nothing then.
+        """
+        record, seconds = self.of(job), 0.0
+        if record is None:
+            return None
+        path = self.folder / "benchmarks" / f"{'/'.join(filter(None, (job.stage, job.path)))}.tsv"
+        with suppress(OSError, LookupError, TypeError, ValueError), open(path, encoding="utf-8", newline="") as file:
+            seconds = float(list(csv.DictReader(file, delimiter="\t"))[-1]["s"])
+        return max(record["seconds_stage"], record.get("seconds_training", 0.0), seconds)
+
+    @cached_property
+    def problems(self) -> dict[str, int]:
+        """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
+        record = self.of(self.experiment.job("prepare"))
+        return {} if record is None else record["counts"]["evaluation"]
+
+    def preflight(self, path: str) -> dict[str, Any] | None:
+        """What a preflight measured; None without one of these settings and GPUs."""
+        job = self.experiment.job("preflight", path)
+        record = self.of(job)
+        return record if record and (record["gpus"], record["nodes"]) == (job.gpus, job.nodes) else None
 
 
 def make_plan(

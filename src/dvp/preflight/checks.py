@@ -15,7 +15,7 @@ from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import DvpError
 from dvp.preflight.report import Verdict
 from dvp.training import ranks
-from dvp.training.agreement import KL_LIMITS, Positions, distance, own_logits
+from dvp.training.agreement import KL_LIMITS, Compared, distance, own_logits
 from dvp.training.backend import Trainer
 
 FORWARD_LIMIT = 1e-3
@@ -59,31 +59,20 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
     )
 
 
-def noise_of_trainer(
-    trainer: Trainer, positions: Positions, prompts: list[list[int]], responses: list[list[int]]
-) -> Positions:
-    """The trainer against itself in another batch shape, at the compared positions."""
-    alone = [
-        normalised(own_logits(trainer, Batch.collate([prompt], [response], pad=0), trainer.bf16)).cpu()
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    return Positions(positions.train_NV, torch.cat(alone))
-
-
-def check_mismatch(engine: Positions, noise: Positions, kind: str, of_noise: float = 0.0) -> Verdict:
+def check_mismatch(engine: Compared, noise: Compared, kind: str, of_noise: float = 0.0) -> Verdict:
     """KL over the whole vocabulary; the trainer's own noise is what no engine could do better than.
 
     of_noise : what the engine may have on top (`kl_of_noise`).
     """
-    limit, measured, own = KL_LIMITS[kind] + of_noise, distance(engine), distance(noise)
+    limit, measured, own = KL_LIMITS[kind] + of_noise, distance(*engine), distance(*noise)
     worst = max(WORST_TOKEN, TIMES_ITSELF * own["worst_token"]) if kind == "exact" and not of_noise else None
     return Verdict(
         measured["kl"] <= limit and (worst is None or measured["worst_token"] <= worst),
-        f"KL {measured['kl']:.2g} nats per token at {len(engine.train_NV)} positions, {limit:g} are allowed to an "
+        f"KL {measured['kl']:.2g} nats per token at {len(engine[0])} positions, {limit:g} are allowed to an "
         f"engine that is {kind}{' and has noise' if of_noise else ''}; worst token {measured['worst_token']:.2g} nats"
         f"{'' if worst is None else f', {worst:.2g} are allowed'}; "
         f"the trainer against itself, in another batch shape, KL {own['kl']:.2g}",
-        {**measured, "limit": limit, "worst_limit": worst, "positions": len(engine.train_NV), "noise": own},
+        {**measured, "limit": limit, "worst_limit": worst, "positions": len(engine[0]), "noise": own},
     )
 
 

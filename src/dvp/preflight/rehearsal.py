@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from dvp.core.batch import Batch
 from dvp.core.importance import ImportanceRule
 from dvp.core.safe_vocabulary import SafeVocabularies, SafeVocabulary
+from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
@@ -31,13 +33,12 @@ from dvp.preflight.checks import (
     check_forward,
     check_mismatch,
     check_same_engine,
-    noise_of_trainer,
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.vllm import VllmEngine, needs_processor, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
-from dvp.training.agreement import compare, kl_of_noise, precision_class, shortest
+from dvp.training.agreement import compare, kl_of_noise, own_logits, precision_class, shortest
 from dvp.training.loop import Loop, run_loop
 from dvp.training.stage import sequences, set_up
 from dvp.training.stopping import StopRequest
@@ -203,16 +204,20 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     with report.asking("forward") as answer:
         answer(check_forward(loop.trainer, prompts, experiment.training.temperature))
     with report.asking("mismatch") as answer:
-        positions, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
-        noise = noise_of_trainer(loop.trainer, positions, prompts, responses)
+        compared, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
+        alone = [  # the trainer against itself in another batch shape
+            normalised(own_logits(loop.trainer, Batch.collate([prompt], [response], pad=0), loop.trainer.bf16)).cpu()
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        noise = compared[0], torch.cat(alone)
         configured = experiment.engines[engine]
         kind = precision_class(configured, experiment.trainer_dtype)
-        answer(check_mismatch(positions, noise, kind, kl_of_noise(configured)))
+        answer(check_mismatch(compared, noise, kind, kl_of_noise(configured)))
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": before_NV}, work / BEFORE)
         report.note(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    del positions, noise
+    del compared, alone, noise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what training would not have taken
     ranks.gather(None)
@@ -277,7 +282,8 @@ def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdic
     """Save what was loaded: the same bytes, or something was not restored."""
     if path is None:
         return Verdict(False, "there is no checkpoint: the first process did not save before it left")
-    loop.trainer.save(again)
+    for _, write in loop.trainer.parts(again):
+        write()
     ranks.gather(None)  # all parts are there
     files = sorted(file.relative_to(path) for file in path.rglob("*.pt"))
     mine = ranks.share(files)

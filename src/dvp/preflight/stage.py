@@ -143,7 +143,7 @@ def _process(process: Process, command: list[str], report: Report, work: Path) -
 
     Raises DvpError, naming the check that it was at.
     """
-    child = subprocess.Popen([sys.executable, "-m", "dvp.cli", *command, "--process", process], pass_fds=held())
+    child = subprocess.Popen([sys.executable, "-m", "dvp.cli", *command, "--process", process], pass_fds=held)
     signalled = None
     try:
         while child.poll() is None:

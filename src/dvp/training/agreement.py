@@ -5,7 +5,6 @@ arrived, as weights that go astray on the way to the engine are otherwise seen i
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -62,17 +61,13 @@ def shortest(prompts: list[list[int]]) -> list[list[int]]:
     return sorted(prompts[:100], key=len)[:PROMPTS]
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Where trainer and engine were compared: N positions of sampled responses, log-probs over the whole vocabulary."""
-
-    train_NV: torch.Tensor
-    infer_NV: torch.Tensor
+Compared = tuple[torch.Tensor, torch.Tensor]
+"""Log-probs of trainer and engine over the whole vocabulary, (N, V) each, at N positions of sampled responses."""
 
 
 def compare(
     trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, tokens: int
-) -> tuple[Positions, list[list[int]]]:
+) -> tuple[Compared, list[list[int]]]:
     """Engine against trainer at so many tokens after each prompt, which the engine samples and which are returned.
 
     They are of its full distribution, at temperature 1. Nothing that training computes depends on this.
@@ -84,13 +79,13 @@ def compare(
     responses = [completion.token_ids for completion in completions]
     train_NV = normalised(own_logits(trainer, Batch.collate(prompts, responses, pad=0), trainer.bf16)).cpu()
     infer_NV = normalised(torch.cat([completion.vocabulary_log_probs_TV for completion in completions]))
-    return Positions(train_NV, infer_NV), responses
+    return (train_NV, infer_NV), responses
 
 
-def distance(positions: Positions) -> dict[str, float]:
+def distance(train_NV: torch.Tensor, infer_NV: torch.Tensor) -> dict[str, float]:
     """Mean KL (nats per token) and largest |ε| (nats) of what was compared, over all ranks."""
-    kl_N = kl(positions.infer_NV, positions.train_NV)
-    worst_N, _ = epsilon(positions.train_NV, positions.infer_NV)
+    kl_N = kl(infer_NV, train_NV)
+    worst_N, _ = epsilon(train_NV, infer_NV)
     every = ranks.gather((kl_N.mean().item(), worst_N.max().item()))
     return {"kl": sum(mean for mean, _ in every) / len(every), "worst_token": max(worst for _, worst in every)}
 
@@ -104,7 +99,7 @@ class Agreement:
         self._kind = precision_class(config, "bfloat16" if trainer.bf16 else "float32")
         self._limit = KL_LIMITS[self._kind] + kl_of_noise(config)
         self._tokens = min(TOKENS, engine.max_model_len - max(map(len, self._prompts)))
-        self._before: Positions | None = None
+        self._before: Compared | None = None
 
     def check(self) -> None:
         """At the start of a run, with the trainer's weights in the engine. By all ranks. Raises DvpError."""
@@ -118,8 +113,8 @@ class Agreement:
         before, now = self._before, self._ask()
         self._before = None
         # The first position of each response is the same one again.
-        first, then = (values_NV[:: self._tokens] for values_NV in (before.train_NV, now.train_NV))
-        error, later = (values.infer_NV[:: self._tokens] - values.train_NV[:: self._tokens] for values in (before, now))
+        (first, own), (then, new) = ([values_NV[:: self._tokens] for values_NV in of] for of in (before, now))
+        error, later = own - first, new - then
         apart, moved, were = (
             max(ranks.gather((first.exp() * change_NV.square()).sum(dim=1).mean().sqrt().item()))
             for change_NV in (later - error, then - first, error)
@@ -139,11 +134,11 @@ class Agreement:
     def _name(self) -> str:
         return type(self._trainer.policy.model).__name__
 
-    def _ask(self) -> Positions:
+    def _ask(self) -> Compared:
         return compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)[0]
 
-    def _agree(self, positions: Positions, when: str) -> None:
-        found = distance(positions)["kl"]
+    def _agree(self, compared: Compared, when: str) -> None:
+        found = distance(*compared)["kl"]
         if not found <= self._limit:
             raise DvpError(
                 f"engine and trainer do not agree{when}: KL {found:.2g} nats per token, at most {self._limit:.2g} is "

@@ -406,11 +406,6 @@ class Trainer:
             writer.save = write
         return found
 
-    def save(self, folder: Path) -> None:
-        """Write DeepSpeed's checkpoint, every rank its part, below rank 0's `folder`."""
-        for _, write in self.parts(folder):
-            write()
-
     def load(self, folder: Path) -> None:
         """Read what `parts` wrote; the caller has verified the files. Raises DvpError."""
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)

@@ -93,7 +93,6 @@ def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTraine
 
 def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) -> dict:
     source = experiment.sources[base.source]
-    assert isinstance(source, GeneratedSource)  # the configuration checked it
     evaluated = set(read_problems(data / "eval.parquet")["problem"])
     stories = _fresh(source, base, evaluated)
     tokenizer = train_tokenizer(
@@ -104,21 +103,13 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
         base.tokenizer.vocabulary_size,
     )
     torch.manual_seed(base.seed)
-    architecture = base.architecture
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=base.tokenizer.vocabulary_size,
-            hidden_size=architecture.hidden_size,
-            num_hidden_layers=architecture.layers,
-            num_attention_heads=architecture.heads,
-            num_key_value_heads=architecture.kv_heads,
-            head_dim=architecture.head_dim,
-            intermediate_size=architecture.intermediate_size,
-            max_position_embeddings=architecture.max_position_embeddings,
-            tie_word_embeddings=architecture.tie_word_embeddings,
+            **{CONFIG_NAMES.get(key, key): value for key, value in base.architecture.model_dump().items()},
             # 0.02, the default, is meant for thousands of dimensions; at a hundred it costs twice the steps and leaves
             # a model whose loss is so sharp that RL cannot move it.
-            initializer_range=architecture.hidden_size**-0.5,
+            initializer_range=base.architecture.hidden_size**-0.5,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -100,7 +100,7 @@ def _run(command: list[str], logs: str, threads: str) -> None:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        pass_fds=held(),
+        pass_fds=held,
         env=_environment()
         | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ", "PYTHONUNBUFFERED": "1"}
         | {"OMP_NUM_THREADS": threads},  # by itself torchrun would say 1

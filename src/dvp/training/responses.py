@@ -6,6 +6,7 @@ name beforehand: until there is one, the latest steps are held back. What is kep
 steps and the step of the collapse alone, so a run that was cut off and continued ends with the same file.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class Pieces:
         # Some tokenizers drop the space before the first token: each is decoded behind another one.
         self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._before = len(self.text(self._anchor))
-        self._known: dict[int, str] = {}
+        self._piece = cache(lambda token_id: self._behind_anchor([token_id]))
 
     def text(self, token_ids: list[int]) -> str:
         """All of them together, special tokens included."""
@@ -92,11 +93,6 @@ class Pieces:
             else:
                 pieces.append(first)
         return pieces
-
-    def _piece(self, token_id: int) -> str:
-        if token_id not in self._known:
-            self._known[token_id] = self._behind_anchor([token_id])
-        return self._known[token_id]
 
     def _behind_anchor(self, token_ids: list[int]) -> str:
         return self.text(self._anchor + token_ids)[self._before :]

@@ -116,6 +116,5 @@ class StopRequest:
 
     def leave(self, after: int, saved: int) -> None:
         """Raise Stopped: the run has `after` steps, of which a checkpoint holds `saved`."""
-        assert self.signal is not None
         rest = "" if saved == after else f" from step {saved}"
         raise Stopped(f"stopped by {self.signal.name} after step {after}; run again to continue{rest}", self.signal)

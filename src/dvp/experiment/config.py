@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from dvp.core.advantages import NEED_A_GROUP
+from dvp.core.safe_vocabulary import SafeVocabularies
 from dvp.errors import DvpError
 from dvp.experiment.base import Base, TrainedBase
 from dvp.experiment.config_hash import settings_of_job
@@ -325,6 +326,10 @@ class Experiment(Strict):
     def training_of(self, point: GridPoint) -> TrainingConfig:
         """The training settings of a grid point or a run: the section `training`, with those of its entry on top."""
         return self.training.model_copy(update=point.training) if point.training else self.training
+
+    def sides_of(self, run: Run) -> SafeVocabularies:
+        """The safe vocabularies of a run's trainer and engine."""
+        return self.methods[run.method].sides(run.rho_value, self.training_of(run).max_response_tokens)
 
     @property
     def axes(self) -> list[str]:

@@ -40,7 +40,7 @@ def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
     if run is not None:
         # Over how many GPUs a run is spread changes it by rounding only.
         trained = experiment.training_of(run)
-        safe = experiment.methods[run.method].sides(run.rho_value, trained.max_response_tokens)
+        safe = experiment.sides_of(run)
         # A run whose engine would report no sets, or reports them in any case, is the same whether it is asked to.
         asked = set() if trained.sets_reported(safe) and not safe.replayed else {"report_sets"}
         parts["training"] = _set(trained, exclude={"gpus", "nodes"} | asked)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from dvp.core.batch import Batch
 from dvp.core.importance import ImportanceRule
-from dvp.core.safe_vocabulary import SafeVocabularies, SafeVocabulary
+from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
@@ -36,11 +36,11 @@ from dvp.preflight.checks import (
 )
 from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
-from dvp.rollout.vllm import VllmEngine, needs_processor, prove_safe_vocabulary
+from dvp.rollout.vllm import needs_processor, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
 from dvp.training.agreement import compare, kl_of_noise, own_logits, precision_class, shortest
 from dvp.training.loop import Loop, run_loop
-from dvp.training.stage import sequences, set_up
+from dvp.training.stage import make_engine, set_up
 from dvp.training.stopping import StopRequest
 
 LEARNING_RATE = 1e-4
@@ -63,15 +63,11 @@ def rehearsed_run(experiment: Experiment, engine: str) -> Run:
     """
 
     def asks(run: Run) -> tuple[bool, bool, bool]:
-        safe = _sides(experiment, run)
+        safe = experiment.sides_of(run)
         pruned = experiment.methods[run.method].safe_vocabulary is not None
         return safe.replayed, experiment.training.sets_reported(safe), pruned
 
     return max((run for run in experiment.runs if run.engine == engine), key=asks)
-
-
-def _sides(experiment: Experiment, run: Run) -> SafeVocabularies:
-    return experiment.methods[run.method].sides(run.rho_value, experiment.training.max_response_tokens)
 
 
 def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
@@ -79,9 +75,9 @@ def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
 
     Any other is proved when its run starts, as each is.
     """
-    of_rehearsed = _sides(experiment, rehearsed_run(experiment, engine))
+    of_rehearsed = experiment.sides_of(rehearsed_run(experiment, engine))
     by_processor = experiment.training.sets_reported(of_rehearsed) or needs_processor(of_rehearsed.engine)
-    every = dict.fromkeys(_sides(experiment, run).engine for run in experiment.runs if run.engine == engine)
+    every = dict.fromkeys(experiment.sides_of(run).engine for run in experiment.runs if run.engine == engine)
     return [rule for rule in every if rule is not None and (by_processor or not needs_processor(rule))]
 
 
@@ -327,16 +323,8 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
         says = ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) + f"; {peak / 1e9:.3g} GB of memory"
         answer(Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
     with report.asking("synchronise") as answer:
-        asked, training, run = report.read()["asked"], experiment.training, rehearsed_run(experiment, engine)
-        fresh = VllmEngine(
-            work / MODEL,
-            experiment.engines[engine],
-            max_model_len=asked["max_model_len"],
-            max_num_seqs=sequences(training, experiment.engines[engine]),
-            seed=run.seed,
-            rules=[_sides(experiment, run).engine],
-            report_sets=training.sets_reported(_sides(experiment, run)),
-        )
+        asked, run = report.read()["asked"], rehearsed_run(experiment, engine)
+        fresh = make_engine(experiment, run, work / MODEL, asked["max_model_len"])
         reloaded_NV, before_NV = (load_file(work / name)["log_probs"] for name in (RELOADED, BEFORE))
         answer(check_same_engine(reloaded_NV, next_tokens(fresh, asked["prompts"]), before_NV))
 

@@ -161,7 +161,7 @@ class Loop:
         """Steps after which the weights are evaluated."""
         self.run = run
         method = experiment.methods[run.method]
-        self.safe = method.sides(run.rho_value, self.config.max_response_tokens)
+        self.safe = experiment.sides_of(run)
         self.importance, self.mask = method.importance, method.mask
         self.advantage = ADVANTAGES[method.advantage]
         self.loss = method.loss

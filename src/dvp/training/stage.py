@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
 from dvp.experiment.training import EngineConfig, TrainingConfig
@@ -17,6 +18,7 @@ from dvp.tracking.record import COLLAPSED
 from dvp.training import launch
 
 if TYPE_CHECKING:
+    from dvp.rollout.vllm import VllmEngine
     from dvp.training.loop import Loop
 
 
@@ -155,6 +157,22 @@ def sequences(training: TrainingConfig, engine: EngineConfig) -> int:
     return -(-training.prompts_per_step // engines) * training.group_size
 
 
+def make_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int) -> "VllmEngine":
+    """The engine that samples in a run, with a model (a Hugging Face directory); without a tool."""
+    from dvp.rollout.vllm import VllmEngine
+
+    settings, safe = experiment.training_of(run), experiment.sides_of(run)
+    return VllmEngine(
+        model,
+        experiment.engines[run.engine],
+        max_model_len=max_model_len,
+        max_num_seqs=sequences(settings, experiment.engines[run.engine]),
+        seed=run.seed,
+        rules=[safe.engine],
+        report_sets=settings.sets_reported(safe),
+    )
+
+
 def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     """Trainer, prompts and engine of a run, by every rank; and how many prompts are too long for it, and left out."""
     import torch
@@ -162,7 +180,6 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     from dvp.data.prompts import before_response, encode_prompts, padding_token, read_problems, short_enough
     from dvp.rollout.turns import ToolEngine
-    from dvp.rollout.vllm import VllmEngine
     from dvp.tools import make_tool
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
@@ -180,16 +197,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     torch.manual_seed(run.seed)
     trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)
     longest = max(map(len, prompts)) + settings.max_response_tokens
-    safe = experiment.methods[run.method].sides(run.rho_value, settings.max_response_tokens)
-    engine = VllmEngine(
-        directory.base,
-        experiment.engines[run.engine],
-        max_model_len=min(longest, trainer.context),
-        max_num_seqs=sequences(settings, experiment.engines[run.engine]),
-        seed=run.seed,
-        rules=[safe.engine],
-        report_sets=settings.sets_reported(safe),
-    )
+    engine = make_engine(experiment, run, directory.base, min(longest, trainer.context))
     if experiment.tools:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 

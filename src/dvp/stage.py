@@ -73,14 +73,16 @@ class Stage:
                 verify_checksums(there.parent, record["files"])
                 checkpoints = [record["checkpoint"]] if "checkpoint" in record else []
                 for name in [*record["files"], *checkpoints, *record.get("kept", {}).values()]:
-                    _copy(there.parent / name, self.result.parent / name)
-                source = f"{other.name} {theirs.key}"
+                    source = there.parent / name
+                    with atomic_path(self.result.parent / name) as temporary:
+                        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, temporary)
+                reused = f"{other.name} {theirs.key}"
                 self.tracked.adopt(other, theirs)
-                self.tracked.tag("reused_from", source)
+                self.tracked.tag("reused_from", reused)
                 print(f"the same as in {other}: copied", flush=True)
                 if "run" in record and self.tracked.run:
                     record["run"] = self.tracked.run
-                write_json(self.result, record | {KEY: self.tracked.key, "reused_from": source})
+                write_json(self.result, record | {KEY: self.tracked.key, "reused_from": reused})
                 self.tracked.log_file(self.result)
                 return True
         return False
@@ -163,8 +165,3 @@ def read_inputs(
                 verify_checksums(path.parent, record["files"])
             records[stage].append(record)
     return records
-
-
-def _copy(source: Path, target: Path) -> None:
-    with atomic_path(target) as temporary:
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, temporary)

@@ -6,7 +6,6 @@ trains on two micro-batches a rank, while the engines sample as many responses a
 least 1e-4, by which every weight moves in each of Adam's first steps: a weight that was not handed over is seen.
 """
 
-import filecmp
 import resource
 import socket
 import time
@@ -26,7 +25,7 @@ from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
-from dvp.files import write_text
+from dvp.files import read_json, sha256_file, write_text
 from dvp.preflight.checks import (
     POSITIONS,
     check_compilers,
@@ -39,6 +38,7 @@ from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.vllm import needs_processor, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
 from dvp.training.agreement import compare, kl_of_noise, own_logits, precision_class, shortest
+from dvp.training.backend import TAG
 from dvp.training.loop import Loop, run_loop
 from dvp.training.stage import make_engine, set_up
 from dvp.training.stopping import StopRequest
@@ -248,8 +248,8 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     report = Report(work)
     with report.asking("resume") as answer:
         loop, _ = set_up(directory, rehearsed_run(directory.experiment, engine))
-        restored = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
-        answer(_same_when_saved_again(loop, restored and restored[0], work / AGAIN))
+        path, _ = checkpoint.restore(work / CHECKPOINTS, loop.trainer)
+        answer(_same_when_saved_again(loop, path, work / AGAIN))
     prompts = shortest(loop.problems.prompts)
     forced = rehearse(loop, None)
     with report.asking("steps") as answer:
@@ -274,22 +274,19 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     ranks.gather(None)
 
 
-def _same_when_saved_again(loop: Loop, path: Path | None, again: Path) -> Verdict:
+def _same_when_saved_again(loop: Loop, path: Path, again: Path) -> Verdict:
     """Save what was loaded: the same bytes, or something was not restored."""
-    if path is None:
-        return Verdict(False, "there is no checkpoint: the first process did not save before it left")
-    for _, write in loop.trainer.parts(again):
+    sums = {}
+    for file, write in loop.trainer.parts(again):
         write()
-    ranks.gather(None)  # all parts are there
-    files = sorted(file.relative_to(path) for file in path.rglob("*.pt"))
-    mine = ranks.share(files)
-    same = [(again / file).is_file() and filecmp.cmp(path / file, again / file, shallow=False) for file in mine]
-    equal = ranks.join(same, len(files))
-    differing = [file for file, same in zip(files, equal, strict=True) if not same]
-    says = f"{len(files)} files of weights, optimiser and schedule are the same when saved again"
+        sums[f"{TAG}/{file.name}"] = sha256_file(file)
+    listed = read_json(path / checkpoint.MANIFEST)["files"]
+    every = [item for of_rank in ranks.gather(sums) for item in of_rank.items()]
+    differing = [name for name, digest in every if listed.get(name) != digest]
+    says = f"{len(every)} files of weights, optimiser and schedule are the same when saved again"
     if differing:
-        says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(files)} differ)"
-    return Verdict(bool(files) and not differing, says, {"files": len(files)})
+        says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(every)} differ)"
+    return Verdict(not differing, says, {"files": len(every)})
 
 
 def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:

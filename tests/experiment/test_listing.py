@@ -27,7 +27,7 @@ def test_a_key_is_told_with_its_group():
     assert keys("GridEntry").startswith("Every combination of its lists")
     assert "TrainingConfig: " in keys(None)
     assert keys("training.gpus").startswith("TrainingConfig: | `gpus` |")
-    with pytest.raises(DvpError, match="no key 'evaluation.gpus'"):
+    with pytest.raises(DvpError, match=r"no key 'evaluation\.gpus'"):
         keys("evaluation.gpus")
     with pytest.raises(DvpError, match="no key 'group_sise'; did you mean group_size"):
         keys("group_sise")

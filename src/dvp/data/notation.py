@@ -54,6 +54,7 @@ CHARACTERS = str.maketrans(
 )
 _SAME = {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lt": "<", "gt": ">", "ast": "*"}
 _SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty ", "bigcup": r"\cup "}
+_MEASURED = "[cdkm]?m|ft|in|yd|mi|s|[a-z]{4,}"  # what has squares and cubes, and full words
 _STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|mathtt|pmb|underline|text|boxed|fbox|ensuremath|emph"
 _REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -72,7 +73,7 @@ _REWRITTEN = [
         (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
-        (r"([\d)}\]!]\s*\\text\s*\{[A-Za-z.\s/]*)\^\s*\{?([23])\}?\s*\}", r"\1}^\2"),
+        (rf"([\d)}}\]!]\s*\\text\s*\{{\s*(?:[a-z]+/)?(?:{_MEASURED}))\s*\^\s*\{{?([23])\}}?\s*\}}", r"\1}^\2"),
         (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),

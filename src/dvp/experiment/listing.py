@@ -34,9 +34,7 @@ def keys(name: str | None) -> str:
     if name is None:
         return "\n".join(f"{title}: {text.splitlines()[0]}" for title, text in sections.items())
     found = [sections[name].strip()] if name in sections else []
-    rows = [
-        f"{title}: {row}" for title, text in sections.items() for row in text.splitlines() if row.startswith("| `")
-    ]
+    rows = [f"{title}: {row}" for title, text in sections.items() for row in text.splitlines() if row.startswith("| `")]
     # Of training.gpus: the rows of `training`, then those of `gpus` in the groups that they link.
     *above, key = name.split(".")
     asked = rows

@@ -101,7 +101,8 @@ class TrainingConfig(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimiser steps over which the learning rate rises linearly: the first has 1/warmup_steps of it; a training step takes one a minibatch."""
+    """Optimiser steps over which the learning rate rises linearly, the first with 1/warmup_steps of it; a training step
+    takes one a minibatch."""
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of a gradient."""
     temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE)] = 1.0

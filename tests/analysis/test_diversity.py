@@ -10,6 +10,8 @@ from dvp.analysis.statistics import lookup
 from dvp.data.puzzles import Puzzle
 from dvp.experiment.grid import GridPoint, Sampler
 
+pytestmark = pytest.mark.slow
+
 RHO = "0.01"
 PUZZLES = {"kind": "generated", "generator": "shortest_path", "count": 5000, "seed": 0, "steps": [5, 5]}
 NAIVE = GridPoint(method="rloo", engine="coarse")

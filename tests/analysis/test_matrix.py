@@ -9,6 +9,8 @@ from dvp.analysis.matrix import own_sampler, statistics
 from dvp.analysis.statistics import lookup
 from dvp.experiment.grid import GridPoint, Sampler
 
+pytestmark = pytest.mark.slow
+
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]
 RHO = "0.01"
 NAIVE, MIS = (GridPoint(method=method, engine="coarse") for method in ("rloo", "rloo_mis"))

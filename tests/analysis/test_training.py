@@ -11,6 +11,8 @@ from made_up_results import Results, make_experiment, training_part
 from dvp.analysis.estimates import over_seeds
 from dvp.analysis.points import where_of
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
 def test_the_logarithmic_interval_holds_the_geometric_mean_and_stays_positive(values):

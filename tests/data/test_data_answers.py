@@ -165,6 +165,7 @@ def test_never_raises(response, truncated):
     assert grade(rf"\boxed{{{response}}}", "70") in (True, False)
 
 
+@pytest.mark.slow
 def test_what_is_too_hard_is_wrong_and_the_next_answer_is_graded():
     hard = r"\binom{10^8}{5000000}"
     assert equality.compare("70", hard) == equality.TOO_HARD

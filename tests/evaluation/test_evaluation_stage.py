@@ -16,6 +16,8 @@ from dvp.stage import run_stage
 from dvp.tracking.record import read_record
 from dvp.tracking.store import create_store
 
+pytestmark = pytest.mark.slow  # a tracking store
+
 TASKS = ["held_out", "chains_1", "chains_2", "chains_3", "chains_5", "chains_9"]
 
 

@@ -67,6 +67,7 @@ def test_a_trained_base_is_an_ordinary_directory_and_the_same_every_time(experim
     assert sum(parameter.numel() for parameter in model.parameters()) == manifests[0]["parameters"]
 
 
+@pytest.mark.slow
 def test_problems_that_are_evaluated_are_not_learnt_and_do_not_leave_the_warm_start_short(experiment):
     """Of a grid of two by two cells there are but a few dozen puzzles."""
     source = experiment.sources[experiment.base.source].model_copy(

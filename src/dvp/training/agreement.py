@@ -99,7 +99,6 @@ class Agreement:
         self._kind = precision_class(config, "bfloat16" if trainer.bf16 else "float32")
         self._limit = KL_LIMITS[self._kind] + kl_of_noise(config)
         self._tokens = min(TOKENS, engine.max_model_len - max(map(len, self._prompts)))
-        self._name = type(trainer.policy.model).__name__
         self._before: Compared | None = None
 
     def check(self) -> None:
@@ -130,6 +129,10 @@ class Agreement:
                 f"{self._name} reach the engine as they are; use a model of another architecture (docs/your_model.md)"
             )
         self._agree(now, " after new weights")
+
+    @property
+    def _name(self) -> str:
+        return type(self._trainer.policy.model).__name__
 
     def _ask(self) -> Compared:
         return compare(self._trainer, self._engine, self._prompts, self._seed, self._tokens)[0]

@@ -280,13 +280,14 @@ def _same_when_saved_again(loop: Loop, path: Path, again: Path) -> Verdict:
     for file, write in loop.trainer.parts(again):
         write()
         sums[f"{TAG}/{file.name}"] = sha256_file(file)
+    saved = {name: digest for of_rank in ranks.gather(sums) for name, digest in of_rank.items()}
     listed = read_json(path / checkpoint.MANIFEST)["files"]
-    every = [item for of_rank in ranks.gather(sums) for item in of_rank.items()]
-    differing = [name for name, digest in every if listed.get(name) != digest]
-    says = f"{len(every)} files of weights, optimiser and schedule are the same when saved again"
+    first = {name: digest for name, digest in listed.items() if name.endswith(".pt")}
+    differing = [name for name in first | saved if first.get(name) != saved.get(name)]
+    says = f"{len(first)} files of weights, optimiser and schedule are the same when saved again"
     if differing:
-        says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(every)} differ)"
-    return Verdict(not differing, says, {"files": len(every)})
+        says = f"{differing[0]} is another one when saved again ({len(differing)} of {len(first)} differ)"
+    return Verdict(not differing, says, {"files": len(first)})
 
 
 def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:

@@ -386,13 +386,13 @@ def test_a_fault_of_the_claims_is_told_before_hours_of_jobs(snakemake, place):
     """The rule that reads them runs last."""
     path = place / "config/config.yaml"
     before = path.read_text(encoding="utf-8")
-    path.write_text(before.replace("  noise_dial: noise_dial\n", "  noise_dail: smoke_evidence\n", 1), encoding="utf-8")
+    path.write_text(before.replace("  staleness: staleness\n", "  stalenes: smoke_evidence\n", 1), encoding="utf-8")
     try:
         status, out, errors = snakemake("evidence", "--cores", "1", "--config", "results=nothing")
     finally:
         path.write_text(before, encoding="utf-8")
     assert status == 1
-    line = "evidence: 'noise_dail' is asked for by no claim; did you mean noise_dial?"
+    line = "evidence: 'stalenes' is asked for by no claim; did you mean staleness?"
     assert [said for said in (out + errors).splitlines() if said.startswith(line)]
     assert not (place / "nothing").exists()
 

@@ -11,7 +11,7 @@ STAGE_VERSIONS = {
     "mismatch": 3,
     "bias": 9,
     "report": 11,
-    "evidence": 11,
+    "evidence": 12,
 }
 """Bump a stage's version when the same settings and inputs give other numbers, or files of another form, than before.
 

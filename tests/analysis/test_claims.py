@@ -21,7 +21,7 @@ def test_a_template_is_written_out(tmp_path):
         tmp_path,
         """
 templates:
-  gain: {statistic: over, evaluated_rho: "{rho}", above: 0.02, says: "{this} is above {that}"}
+  gain: {statistic: over, evaluated_rho: "{rho}", delta: 0.02, says: "{this} over {that}"}
 claims:
   paper:
     - id: a
@@ -29,15 +29,15 @@ claims:
       all: {experiment: grid, method: dvp, rho: 1e-2, this: DVP, that: RLOO}
       conditions:
         - gain
-        - {as: gain, rho: exp(-13), above: 0, control: true, that: MIS, where: {control: bf16, size: 4, rate: 1e-6}}
+        - {as: gain, rho: exp(-13), delta: 0.05, control: true, that: MIS, where: {control: bf16, size: 4, rate: 1e-6}}
 """,
     )
     [claim] = file.claims
     first, second = claim.conditions
-    assert (claim.source, claim.figure) == ("paper", "grid/evaluation_matrix")
-    assert (first.says, first.above, first.control) == ("DVP is above RLOO", 0.02, False)
+    assert (claim.source, claim.figure) == ("paper", None)
+    assert (first.says, first.delta, first.control) == ("DVP over RLOO", 0.02, False)
     assert first.where == {"method": "dvp", "rho": "0.01", "evaluated_rho": "0.01"}
-    assert (second.says, second.above, second.control) == ("DVP is above MIS", 0, True)
+    assert (second.says, second.delta, second.control) == ("DVP over MIS", 0.05, True)
     assert second.where == {"method": "dvp", "rho": "exp(-13)", "evaluated_rho": "exp(-13)"} | {
         **{"control": "bf16", "size": "4", "rate": "1e-06"}
     }
@@ -46,15 +46,15 @@ claims:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{id: a, text: t}", "claims.0: expected either conditions or not_testable"),
-        ("{id: a, text: t, not_testable: m, figure: e/f}", "figure: belongs to a claim with conditions"),
-        (CONDITION % "above: 0, below: 1", "expected one of above, below, within, contains; found 2"),
+        ("{id: a, text: t, conditions: []}", "claims.0.conditions: "),
+        ("{id: a, text: t}", "claims: expected lists of claims by source; KeyError: 'conditions'"),
+        (CONDITION % "above: 0, below: 1", "expected one of delta, above, below, within; found 2"),
+        (CONDITION % "delta: 0", "claims.0.conditions.0.delta: "),
         (CONDITION % "within: [1, 0]", r"within: expected \[low, high\]"),
         (CONDITION % "rho: e-13, above: 0", r"claims.0.conditions.0.where: ρ must lie in \(0, 1\)"),
         (CONDITION % "control: true, above: 0", "expected one that is not a control"),
         (CONDITION % "as: gain, above: 0", "claims: expected lists of claims by source; KeyError: 'gain'"),
-        ("{id: a, text: t, not_testable: n}, {id: a, text: u, not_testable: n}", "id 'a' is a duplicate"),
-        ("{id: a, text: t, not_testable: n, published: {relation: equal, value: high, unit: m}}", "published.value: "),
+        (f"{CONDITION % 'above: 0'}, {CONDITION % 'above: 0'}", "id 'a' is a duplicate"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(tmp_path, entry, message):
@@ -66,7 +66,7 @@ def test_a_mistake_is_told_in_one_line(tmp_path, entry, message):
 
 def test_a_source_that_there_is_not_is_refused(tmp_path):
     with pytest.raises(DvpError, match="claims: other: no such source; known are paper"):
-        load(tmp_path, "claims: {other: [{id: a, text: t, not_testable: n}]}\n")
+        load(tmp_path, f"claims: {{other: [{CONDITION % 'above: 0'}]}}\n")
 
 
 def test_a_misspelt_key_of_evidence_is_told(tmp_path):

@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_up_results import make_experiment
 
-from dvp.analysis.claims import Condition
-from dvp.analysis.evidence import answer, render, status, verdict
+from dvp.analysis.claims import Condition, effect_word
+from dvp.analysis.evidence import answer, render, verdict
 from dvp.analysis.series import SERIES, joined
 from dvp.analysis.statistics import ESTIMATES, Statistic, to_frame
 from dvp.errors import DvpError
@@ -28,8 +30,7 @@ claims:
       note: Table 1
       figure: grid/scores
       all: {experiment: grid, statistic: gain, rho: 1e-2}
-      conditions: [{says: above nothing, above: 0}, {says: and by 20, contains: 20}]
-    - {id: large, text: a large thing, not_testable: no GPU}
+      conditions: [{says: it gains, delta: 10}, {says: and stays small, below: 20}]
   own:
     - {id: other, text: "another | thing", conditions: [{experiment: late, says: s, statistic: x, above: 0}]}
 """
@@ -77,99 +78,67 @@ def asking(test, statistic="score_over_other", **more):
 
 def test_what_is_not_measured_is_said_and_is_no_verdict(place):
     folder = place(statistic(1.0, 0.5, 1.5, rho="0.5"), statistic(1.0, 0.5, 1.5, rho="exp(-13)"))
-    assert answered(folder)["claims"][0]["verdict"] == "not tested yet"
+    assert answered(folder)["claims"][0]["verdict"] == "not measured"
     page = page_of(folder)
     assert "grid measures no gain of rho 0.01 | not measured" in page
     assert "Not run for this page: late." in page
     assert "grid measures no gain" in page_of(place())
 
 
-@pytest.mark.parametrize(
-    ("statuses", "controls", "of_parts", "of_all"),
-    [
-        (["+", "+"], ["+"], "supported", "supported"),
-        (["+", "?"], ["+"], "mixed", "inconclusive"),
-        (["+", "-"], [], "mixed", "contradicted"),
-        (["-", "?"], ["?"], "mixed", "contradicted"),
-        (["-", "-"], ["-"], "contradicted", "contradicted"),
-        (["+", "+"], ["?"], "inconclusive", "inconclusive"),
-        (["+", "+"], ["+", "-"], "mixed", "mixed"),
-        (["?"], ["+"], "inconclusive", "inconclusive"),
-        (["?"], ["-"], "mixed", "mixed"),
-        (["+", "not measured"], [], "not tested yet", "not tested yet"),
-        (["+"], ["not measured"], "not tested yet", "not tested yet"),
-    ],
-)
-def test_a_verdict_follows_from_conditions_and_controls(statuses, controls, of_parts, of_all):
-    words = {"+": "supported", "-": "contradicted", "?": "inconclusive"}
-    statuses, controls = ([words.get(sign, sign) for sign in signs] for signs in (statuses, controls))
-    assert verdict(statuses, controls) == of_parts
-    assert verdict(statuses, controls, needs_all=True) == of_all
+@given(st.floats(-1, 1), st.floats(-1, 1), st.floats(1e-3, 1))
+def test_a_word_follows_from_the_interval_alone(first, second, delta):
+    """The scale by its definition: one word for each interval, and no other."""
+    low, high = min(first, second), max(first, second)
+    rules = {
+        "gain above δ": low > delta,
+        "gain": 0 < low <= delta,
+        "harm": high < 0,
+        "no gain above δ": low <= 0 <= high < delta,
+        "cannot tell": low <= 0 and high >= delta,
+    }
+    assert [word for word, holds in rules.items() if holds] == [effect_word(low, high, delta)]
 
 
 @pytest.mark.parametrize(
     ("test", "low", "high", "expected"),
     [
-        ({"above": 0.0}, 0.1, 0.2, "supported"),
-        ({"above": 0.0}, 0.0, 0.2, "inconclusive"),
-        ({"above": 0.0}, -0.2, 0.0, "contradicted"),
-        ({"below": 1.0}, 0.1, 0.2, "supported"),
-        ({"below": 1.0}, 1.0, 1.2, "contradicted"),
-        ({"within": [-1.0, 1.0]}, -0.5, 0.5, "supported"),
-        ({"within": [-1.0, 1.0]}, -1.5, 0.5, "inconclusive"),
-        ({"within": [-1.0, 1.0]}, 1.5, 2.5, "contradicted"),
-        ({"contains": 0.0}, -1.0, 0.0, "supported"),
-        ({"contains": 0.0}, 0.1, 0.2, "contradicted"),
+        ({"delta": 0.02}, 0.03, 0.2, "gain above δ"),
+        ({"delta": 0.02}, 0.01, 0.2, "gain"),
+        ({"delta": 0.02}, -0.01, 0.01, "no gain above δ"),
+        ({"delta": 0.02}, -0.01, 0.2, "cannot tell"),
+        ({"delta": 0.02}, -0.2, -0.01, "harm"),
+        ({"delta": 0.02}, None, None, "cannot tell"),
+        ({"above": 0.0}, 0.1, 0.2, "holds"),
+        ({"above": 0.0}, 0.0, 0.2, "cannot tell"),
+        ({"above": 0.0}, -0.2, 0.0, "does not hold"),
+        ({"below": 1.0}, 0.1, 0.2, "holds"),
+        ({"below": 1.0}, 1.0, 1.2, "does not hold"),
+        ({"within": [-1.0, 1.0]}, -0.5, 0.5, "holds"),
+        ({"within": [-1.0, 1.0]}, -1.5, 0.5, "cannot tell"),
+        ({"within": [-1.0, 1.0]}, 1.5, 2.5, "does not hold"),
+        ({"below": 1.0, "not_comparable": "another model"}, 0.1, 0.2, "not comparable"),
     ],
 )
 def test_a_condition_is_about_the_whole_interval(test, low, high, expected):
-    assert status(Condition(says="s", experiment="e", statistic="x", **test), low, high) == expected
+    assert Condition(says="s", experiment="e", statistic="x", **test).word(low, high) == expected
+
+
+def test_a_claim_has_a_word_of_its_own_only_if_all_agree():
+    assert verdict(["gain", "gain"]) == "gain"
+    assert verdict(["cannot tell", "harm", "gain", "cannot tell"]) == "1 gain, 1 harm, 2 cannot tell"
 
 
 @pytest.mark.parametrize(
-    ("unit", "test", "measured", "says"),
+    ("test", "measured", "says"),
     [
-        ("fraction", {"above": 0}, (0.01, -0.02, 0.04), "inconclusive; supported from 3 pp on"),
-        ("fraction", {"above": 0.02}, (0.03, 0.015, 0.045), "inconclusive; supported from 3.5 pp on"),
-        ("fraction", {"below": 0}, (0.01, -0.02, 0.04), "inconclusive; supported up to -3 pp"),
-        (
-            "fraction",
-            {"within": [-0.01, 0.01]},
-            (0.0, -0.02, 0.04),
-            "by no value, as the interval is wider than 2 pp",
-        ),
-        ("fraction", {"within": [-0.05, 0.05]}, (0.03, 0.0, 0.06), "inconclusive; supported from -2 to 2 pp"),
-        # Of the logarithm: as many times as it is wide, not as much.
-        ("fraction", {"below": 0.01}, (0.006, 0.003, 0.012), "inconclusive; supported up to 0.5 pp"),
-        # A change, of a ratio of 1.05; a saving, of a ratio of 0.8.
-        ("%", {"above": 0}, (5.0, 100 * (1.05 / 1.2 - 1), 26.0), "supported from 20 % on"),
-        ("%", {"above": 0}, (20.0, -20.0, 100 * (1 - 0.64 / 1.2)), "supported from 33.3 % on"),
+        ({"delta": 0.02}, (0.03, 0.021, 0.04), "| it does | 3 [2.1, 4] pp | gain above 2 pp |"),
+        ({"delta": 0.02, "negate": True}, (0.03, 0.02, 0.04), "| it does | -3 [-4, -2] pp | harm |"),
+        ({"above": 0, "negate": True}, (-0.03, math.nan, math.nan), "3 [not defined, not defined] pp | cannot tell |"),
+        ({"above": 0, "not_comparable": "no premise"}, (0.03, 0.02, 0.04), "| not comparable: no premise |"),
     ],
 )
-def test_an_open_condition_says_what_could_have_been_seen(place, unit, test, measured, says):
-    assert says in page_of(place(statistic(*measured, "score_over_other", unit), claims=asking(test)))
-
-
-@pytest.mark.parametrize(
-    ("unit", "test", "measured", "says"),
-    [
-        ("fraction", {"above": 0}, (-0.03, -0.04, -0.01), "3 [1, 4] pp | supported"),
-        ("fraction", {"above": 0}, (0.03, 0.02, 0.04), "-3 [-4, -2] pp | contradicted"),
-        ("ratio", {"above": 24}, (0.05, 0.025, 0.1), "20 [10, 40] ratio | inconclusive; supported from 48 ratio on"),
-        ("ratio", {"above": 24}, (0.025, -0.01, 0.06), "40 [16.7, not defined] ratio | inconclusive"),
-        ("fraction", {"above": 0}, (-0.03, math.nan, math.nan), "3 [not defined, not defined] pp | inconclusive"),
-    ],
-)
-def test_a_statistic_can_be_asked_for_the_other_way_round(place, unit, test, measured, says):
-    folder = place(statistic(*measured, "score_over_other", unit), claims=asking(test, turned=True))
-    assert f"| it does | {says}" in page_of(folder)
-
-
-@pytest.mark.parametrize(("name", "unit"), [("score_change_percent", "%"), ("score", "fraction")])
-def test_what_has_no_other_way_round_is_refused(place, name, unit):
-    folder = place(statistic(0.1, 0.05, 0.2, name, unit), claims=asking({"above": 0}, name, turned=True))
-    with pytest.raises(DvpError, match=f"claim 'gain': {name}: turned: expected a ratio or a difference"):
-        answered(folder)
+def test_a_row_has_the_word_with_its_threshold(place, test, measured, says):
+    assert says in page_of(place(statistic(*measured, "score_over_other", "fraction"), claims=asking(test)))
 
 
 def test_a_condition_that_two_statistics_fit_is_refused(place):
@@ -196,7 +165,7 @@ def test_the_table_of_one_experiment_opens_the_page(place):
     folder = place(score, claims=claims, experiment=experiment)
     pages = render(answered(folder), folder)
     parts = ["## Summary by method", "<b>RLOO \\| naive", "50.0 [40.0, 60.0]", "tiny/report/manifest.json names"]
-    places = [pages["claims.md"].replace("&lt;", "<").index(part) for part in (*parts, "## What the verdicts")]
+    places = [pages["claims.md"].replace("&lt;", "<").index(part) for part in (*parts, "## What the words")]
     assert places == sorted(places)
     assert "&lt;b&gt;RLOO | naive" in pages["claims.html"]
 

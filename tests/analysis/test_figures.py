@@ -60,12 +60,12 @@ def test_a_family_has_one_colour_in_every_experiment():
     assert tiny["dvp"] != tiny["rloo"]  # lighter without a safe vocabulary
     assert len({tiny[name] for name in ("dvp", "rloo", "rloo_mis", "dvp_mis")}) == 4
     assert tiny["dvp_mass"] == tiny["dvp"]
-    for name in ("estimator_bias", "rho_sweep", "training_grid", "tiny_replay"):
+    for name in ("estimator_bias", "rho_sweep", "bases_0", "remedies"):
         others = colors(load_experiment(name, CONFIG))
         assert all(others[method] == tiny[method] for method in set(others) & set(tiny))
 
 
-@pytest.mark.parametrize("name", ["remedies", "otb_groups", "surrogates"])
+@pytest.mark.parametrize("name", ["remedies", "otb_groups", "surrogates_gspo"])
 def test_no_two_curves_of_a_panel_look_alike(name):
     experiment = load_experiment(name, CONFIG)
     figure = figures.draw(experiment, [], curves(experiment, "reward", [0.5, 0.6]))["learning_curves"]

@@ -134,7 +134,7 @@ def test_the_first_page_shows_the_main_table_and_the_main_figure(written, tmp_pa
     (tmp_path / "results" / "tiny").symlink_to(written[1])
     monkeypatch.chdir(tmp_path)
     template = jinja2.Environment().from_string((CAPTIONS / "workflow.rst").read_text())
-    config = {"experiment": "tiny", "results": "results", "evidence": {"training_grid": "training_grid"}}
+    config = {"experiment": "tiny", "results": "results", "evidence": {"remedies": "remedies"}}
     text = template.render(
         snakemake=SimpleNamespace(config=config),
         files=[SimpleNamespace(path=Path("results/tiny/tables/main_table.html"))],

@@ -237,9 +237,10 @@ def test_each_model_is_scored_once_with_what_it_has():
     assert paths(experiment(*MATRIX, evaluation__also=ALSO[:2]), None) == every[:3]
     assert paths(experiment(*MATRIX, evaluation__also=[{"engine": "bf16"}]), None) == ["by~bf16/min_p~none"]
     assert parse_experiment(made.model_dump(mode="json"), Path("again.yaml")) == made
-    matrix = load_experiment("evaluation_matrix", CONFIG)
-    # The base model; nine points on coarse with three seeds, six of them at their own ρ, three at every ρ.
-    assert len(matrix.further_evaluations) == 1 + 2 * 3 + 3 * (9 + 6 * 2 + 3 * 3 * 2)
+    matrix = load_experiment("remedies", CONFIG)
+    # Five seeds of 14 methods on coarse (the training engine, and both engines at ρ) and of one on bf16_fp8kv; the base model
+    # by each of the four.
+    assert len(matrix.further_evaluations) == 5 * (14 * 3 + 1) + 4
 
 
 def test_an_evaluation_is_known_by_its_path():

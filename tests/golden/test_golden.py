@@ -28,7 +28,7 @@ from test_runner import ScriptedEngine as RunnerEngine
 from test_runner import _eval_parquet, _experiment, _run  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dvp.analysis.evidence import CONTRADICTED, INCONCLUSIVE, SUPPORTED, VERDICTS
+from dvp.analysis import claims
 from dvp.conversion import write_model
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
@@ -411,19 +411,12 @@ def test_report_sweep(tmp_path):
 
 
 def test_evidence(tmp_path):
-    """What becomes of an interval: the statuses of two conditions, and the verdict of their claim."""
+    """What becomes of an interval: the words of an effect and of a bound."""
     numbers = {}
-    for low, high in ((5.0, 31.0), (5.0, 11.0), (-5.0, 18.0), (-15.0, 0.0), (math.nan, math.nan)):
+    for low, high in ((5.0, 31.0), (11.0, 19.0), (-5.0, 8.0), (-5.0, 18.0), (-15.0, -1.0), (math.nan, math.nan)):
         value = (low + high) / 2
         folder = test_evidence_page.make_place(tmp_path, test_evidence_page.statistic(value, low, high, rho="0.01"))
         claim = test_evidence_page.answered(folder)["claims"][0]
-        statuses = [
-            [SUPPORTED, CONTRADICTED, INCONCLUSIVE].index(condition["status"]) for condition in claim["conditions"]
-        ]
-        for name, number in {
-            "above": statuses[0],
-            "contains": statuses[1],
-            "verdict": VERDICTS.index(claim["verdict"]),
-        }.items():
-            numbers[f"{low} to {high}: {name}"] = number
+        words = [claims.WORDS.index(condition["status"]) for condition in claim["conditions"]]
+        numbers |= {f"{low} to {high}: delta": words[0], f"{low} to {high}: below": words[1]}
     check("evidence", numbers)

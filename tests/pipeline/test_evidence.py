@@ -64,7 +64,7 @@ def test_measured_conditions_come_with_intervals_and_runs_that_the_store_knows(c
     for name in ("score_over_small_rho", "squared_bias", "tail_mode", "sharp_bound_violations"):
         assert measured[name]["low"] <= measured[name]["value"] <= measured[name]["high"]
     assert measured["sharp_bound_violations"]["value"] == 0
-    assert measured["sharp_bound_violations"]["status"] == "supported"
+    assert measured["sharp_bound_violations"]["status"] == "holds"
 
 
 def test_the_page_is_tracked_with_its_verdicts_and_leads_to_every_stage(copy, answered):

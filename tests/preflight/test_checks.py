@@ -57,13 +57,13 @@ RHO_3 = {"engine": ["coarse"], "rho": ["1e-3"]}
 @pytest.mark.parametrize(
     ("name", "changes", "grid", "method", "proved"),
     [
-        ("tiny_replay", {}, None, "dvp_replay", [FixedRho(0.01)]),
+        ("remedies", {}, None, "dvp_replay", [FixedRho(0.01)]),
         # min-p by vLLM itself at the other ρ is not what an engine that reports its sets does.
-        ("tiny_replay", {}, [{"method": ["dvp_replay"], **RHO_2}, {"method": ["dvp"], **RHO_3}], "dvp_replay", None),
+        ("remedies", {}, [{"method": ["dvp_replay"], **RHO_2}, {"method": ["dvp"], **RHO_3}], "dvp_replay", None),
         ("tiny", {}, None, "dvp", None),
         # Where sets are reported without a replay, of what samples from one.
         (
-            "tiny_replay",
+            "remedies",
             {"report_sets": True},
             [{"method": ["dvp_trainer_only"], **RHO_2}, {"method": ["dvp"], **RHO_3}],
             "dvp",

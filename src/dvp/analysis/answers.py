@@ -9,8 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from dvp.analysis.claims import WORDS, effect_word
 from dvp.analysis.formats import EMPTY
 from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics
 from dvp.errors import DvpError
@@ -21,18 +22,32 @@ MARK = re.compile(r"<!--=(?P<name>[a-z0-9_]+)-->(?P<text>.*?)<!--/-->", re.DOTAL
 
 
 def _digits(value: float) -> str:
-    """Two digits, or whole numbers."""
+    """Write two digits, or whole numbers."""
     return f"{value:.0f}" if abs(value) >= 10 else re.sub(r"e-0?", "e-", f"{value:#.2g}")
 
 
+def _tenths(value: float) -> str:
+    """Write one decimal; of a value that this would round to zero, the first digit, so that its sign is seen."""
+    return f"{value:.1f}" if abs(value) >= 0.05 or value == 0 else f"{float(f'{value:.1g}'):.9f}".rstrip("0")
+
+
 _FORMATS: dict[str, tuple[float, Callable[[float], str], str]] = {
-    "pp": (100, "{:.1f}".format, " pp"),
+    "pp": (100, _tenths, " pp"),
     "share": (100, _digits, " %"),
     "saving": (1, _digits, " %"),
-    "change": (1, "{:.1f}".format, " %"),
     "ratio": (1, "{:.2f}".format, ""),
     "number": (1, _digits, ""),
 }
+
+
+class Number(NamedTuple):
+    """A number of a page: its text, the interval in the unit of the text, and the estimate that it comes from."""
+
+    text: str
+    low: float
+    high: float
+    unit: str
+    estimate: Statistic
 
 
 class Answers:
@@ -57,13 +72,13 @@ class Answers:
                 return self._status() if name == "status" else self._answers()
             if name in self.declared["tables"]:
                 return self._table(name, self.declared["tables"][name])
-            return self.number(name, self.declared["numbers"][name])[0]
+            return self.number(name, self.declared["numbers"][name]).text
         except (AttributeError, KeyError, TypeError) as error:
             expected = "expected a number or a table with the keys that the file's head names"
             raise DvpError(f"{NUMBERS}: {name}: {expected}; {type(error).__name__}: {error}") from None
 
-    def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> tuple[str, Statistic]:
-        """One number with its interval, and the estimate; in a table with a plus sign and without its unit."""
+    def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> Number:
+        """Write one number with its interval; in a table with a plus sign and without its unit."""
         view = self.declared["views"][asked["view"]] if "view" in asked else {}
         asked = view | {key: value for key, value in asked.items() if key != "view"}
         experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
@@ -83,10 +98,11 @@ class Answers:
         scale, form, unit = _FORMATS[style]
         low, value, high = (scale * (1 / number if invert else number) for number in (one.low, one.value, one.high))
         low, value, high = (-low, -value, -high) if negate else (low, value, high)
-        sign = "+" if table and style in ("pp", "change") and value > 0 else ""
-        ends = f" [{form(min(low, high))}, {form(max(low, high))}]" if math.isfinite(low) else ""
-        text = re.sub(r"-(0\.0+)(?!\d)", r"\1", f"{sign}{form(value)}{'' if table else unit}{ends}")
-        return text.replace("-", "−"), one
+        low, high = min(low, high), max(low, high)
+        sign = "+" if table and style == "pp" and value > 0 else ""
+        ends = f" [{form(low)}, {form(high)}]" if math.isfinite(low) else ""
+        text = f"{sign}{form(value)}{'' if table else unit}{ends}"
+        return Number(text.replace("-", "−"), low, high, unit, one)
 
     def _table(self, name: str, table: dict[str, Any]) -> str:
         """Rows and columns by their headings; a cell asks for what table, column and row say together."""
@@ -96,24 +112,30 @@ class Answers:
             for heading, column in table["columns"].items():
                 asked = table.get("all", {}) | column | row
                 left_out = heading in asked.pop("without", [])
-                cells.append(EMPTY if left_out else self.number(f"{name}: {label}, {heading}", asked, table=True)[0])
+                cells.append(EMPTY if left_out else self.number(f"{name}: {label}, {heading}", asked, table=True).text)
             rows.append([label, *cells])
         return _markdown(["", *table["columns"]], rows)
 
     def _answers(self) -> str:
         rows = []
         for answer in self.declared["answers"]:
-            text, one = self.number(answer["question"], answer["number"])
-            verdict = self.claims[answer["claim"]]["verdict"]
-            link = f"[{verdict}](../../results/reference/claims.md#{answer['claim']})"
-            rows.append([f"[{answer['question']}]({answer['page']}.md)", f"{answer['what']} {text}", _over(one), link])
-        return _markdown(["question", "estimate [95 %]", "over", "verdict"], rows)
+            number = self.number(answer["question"], answer["number"])
+            word = self.claims[answer["claim"]]["verdict"]
+            if "delta" in answer:
+                word = effect_word(number.low, number.high, answer["delta"])
+                word = word.replace("δ", f"{answer['delta']:g}{number.unit}")
+            link = f"[{word}](../../results/reference/claims.md#{answer['claim']})"
+            question = f"[{answer['question']}]({answer['page']}.md)"
+            rows.append(
+                [question, f"{answer['what']} {number.text}".strip(), answer["at"], _over(number.estimate), link]
+            )
+        return _markdown(["question", "estimate [95 %]", "dose; sampled from", "over", "comes to"], rows)
 
     def _status(self) -> str:
-        counts = Counter(claim["verdict"] for claim in self.claims.values())
-        return f"{len(self.claims)} claims: " + ", ".join(
-            f"{count} {verdict}" for verdict, count in counts.most_common()
-        )
+        own = [one for claim in self.claims.values() for one in claim["conditions"] if not one["control"]]
+        count = Counter(one["status"] for one in own)
+        each = ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
+        return f"{len(self.claims)} claims with {len(own)} conditions: {each}"
 
 
 def _over(one: Statistic) -> str:

@@ -16,25 +16,46 @@ from dvp.strict import NAME, Name, Strict
 CLAIMS = Path("config/claims.yaml")
 
 
+GAIN_ABOVE, GAIN, NO_GAIN, HARM = "gain above δ", "gain", "no gain above δ", "harm"
+HOLDS, FAILS = "holds", "does not hold"
+CANNOT_TELL, NOT_COMPARABLE, MISSING = "cannot tell", "not comparable", "not measured"
+WORDS = (GAIN_ABOVE, GAIN, NO_GAIN, HARM, HOLDS, FAILS, CANNOT_TELL, NOT_COMPARABLE, MISSING)
+"""What a condition can come to: an effect is a gain or not, a number beside a bound holds or does not."""
+
+
+def effect_word(low: float, high: float, delta: float) -> str:
+    """Say what a 95 % interval of a gain comes to beside δ > 0, the smallest gain that matters."""
+    if low > delta:
+        return GAIN_ABOVE
+    if low > 0:
+        return GAIN
+    if high < 0:
+        return HARM
+    return NO_GAIN if high < delta else CANNOT_TELL
+
+
 class Condition(Strict):
-    """One measured number, and where its whole interval has to lie."""
+    """One measured number and what is asked of it: how large a gain it is, or whether a bound holds for it."""
 
     says: str
-    """The condition in words."""
+    """An effect: what is compared with what. A bound: the statement that holds or does not."""
     control: bool = False
-    """Whether it says whose effect it is: a claim is supported only where it is, too."""
+    """Whether it says whose effect the claim's is, rather than being part of the claim."""
     experiment: Name
     """Under which name of `evidence` in config/config.yaml the experiment stands."""
     statistic: Name
     where: dict[Name, str] = {}
     """Which row of the statistic: values of its columns, such as method, rho, engine or policy."""
-    turned: bool = False
-    """Whether it is asked the other way round: of a ratio the reciprocal, of a difference the negative; of no other."""
+    negate: bool = False
+    """Whether the gain is the negative of the statistic, a difference."""
+    delta: Annotated[float, Field(gt=0)] | None = None
+    """Of an effect: δ, in the statistic's unit."""
     above: float | None = None
+    """A bound: the whole interval has to lie above it (`above`), below it (`below`), or between two (`within`)."""
     below: float | None = None
     within: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    contains: float | None = None
-    """Here the interval has to hold this value."""
+    not_comparable: str | None = None
+    """Why the number says nothing about the claim: the premise that is not met."""
 
     @field_validator("where", mode="before")
     @classmethod
@@ -48,19 +69,27 @@ class Condition(Strict):
         return texts if rho == "none" or not isinstance(rho, str) else texts | {"rho": Rho(rho)}
 
     @model_validator(mode="after")
-    def _one_test(self) -> "Condition":
-        tests = [name for name in ("above", "below", "within", "contains") if getattr(self, name) is not None]
-        if len(tests) != 1:
-            raise ValueError(f"expected one of above, below, within, contains; found {len(tests)}")
+    def _one_question(self) -> "Condition":
+        asked = [name for name in ("delta", "above", "below", "within") if getattr(self, name) is not None]
+        if len(asked) != 1:
+            raise ValueError(f"expected one of delta, above, below, within; found {len(asked)}")
         if self.within and self.within[0] >= self.within[1]:
             raise ValueError(f"within: expected [low, high], found {self.within}")
         return self
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Between which values the interval has to lie."""
+    def word(self, low: float | None, high: float | None) -> str:
+        """Say what the interval comes to, one of WORDS; None for an interval that is not defined."""
+        if self.not_comparable:
+            return NOT_COMPARABLE
+        if low is None or high is None:
+            return CANNOT_TELL
+        if self.delta is not None:
+            return effect_word(low, high, self.delta)
         above = -math.inf if self.above is None else self.above
-        return tuple(self.within or (above, math.inf if self.below is None else self.below))
+        first, last = self.within or (above, math.inf if self.below is None else self.below)
+        if first < low and high < last:
+            return HOLDS
+        return FAILS if high <= first or low >= last else CANNOT_TELL
 
 
 class Source(Strict):
@@ -92,20 +121,12 @@ class Claim(Strict):
     note: str | None = None
     figure: Annotated[str, Field(pattern=rf"^{NAME.pattern}/{NAME.pattern}$")] | None = None
     """EXPERIMENT/FIGURE that shows the measurement."""
-    conditions: list[Condition] = []
-    needs_all: bool = False
-    """Whether the conditions mean something together only: some of them are then no part of the claim."""
-    not_testable: str | None = None
-    """Why it cannot be tested at this scale."""
+    conditions: Annotated[list[Condition], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _answered(self) -> "Claim":
-        if bool(self.conditions) == bool(self.not_testable):
-            raise ValueError("expected either conditions or not_testable")
-        if self.conditions and all(condition.control for condition in self.conditions):
+        if all(condition.control for condition in self.conditions):
             raise ValueError("conditions: expected one that is not a control")
-        if (self.figure is None) != (not self.conditions):
-            raise ValueError("figure: belongs to a claim with conditions, and to no other")
         return self
 
 
@@ -168,8 +189,6 @@ def _written_out(file: dict[str, Any]) -> dict[str, Any]:
     for source, of_source in file["claims"].items():
         for claim in of_source:
             shared = claim.pop("all", {})
-            if "conditions" in claim:
-                claim["conditions"] = [condition(own, shared) for own in claim["conditions"]]
-                claim.setdefault("figure", f"{claim['conditions'][0].get('experiment')}/evaluation_matrix")
+            claim["conditions"] = [condition(own, shared) for own in claim["conditions"]]
             claims.append(claim | {"source": source})
     return {key: value for key, value in file.items() if key != "templates"} | {"claims": claims}

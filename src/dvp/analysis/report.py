@@ -85,13 +85,21 @@ def draw(experiment: Experiment, part: Part, folder: Path) -> list[str]:
     return sorted(drawn)
 
 
-def kept(experiment: Experiment, folder: Path) -> Part:
-    """The report that is in an experiment's folder, results/E. Raises DvpError if it is missing, altered or stale."""
+def estimates_of(experiment: Experiment, folder: Path) -> tuple[list[Statistic], dict[str, Any]]:
+    """Read the estimates in an experiment's folder, results/E, and report/manifest.json.
+
+    Raises DvpError if one is missing, altered or stale.
+    """
     path = folder / "report" / "manifest.json"
     manifest = read_json(path, "config_hash", "tracking_key", "figures", "files", "origins")
     check_fresh(path, manifest, experiment.config_hash("report"))
     verify_checksums(path.parent, manifest["files"])
-    statistics = read_statistics(folder / ESTIMATES)
+    return read_statistics(folder / ESTIMATES), manifest
+
+
+def kept(experiment: Experiment, folder: Path) -> Part:
+    """Read the report in an experiment's folder, results/E, its tables made anew. Raises DvpError as `estimates_of`."""
+    statistics, manifest = estimates_of(experiment, folder)
     # Numbers that were brought over from an older table keep its notes, which say how they were made.
     notes = manifest.get("notes", {})
     tables = {

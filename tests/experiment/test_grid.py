@@ -238,7 +238,7 @@ def test_each_model_is_scored_once_with_what_it_has():
     assert paths(experiment(*MATRIX, evaluation__also=[{"engine": "bf16"}]), None) == ["by~bf16/min_p~none"]
     assert parse_experiment(made.model_dump(mode="json"), Path("again.yaml")) == made
     matrix = load_experiment("remedies", CONFIG)
-    # Five seeds of 14 methods on coarse (the training engine, and both engines at ρ) and of one on bf16_fp8kv; the base model
+    # Five seeds of 14 methods on coarse (the training engine, both engines at ρ) and of one on bf16_fp8kv; the base
     # by each of the four.
     assert len(matrix.further_evaluations) == 5 * (14 * 3 + 1) + 4
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.analysis import mismatch
 from dvp.analysis.load import Reader
 from dvp.analysis.mismatch import Density, Group, magnitude
+from dvp.data.reward import VERIFIER
 from dvp.evaluation import bootstrap
 from dvp.files import write_json
 from dvp.measurement.files import D_EDGES, NARROWEST
@@ -60,7 +61,7 @@ def measure_all(experiment, tiny_model, folder):
             experiment,
             measurement,
             [f"{name}{measurement.seed}" for name in "abc"],
-            Problems(list("abc"), ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
+            Problems(list("abc"), ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, VERIFIER),
             model,
             NoisyEngine(model, tokenizer, SIGMA[measurement.engine]),
             place,

@@ -12,6 +12,7 @@ from dvp.data import verifier
 from dvp.evaluation import runner
 from dvp.evaluation.lm import sample_seed
 from dvp.evaluation.runner import evaluate
+from dvp.experiment.data import RewardFunction
 from dvp.experiment.evaluation import EvaluationConfig
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.tools import Calculator
@@ -276,3 +277,13 @@ def test_a_tool_is_called_in_evaluation_as_in_training(run, experiment, tmp_path
     (first, second) = (seeds for _, _, seeds in engine.calls)
     assert first == samples["seed"].tolist()
     assert len(set(first + second)) == 24
+
+
+def test_a_reward_of_the_users_own_counts_as_correct_from_one_on(run, experiment, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(response, reference):\n    return 1.0 if 'i' in response else 0.9\n")
+    data = experiment.data.model_copy(update={"reward": RewardFunction(file=file, function="score")})
+    run("held_out", experiment=experiment.model_copy(update={"data": data}))
+    samples = pd.read_parquet(tmp_path / "held_out/samples.parquet")
+    assert list(samples["correct"]) == ["i" in response for response in samples["response"]]
+    assert 0 < samples["correct"].mean() < 1

@@ -33,6 +33,7 @@ from dvp.conversion import write_model
 from dvp.core.batch import Batch, Rollout
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.data.prepare import EVAL_COLUMNS, TRAIN_COLUMNS, prepare
+from dvp.data.reward import VERIFIER
 from dvp.data.sources import GENERATORS
 from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
@@ -279,7 +280,7 @@ def test_mismatch(root, tiny_model, tmp_path):
         experiment,
         experiment.measurements("mismatch")[0],
         ["a", "b", "c"],
-        Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None),
+        Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, VERIFIER),
         model,
         NoisyEngine(model, tokenizer, 0.4),
         tmp_path,

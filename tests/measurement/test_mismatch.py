@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.data.prepare import TRAIN_COLUMNS
+from dvp.data.reward import VERIFIER
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.loading import dump_experiment, load_experiment, parse_experiment
 from dvp.files import checksums, write_json, write_text
@@ -55,7 +56,7 @@ def measure(root, tiny_model, model, tmp_path_factory):
         experiment = experiment_of(root)
         folder = tmp_path_factory.mktemp("measurement")
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        problems = Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, None)
+        problems = Problems(["a", "b", "c"], ["7", "7", "8"], PROMPTS, tokenizer.pad_token_id, VERIFIER)
         measurement, engine = experiment.measurements("mismatch")[0], NoisyEngine(model, tokenizer, sigma)
         result = mismatch.measure_mismatch(experiment, measurement, list("abc"), problems, model, engine, folder)
         assert result["files"] == checksums(folder)

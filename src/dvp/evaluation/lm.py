@@ -7,6 +7,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from dvp.data.prompts import before_response, encode_prompt
+from dvp.data.reward import Grader
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 from dvp.files import sha256_json
@@ -18,7 +19,7 @@ class Response(str):
 
     completion: Completion
     seed: int
-    thinking: str | None
+    grader: Grader
     correct: bool
     """As lm-eval's task has graded it."""
 
@@ -40,7 +41,7 @@ class EngineLM(LM):
         """`data` says what is a prompt, and which part of a response is graded."""
         super().__init__()
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
-        self._chat, self._thinking = data.chat, before_response(tokenizer, data)
+        self._chat, self._grader = data.chat, Grader(before_response(tokenizer, data), data.reward)
 
     def generate_until(self, requests: list[Instance]) -> list[Response]:
         """A response to each request, all in one call of the engine.
@@ -64,7 +65,7 @@ class EngineLM(LM):
         print(f"sampling {len(requests)} responses to {label}", file=sys.stderr, flush=True)
         completions = self._engine.generate(prompts, self._sampling, seeds)
         return [
-            Response(completion.text, completion=completion, seed=seed, thinking=self._thinking)
+            Response(completion.text, completion=completion, seed=seed, grader=self._grader)
             for (completion,), seed in zip(completions, seeds, strict=True)
         ]
 

@@ -135,7 +135,7 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
         doc, (responses,) = document["doc"], document["filtered_resps"]
         for sample, response in enumerate(responses):
             completion = response.completion
-            how = {"truncated": completion.finish_reason == "length", "thinking": response.thinking}
+            how = {"truncated": completion.finish_reason == "length", "thinking": response.grader.thinking}
             rows.append(
                 {
                     "task": task,

@@ -106,6 +106,17 @@ class Decontamination(Strict):
     """Words; null: only the same problem is dropped, for puzzles that have no words of their own."""
 
 
+class RewardFunction(Strict, frozen=True):
+    """A Python function in the verifier's place: NAME(response, reference) returns a finite number."""
+
+    file: Annotated[Path, Field(strict=False)]
+    """A Python file, relative to the repository's root, or absolute. It is run with all that the process may do."""
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+    """Takes the response's text and the problem's reference; from a reward of 1 on a response counts as correct."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The file's; filled in when the experiment is loaded, so that another function trains and evaluates again."""
+
+
 class DataConfig(Strict):
     """Which problems to train on and which to evaluate on."""
 
@@ -127,6 +138,9 @@ class DataConfig(Strict):
     answer_after_thinking: bool | None = None
     """Whether only what follows a response's last </think> states its answer, and an unclosed <think> nothing; null:
     it does if a chat template is applied that mentions <think>."""
+    reward: RewardFunction | None = None
+    """A function of your own; null: the verifier, 1 for a response that states the right answer, else 0. With one,
+    references are texts that nothing but it reads."""
     decontamination: Decontamination = Decontamination()
     """Which training problems are too like one of the evaluation, and are left out."""
 

@@ -14,7 +14,7 @@ from dvp.experiment.base import LocalBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource
 from dvp.experiment.training import BF16_AUTOCAST
-from dvp.files import read_json, write_text
+from dvp.files import read_json, sha256_file, write_text
 from dvp.strict import NAME, Strict, first_problem
 
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
@@ -166,6 +166,14 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
             raise DvpError(
                 f"{of_catalogue.get(('sources', key), path)}: sources.{key}.path: {source.path}: no such file"
             )
+    if (own := experiment.data.reward) is not None:
+        if not own.file.is_file():
+            raise DvpError(f"{path}: data.reward.file: {own.file}: no such file")
+        sha256 = sha256_file(own.file)
+        if own.sha256 not in (None, sha256):
+            raise DvpError(f"{path}: data.reward.sha256: {own.file} has another one, {sha256}")
+        data = experiment.data.model_copy(update={"reward": own.model_copy(update={"sha256": sha256})})
+        experiment = experiment.model_copy(update={"data": data})
     if isinstance(experiment.base, LocalBase) and not Path(experiment.base.path, "config.json").is_file():
         raise DvpError(
             f"{path}: base.path: {experiment.base.path}: expected a Hugging Face model, found no config.json"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from dvp.core.batch import Rollout
 from dvp.core.safe_vocabulary import SafeVocabulary
 from dvp.data.prompts import before_response, encode_prompts, padding_token, short_enough
+from dvp.data.reward import Grader
 from dvp.data.sources import Row
 from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
@@ -81,9 +82,9 @@ class FixedProblems:
         self.prompts = [encoded[row] for row in self.rows]
         places = [f"{where}: row {row} (id {name})" for row, name in zip(self.rows, self.ids, strict=True)]
         self._pad = padding_token(self._tokenizer)
-        thinking = before_response(self._tokenizer, experiment.data)
-        self.problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, thinking)
-        for place, answer in zip(places, chosen["answer"], strict=True):
+        grader = Grader(before_response(self._tokenizer, experiment.data), experiment.data.reward)
+        self.problems = Problems(places, list(chosen["answer"]), self.prompts, self._pad, grader)
+        for place, answer in zip(places, chosen["answer"], strict=True) if grader.own is None else ():
             try:
                 check_reference(answer)
             except DvpError as error:

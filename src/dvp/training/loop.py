@@ -29,6 +29,7 @@ from dvp.core.head import TokenStatistics
 from dvp.core.length_decay import LearningRateShare
 from dvp.core.objective import gradient_at_rollout, policy_loss
 from dvp.core.update import Update, make_update
+from dvp.data.reward import VERIFIER, Grader
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run
@@ -149,11 +150,10 @@ class Loop:
         trainer: Trainer,
         engine: Engine,
         recorder: ResponseRecorder,
-        thinking: str | None = None,
+        grader: Grader = VERIFIER,
     ):
         """`problems` are the rows (id, answer) of data/train.parquet that are trained on, `prompts` their token ids.
 
-        `thinking`: see dvp.data.prompts.before_response.
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)
@@ -177,7 +177,7 @@ class Loop:
         places = [
             f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)
         ]
-        self.problems = Problems(places, list(problems["answer"]), prompts, pad, thinking)
+        self.problems = Problems(places, list(problems["answer"]), prompts, pad, grader)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
         self.agreement = Agreement(trainer, engine, prompts, run.seed, experiment.engines[run.engine])
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dvp.core.batch import Batch, Rollout
-from dvp.data.verifier import grade
+from dvp.data.reward import Grader
 from dvp.errors import DvpError
 from dvp.rollout.engine import Completion
 from dvp.training import ranks
@@ -23,8 +23,7 @@ class Problems:
     """Token ids."""
     pad: int
     """A token id; it is never attended to."""
-    thinking: str | None
-    """See dvp.data.prompts.before_response."""
+    grader: Grader
 
     def check_context(self, context: int, max_response_tokens: int) -> None:
         """Raises DvpError, naming the problem, unless prompt and response fit into the model's context (tokens)."""
@@ -69,10 +68,12 @@ class Problems:
         )
 
     def reward(self, row: int, completion: Completion) -> float:
-        """1 for a response that states the problem's answer, else 0. Raises DvpError if the verifier fails."""
+        """Reward a response to this problem. Raises DvpError if the verifier, or the user's own function, fails."""
+        truncated = completion.finish_reason == "length"
         try:
-            truncated = completion.finish_reason == "length"
-            return float(grade(completion.text, self.answers[row], truncated=truncated, thinking=self.thinking))
+            return self.grader.reward(completion.text, self.answers[row], truncated=truncated)
+        except DvpError as error:
+            raise DvpError(f"{self.places[row]}: {error}") from error
         except Exception as error:
             raise DvpError(f"{self.places[row]}: the verifier failed on a response ({in_a_line(error)})") from error
 

@@ -179,6 +179,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from transformers import AutoTokenizer
 
     from dvp.data.prompts import before_response, encode_prompts, padding_token, read_problems, short_enough
+    from dvp.data.reward import Grader
     from dvp.rollout.turns import ToolEngine
     from dvp.tools import make_tool
     from dvp.training.backend import Trainer
@@ -202,5 +203,6 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
-    thinking, pad = before_response(tokenizer, experiment.data), padding_token(tokenizer)
-    return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, thinking), too_long
+    grader = Grader(before_response(tokenizer, experiment.data), experiment.data.reward)
+    pad = padding_token(tokenizer)
+    return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long

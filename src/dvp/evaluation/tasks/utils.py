@@ -1,8 +1,8 @@
-"""Grading for lm-eval's tasks: every one of the k samples, by mathematical equality of the stated answer."""
+"""Grade every one of the k samples of a problem for lm-eval, as training rewards them."""
 
 from typing import Any
 
-from dvp.data.verifier import grade
+from dvp.data.reward import CORRECT
 from dvp.evaluation.lm import Response
 
 
@@ -10,6 +10,6 @@ def process_results(doc: dict[str, Any], results: list[list[Response]]) -> dict[
     """avg@k of one problem. `results` holds one list: the k responses."""
     (responses,) = results
     for response in responses:
-        how = {"truncated": response.truncated, "thinking": response.thinking}
-        response.correct = grade(response, doc["answer"], **how)  # for the table of samples, too
+        reward = response.grader.reward(response, doc["answer"], truncated=response.truncated)
+        response.correct = reward >= CORRECT  # for the table of samples, too
     return {"avg_at_k": sum(response.correct for response in responses) / len(responses)}

@@ -1,0 +1,75 @@
+"""Reward a response: by the verifier, which asks whether it states the right answer, or by a function of the user's.
+
+The function is Python code of the user's, `def NAME(response: str, reference: str) -> float`. It runs with all that the
+process may do, in training and in evaluation alike; each rank loads it from a file whose SHA-256 the experiment knows.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from dvp.data.verifier import grade
+from dvp.errors import DvpError
+from dvp.experiment.data import RewardFunction
+from dvp.files import sha256_file
+
+CORRECT = 1.0
+"""The reward from which on a response counts as correct where scores count correct responses (avg@k, pass@k)."""
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Rewards responses.
+
+    thinking : see `dvp.data.prompts.before_response`; the verifier's.
+    own : the user's function in the verifier's place.
+    """
+
+    thinking: str | None = None
+    own: RewardFunction | None = None
+
+    def reward(self, response: str, reference: str, *, truncated: bool) -> float:
+        """Return the reward of a response; the verifier's is 1 for the right answer, else 0.
+
+        truncated : whether the response was cut off at its length limit, which the verifier looks at.
+        Raises DvpError if the user's function fails, or returns what is no finite number.
+        """
+        if self.own is None:
+            return float(grade(response, reference, truncated=truncated, thinking=self.thinking))
+        name = f"{self.own.file}: {self.own.function}"
+        function = _load(self.own)
+        try:
+            value = function(str(response), reference)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise DvpError(f"{name}: failed on the response {str(response)[:60]!r} ({reason})") from error
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return float(value)
+        raise DvpError(f"{name}: expected a finite number, found {value!r:.60} for the response {str(response)[:60]!r}")
+
+
+VERIFIER = Grader()
+
+
+@cache
+def _load(own: RewardFunction) -> Callable[[str, str], float]:
+    if not own.file.is_file():
+        raise DvpError(
+            f"data.reward.file: {own.file}: no such file; run this in the folder that the path is relative to"
+        )
+    if own.sha256 is not None and sha256_file(own.file) != own.sha256:
+        raise DvpError(f"{own.file}: has changed since the experiment was resolved; run snakemake again")
+    spec = importlib.util.spec_from_file_location(f"dvp_reward_{Path(own.file).stem}", own.file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DvpError(f"{own.file}: cannot be loaded ({reason})") from error
+    function = getattr(module, own.function, None)
+    if not callable(function):
+        raise DvpError(f"{own.file}: expected a function {own.function}(response, reference), found none")
+    return function

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import main
-from dvp.core.advantages import ADVANTAGES
+from dvp.core.advantages import ADVANTAGES, Responses
 from dvp.core.batch import Batch, Rollout, unflatten
 from dvp.core.head import MASK_LOGIT
 from dvp.core.importance import PRESETS, ImportanceRule
-from dvp.core.objective import Ppo, policy_loss
+from dvp.core.objective import Gspo, Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.core.update import make_update
 from dvp.errors import DvpError
@@ -41,7 +41,7 @@ def settings(tiny_model):
 
 
 def trained(trainer, settings, **options):
-    """Of each step the weights before it, its loss and its gradients."""
+    """Of each step the weights before it, its loss, its gradients, and what was logged."""
 
     class Watched(trainer):
         def training_step(self, model, *args):
@@ -52,8 +52,9 @@ def trained(trainer, settings, **options):
             return loss
 
     steps = []
-    Watched(**settings, **options).train()
-    return steps
+    made = Watched(**settings, **options)
+    made.train()
+    return [(*step, logged) for step, logged in zip(steps, made.state.log_history, strict=False)]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_loss_and_gradient_are_the_projects_own(
     steps = trained(mismatch_trainer, given, correction=correction, advantage=advantage)
     rule = PRESETS.get(correction) if isinstance(correction, str) else correction or ImportanceRule()
     assert len(steps) == len(given["rollout_func"].made) == 2
-    for (weights, loss, gradients), made in zip(steps, given["rollout_func"].made, strict=True):
+    for (weights, loss, gradients, _), made in zip(steps, given["rollout_func"].made, strict=True):
         of = {"weights": weights, "made": made, "importance": rule, "advantage": same}
         expected, expected_gradients, outside = ours(tiny_model, rho=RHO, **of)
         torch.testing.assert_close(loss, expected / TOKENS, atol=1e-6, rtol=0)
@@ -147,8 +148,11 @@ def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_pat
     theirs = trained(ForVllm, settings(tmp_path, **config))
     rule = ImportanceRule(level=level, action=action, upper=1.2, lower=lower or 0.0)
     found = trained(mismatch_trainer, settings(tmp_path, **config), correction=rule)
-    for (_, loss, gradients), (_, expected, expected_gradients) in zip(found, theirs, strict=True):
+    for (_, loss, gradients, logged), (_, expected, expected_gradients, by_trl) in zip(found, theirs, strict=True):
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+        sampling = {name: value for name, value in by_trl.items() if name.startswith("sampling/")}
+        assert len(sampling) == 5
+        assert {name: logged[name] for name in sampling} == pytest.approx(sampling, abs=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
         assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
@@ -179,7 +183,7 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
     start = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied).save_pretrained(start)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
-    weights, rollouts = {}, {}
+    weights, rollouts, logged = {}, {}, {}
     script, count = root / "tests/integrations/trl_process.py", len(PROMPTS) * GROUP
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for processes in (1, 2):
@@ -189,13 +193,41 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         weights[processes] = load_file(folder / "model.safetensors")
+        logged[processes] = json.loads((folder / "logged.json").read_text())
         rollouts[processes] = pd.read_json(folder / "rollouts.jsonl", lines=True)["completion_ids"]
     assert sorted(rollouts[1]) == sorted(rollouts[2])
+    for one, two in zip(logged[1], logged[2], strict=True):
+        assert two == pytest.approx(one, abs=2e-6)
+        assert 0 < one["mismatch/outside_safe"] < one["mismatch/kept"]
     before = load_file(start / "model.safetensors")
     assert weights[1].keys() == weights[2].keys() == before.keys()
     for name, moved in weights[1].items():
         assert (moved - before[name]).abs().max() > 1e-3
         torch.testing.assert_close(weights[2][name], moved, atol=2e-6, rtol=0)
+
+
+def test_vllm_beside_the_trainer_samples_by_min_p(tiny_model, root, tmp_path):
+    """TRL's own engine in the trainer's process, in bf16, whose weights it brings up to date: two steps, on a CPU."""
+    start = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False).save_pretrained(start)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
+    config = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
+    config |= {"vllm_gpu_memory_utilization": 0.05}  # of the machine's memory, on a CPU
+    command = [sys.executable, root / "tests/integrations/trl_process.py", start, tmp_path, json.dumps(config)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rollouts = pd.read_json(tmp_path / "rollouts.jsonl", lines=True)
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert len(logged) == rollouts["step"].nunique() == 2
+    for step, row in enumerate(logged):
+        of_step = rollouts[rollouts["step"] == step]
+        columns = ("old_per_token_logps", "sampling_per_token_logps", "tool_mask")
+        old, sampled, safe = (np.concatenate(of_step[name].tolist()) for name in columns)
+        assert row["mismatch/outside_safe"] == pytest.approx((safe == 0).mean(), abs=1e-6)
+        assert row["mismatch/outside_safe"] < 0.05
+        apart = np.abs(old - sampled)[safe == 1]
+        assert 0 < apart.mean() < 0.05
+        assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(apart.mean(), abs=1e-6)
 
 
 @pytest.fixture
@@ -234,11 +266,83 @@ def test_a_head_of_which_fsdp_has_a_shard_is_made_whole(
     torch.testing.assert_close(log_probs_and_gradients(), whole, atol=1e-5, rtol=0)
 
 
+def sometimes(completion_ids, **_):
+    """The reward, but None for the second response to each prompt."""
+    return [None if row % GROUP == 1 else value for row, value in enumerate(reward(completion_ids))]
+
+
+def test_a_response_without_reward_counts_as_in_trl(mismatch_trainer, settings, tmp_path):
+    """R − R̄ of the others, as TRL has it, and nothing for itself."""
+    by_trl, ours = (
+        trained(mismatch_trainer, settings(tmp_path) | {"reward_funcs": sometimes}, correction="tis", advantage=name)
+        for name in (None, "dr_grpo")
+    )
+    for (_, loss, gradients, _), (_, expected, expected_gradients, _) in zip(ours, by_trl, strict=True):
+        torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
+        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+
+
+def test_a_token_that_left_v_s_is_not_in_the_sequence_ratio(tiny_model, mismatch_trainer, settings, tmp_path):
+    """At the second update on a rollout, against this project's GSPO: TRL's `grpo` has a term a response."""
+    config = {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "grpo"}
+    given = settings(tmp_path, **config)
+    steps = trained(mismatch_trainer, given, correction=None, advantage="rloo")
+    (made,) = given["rollout_func"].made
+    batch = Batch.collate(made["prompt_ids"], made["completion_ids"], pad=0)
+    mask_BT = batch.response_BT
+    rewards_B = torch.tensor(reward(made["completion_ids"]))
+    ones_BT = torch.ones(mask_BT.shape)
+    advantage_BT = ADVANTAGES["rloo"](Responses(rewards_B, mask_BT, GROUP, ones_BT, ones_BT))
+    log_probs, safes = [], []
+    for weights, *_ in steps:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.load_state_dict(weights)
+        policy = Policy(model)
+        now = policy(batch, safe=FixedRho(RHO), temperature=TEMPERATURE)
+        log_probs.append(unflatten(now.pruned_log_prob, mask_BT))
+        safes.append(unflatten(now.target_in_safe, mask_BT))
+    assert (safes[0] & ~safes[1]).sum() > 3
+    weight_BT = (safes[0] & safes[1]).float()
+    rest = (log_probs[1], log_probs[0].detach(), weight_BT, advantage_BT, mask_BT, len(rewards_B))
+    expected = policy_loss(Gspo(clip_low=0.2, clip_high=0.2), *rest).loss
+    expected.backward()
+    _, loss, gradients, _ = steps[1]
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=0)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(gradients[name.removeprefix("model.")], parameter.grad, atol=1e-6, rtol=0)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+
+
+def test_the_table_of_completions_has_the_advantages(mismatch_trainer, settings, tmp_path):
+    trained(mismatch_trainer, settings(tmp_path, log_completions=True), correction=None, advantage="rloo")
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    rewards = table["reward"].to_numpy().reshape(-1, GROUP)
+    others = (rewards.sum(axis=1, keepdims=True) - rewards) / (GROUP - 1)
+    assert table["advantage"].tolist() == pytest.approx((rewards - others).flatten().tolist(), abs=1e-6)
+
+
 REFUSED = [
     ({}, {"correction": "mist"}, "correction: expected one of tis, "),
     ({}, {"advantage": "otp"}, "advantage: expected one of rloo, "),
-    ({"top_p": 0.9}, {}, "generation: expected {'min_p': 0.05, 'temperature': 0.7, 'top_p': 1.0"),
-    ({"generation_kwargs": {"min_p": 0.1}}, {}, "generation: expected"),
+    ({"top_p": 0.9}, {}, "generation: {'top_p': 0.9}; expected no more than min_p and temperature"),
+    ({"temperature": 0.0}, {}, "generation: {'temperature': 0.0}; expected"),
+    ({"vllm_structured_outputs_regex": "a+"}, {}, "generation: {'structured_outputs': 'a+'}; expected"),
+    *(
+        ({"generation_kwargs": {"max_tokens": 5, "num_beams": 1} | changed}, {}, f"generation: {changed}; expected")
+        for changed in (
+            {"min_p": 0.1},
+            {"typical_p": 0.9},
+            {"suppress_tokens": [3]},
+            {"num_beams": 2},
+            {"do_sample": False},
+            {"presence_penalty": 0.5},
+            {"min_tokens": 2},
+            {"structured_outputs": {"regex": "a+"}},
+            {"unheard_of": 1},
+        )
+    ),
     ({"beta": 0.1}, {}, "beta: expected 0 with min_p"),
 ]
 
@@ -247,6 +351,15 @@ REFUSED = [
 def test_what_cannot_be_combined_is_refused(mismatch_trainer, settings, tmp_path, changed, options, says):
     with pytest.raises(DvpError, match=re.escape(says)):
         mismatch_trainer(**settings(tmp_path, **changed), **({"correction": None} | options))
+
+
+def test_what_the_model_adds_to_the_sampler_is_refused(mismatch_trainer, settings, tmp_path):
+    """transformers, where it samples, takes the model's own settings for those that nobody asked for."""
+    given = settings(tmp_path)
+    given["model"].generation_config.update(top_k=20, no_repeat_ngram_size=0, chat_format="chatml", typical_p=0.9)
+    mismatch_trainer(**given, correction=None)
+    with pytest.raises(DvpError, match=re.escape("generation: {'typical_p': 0.9}; expected no more than")):
+        mismatch_trainer(**given | {"rollout_func": None}, correction=None)
 
 
 def test_another_trl_is_refused(mismatch_trainer, settings, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def trained(trainer, settings, **options):
     made = Watched(**settings, **options)
     made.train()
     return [(*step, logged) for step, logged in zip(steps, made.state.log_history, strict=False)]
+
+
+def assert_gradients(found, expected, least=1e-2):
+    """The same to 1e-5 of their largest entry: float32's last bits of logits near 10, in sums of some hundred terms."""
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    assert largest > least
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * largest, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +131,11 @@ def test_loss_and_gradient_are_the_projects_own(
         of = {"weights": weights, "made": made, "importance": rule, "advantage": same}
         expected, expected_gradients, outside = ours(tiny_model, rho=RHO, **of)
         torch.testing.assert_close(loss, expected / TOKENS, atol=1e-6, rtol=0)
-        assert gradients.keys() == expected_gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name] / TOKENS, atol=1e-6, rtol=0)
+        expected_gradients = {name: value / TOKENS for name, value in expected_gradients.items()}
+        assert_gradients(gradients, expected_gradients)
         assert outside > 0
         _, full, _ = ours(tiny_model, rho=None, **of)
-        assert max((full[name] - expected_gradients[name]).abs().max() for name in full) > 1e-2
+        assert max((full[name] - TOKENS * expected_gradients[name]).abs().max() for name in full) > 1e-2
 
 
 MODES = [("token", "truncate", None), ("token", "mask", 0.5), ("sequence", "truncate", None), ("sequence", "mask", 0.5)]
@@ -152,10 +161,8 @@ def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_pat
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
         sampling = {name: value for name, value in by_trl.items() if name.startswith("sampling/")}
         assert len(sampling) == 5
-        assert {name: logged[name] for name in sampling} == pytest.approx(sampling, abs=1e-6)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
-        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+        assert {name: logged[name] for name in sampling} == pytest.approx(sampling, rel=1e-5, abs=1e-6)
+        assert_gradients(gradients, expected_gradients)
 
 
 ZERO3 = {
@@ -214,7 +221,8 @@ def test_vllm_beside_the_trainer_samples_by_min_p(tiny_model, root, tmp_path):
     config = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
     config |= {"vllm_gpu_memory_utilization": 0.05}  # of the machine's memory, on a CPU
     command = [sys.executable, root / "tests/integrations/trl_process.py", start, tmp_path, json.dumps(config)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    plain = os.environ | {"VLLM_USE_AOT_COMPILE": "0"}  # TORCHDYNAMO_DISABLE is set for all tests
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, env=plain)
     assert done.returncode == 0, done.stderr[-3000:]
     rollouts = pd.read_json(tmp_path / "rollouts.jsonl", lines=True)
     logged = json.loads((tmp_path / "logged.json").read_text())
@@ -279,9 +287,7 @@ def test_a_response_without_reward_counts_as_in_trl(mismatch_trainer, settings, 
     )
     for (_, loss, gradients, _), (_, expected, expected_gradients, _) in zip(ours, by_trl, strict=True):
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
-        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+        assert_gradients(gradients, expected_gradients)
 
 
 def test_a_token_that_left_v_s_is_not_in_the_sequence_ratio(tiny_model, mismatch_trainer, settings, tmp_path):
@@ -310,9 +316,8 @@ def test_a_token_that_left_v_s_is_not_in_the_sequence_ratio(tiny_model, mismatch
     expected.backward()
     _, loss, gradients, _ = steps[1]
     torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=0)
-    for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(gradients[name.removeprefix("model.")], parameter.grad, atol=1e-6, rtol=0)
-    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+    expected_gradients = {name.removeprefix("model."): value.grad for name, value in policy.named_parameters()}
+    assert_gradients(gradients, expected_gradients, least=1e-3)
 
 
 def test_the_table_of_completions_has_the_advantages(mismatch_trainer, settings, tmp_path):
@@ -360,6 +365,9 @@ def test_what_the_model_adds_to_the_sampler_is_refused(mismatch_trainer, setting
     mismatch_trainer(**given, correction=None)
     with pytest.raises(DvpError, match=re.escape("generation: {'typical_p': 0.9}; expected no more than")):
         mismatch_trainer(**given | {"rollout_func": None}, correction=None)
+    unset = settings(tmp_path, top_k=None) | {"rollout_func": None}
+    with pytest.raises(DvpError, match=re.escape("generation: {'top_k': 50}; expected no more than")):
+        mismatch_trainer(**unset, correction=None)
 
 
 def test_another_trl_is_refused(mismatch_trainer, settings, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ HARMLESS |= {"pad_token_id", "bos_token_id", "eos_token_id", "transformers_versi
 HARMLESS |= {"use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile"}
 OFF = {"do_sample": True, "num_beams": 1, "top_p": 1.0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 OFF |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-OFF |= {"no_repeat_ngram_size": 0, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
+OFF |= {"no_repeat_ngram_size": 0, "length_penalty": 1.0, "num_return_sequences": 1}
 DUMPED = ("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "tool_mask")
 LOGITS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
@@ -102,9 +102,11 @@ class MismatchTrainer(trl.GRPOTrainer):
         asked = {name: getattr(config, name) for name in ASKED}
         asked |= {"structured_outputs": config.vllm_structured_outputs_regex} | (config.generation_kwargs or {})
         if not self.use_vllm and self.rollout_func is None:
-            # transformers takes from the model's own what TRL leaves open; what it does not know it does not use.
+            # What TRL leaves open transformers takes from the model's settings, of those that it knows, or sets itself.
             own = {name: vars(model.generation_config).get(name) for name in vars(GenerationConfig())}
-            asked = own | {"do_sample": True} | {name: value for name, value in asked.items() if value is not None}
+            own = {name: value for name, value in own.items() if value is not False}
+            given = ({"top_k": 50}, own, {"do_sample": True}, asked)
+            asked = {name: value for part in given for name, value in part.items() if value is not None}
         known = OFF | {"min_p": config.min_p, "temperature": config.temperature or None}
         return {
             name: value

@@ -59,12 +59,16 @@ def trained(trainer, settings, **options):
 
 
 def assert_gradients(found, expected, least=1e-2):
-    """The same to 1e-5 of their largest entry: float32's last bits of logits near 10, in sums of some hundred terms."""
+    """The same to 1e-4 of their largest entry.
+
+    A log-prob of logits near 10 is good to 1e-6 in float32, and so is each token's gradient; that of all is a sum of
+    some hundred such with advantages of both signs, of which a tenth or less is left.
+    """
     assert found.keys() == expected.keys()
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     assert largest > least
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * largest, rtol=0)
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * largest, rtol=0)
 
 
 @pytest.fixture(scope="module")

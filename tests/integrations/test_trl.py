@@ -208,7 +208,7 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
         rollouts[processes] = pd.read_json(folder / "rollouts.jsonl", lines=True)["completion_ids"]
     assert sorted(rollouts[1]) == sorted(rollouts[2])
     for one, two in zip(logged[1], logged[2], strict=True):
-        assert two == pytest.approx(one, abs=2e-6)
+        assert two == pytest.approx(one, rel=1e-5, abs=2e-6)
         assert 0 < one["mismatch/outside_safe"] < one["mismatch/kept"]
     before = load_file(start / "model.safetensors")
     assert weights[1].keys() == weights[2].keys() == before.keys()

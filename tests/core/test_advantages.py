@@ -156,6 +156,29 @@ def test_a_rejected_response_changes_nothing_for_the_others(name, responses, see
             torch.testing.assert_close(advantage_BT[members], ADVANTAGES[name](alone), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30)
+@given(responses=batches(min_group=2), seed=st.integers(0, 10_000))
+def test_an_ungraded_response_is_no_member_of_its_group(name, responses, seed):
+    """Its own advantages are 0, the others' those of a batch without it, one response of each group being such."""
+    size = responses.group_size
+    left_out = np.random.default_rng(seed).integers(0, size, len(responses.rewards_B) // size)
+    ungraded_B = torch.tensor(np.arange(size) == left_out[:, None]).flatten()
+    rewards_B = responses.rewards_B.masked_fill(ungraded_B, math.nan)
+    advantage_BT = ADVANTAGES[name](replaced(responses, rewards_B=rewards_B))
+    tensors = {key: value[~ungraded_B] for key, value in vars(responses).items() if key != "group_size"}
+    others_BT = ADVANTAGES[name](Responses(**tensors, group_size=size - 1))
+    torch.testing.assert_close(advantage_BT[~ungraded_B], others_BT, rtol=1e-12, atol=1e-12)
+    assert not advantage_BT[ungraded_B].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_graded_that_agree_teach_nothing(name):
+    """In float64, where OTB's 1e-8 is what is left."""
+    responses = build([1.0, math.nan, 1.0, 1.0], np.ones((4, 2), bool), 4)
+    assert ADVANTAGES[name](responses).abs().max() < 1e-7
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(2, 8), st.floats(0.1, 20))
 def test_the_proxy_is_the_squared_norm_of_the_gradient_over_the_logits(seed, vocabulary, scale):

@@ -1,4 +1,3 @@
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from packaging.requirements import Requirement
 
 @pytest.fixture(scope="session")
 def wheel(root, tmp_path_factory):
-    """The package as pip installs it without extras, in a folder; and the names of what it requires."""
+    """The package as pip installs it without extras, in a folder; and what it requires, versions by name."""
     source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "wheel", "unpacked"))
     shutil.copytree(root / "src" / "dvp", source / "src" / "dvp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -22,7 +21,8 @@ def wheel(root, tmp_path_factory):
     subprocess.run([*pip, "install", "--no-deps", "--target", unpacked, *built.iterdir()], check=True, timeout=300)
     (metadata,) = unpacked.glob("dvp-*.dist-info/METADATA")
     needed = Parser().parsestr(metadata.read_text(encoding="utf-8")).get_all("Requires-Dist")
-    return unpacked / "dvp", [re.match(r"[\w-]+", line)[0] for line in needed if "extra ==" not in line]
+    requirements = [Requirement(line) for line in needed if "extra ==" not in line]
+    return unpacked / "dvp", {requirement.name: requirement.specifier for requirement in requirements}
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,10 @@ def alone(environment):
 
 
 @pytest.mark.slow
-def test_the_core_needs_three_packages(wheel):
-    assert sorted(wheel[1]) == ["numpy", "pydantic", "torch"]
+def test_the_core_needs_torch_and_pydantic(wheel):
+    """torch as verl 0.9.1 (2.11) and prime-rl (2.9) have it, too."""
+    assert sorted(wheel[1]) == ["pydantic", "torch"]
+    assert list(wheel[1]["torch"].filter(["2.8.0", "2.9.1", "2.11.0", "2.13.0"])) == ["2.9.1", "2.11.0", "2.13.0"]
 
 
 def test_public_names_are_kept():

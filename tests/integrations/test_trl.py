@@ -1,6 +1,7 @@
 """TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import main
-from dvp.core.advantages import ADVANTAGES
+from dvp.core.advantages import ADVANTAGES, Responses
 from dvp.core.batch import Batch, Rollout, unflatten
+from dvp.core.head import MASK_LOGIT
 from dvp.core.importance import PRESETS, ImportanceRule
-from dvp.core.objective import Ppo, policy_loss
+from dvp.core.objective import Gspo, Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.core.update import make_update
 from dvp.errors import DvpError
@@ -39,7 +42,7 @@ def settings(tiny_model):
 
 
 def trained(trainer, settings, **options):
-    """Of each step the weights before it, its loss and its gradients."""
+    """Of each step the weights before it, its loss, its gradients, and what was logged."""
 
     class Watched(trainer):
         def training_step(self, model, *args):
@@ -50,8 +53,22 @@ def trained(trainer, settings, **options):
             return loss
 
     steps = []
-    Watched(**settings, **options).train()
-    return steps
+    made = Watched(**settings, **options)
+    made.train()
+    return [(*step, logged) for step, logged in zip(steps, made.state.log_history, strict=False)]
+
+
+def assert_gradients(found, expected, least=1e-2):
+    """The same to 1e-4 of their largest entry.
+
+    A log-prob of logits near 10 is good to 1e-6 in float32, and so is each token's gradient; that of all is a sum of
+    some hundred such with advantages of both signs, of which a tenth or less is left.
+    """
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    assert largest > least
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * largest, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +131,15 @@ def test_loss_and_gradient_are_the_projects_own(
     steps = trained(mismatch_trainer, given, correction=correction, advantage=advantage)
     rule = PRESETS.get(correction) if isinstance(correction, str) else correction or ImportanceRule()
     assert len(steps) == len(given["rollout_func"].made) == 2
-    for (weights, loss, gradients), made in zip(steps, given["rollout_func"].made, strict=True):
+    for (weights, loss, gradients, _), made in zip(steps, given["rollout_func"].made, strict=True):
         of = {"weights": weights, "made": made, "importance": rule, "advantage": same}
         expected, expected_gradients, outside = ours(tiny_model, rho=RHO, **of)
         torch.testing.assert_close(loss, expected / TOKENS, atol=1e-6, rtol=0)
-        assert gradients.keys() == expected_gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name] / TOKENS, atol=1e-6, rtol=0)
+        expected_gradients = {name: value / TOKENS for name, value in expected_gradients.items()}
+        assert_gradients(gradients, expected_gradients)
         assert outside > 0
         _, full, _ = ours(tiny_model, rho=None, **of)
-        assert max((full[name] - expected_gradients[name]).abs().max() for name in full) > 1e-2
+        assert max((full[name] - TOKENS * expected_gradients[name]).abs().max() for name in full) > 1e-2
 
 
 MODES = [("token", "truncate", None), ("token", "mask", 0.5), ("sequence", "truncate", None), ("sequence", "mask", 0.5)]
@@ -145,11 +161,12 @@ def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_pat
     theirs = trained(ForVllm, settings(tmp_path, **config))
     rule = ImportanceRule(level=level, action=action, upper=1.2, lower=lower or 0.0)
     found = trained(mismatch_trainer, settings(tmp_path, **config), correction=rule)
-    for (_, loss, gradients), (_, expected, expected_gradients) in zip(found, theirs, strict=True):
+    for (_, loss, gradients, logged), (_, expected, expected_gradients, by_trl) in zip(found, theirs, strict=True):
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=0)
-        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+        sampling = {name: value for name, value in by_trl.items() if name.startswith("sampling/")}
+        assert len(sampling) == 5
+        assert {name: logged[name] for name in sampling} == pytest.approx(sampling, rel=1e-5, abs=1e-6)
+        assert_gradients(gradients, expected_gradients)
 
 
 ZERO3 = {
@@ -177,7 +194,7 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
     start = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied).save_pretrained(start)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
-    weights, rollouts = {}, {}
+    weights, rollouts, logged = {}, {}, {}
     script, count = root / "tests/integrations/trl_process.py", len(PROMPTS) * GROUP
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for processes in (1, 2):
@@ -187,13 +204,42 @@ def test_two_processes_move_the_weights_as_one_does(tiny_model, root, tmp_path, 
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         weights[processes] = load_file(folder / "model.safetensors")
+        logged[processes] = json.loads((folder / "logged.json").read_text())
         rollouts[processes] = pd.read_json(folder / "rollouts.jsonl", lines=True)["completion_ids"]
     assert sorted(rollouts[1]) == sorted(rollouts[2])
+    for one, two in zip(logged[1], logged[2], strict=True):
+        assert two == pytest.approx(one, rel=1e-5, abs=2e-6)
+        assert 0 < one["mismatch/outside_safe"] < one["mismatch/kept"]
     before = load_file(start / "model.safetensors")
     assert weights[1].keys() == weights[2].keys() == before.keys()
     for name, moved in weights[1].items():
         assert (moved - before[name]).abs().max() > 1e-3
         torch.testing.assert_close(weights[2][name], moved, atol=2e-6, rtol=0)
+
+
+def test_vllm_beside_the_trainer_samples_by_min_p(tiny_model, root, tmp_path):
+    """TRL's own engine in the trainer's process, in bf16, whose weights it brings up to date: two steps, on a CPU."""
+    start = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False).save_pretrained(start)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(start)
+    config = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
+    config |= {"vllm_gpu_memory_utilization": 0.05}  # of the machine's memory, on a CPU
+    command = [sys.executable, root / "tests/integrations/trl_process.py", start, tmp_path, json.dumps(config)]
+    plain = os.environ | {"VLLM_USE_AOT_COMPILE": "0"}  # TORCHDYNAMO_DISABLE is set for all tests
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, env=plain)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rollouts = pd.read_json(tmp_path / "rollouts.jsonl", lines=True)
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert len(logged) == rollouts["step"].nunique() == 2
+    for step, row in enumerate(logged):
+        of_step = rollouts[rollouts["step"] == step]
+        columns = ("old_per_token_logps", "sampling_per_token_logps", "tool_mask")
+        old, sampled, safe = (np.concatenate(of_step[name].tolist()) for name in columns)
+        assert row["mismatch/outside_safe"] == pytest.approx((safe == 0).mean(), abs=1e-6)
+        assert row["mismatch/outside_safe"] < 0.05
+        apart = np.abs(old - sampled)[safe == 1]
+        assert 0 < apart.mean() < 0.05
+        assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(apart.mean(), abs=1e-6)
 
 
 @pytest.fixture
@@ -232,11 +278,80 @@ def test_a_head_of_which_fsdp_has_a_shard_is_made_whole(
     torch.testing.assert_close(log_probs_and_gradients(), whole, atol=1e-5, rtol=0)
 
 
+def sometimes(completion_ids, **_):
+    """The reward, but None for the second response to each prompt."""
+    return [None if row % GROUP == 1 else value for row, value in enumerate(reward(completion_ids))]
+
+
+def test_a_response_without_reward_counts_as_in_trl(mismatch_trainer, settings, tmp_path):
+    """R − R̄ of the others, as TRL has it, and nothing for itself."""
+    by_trl, ours = (
+        trained(mismatch_trainer, settings(tmp_path) | {"reward_funcs": sometimes}, correction="tis", advantage=name)
+        for name in (None, "dr_grpo")
+    )
+    for (_, loss, gradients, _), (_, expected, expected_gradients, _) in zip(ours, by_trl, strict=True):
+        torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+        assert_gradients(gradients, expected_gradients)
+
+
+def test_a_token_that_left_v_s_is_not_in_the_sequence_ratio(tiny_model, mismatch_trainer, settings, tmp_path):
+    """At the second update on a rollout, against this project's GSPO: TRL's `grpo` has a term a response."""
+    config = {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "grpo"}
+    given = settings(tmp_path, **config)
+    steps = trained(mismatch_trainer, given, correction=None, advantage="rloo")
+    (made,) = given["rollout_func"].made
+    batch = Batch.collate(made["prompt_ids"], made["completion_ids"], pad=0)
+    mask_BT = batch.response_BT
+    rewards_B = torch.tensor(reward(made["completion_ids"]))
+    ones_BT = torch.ones(mask_BT.shape)
+    advantage_BT = ADVANTAGES["rloo"](Responses(rewards_B, mask_BT, GROUP, ones_BT, ones_BT))
+    log_probs, safes = [], []
+    for weights, *_ in steps:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.load_state_dict(weights)
+        policy = Policy(model)
+        now = policy(batch, safe=FixedRho(RHO), temperature=TEMPERATURE)
+        log_probs.append(unflatten(now.pruned_log_prob, mask_BT))
+        safes.append(unflatten(now.target_in_safe, mask_BT))
+    assert (safes[0] & ~safes[1]).sum() > 3
+    weight_BT = (safes[0] & safes[1]).float()
+    rest = (log_probs[1], log_probs[0].detach(), weight_BT, advantage_BT, mask_BT, len(rewards_B))
+    expected = policy_loss(Gspo(clip_low=0.2, clip_high=0.2), *rest).loss
+    expected.backward()
+    _, loss, gradients, _ = steps[1]
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=0)
+    expected_gradients = {name.removeprefix("model."): value.grad for name, value in policy.named_parameters()}
+    assert_gradients(gradients, expected_gradients, least=1e-3)
+
+
+def test_the_table_of_completions_has_the_advantages(mismatch_trainer, settings, tmp_path):
+    trained(mismatch_trainer, settings(tmp_path, log_completions=True), correction=None, advantage="rloo")
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    rewards = table["reward"].to_numpy().reshape(-1, GROUP)
+    others = (rewards.sum(axis=1, keepdims=True) - rewards) / (GROUP - 1)
+    assert table["advantage"].tolist() == pytest.approx((rewards - others).flatten().tolist(), abs=1e-6)
+
+
 REFUSED = [
     ({}, {"correction": "mist"}, "correction: expected one of tis, "),
     ({}, {"advantage": "otp"}, "advantage: expected one of rloo, "),
-    ({"top_p": 0.9}, {}, "generation: expected {'min_p': 0.05, 'temperature': 0.7, 'top_p': 1.0"),
-    ({"generation_kwargs": {"min_p": 0.1}}, {}, "generation: expected"),
+    ({"top_p": 0.9}, {}, "generation: {'top_p': 0.9}; expected no more than min_p and temperature"),
+    ({"temperature": 0.0}, {}, "generation: {'temperature': 0.0}; expected"),
+    ({"vllm_structured_outputs_regex": "a+"}, {}, "generation: {'structured_outputs': 'a+'}; expected"),
+    *(
+        ({"generation_kwargs": {"max_tokens": 5, "num_beams": 1} | changed}, {}, f"generation: {changed}; expected")
+        for changed in (
+            {"min_p": 0.1},
+            {"typical_p": 0.9},
+            {"suppress_tokens": [3]},
+            {"num_beams": 2},
+            {"do_sample": False},
+            {"presence_penalty": 0.5},
+            {"min_tokens": 2},
+            {"structured_outputs": {"regex": "a+"}},
+            {"unheard_of": 1},
+        )
+    ),
     ({"beta": 0.1}, {}, "beta: expected 0 with min_p"),
 ]
 
@@ -245,6 +360,18 @@ REFUSED = [
 def test_what_cannot_be_combined_is_refused(mismatch_trainer, settings, tmp_path, changed, options, says):
     with pytest.raises(DvpError, match=re.escape(says)):
         mismatch_trainer(**settings(tmp_path, **changed), **({"correction": None} | options))
+
+
+def test_what_the_model_adds_to_the_sampler_is_refused(mismatch_trainer, settings, tmp_path):
+    """transformers, where it samples, takes the model's own settings for those that nobody asked for."""
+    given = settings(tmp_path)
+    given["model"].generation_config.update(top_k=20, no_repeat_ngram_size=0, chat_format="chatml", typical_p=0.9)
+    mismatch_trainer(**given, correction=None)
+    with pytest.raises(DvpError, match=re.escape("generation: {'typical_p': 0.9}; expected no more than")):
+        mismatch_trainer(**given | {"rollout_func": None}, correction=None)
+    unset = settings(tmp_path, top_k=None) | {"rollout_func": None}
+    with pytest.raises(DvpError, match=re.escape("generation: {'top_k': 50}; expected no more than")):
+        mismatch_trainer(**unset, correction=None)
 
 
 def test_another_trl_is_refused(mismatch_trainer, settings, tmp_path, monkeypatch):
@@ -270,6 +397,7 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     """The ten lines of docs/trl.md, and the mismatch page from the file that TRL's trainer wrote."""
     monkeypatch.chdir(tmp_path)
     given = settings(tmp_path)
+    given["rollout_func"].rho = 0.0  # an engine that leaves V_S
     (example,) = re.findall(r"```python\n(.*?)```", (root / "docs/trl.md").read_text(encoding="utf-8"), re.DOTALL)
     exec(example, {"args": given.pop("args"), "settings": given})
     written = pd.read_json("rollouts.jsonl", lines=True)
@@ -277,6 +405,14 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     assert written["completion_ids"].tolist() == [ids for one in made for ids in one["completion_ids"]]
     q = [log_prob for one in made for log_probs in one["logprobs"] for log_prob in log_probs]
     assert written["sampling_per_token_logps"].sum() == pytest.approx(q, abs=1e-6)
+    count = len(PROMPTS) * GROUP
+    assert written["step"].tolist() == [0] * count + [1] * count
+    assert set(written["mode"]) == {"train"}
+    masks = written["tool_mask"].map(np.asarray)
+    assert written["outside_safe"].tolist() == [(mask == 0).sum() for mask in masks]
+    assert written["outside_safe"].sum() > 0
+    for row in written.itertuples():  # what stands for the log-prob of a token outside V_S is no measurement
+        assert [mask == 0 for mask in row.tool_mask] == [value == MASK_LOGIT for value in row.old_per_token_logps]
     monkeypatch.chdir(root)  # whose catalogue the verb reads
     assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()

@@ -16,14 +16,17 @@ import torch
 
 pytest.importorskip("verl", reason="verl is not installed here; `make test-verl` has it")
 from hydra import compose, initialize_config_module
-from hydra.utils import get_class
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from tensordict import TensorDict
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from transformers import AutoTokenizer
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout.replica import TokenOutput
 
 import dvp.integrations.verl as integration
 from dvp.core.advantages import ADVANTAGES, Responses, optimal_token_proxy
@@ -203,14 +206,19 @@ def test_verls_whitening_counts_tokens():
     assert (theirs_BT - advantages("reinforce_pp", given)).abs()[given["mask"]].max() > 0.01
 
 
-def actor(*overrides: str, whole: dict | None = None):
-    """verl's configuration of the actor under the page's recipe."""
+def configured(*overrides: str):
+    """verl's whole configuration under the page's recipe."""
     command = re.search(r"^python -m verl.*?^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)[0]
     recipe = [word for word in shlex.split(command) if "=" in word]
     assert len(recipe) > 5
     fixed = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[*recipe, *fixed, *overrides])
+        return compose("ppo_trainer", overrides=[*recipe, *fixed, *overrides])
+
+
+def actor(*overrides: str, whole: dict | None = None):
+    """Its part for the actor."""
+    config = configured(*overrides)
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     settings.global_batch_info.update(whole or {"dp_size": 1, "global_batch_size": B})
     return settings
@@ -370,17 +378,60 @@ def test_tokens_outside_v_s_have_no_gradient(importance, monkeypatch):
     torch.testing.assert_close(gradient_BT, expected_BT, rtol=0, atol=1e-12)
 
 
-def test_the_agent_loop_samples_with_min_p(monkeypatch):
+def agent_loop(tiny_model, *overrides: str):
+    """The loop as verl makes it, by its name, beside a server that answers with what it was asked."""
+
+    class Server:
+        async def generate(self, sampling_params, **_):
+            self.asked = sampling_params
+            return TokenOutput(token_ids=[3, 4], log_probs=[-0.5, -0.5], stop_reason="completed")
+
+    config, server, tokenizer = configured(*overrides), Server(), AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    loop = instantiate(
+        _agent_loop_registry["dvp"],
+        trainer_config=DictConfigWrap(config),
+        server_manager=server,
+        tokenizer=tokenizer,
+        processor=None,
+        dataset_cls=RLHFDataset,
+        data_config=DictConfigWrap(config.data),
+        tools=ToolListWrap([]),
+    )
+    return loop, server
+
+
+def test_the_agent_loop_samples_with_min_p(tiny_model, monkeypatch):
     unpruned(monkeypatch)
     integration.install(ImportanceRule(), rho=0.25)
 
-    async def run(self, sampling_params, **kwargs):
-        return sampling_params, kwargs
+    async def ask():
+        loop, server = agent_loop(tiny_model)
+        made = await loop.run(given, raw_prompt=[{"role": "user", "content": "bado kila"}])
+        return type(loop), server.asked, made.response_ids
 
-    assert get_class(_agent_loop_registry["dvp"]["_target_"]) is integration.DvpAgentLoop
-    monkeypatch.setattr(SingleTurnAgentLoop, "run", run)
     given = {"temperature": 1.0}
-    loop = object.__new__(integration.DvpAgentLoop)
-    sampling, rest = asyncio.run(loop.run(given, raw_prompt="a prompt"))
-    assert (sampling, rest) == ({"temperature": 1.0, "min_p": 0.25}, {"raw_prompt": "a prompt"})
+    assert asyncio.run(ask()) == (integration.DvpAgentLoop, {"temperature": 1.0, "min_p": 0.25}, [3, 4])
     assert given == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.rollout.top_p=0.9",
+        "actor_rollout_ref.rollout.top_k=50",
+        "algorithm.use_kl_in_reward=true",
+    ],
+)
+def test_settings_under_which_it_samples_otherwise(override, tiny_model, monkeypatch):
+    unpruned(monkeypatch)
+    integration.install(ImportanceRule(), rho=0.25)
+
+    async def make():
+        agent_loop(tiny_model, override)
+
+    with pytest.raises(InstantiationException) as raised:
+        asyncio.run(make())
+    name = override.partition("=")[0]
+    assert isinstance(raised.value.__cause__, DvpError)
+    assert re.match(rf"{name}: \S+; expected \S+( or \S+)? with agent loop dvp$", str(raised.value.__cause__))

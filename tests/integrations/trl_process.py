@@ -3,6 +3,7 @@
 import json
 import sys
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,19 @@ engine = ByPrompt(AutoModelForCausalLM.from_pretrained(model))  # before DeepSpe
 # By SGD, without clipping: the weights move by the gradient.
 fixed = {"seed": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e9, "loss_type": "grpo"}
 given = make_settings(model, folder, **fixed | json.loads(config))
-given["rollout_func"] = engine
+given["rollout_func"] = None if given["args"].use_vllm else engine
 trainer = MismatchTrainer(**given, correction="tis", advantage="otb", rollouts=f"{folder}/rollouts.jsonl")
+if trainer.use_vllm:
+    # TRL's own pushes one weight after the other into layers that vLLM has packed, on a CPU, and finds no way in.
+    vllm = trainer.vllm_generation
+
+    def sync_weights():
+        vllm.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm._iter_named_params()})
+        vllm.llm.reset_prefix_cache()
+
+    vllm.sync_weights = sync_weights
 trainer.train()
 trainer.save_model(folder)
+of_all = ("mismatch/", "sampling/")
+logged = [{name: value for name, value in row.items() if name.startswith(of_all)} for row in trainer.state.log_history]
+Path(folder, "logged.json").write_text(json.dumps([row for row in logged if row]))

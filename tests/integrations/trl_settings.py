@@ -22,6 +22,7 @@ def make_settings(tiny_model, folder, **changed):
             "loss_type": "dr_grpo",
             "scale_rewards": "none",
             "max_steps": 2,
+            "logging_steps": 1,
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",
             "max_grad_norm": 0.0,

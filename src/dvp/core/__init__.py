@@ -1,4 +1,6 @@
-"""The mathematics of the method as pure functions of tensors: torch only, no framework, no state.
+"""The mathematics of the method as pure functions of tensors: no framework, no state.
+
+It needs torch, and pydantic, which checks the settings of its rules for an experiment and for a library's user alike.
 
 The names of `PUBLIC` are a library (docs/library.md) and are kept. A module is imported when a name of it is asked for.
 """

@@ -43,10 +43,11 @@ class Responses:
     """B graded responses; the G responses to a prompt are consecutive rows."""
 
     rewards_B: torch.Tensor
-    """One float reward a response."""
+    """One float reward a response; NaN where it was not graded. That one is no member of its group: the others have the
+    advantages of a group without it."""
     mask_BT: torch.Tensor
     """bool, True at the tokens that the model wrote: False at prompt and padding, and in a multi-turn response also
-    where the environment wrote."""
+    where the environment wrote. Cleared for a response that was not graded."""
     group_size: int
     """G ≥ 1."""
     proxy_BT: torch.Tensor
@@ -55,6 +56,9 @@ class Responses:
     ratio_BT: torch.Tensor
     """The importance weights r_t that the loss applies, which enter W as squares; ones when there is no correction.
     Any value, NaN too, where mask_BT is False."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask_BT", self.mask_BT & ~self.rewards_B.isnan()[:, None])
 
 
 @no_grad
@@ -76,15 +80,15 @@ def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tenso
 @by_response
 def rloo(responses: Responses) -> torch.Tensor:
     """Leave-one-out: A_i = R_i − mean_{j≠i} R_j = G/(G−1) · (R_i − R̄); for G = 1, A = R. Unbiased."""
-    if responses.group_size == 1:
-        return _constant(responses, _grouped_rewards(responses))
-    return _constant(responses, responses.group_size / (responses.group_size - 1) * _centred(responses))
+    size_P1 = _graded(responses).sum(dim=1, keepdim=True).to(responses.rewards_B.dtype)
+    leave_one_out_PG = size_P1 / (size_P1 - 1).clamp(min=1) * _centred(responses)
+    return _constant(responses, torch.where(size_P1 > 1, leave_one_out_PG, _grouped_rewards(responses)))
 
 
 @by_response
 def grpo(responses: Responses) -> torch.Tensor:
     """A_i = (R_i − R̄) / (std + 1e-6), std of the group with divisor G − 1; for G = 1, A = 0."""
-    return _constant(responses, _over_std(_centred(responses), dim=1))
+    return _constant(responses, _over_std(responses, dim=1))
 
 
 @by_response
@@ -115,7 +119,7 @@ def reinforce_pp(responses: Responses) -> torch.Tensor:
     already. Each response counts once, whatever its length: whitening over tokens would give responses a push
     even where their group agrees.
     """
-    return _constant(responses, _over_std(_centred(responses), dim=(0, 1)))
+    return _constant(responses, _over_std(responses, dim=(0, 1)))
 
 
 @by_token
@@ -189,9 +193,14 @@ def otb_variance_readouts(
     }
 
 
+def _graded(responses: Responses) -> torch.Tensor:
+    """Which responses have a reward, bool (P, G)."""
+    return ~responses.rewards_B.reshape(-1, responses.group_size).isnan()
+
+
 def _grouped_rewards(responses: Responses) -> torch.Tensor:
-    """(P, G)."""
-    return responses.rewards_B.reshape(-1, responses.group_size)
+    """(P, G), 0 where there is none."""
+    return responses.rewards_B.reshape(-1, responses.group_size).where(_graded(responses), 0.0)
 
 
 def _rejected(responses: Responses) -> torch.Tensor:
@@ -201,21 +210,24 @@ def _rejected(responses: Responses) -> torch.Tensor:
 
 def _relative(responses: Responses) -> torch.Tensor:
     """Rewards less the first of their group: exactly 0 if all are equal, which R − R̄ in floats need not be."""
-    rewards_PG = _grouped_rewards(responses)
-    return rewards_PG - rewards_PG[:, :1]
+    rewards_PG, graded_PG = _grouped_rewards(responses), _graded(responses)
+    first_P1 = rewards_PG.gather(1, graded_PG.long().argmax(dim=1, keepdim=True))
+    return torch.where(graded_PG, rewards_PG - first_P1, 0.0)
 
 
 def _centred(responses: Responses) -> torch.Tensor:
-    """R_i − R̄, (P, G)."""
-    relative_PG = _relative(responses)
-    return relative_PG - relative_PG.mean(dim=1, keepdim=True)
+    """R_i − R̄, (P, G); 0 where there is no reward."""
+    relative_PG, graded_PG = _relative(responses), _graded(responses)
+    mean_P1 = relative_PG.sum(dim=1, keepdim=True) / graded_PG.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(graded_PG, relative_PG - mean_P1, 0.0)
 
 
-def _over_std(centred_PG: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
-    """Values of mean 0 over their standard deviation along `dim`; 0 where there is but one."""
+def _over_std(responses: Responses, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """R_i − R̄ over its standard deviation along `dim`, (P, G); 0 where there is but one."""
+    centred_PG = _centred(responses)
     sum_of_squares = centred_PG.square().sum(dim=dim, keepdim=True)
-    count = centred_PG.numel() // max(sum_of_squares.numel(), 1)
-    return centred_PG / ((sum_of_squares / max(count - 1, 1)).sqrt() + STD_EPSILON)
+    count = _graded(responses).sum(dim=dim, keepdim=True)
+    return centred_PG / ((sum_of_squares / (count - 1).clamp(min=1)).sqrt() + STD_EPSILON)
 
 
 def _constant(responses: Responses, advantage_PG: torch.Tensor) -> torch.Tensor:

@@ -33,16 +33,31 @@ from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 SMALLEST_RHO = 1e-12
 _scale_logits = transformer_impl._scale_logits_by_temperature
 # Settings of verl's actor under which the loss is the one that is asked for.
-NEEDED = {"loss_agg_mode": ("seq-mean-token-sum",), "policy_loss.rollout_correction.bypass_mode": (True,)}
+NEEDED = {"actor.loss_agg_mode": ("seq-mean-token-sum",), "actor.policy_loss.rollout_correction.bypass_mode": (True,)}
 # Other engines and kernels leave the vocabulary whole, and a token outside V_S has no log-prob for a KL penalty.
-NEEDED_TO_PRUNE = NEEDED | {"strategy": ("fsdp", "fsdp2")}
-NEEDED_TO_PRUNE |= dict.fromkeys(("use_fused_kernels", "use_prefix_grouper", "use_kl_loss"), (False,))
+NEEDED_TO_PRUNE = NEEDED | {"actor.strategy": ("fsdp", "fsdp2")}
+NEEDED_TO_PRUNE |= {f"actor.{name}": (False,) for name in ("use_fused_kernels", "use_prefix_grouper", "use_kl_loss")}
+# The same of verl as a whole, which only its agent loops see. The trainer's V_S knows no other bound than ρ.
+NEEDED_TO_SAMPLE = {
+    "algorithm.use_kl_in_reward": (False,),
+    "actor_rollout_ref.rollout.top_p": (1.0,),
+    "actor_rollout_ref.rollout.top_k": (-1, 0),
+}
 
 
 class DvpAgentLoop(SingleTurnAgentLoop):
     """verl's single-turn loop with responses sampled from V_S by vLLM's min_p; in validation too, unless greedy."""
 
     rho: ClassVar[float]
+
+    def __init__(self, *arguments: Any, **options: Any):
+        """Take what verl's loop takes.
+
+        Raises:
+            DvpError: a sampler that is cut by top_p or top_k, or a KL penalty in the reward.
+        """
+        super().__init__(*arguments, **options)
+        _check(self.config, NEEDED_TO_SAMPLE, "agent loop")
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """As verl's."""
@@ -77,7 +92,7 @@ def install(importance: ImportanceRule, rho: float | None = None) -> None:
         transformer_impl._scale_logits_by_temperature = _pruning(FixedRho(rho))
 
     def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-        _check(config, NEEDED if rho is None else NEEDED_TO_PRUNE)
+        _check({"actor": config}, NEEDED if rho is None else NEEDED_TO_PRUNE, "loss_mode")
         mask_BT, log_prob_BT, whole = response_mask.bool(), log_prob.detach(), config.global_batch_info
         outside_BT = mask_BT & (log_prob_BT < (-torch.inf if rho is None else MASK_LOGIT + 1))
         weights = importance_weights(log_prob_BT - old_log_prob, mask_BT, importance, outside_BT)
@@ -93,11 +108,11 @@ def install(importance: ImportanceRule, rho: float | None = None) -> None:
     register_policy_loss("dvp")(loss)
 
 
-def _check(config: Any, needed: dict[str, tuple]) -> None:
+def _check(config: Any, needed: dict[str, tuple], of: str) -> None:
     for name, accepted in needed.items():
         found = reduce(lambda settings, key: settings.get(key), name.split("."), config)
         if found not in accepted:
-            raise DvpError(f"actor.{name}: {found}; expected {' or '.join(map(str, accepted))} with loss_mode dvp")
+            raise DvpError(f"{name}: {found}; expected {' or '.join(map(str, accepted))} with {of} dvp")
 
 
 def _pruning(rule: FixedRho) -> Callable:

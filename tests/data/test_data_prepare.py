@@ -228,7 +228,8 @@ def test_a_problem_that_most_rows_have_is_refused(made, own):
         made(rows, options=columns)
     assert str(error.value).endswith(
         f"column 'prompt.0.content': {5 - own} of 5 rows have the problem 'Reason step by step.', with different "
-        "answers; expected each row's own problem; if that is a system message, the problem may be in 'prompt.1.content'"
+        "answers; expected each row's own problem; if that is a system message, the problem may be in "
+        "'prompt.1.content'"
     )
     columns["columns"]["problem"] = "prompt.1.content"
     assert own or made(rows, folder="user", options=columns)["counts"]["train"] == 5
@@ -248,13 +249,16 @@ def test_ids_that_are_equal_as_numbers_stay_different(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "answer", ["proof", r"\text{Proof}", "Proof.", "See solution", "N/A", "not provided", "notfound", "No answer", "nan"]
+    "answer",
+    ["proof", r"\text{Proof}", "Proof.", "See solution", "N/A", "not provided", "notfound", "No answer", "nan"],
 )
 def test_placeholders_are_left_out_and_too_many_refused(made, answer):
     rows = named({f"Show that {i} = {i}.": answer if i == 6 else "1" for i in range(100)})
     (entry,) = made(rows)["sources"]["s"]["unreadable_answers"]
     assert entry["reason"] == f"the answer {answer!r} is a placeholder, which says that no answer is given"
-    with pytest.raises(DvpError, match="row 7: the answer .* is a placeholder.*; 1 of 99 problems have such an answer"):
+    with pytest.raises(
+        DvpError, match=r"row 7: the answer .* is a placeholder.*; 1 of 99 problems have such an answer"
+    ):
         made(rows[:-1], folder="refused")
 
 

@@ -544,11 +544,9 @@ def _is_name(side: Any) -> bool:
 
 def _by_name(names: tuple, value: Any) -> tuple[tuple, Any]:
     """(names, value); x = 1, y = 2 for (x, y) = (1, 2)."""
-    tuples = (*names, value)
-    if len(tuples) == 2 and all(isinstance(side, Items) and (side.opening, side.closing) == ("(", ")") for side in tuples):
-        pairs = zip(names[0].items, value.items, strict=False)
-        if len(names[0].items) == len(value.items):
-            return (), Items("", tuple(Chain(pair, ("=",)) for pair in pairs), "")
+    tuples = [side.items for side in (*names, value) if isinstance(side, Items) and side.opening + side.closing == "()"]
+    if len(tuples) == 2 == 1 + len(names) and len(tuples[0]) == len(tuples[1]):
+        return (), Items("", tuple(Chain(pair, ("=",)) for pair in zip(*tuples, strict=True)), "")
     return names, value
 
 

@@ -74,7 +74,10 @@ _REWRITTEN = [
         (r"(\.\d*)\\(?:dot|bar|overline)\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
         (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
-        (r"\\(?:text(?:rm|normal|up|bf|it|sf|tt|superscript)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
+        (
+            r"\\(?:text(?:rm|normal|up|bf|it|sf|tt|super\w+)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])",
+            r"\\text",
+        ),
         (rf"([\d)}}\]!]\s*\\text\s*\{{\s*(?:[a-z]+/)?(?:{_MEASURED}))\s*\^\s*\{{?([23])\}}?\s*\}}", r"\1}^\2"),
         (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}(?=\s*\S)", r"\\\1 "),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
@@ -85,8 +88,11 @@ _REWRITTEN = [
         (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime)(?![A-Za-z])", lambda match: "'" * match[0].count("prime")),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))", r"\\degree "),
         (r"(?<=\d)\s*\\degree\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))$", r"\\text{ degree \1\2}"),
-        (rf"{_ORDERED}\^?\s*\{{\s*\\text\s*\{{{_ORDINAL}\}}\s*\}}", lambda match: _cardinal(match)),
-        (rf"{_ORDERED}\^?\s*\\text\s*\{{{_ORDINAL}\}}", lambda match: _cardinal(match)),
+        (
+            rf"{_ORDERED}\^?\s*\{{\s*\\text\s*\{{{_ORDINAL}\}}\s*\}}",
+            lambda match: _cardinal(*match.groups()) or match[0],
+        ),
+        (rf"{_ORDERED}\^?\s*\\text\s*\{{{_ORDINAL}\}}", lambda match: _cardinal(*match.groups()) or match[0]),
         (rf"({_PAIR})\s*(?:U|\\text\s*\{{\s*U\s*\}})\s*(?={_PAIR})", r"\1\\cup "),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
         (r"(?<![A-Za-z\\])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -135,7 +141,9 @@ _PRICE = re.compile(r"(?P<sign>-?)\s*\\?(?P<currency>[$€£¥₹])\s*(?=[\d.])"
 _PRICED = re.compile(r"(?P<value>[-+]?[\d.,/]*\d)\s*(?:\\text\s*\{\s*)?\\?(?P<currency>[$€£¥₹¢])\s*\}?")
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(?([A-J])\)(?:\s+\}?|\s*\}\s+)(?:[\d.,/]+|\\frac\{\d+\}\{\d+\})$")
 """A choice and its value: (B) 12."""
-_STYLED_CHOICE = re.compile(r"\\(?:text|mathbf|boldsymbol|bm)\s*\{\s*\(([A-J])\)\s*\}\s*(?P<value>[^\s+*/=^_].*)", re.DOTALL)
+_STYLED_CHOICE = re.compile(
+    r"\\(?:text|mathbf|boldsymbol|bm)\s*\{\s*\(([A-J])\)\s*\}\s*(?P<value>[^\s+*/=^_].*)", re.DOTALL
+)
 _LETTER = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])\)?\s*\}?")
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = {
@@ -167,7 +175,7 @@ _UNIT_NAMES = dict(
         "in=inch inche=inch ft=foot feet=foot yd=yard yds=yard mi=mile m=meter metre=meter cm=centimeter mm=millimeter "
         "km=kilometer kg=kilogram kgs=kilogram g=gram lb=pound lbs=pound oz=ounce l=liter litre=liter ml=milliliter "
         "s=second sec=second secs=second mins=minute yr=year yrs=year wk=week wks=week gal=gallon qt=quart pts=point "
-        "mph=mile_per_hour kph=kilometer_per_hour /=per a=per an=per c=celsius celsius=celsius f=fahrenheit centigrade=celsius "
+        "mph=mile_per_hour kph=kilometer_per_hour c=celsius celsius=celsius f=fahrenheit centigrade=celsius "
         "min=minute h=hour hr=hour hrs=hour deg=degree pct=percent "
         "percentage=percent sq=square cu=cubic usd=dollar eur=euro centimetre=centimeter"
     )
@@ -240,7 +248,7 @@ def letter(text: str) -> str:
 def cardinal(text: str) -> str:
     """70 for 70th or 70^{th}; other plain texts as they are. A product may look like it, so ask only for a number."""
     match = _BARE_ORDINAL.fullmatch(text)
-    return _cardinal(match) if match else text
+    return (_cardinal(*match.groups()) if match else "") or text
 
 
 def decided(reference: str, answer: str) -> bool | None:
@@ -298,11 +306,10 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
-def _cardinal(match: re.Match) -> str:
-    """The number of an ordinal with the right ending; other text as it is."""
-    number, ending = match[1], match[2]
+def _cardinal(number: str, ending: str) -> str:
+    """The number of an ordinal with the right ending; nothing for another."""
     right = "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
-    return number if ending == right else match[0]
+    return number if ending == right else ""
 
 
 def _fractions(text: str) -> str:
@@ -340,14 +347,12 @@ def _begins_short(words: str) -> bool:
 
 
 def _is_no_unit(word: str) -> bool:
-    return bool(
-        word in _CHANGES or (_FUNCTION.fullmatch(word) and word not in SHORT) or _PARTICIPLE.fullmatch(word)
-    )
+    return bool(word in _CHANGES or (_FUNCTION.fullmatch(word) and word not in SHORT) or _PARTICIPLE.fullmatch(word))
 
 
 def _unit(text: str, power: str | None) -> str:
     """The unit in one spelling; nothing if the words are none."""
-    words = re.findall(r"[A-Za-z]+|/", text.replace(".", ""))
+    words = re.findall("[A-Za-z]+", re.sub(r"/|(?<=\s)an?(?=\s)", " per ", text.replace(".", "")))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
     if not 0 < len(words) < 5 or any(_is_no_unit(word.lower()) for word in words):

@@ -86,12 +86,13 @@ _NAMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w+\}?)?)\s*=[\s$]*$")
 _INTERJECTION = re.compile(
     r"(?i:wait|hmm+|hold on|hang on|no|oops|oh|sorry|actually|but|however|let me|let us|let's)\b[\s,.!—…-]*"
 )
-_SUBJECT = r"(?:that|this|it|(?:my|the|that|this)(?: \w+)? (?:answer|result|value|calculation|computation|reasoning|solution))"
+_SUBJECT = r"\b(?:that|this|it|(?:my|the|that|this)(?: \w+)? (?:answer|result|value|calculation|reasoning|solution))"
 _RETRACTED = re.compile(
-    rf"(?i:\b{_SUBJECT}(?:['’]s| is| was| seems| looks| must be)(?: \w+ly)? (?:wrong|incorrect|mistaken|not (?:right|correct))\b"
-    rf"|\b{_SUBJECT} (?:(?:is|was)n['’]t|cannot be|can['’]t be) (?:right|correct)\b"
+    rf"{_SUBJECT}(?:['’]s| is| was| seems| must be)(?: \w+ly)? (?:wrong|incorrect|mistaken|not (?:right|correct))\b"
+    rf"|{_SUBJECT} (?:(?:is|was)n['’]t|cannot be|can['’]t be) (?:right|correct)\b"
     r"|\b(?:I|we)(?: have|['’]ve)?(?: just)? (?:made|make) (?:a|an|some)(?: \w+)? (?:mistake|error)s?\b"
-    r"|\b(?:scratch|ignore|disregard) (?:that|this)\b|\bnever ?mind\b|\bI was wrong\b|\bI take (?:that|it) back\b)"
+    r"|\b(?:scratch|ignore|disregard) (?:that|this)\b|\bnever ?mind\b|\bI was wrong\b|\bI take (?:that|it) back\b",
+    re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"[\s$\\)\]}*_.,!:;—-]*(?P<words>[^\n]*?)(?:[.!?…](?=\s|$)|\n|$)")
 _EMPHASIS = re.compile(r"(?<![^\s(:])(\*{1,3}|_{1,2})(?=[^\s*_])([^*\n]*[^\s*])\1(?=[\s.,;:!?)]|$)")
@@ -105,8 +106,10 @@ _PLACEHOLDER = re.compile(
     r"|(?:the )?(?:statement|claim|theorem|inequality|identity|result) (?:is|has been|was) (?:proved|proven)"
     r"|(?:please )?(?:see|refer to)(?: the)?(?: \w+)? (?:above|below|solution|proof|answer|explanation|analysis|details"
     r"|text|figure|image|picture|diagram|graph|table|attach\w*)(?: \w+){0,3}|see (?:above|below)"
-    rf"|n[./]a|(?-i:NA)|nan|null|tb[ad]|todo|(?:the )?(?:final )?(?:answer |solution )?(?:is )?not ?(?:{_GIVEN})(?: .*)?"
-    rf"|(?:no|missing|unknown)(?: final)? answer(?: is)?(?: (?:{_GIVEN}|given))?|(?:no solution|none|no proof) (?:{_GIVEN}|given)"
+    rf"|n[./]a|(?-i:NA)|nan|null|tb[ad]|todo"
+    rf"|(?:the )?(?:final )?(?:answer |solution )?(?:is )?not ?(?:{_GIVEN})(?: .*)?"
+    rf"|(?:no|missing|unknown)(?: final)? answer(?: is)?(?: (?:{_GIVEN}|given))?"
+    rf"|(?:no solution|none|no proof) (?:{_GIVEN}|given)"
     r"|(?:the )?(?:answer|solution)s?(?: is| are)? (?:missing|omitted|unavailable|not given"
     r"|(?:given )?in (?:the )?(?:text|solution|proof|explanation|figure|comments?|book))"
     r"|answers? (?:may |will |can )?var(?:y|ies)|unavailable|missing|omitted|unanswered|placeholder"
@@ -264,7 +267,7 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
 def _boxed(text: str, statements: list[tuple]) -> str | None:
     """The answer of the last of these boxes, and of those before it that it makes a list with; None for a void one."""
     contents, names, joints = [], [], []
-    last = statements[-1][0]
+    last, after = statements[-1][0], len(text)
     for begin, kind, (start, end) in reversed(statements):
         if contents:
             near = kind == "boxed" and end is not None and last - LONGEST < end < after < end + LONGEST_JOINT

@@ -26,9 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dvp.answers.comparison import equal
 from dvp.data import puzzles
 from dvp.data.sources import Row, load, locate
-from dvp.data.verifier import check_reference, equal
+from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSource
 from dvp.files import atomic_path, sha256_file

@@ -11,13 +11,10 @@ Nor does an answer that the next sentence takes back: "\boxed{18}. Wait, that is
 
 import re
 
-from dvp.data import equality, notation, puzzles
+from dvp.answers import notation
+from dvp.answers.comparison import LONGEST, equal, refusal
+from dvp.data import puzzles
 from dvp.errors import DvpError
-
-LONGEST = 400
-"""Characters of an answer that are looked at; longer ones are compared as text."""
-DEEPEST = 20
-"""Nesting of braces and brackets, likewise."""
 
 LONGEST_JOINT = 60
 """Characters between two boxes of one list."""
@@ -117,8 +114,6 @@ _PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 """References that say in words that there is no answer; `None`, `no solution`, `unknown` may be answers."""
-_THIN_SPACE = re.compile(r"\\[!,]\s*")
-_INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
 
 
 def stated_answer(response: str, *, truncated: bool, thinking: str | None = None) -> str | None:
@@ -175,40 +170,6 @@ def grade(response: str, reference: str, *, truncated: bool = False, thinking: s
     return equal(reference, answer)
 
 
-def equal(reference: str, answer: str) -> bool:
-    """Whether two answers are mathematically equal; what `dvp.data.notation` says of how they are written holds."""
-    if not answer:
-        return False
-    if reference.strip() == answer.strip():
-        return True
-    if _unwieldy(answer) or _unwieldy(reference):
-        return False
-    expected, stated = integer(reference), integer(answer)
-    if expected is not None and stated is not None:
-        return expected == stated
-    reference, answer = notation.plain(reference), notation.plain(answer)
-    if expected is not None:
-        answer = notation.cardinal(answer)
-    (letter, value), (other, stated_value) = notation.choice(reference), notation.choice(answer)
-    if letter and other:
-        return letter == other and equal(value, stated_value)
-    if letter:
-        return notation.letter(answer) == letter or equal(value, answer)
-    if other:
-        named = notation.letter(reference)
-        return named == other if named else equal(reference, stated_value)
-    verdict = notation.decided(reference, answer)
-    if verdict is not None:
-        return verdict
-    (reference, unit), (answer, other) = notation.quantity(reference), notation.quantity(answer)
-    if notation.exchanged(unit, other) or (unit != other and "\\equiv" in reference):
-        return False
-    expected, stated = integer(reference), integer(answer)
-    if expected is not None and stated is not None:
-        return expected == stated
-    return _compare(reference, answer) == equality.EQUAL
-
-
 def check_reference(answer: str) -> None:
     r"""Raise DvpError unless `answer` can be a reference: a word, an expression that equals itself, or a puzzle.
 
@@ -216,27 +177,10 @@ def check_reference(answer: str) -> None:
     """
     if puzzles.is_puzzle(answer):
         puzzles.check(answer)
-        return
-    if integer(answer) is not None:
-        return
-    if not answer.strip():
-        raise DvpError("the answer is empty")
-    short = answer if len(answer) <= 60 else answer[:60] + "…"
-    if _unwieldy(answer):
-        raise DvpError(f"the answer {short!r} is too long or too deeply nested to be compared")
-    if _PLACEHOLDER.fullmatch(answer.strip("*_`'\" ()[]<>{}.!").removeprefix("\\text{")):
-        raise DvpError(f"the answer {short!r} is a placeholder, which says that no answer is given")
-    plain = notation.choice(notation.plain(answer))[1]
-    value = notation.quantity(plain)[0]
-    if notation.decided(plain, plain) is None and _compare(value, value) != equality.EQUAL:
-        raise DvpError(f"the answer {short!r} is not a mathematical expression, nor a word")
-
-
-def _compare(reference: str, answer: str) -> str:
-    reference, answer = notation.listed(reference), notation.listed(answer)
-    if notation.has_words(reference):
-        return equality.UNPARSED
-    return equality.UNEQUAL if notation.has_words(answer) else equality.compare(reference, answer)
+    elif _PLACEHOLDER.fullmatch(answer.strip("*_`'\" ()[]<>{}.!").removeprefix("\\text{")):
+        raise DvpError(f"the answer {answer[:60]!r} is a placeholder, which says that no answer is given")
+    elif problem := refusal(answer):
+        raise DvpError(problem)
 
 
 def unboxed(answer: str) -> str:
@@ -445,21 +389,3 @@ def _without_emphasis(value: str) -> str:
     marks = '*_`"“”‘ \t\r'
     marks += "'’" if value.lstrip("*_ \t").startswith(("'", "‘", "’")) else ""  # of y' it is no quotation mark
     return value.strip().strip(marks).removesuffix(".").rstrip(marks)
-
-
-def integer(text: str) -> int | None:
-    """The whole number that a text writes: 70, 070, 70.0, 1,234, 1{,}234 or 10,\\!080."""
-    if len(text) > LONGEST:
-        return None
-    text = _THIN_SPACE.sub("", text).replace("{,}", ",").replace("−", "-").replace("\\$", "")
-    match = _INTEGER.fullmatch(text.strip().strip("$").strip())
-    return int(match[1] + match[2].replace(",", "")) if match else None
-
-
-def _unwieldy(text: str) -> bool:
-    """Whether a text is too long or too deeply nested for a parser."""
-    depth = deepest = 0
-    for character in text[:LONGEST]:
-        depth += (character in "{[(") - (character in "}])")
-        deepest = max(deepest, depth)
-    return len(text) > LONGEST or deepest > DEEPEST

@@ -1,6 +1,6 @@
 r"""Two answers as mathematics: parsed from LaTeX or plain notation into SymPy's objects, and compared.
 
-dvp.data.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
+dvp.answers.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
 what a parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats;
 expressions with variables at random rational points; sets, tuples, intervals and relations by kind and by their parts.
 """

@@ -486,7 +486,7 @@ class Comparison:
         kinds = {expected.opening, stated.opening}
         if kinds == {"{"}:
             return all(
-                any(_is_set(one) == _is_set(other) and self.same(one, other) for other in others.items)
+                any(self._same_item(one, other) for other in others.items)
                 for ones, others in ((expected, stated), (stated, expected))
                 for one in ones.items
             )
@@ -502,7 +502,7 @@ class Comparison:
             len({item.sides[0] for item in node.items if _is_equation(item)}) for node in (expected, stated)
         )
         if kinds <= {"∨", "∪"} or (kinds <= {"", "{", "∨"} and (fewer or more < 2)):
-            return _matched(expected.items, stated.items, self.same)
+            return _matched(expected.items, stated.items, self._same_item)
         if "" in kinds and Interval in (type(expected), type(stated)):
             return False  # 1 < x < 2 is not 1, 2; x = 1, y = 2 is 1, 2 and not 2, 1
         brackets = {(node.opening, node.closing) for node in (expected, stated)} - {("", "")}
@@ -511,6 +511,10 @@ class Comparison:
         if brackets and brackets != {("(", ")")} and ("" in kinds or (len(brackets) > 1 and len(expected.items) < 3)):
             return False
         return all(map(self.same, expected.items, stated.items))
+
+    def _same_item(self, expected: Any, stated: Any) -> bool:
+        """Whether two items are the same; in a set, {1} is not 1."""
+        return _is_set(expected) == _is_set(stated) and self.same(expected, stated)
 
     def _rounded(self, expected: sympy.Expr, stated: sympy.Expr) -> bool:
         """Whether one is a decimal, and rounds the other, which no decimal equals."""

@@ -126,24 +126,29 @@ _UNITS = (_IN_WORDS, _ABBREVIATED, _RATE, _SHORT_WORDS, _FULL_WORDS)
 \\text are variables."""
 SHORT = set(
     _words(
-        "lb lbs oz mi yd yds ft cm mm km kg kgs ml mL hr hrs yr yrs wk wks min mins sec secs gal qt tsp tbs pts pct sq "
-        "cu mph MPH kph mpg wpm rpm USD EUR GBP KB MB GB TB kW kWh Hz dB rad mol amp cal day egg cup men man box car "
+        "lb lbs oz mi yd yds ft cm mm km kg kgs ml mL hr hrs yr yrs wk wks min mins sec secs gal qt tsp tbs pts pct "
+        "mph MPH kph mpg wpm rpm USD EUR GBP KB MB GB TB kW kWh Hz dB rad mol amp cal day egg cup men man box car "
         "dog cat pig cow hen bee ant bat rat fox owl kid boy son bag jar jug pan pot hat tie pen pin key toy pie bar "
         "bun nut pea fig job lap bus cab van ton pet bed gem bug fly leg eye arm ear toe rug mat mug tub bin row way "
-        "yen ad ads CD CDs TV TVs DVD logs red big new old hot ice wet dry"
+        "yen ad ads CD CDs TV TVs DVD logs"
     )
 )
 """Abbreviations and words of up to three letters that begin a unit; others may be a product of variables."""
 _ALONE = {"in", "am", "pm"}
-"""Of these only with no word after them: 5 in, but not 101 in binary."""
+"""Such only with no word after them: 5 in, but not 101 in binary."""
+_BEFORE_OTHERS = set(_words("sq cu per red big new old hot ice wet dry"))
+"""Such only with a word after them."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent"}
 _PRICE = re.compile(r"(?P<sign>-?)\s*\\?(?P<currency>[$€£¥₹])\s*(?=[\d.])")
 _PRICED = re.compile(r"(?P<value>[-+]?[\d.,/]*\d)\s*(?:\\text\s*\{\s*)?\\?(?P<currency>[$€£¥₹¢])\s*\}?")
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(?([A-J])\)(?:\s+\}?|\s*\}\s+)(?:[\d.,/]+|\\frac\{\d+\}\{\d+\})$")
 """A choice and its value: (B) 12."""
 _STYLED_CHOICE = re.compile(
-    r"\\(?:text|mathbf|boldsymbol|bm)\s*\{\s*\(([A-J])\)\s*\}\s*(?P<value>[^\s+*/=^_].*)", re.DOTALL
+    r"\\(?:text|mathbf|boldsymbol|bm)\s*\{\s*\(([A-J])\)\s*\}\s*"
+    r"(?P<value>(?!.*\([A-J]\))(?!(?:\\text\s*\{\s*)?(?:and|or)\b)[^\s+*/=^_,;].*)",
+    re.DOTALL,
 )
+"""One that its style tells from a factor, and its value, which names no other."""
 _LETTER = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])\)?\s*\}?")
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = {
@@ -341,9 +346,11 @@ def _begins_short(words: str) -> bool:
     """Whether words after a plain number begin with a SHORT one, and are no product of variables."""
     first, *others = re.findall(r"[A-Za-z]+", words.replace(".", ""))
     first = first if first in SHORT else first[0].lower() + first[1:]
-    if first in _ALONE or (first == "per" and not others):
-        return first in _ALONE and not others
-    return first in SHORT | {"per"} and all(word in SHORT or (len(word) > 1 and is_word(word)) for word in others)
+    if first in _ALONE:
+        return not others
+    if first not in SHORT and not (first in _BEFORE_OTHERS and others):
+        return False
+    return all(word in SHORT or (len(word) > 1 and is_word(word)) for word in others)
 
 
 def _is_no_unit(word: str) -> bool:

@@ -233,7 +233,8 @@ def _boxed(text: str, statements: list[tuple]) -> str | None:
 
 def _retracted(text: str, place: int, answer: str) -> bool:
     """Whether the sentence after an answer takes it back, or one of the next few if each begins like `Wait,`."""
-    is_word = not re.search(r"[\d\\=^]", answer) and len(answer) > 1  # `No. This is wrong` may be about the question
+    # `No. This is wrong` may be about the question.
+    is_word = bool(re.fullmatch(r"(?:\\text\w*\{)?[^\W\d_]{2}[^\d\\=^]*", answer))
     for _ in range(4):
         sentence = _SENTENCE.match(text, place, place + LONGEST)
         words, place = sentence["words"], sentence.end()

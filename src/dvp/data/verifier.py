@@ -75,8 +75,8 @@ _NOT_AFTER = re.compile(
 )
 _TAKEN_BACK = re.compile(rf"(?:(?!\.\s)[^\n]){{0,60}}?{_NOT}(?:(?!\.\s)[^\n])*?[\d$\\]")
 _JOINT = re.compile(
-    r"\}?(?:[\s$*]|\\[()\[\]])*(?P<joint>[,;]?\s*(?:(?:\\text\s*\{\s*)?,?\s*\b(?P<word>and|or)\b\s*\}?|(?<=[,;])))"
-    r"(?:[\s$*]|\\[()\[\]])*(?P<name>[A-Za-z](?:_\{?\w+\}?)?\s*=[\s$]*)?"
+    r"\}?(?:[\s$*]|\\[()\[\]])*(?:[,;]?\s*(?:(?:\\text\s*\{\s*)?,?\s*\b(?P<word>and|or)\b\s*\}?|(?<=[,;])))"
+    r"(?:[\s$*]|\\[()\[\]])*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=[\s$]*)?"
 )
 """What stands between two boxes of one list: $\boxed{1}$ and $x=\boxed{2}$."""
 _NAMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w+\}?)?)\s*=[\s$]*$")

@@ -13,6 +13,7 @@ import dvp
 PACKAGE = Path(dvp.__file__).parent
 ROOMS = [
     ("errors", "files", "gpus", "hub", "node", "strict", "signals", "progress", "provenance", "versions"),
+    ("answers",),
     ("core",),
     ("experiment",),
     ("tracking",),
@@ -83,6 +84,11 @@ def test_no_room_imports_from_a_room_after_it(graph):
         if ORDER[other.split(".")[0]] > ORDER[name.split(".")[0]]
     }
     assert not upwards
+
+
+def test_answers_could_be_a_package_of_its_own(graph):
+    needed = {other for name in graph if name.split(".")[0] == "answers" for other in graph[name]}
+    assert {other for other in needed if other.split(".")[0] != "answers"} == {"errors"}
 
 
 def test_no_modules_import_each_other(graph):

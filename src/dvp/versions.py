@@ -2,14 +2,14 @@
 
 STAGE_VERSIONS = {
     "resolve": 2,
-    "prepare": 4,
+    "prepare": 5,
     "base": 1,
     "preflight": 3,
-    "train": 8,
+    "train": 9,
     "convert": 2,
-    "evaluate": 4,
-    "mismatch": 3,
-    "bias": 9,
+    "evaluate": 5,
+    "mismatch": 4,
+    "bias": 10,
     "report": 11,
     "evidence": 12,
 }

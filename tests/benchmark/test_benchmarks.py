@@ -138,6 +138,9 @@ def test_the_table_of_a_step_says_whether_each_target_is_met(name, value, met):
         lambda n: "Answer:" + "\n" * n,
         lambda n: "#### 1\n" * n + "x" * n,
         lambda n: "\\" * n,
+        lambda n: r"\boxed{1}, " * n,
+        lambda n: r"\boxed{1}" + " " * n + r", \boxed{2}",
+        lambda n: r"\boxed{1}. " + "Wait, " * n,
     ],
 )
 def test_grading_takes_time_in_proportion_to_the_response(response):

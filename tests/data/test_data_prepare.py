@@ -212,7 +212,54 @@ def test_nothing_left(made):
     with pytest.raises(DvpError, match=r"source 's' is left: .* 1 contaminated"):
         made(["What is one?"], ["What is one?"])
     with pytest.raises(DvpError, match="task 't': no problem is left"):
-        made(["What is one?"], named({"a a": "1", "a  a": "2"}))
+        made(["What is one?"], named({"a a": "1", "a  a": "2", "b b": "1", "b  b": "2"}))
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_problem_that_most_rows_have_is_refused(made, own):
+    """verl's prompt may begin with a system message, which is every row's; a few rows may have none."""
+    system = {"role": "system", "content": "Reason step by step."}
+    rows = [
+        {"prompt": [system] * (i >= own) + [{"role": "user", "content": f"What is {i}?"}], "answer": str(i)}
+        for i in range(5)
+    ]
+    columns = {"columns": {"problem": "prompt.0.content", "answer": "answer"}}
+    with pytest.raises(DvpError) as error:
+        made(rows, options=columns)
+    assert str(error.value).endswith(
+        f"column 'prompt.0.content': {5 - own} of 5 rows have the problem 'Reason step by step.', with different "
+        "answers; expected each row's own problem; if that is a system message, the problem may be in "
+        "'prompt.1.content'"
+    )
+    columns["columns"]["problem"] = "prompt.1.content"
+    assert own or made(rows, folder="user", options=columns)["counts"]["train"] == 5
+
+
+def test_a_repeated_problem_with_one_answer_is_kept(made):
+    assert made(named({"What is one?": "1"}) * 5)["sources"]["s"]["duplicates_dropped"] == 4
+
+
+def test_ids_that_are_equal_as_numbers_stay_different(made, tmp_path):
+    ids = ["01", "1", "1.0", "1e0"]
+    rows = [{"problem": f"What is {i}?", "answer": "1", "id": name} for i, name in enumerate(ids)]
+    made(["What is one?"], rows, options={"columns": {"problem": "problem", "answer": "answer"}})
+    columns = {"problem": "problem", "answer": "answer", "id": "id"}
+    made([{"problem": "What is six?", "answer": "6", "id": "6"}], rows, "ids", options={"columns": columns})
+    assert list(tables(tmp_path / "ids")[1].id) == ids
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["proof", r"\text{Proof}", "Proof.", "See solution", "N/A", "not provided", "notfound", "No answer", "nan"],
+)
+def test_placeholders_are_left_out_and_too_many_refused(made, answer):
+    rows = named({f"Show that {i} = {i}.": answer if i == 6 else "1" for i in range(100)})
+    (entry,) = made(rows)["sources"]["s"]["unreadable_answers"]
+    assert entry["reason"] == f"the answer {answer!r} is a placeholder, which says that no answer is given"
+    with pytest.raises(
+        DvpError, match=r"row 7: the answer .* is a placeholder.*; 1 of 99 problems have such an answer"
+    ):
+        made(rows[:-1], folder="refused")
 
 
 def test_task_ids_are_unique(made):

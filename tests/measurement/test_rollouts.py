@@ -41,6 +41,13 @@ def test_the_columns_of_other_trainers_are_read(tmp_path, names, suffix):
     assert {name: tokens[name].tolist() for name in expected} == expected
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_ids_that_are_equal_as_numbers_stay_different(tmp_path, suffix):
+    file, ids = tmp_path / f"dump.{suffix}", ["01", "1", "1.0"]
+    write(file, [{"uid": name, "rollout_log_probs": [-1.0], "old_log_probs": [-1.1]} for name in ids])
+    assert read_rollouts(file)["problem"].tolist() == ids
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

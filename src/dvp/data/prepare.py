@@ -26,9 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dvp.answers.comparison import equal
 from dvp.data import puzzles
 from dvp.data.sources import Row, load, locate
-from dvp.data.verifier import check_reference, equal
+from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig, FileSource, GeneratedSource, HubSource
 from dvp.files import atomic_path, sha256_file
@@ -121,9 +122,11 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
     rows = load(source, where)
     first: dict[str, Row] = {}
     answers: dict[str, dict[str, int]] = {}
+    counts: Counter[str] = Counter()
     key_of = cache(_same)
     for row in rows:
         key = key_of(row.problem)
+        counts[key] += 1
         first.setdefault(key, row)
         answers.setdefault(key, {}).setdefault(row.answer, row.number)
     kept, unreadable, conflicts = [], [], []
@@ -137,6 +140,8 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
         other = data.reward is not None  # which references mean the same, only the function knows
         differing = {a: n for a, n in answers[key].items() if a == row.answer or other or not _agree(row.answer, a)}
         if len(differing) > 1:
+            if 2 * counts[key] > len(rows) and not isinstance(source, GeneratedSource):
+                raise DvpError(f"{locate(source, where)}: {_shared(row.problem, counts[key], len(rows), source)}")
             conflicts.append({"id": row.id, "answers": list(differing), "rows": list(differing.values())})
         else:
             kept.append(row)
@@ -154,6 +159,18 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
         "conflicting_answers": conflicts,
         "distinct": len(kept),
     }
+
+
+def _shared(problem: str, count: int, rows: int, source: HubSource | FileSource) -> str:
+    """What is wrong where most rows have one problem, as when the column is that of a system message."""
+    column = source.columns.problem
+    following = re.sub(r"(?<=\.)\d+(?=\.|$)", lambda place: str(int(place[0]) + 1), column, count=1)
+    message = f"; if that is a system message, the problem may be in '{following}'" if following != column else ""
+    words = problem if len(problem) <= 60 else problem[:60] + "…"
+    return (
+        f"column '{column}': {count} of {rows} rows have the problem {words!r}, with different answers; expected each "
+        f"row's own problem{message}"
+    )
 
 
 def left_out(manifest: dict, evaluated: list[str]) -> list[str]:

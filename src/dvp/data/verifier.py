@@ -3,19 +3,21 @@ r"""The reward: did the response state the right answer?
 An answer has to be stated, as the last \boxed{…}, `Answer: …`, `The answer is …` or `#### …`. Numbers that
 merely stand in the text count for nothing, so a response that was cut off before its answer scores 0.
 A box inside a larger formula, 2\boxed{35}, or one that is denied states nothing, nor does any statement before it.
+Nor does an answer that the next sentence takes back: "\boxed{18}. Wait, that is wrong." Boxes with nothing but `and`,
+`or` or a comma between them state a list.
 `Answer:` states whatever follows on its line. Below it, and after the other two, prose may follow that states nothing
 ("between 69 and 70", "#### Step 2"): there a number, a formula or one span of math counts, alone.
 """
 
 import re
 
-from dvp.data import equality, notation, puzzles
+from dvp.answers import notation
+from dvp.answers.comparison import LONGEST, equal, refusal
+from dvp.data import puzzles
 from dvp.errors import DvpError
 
-LONGEST = 400
-"""Characters of an answer that are looked at; longer ones are compared as text."""
-DEEPEST = 20
-"""Nesting of braces and brackets, likewise."""
+LONGEST_JOINT = 60
+"""Characters between two boxes of one list."""
 
 BLANK = " \t\r*_"
 """Characters of a line that states nothing."""
@@ -72,9 +74,46 @@ _NOT_AFTER = re.compile(
     r"|(?:is|was) (?:wrong|incorrect|false|impossible|rejected|extraneous)))"
 )
 _TAKEN_BACK = re.compile(rf"(?:(?!\.\s)[^\n]){{0,60}}?{_NOT}(?:(?!\.\s)[^\n])*?[\d$\\]")
+_JOINT = re.compile(
+    r"\}?(?:[\s$*]|\\[()\[\]])*(?:[,;]?\s*(?:(?:\\text\s*\{\s*)?,?\s*\b(?P<word>and|or)\b\s*\}?|(?<=[,;])))"
+    r"(?:[\s$*]|\\[()\[\]])*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=[\s$]*)?"
+)
+"""What stands between two boxes of one list: $\boxed{1}$ and $x=\boxed{2}$."""
+_NAMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w+\}?)?)\s*=[\s$]*$")
+_INTERJECTION = re.compile(
+    r"(?i:wait|hmm+|hold on|hang on|no|oops|oh|sorry|actually|but|however|let me|let us|let's)\b[\s,.!—…-]*"
+)
+_SUBJECT = r"\b(?:that|this|it|(?:my|the|that|this)(?: \w+)? (?:answer|result|value|calculation|reasoning|solution))"
+_RETRACTED = re.compile(
+    rf"{_SUBJECT}(?:['’]s| is| was| seems| must be)(?: \w+ly)? (?:wrong|incorrect|mistaken|not (?:right|correct))\b"
+    rf"|{_SUBJECT} (?:(?:is|was)n['’]t|cannot be|can['’]t be) (?:right|correct)\b"
+    r"|\b(?:I|we)(?: have|['’]ve)?(?: just)? (?:made|make) (?:a|an|some)(?: \w+)? (?:mistake|error)s?\b"
+    r"|\b(?:scratch|ignore|disregard) (?:that|this)\b|\bnever ?mind\b|\bI was wrong\b|\bI take (?:that|it) back\b",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"[\s$\\)\]}*_.,!:;—-]*(?P<words>[^\n]*?)(?:[.!?…](?=\s|$)|\n|$)")
+_EMPHASIS = re.compile(r"(?<![^\s(:])(\*{1,3}|_{1,2})(?=[^\s*_])([^*\n]*[^\s*])\1(?=[\s.,;:!?)]|$)")
+_EMPHASIS_END = re.compile(r"(?<=[\w$)}%])\*\*(?=[\s.,;:!?)]|$)")
 _SENTENCE_END = re.compile(r"\.(?=\s)|,?\s(?:since|because)\s")
-_THIN_SPACE = re.compile(r"\\[!,]\s*")
-_INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
+_GIVEN = "provided|available|found|specified|stated|supplied|included|recorded|required|applicable"
+_PLACEHOLDER = re.compile(
+    r"(?:the |an? )?(?:proof|proved|proven|q\.?e\.?d)"
+    r"(?:(?: is)? (?:omitted|above|below|problem|question|needed|required|only|complete\w*|in the .*|left .*))?"
+    r"|(?:hence|to|to be) (?:prove|proved|proven|determined|added|shown)"
+    r"|(?:the )?(?:statement|claim|theorem|inequality|identity|result) (?:is|has been|was) (?:proved|proven)"
+    r"|(?:please )?(?:see|refer to)(?: the)?(?: \w+)? (?:above|below|solution|proof|answer|explanation|analysis|details"
+    r"|text|figure|image|picture|diagram|graph|table|attach\w*)(?: \w+){0,3}|see (?:above|below)"
+    rf"|n[./]a|(?-i:NA)|nan|null|tb[ad]|todo"
+    rf"|(?:the )?(?:final )?(?:answer |solution )?(?:is )?not ?(?:{_GIVEN})(?: .*)?"
+    rf"|(?:no|missing|unknown)(?: final)? answer(?: is)?(?: (?:{_GIVEN}|given))?"
+    rf"|(?:no solution|none|no proof) (?:{_GIVEN}|given)"
+    r"|(?:the )?(?:answer|solution)s?(?: is| are)? (?:missing|omitted|unavailable|not given"
+    r"|(?:given )?in (?:the )?(?:text|solution|proof|explanation|figure|comments?|book))"
+    r"|answers? (?:may |will |can )?var(?:y|ies)|unavailable|missing|omitted|unanswered|placeholder"
+    r"|(?:答案|证明|解答)?(?:见解析|见证明|见答案|略)|无答案",
+    re.IGNORECASE,
+)
+"""References that say in words that there is no answer; `None`, `no solution`, `unknown` may be answers."""
 
 
 def stated_answer(response: str, *, truncated: bool, thinking: str | None = None) -> str | None:
@@ -103,21 +142,21 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
             continue  # \boxed{\text{Answer: }42}: the box states it.
         statements.append(statement)
     last_newline = response.rfind("\n")
-    for begin, kind, (start, end) in reversed(statements):
+    for place in range(len(statements) - 1, -1, -1):
+        _, kind, (start, end) = statements[place]
         if kind == "boxed":
             if end is not None and not (truncated and end == len(response)):
-                if _is_part(response, begin, end):
-                    return None
-                return _without_marker(response[start:end].strip())
+                answer = _boxed(response, statements[: place + 1])
+                return None if answer is None or _retracted(response, end, answer) else answer
             if truncated:
                 return None
             continue
-        answer, closed = _rest_of_line(response, start, kind, last_newline)
+        answer, closed, end = _rest_of_line(response, start, kind, last_newline)
         if answer is None:
             if _TAKEN_BACK.match(response, start, start + 100):
                 return None
             continue
-        return answer if closed or not truncated else None
+        return answer if (closed or not truncated) and not _retracted(response, end, answer) else None
     return None
 
 
@@ -131,56 +170,17 @@ def grade(response: str, reference: str, *, truncated: bool = False, thinking: s
     return equal(reference, answer)
 
 
-def equal(reference: str, answer: str) -> bool:
-    """Whether two answers are mathematically equal; what `dvp.data.notation` says of how they are written holds."""
-    if not answer:
-        return False
-    if reference.strip() == answer.strip():
-        return True
-    if _unwieldy(answer) or _unwieldy(reference):
-        return False
-    expected, stated = integer(reference), integer(answer)
-    if expected is not None and stated is not None:
-        return expected == stated
-    reference, answer = notation.plain(reference), notation.plain(answer)
-    verdict = notation.decided(reference, answer)
-    if verdict is not None:
-        return verdict
-    (reference, unit), (answer, other) = notation.quantity(reference), notation.quantity(answer)
-    if unit != other and ((unit and other) or "\\equiv" in reference):
-        return False
-    expected, stated = integer(reference), integer(answer)
-    if expected is not None and stated is not None:
-        return expected == stated
-    return _compare(reference, answer) == equality.EQUAL
-
-
 def check_reference(answer: str) -> None:
     r"""Raise DvpError unless `answer` can be a reference: a word, an expression that equals itself, or a puzzle.
 
-    A percentage, 50\% or 10%, is one. See dvp.data.puzzles.
+    A percentage, 50\% or 10%, is one; so are `None` and `no solution`, but not `proof` or `N/A`. See dvp.data.puzzles.
     """
     if puzzles.is_puzzle(answer):
         puzzles.check(answer)
-        return
-    if integer(answer) is not None:
-        return
-    if not answer.strip():
-        raise DvpError("the answer is empty")
-    short = answer if len(answer) <= 60 else answer[:60] + "…"
-    if _unwieldy(answer):
-        raise DvpError(f"the answer {short!r} is too long or too deeply nested to be compared")
-    plain = notation.plain(answer)
-    value = notation.quantity(plain)[0]
-    if notation.decided(plain, plain) is None and _compare(value, value) != equality.EQUAL:
-        raise DvpError(f"the answer {short!r} is not a mathematical expression, nor a word")
-
-
-def _compare(reference: str, answer: str) -> str:
-    reference, answer = notation.listed(reference), notation.listed(answer)
-    if notation.has_words(reference):
-        return equality.UNPARSED
-    return equality.UNEQUAL if notation.has_words(answer) else equality.compare(reference, answer)
+    elif _PLACEHOLDER.fullmatch(answer.strip("*_`'\" ()[]<>{}.!").removeprefix("\\text{")):
+        raise DvpError(f"the answer {answer[:60]!r} is a placeholder, which says that no answer is given")
+    elif problem := refusal(answer):
+        raise DvpError(problem)
 
 
 def unboxed(answer: str) -> str:
@@ -206,6 +206,45 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
         elif token[-1] == "{" and token != "\\{":
             opened.append((match.start(), match.end(), token != "{"))
     return boxes + [(start, (content, None)) for start, content, boxed in opened if boxed]
+
+
+def _boxed(text: str, statements: list[tuple]) -> str | None:
+    """The answer of the last of these boxes, and of those before it that it makes a list with; None for a void one."""
+    contents, names, joints = [], [], []
+    last, after = statements[-1][0], len(text)
+    for begin, kind, (start, end) in reversed(statements):
+        if contents:
+            near = kind == "boxed" and end is not None and last - LONGEST < end < after < end + LONGEST_JOINT
+            joint = near and _JOINT.fullmatch(text, end, after)
+            if not joint:
+                break
+            joints.insert(0, rf"\text{{ {joint['word']} }}" if joint["word"] else ", ")
+        if _is_part(text, begin, end):
+            return None
+        contents.insert(0, _without_marker(text[start:end].strip()))
+        named = _NAMED.search(text, max(0, begin - 20), begin)
+        names.insert(0, named[1] + "=" if named else "")
+        after = begin
+    if len(contents) == 1 or all(equal(content, contents[-1]) for content in contents[:-1]):
+        return contents[-1]
+    parts = [name + content if all(names) else content for name, content in zip(names, contents, strict=True)]
+    return "".join(part + joint for part, joint in zip(parts, [*joints, ""], strict=True))
+
+
+def _retracted(text: str, place: int, answer: str) -> bool:
+    """Whether the sentence after an answer takes it back, or one of the next few if each begins like `Wait,`."""
+    # `No. This is wrong` may be about the question.
+    is_word = bool(re.fullmatch(r"(?:\\text\w*\{)?[^\W\d_]{2}[^\d\\=^]*", answer))
+    for _ in range(4):
+        sentence = _SENTENCE.match(text, place, place + LONGEST)
+        words, place = sentence["words"], sentence.end()
+        begins = re.match(rf"(?:{_INTERJECTION.pattern})+", words)
+        found = _RETRACTED.search(words)
+        if found and (begins or (not found.start() and not is_word)):
+            return True
+        if not begins:
+            return False
+    return False
 
 
 def _is_part(text: str, begin: int, end: int) -> bool:
@@ -241,13 +280,13 @@ def _without_marker(content: str) -> str:
     return answer
 
 
-def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool]:
-    """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed."""
+def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool, int]:
+    """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed; its end."""
     display = _DISPLAY.match(text, start)
     if display:
         closing = text.find({"\\[": "\\]", "$$": "$$"}[display[1]], display.end(), display.end() + LONGEST)
         if "\n" in text[display.end() : max(closing, 0)]:
-            return text[display.end() : closing].strip(), True
+            return text[display.end() : closing].strip(), True, closing
     end = _line_end(text, start, last_newline)
     anything = kind == "line"
     if kind == "line":
@@ -260,22 +299,23 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
                 break
             start, end, anything = newline + 1, _line_end(text, newline + 1, last_newline), False
     closed = end >= 0
-    value = text[start : end if closed else start + LONGEST + 1]
+    end = end if closed else start + LONGEST + 1
+    value = text[start:end]
     if kind != "hashes":
         sentence = _SENTENCE_END.search(value)
         if sentence:
-            value, closed = value[: sentence.start()], True
+            value, closed, end = value[: sentence.start()], True, start + sentence.start()
     plain = _without_emphasis(_within_group(value))
     if plain.endswith("$") and not plain.endswith("\\$") and (plain.count("$") - plain.count("\\$")) % 2:
         plain = plain[:-1]  # of $\text{Answer: }42$
     plain = plain.translate(notation.CHARACTERS)
     word = kind == "sentence" and _WORD.fullmatch(plain)
     if not (anything or word or _UNAMBIGUOUS.fullmatch(plain) or _is_formula(plain) or _is_quantity(plain)):
-        return None, closed
+        return None, closed, end
     value = _clean(plain)
     if not any(character.isalnum() or character == "\\" for character in value):
-        return None, closed
-    return _without_prose(value), closed
+        return None, closed, end
+    return _without_prose(value), closed, end
 
 
 def _is_quantity(text: str) -> bool:
@@ -346,24 +386,7 @@ def _clean(value: str) -> str:
 
 def _without_emphasis(value: str) -> str:
     """Without Markdown emphasis, quotation marks and a final full stop."""
+    value = _EMPHASIS_END.sub("", _EMPHASIS.sub(r"\2", value), count=1)
     marks = '*_`"“”‘ \t\r'
     marks += "'’" if value.lstrip("*_ \t").startswith(("'", "‘", "’")) else ""  # of y' it is no quotation mark
     return value.strip().strip(marks).removesuffix(".").rstrip(marks)
-
-
-def integer(text: str) -> int | None:
-    """The whole number that a text writes: 70, 070, 70.0, 1,234, 1{,}234 or 10,\\!080."""
-    if len(text) > LONGEST:
-        return None
-    text = _THIN_SPACE.sub("", text).replace("{,}", ",").replace("−", "-").replace("\\$", "")
-    match = _INTEGER.fullmatch(text.strip().strip("$").strip())
-    return int(match[1] + match[2].replace(",", "")) if match else None
-
-
-def _unwieldy(text: str) -> bool:
-    """Whether a text is too long or too deeply nested for a parser."""
-    depth = deepest = 0
-    for character in text[:LONGEST]:
-        depth += (character in "{[(") - (character in "}])")
-        deepest = max(deepest, depth)
-    return len(text) > LONGEST or deepest > DEEPEST

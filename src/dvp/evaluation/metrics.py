@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dvp.data.verifier import integer
+from dvp.answers.comparison import integer
 from dvp.evaluation import bootstrap
 
 _SPACING = re.compile(r"\s|\\[!,:; ]|\\?\$")

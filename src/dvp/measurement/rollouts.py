@@ -32,7 +32,7 @@ def read_rollouts(file: Path) -> pd.DataFrame:
         DvpError: a file that cannot be read, a column that is missing or there under two names, lists of unequal
             length, or what is no log-prob.
     """
-    read = {".jsonl": lambda: pd.read_json(file, lines=True), ".parquet": lambda: pd.read_parquet(file)}
+    read = {".jsonl": lambda: pd.read_json(file, lines=True, dtype=False), ".parquet": lambda: pd.read_parquet(file)}
     if file.suffix not in read:
         raise DvpError(f"{file}: expected a file that ends in {' or '.join(read)}")
     try:

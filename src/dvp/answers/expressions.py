@@ -1,6 +1,6 @@
 r"""Two answers as mathematics: parsed from LaTeX or plain notation into SymPy's objects, and compared.
 
-dvp.data.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
+dvp.answers.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
 what a parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats;
 expressions with variables at random rational points; sets, tuples, intervals and relations by kind and by their parts.
 """
@@ -154,11 +154,13 @@ class Parser:
             self.joined.add(separator)
 
     def _chain(self) -> Any:
-        sides, relations = [self._side()], []
+        sides, signs = [self._side()], []
         while self._next in RELATIONS:
-            relations.append(RELATIONS[self._pop()])
+            signs.append(self._pop())
             sides.append(self._side())
-        return Chain(tuple(sides), tuple(relations)) if relations else sides[0]
+        if set(signs) == {"="} and _is_name(sides[-1]) and not _is_name(sides[0]):
+            sides.reverse()  # 70 = n
+        return Chain(tuple(sides), tuple(RELATIONS[sign] for sign in signs)) if signs else sides[0]
 
     def _side(self) -> Any:
         words = self.words
@@ -434,7 +436,7 @@ class Comparison:
             sides = node.sides
             named = next((place for place, side in enumerate(sides[:-1]) if not _is_name(side)), len(sides) - 1)
             if all(self._consistent(sides[named], side) for side in sides[named + 1 :]):
-                yield from ((sides[:named], side) for side in sides[named:])
+                yield from (_by_name(sides[:named], side) for side in sides[named:])
         elif interval := _interval(node):
             yield [interval[0]], interval[1]
 
@@ -484,7 +486,7 @@ class Comparison:
         kinds = {expected.opening, stated.opening}
         if kinds == {"{"}:
             return all(
-                any(_is_set(one) == _is_set(other) and self.same(one, other) for other in others.items)
+                any(self._same_item(one, other) for other in others.items)
                 for ones, others in ((expected, stated), (stated, expected))
                 for one in ones.items
             )
@@ -500,7 +502,7 @@ class Comparison:
             len({item.sides[0] for item in node.items if _is_equation(item)}) for node in (expected, stated)
         )
         if kinds <= {"∨", "∪"} or (kinds <= {"", "{", "∨"} and (fewer or more < 2)):
-            return _matched(expected.items, stated.items, self.same)
+            return _matched(expected.items, stated.items, self._same_item)
         if "" in kinds and Interval in (type(expected), type(stated)):
             return False  # 1 < x < 2 is not 1, 2; x = 1, y = 2 is 1, 2 and not 2, 1
         brackets = {(node.opening, node.closing) for node in (expected, stated)} - {("", "")}
@@ -509,6 +511,10 @@ class Comparison:
         if brackets and brackets != {("(", ")")} and ("" in kinds or (len(brackets) > 1 and len(expected.items) < 3)):
             return False
         return all(map(self.same, expected.items, stated.items))
+
+    def _same_item(self, expected: Any, stated: Any) -> bool:
+        """Whether two items are the same; in a set, {1} is not 1."""
+        return _is_set(expected) == _is_set(stated) and self.same(expected, stated)
 
     def _rounded(self, expected: sympy.Expr, stated: sympy.Expr) -> bool:
         """Whether one is a decimal, and rounds the other, which no decimal equals."""
@@ -538,6 +544,14 @@ def _is_name(side: Any) -> bool:
         return True
     parts = side.args if isinstance(side, sympy.Mul) else (side,)
     return all(isinstance(part, Symbol) and (len(parts) == 1 or part.name.isupper()) for part in parts)
+
+
+def _by_name(names: tuple, value: Any) -> tuple[tuple, Any]:
+    """(names, value); x = 1, y = 2 for (x, y) = (1, 2)."""
+    tuples = [side.items for side in (*names, value) if isinstance(side, Items) and side.opening + side.closing == "()"]
+    if len(tuples) == 2 == 1 + len(names) and len(tuples[0]) == len(tuples[1]):
+        return (), Items("", tuple(Chain(pair, ("=",)) for pair in zip(*tuples, strict=True)), "")
+    return names, value
 
 
 def _ordered(chain: Chain) -> list[tuple]:
@@ -589,7 +603,7 @@ def _matched(ones: Iterable, others: Iterable, same: Callable[[Any, Any], bool])
 
 
 def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether two expressions are equal, whatever their real variables are."""
+    """Compare two expressions: as complex functions of real variables or, failing that, by `_extends`."""
     if a == b:
         return True
     if a.has(oo, -oo) or b.has(oo, -oo):
@@ -607,18 +621,63 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
         if left.has(sympy.nan, sympy.zoo, oo) or right.has(sympy.nan, sympy.zoo, oo):
             continue
         if not _is_zero(left - right):
+            return _extends(a, b)
+        held += 1
+    return held > 2
+
+
+def _extends(expected: sympy.Expr, stated: sympy.Expr) -> bool:
+    """Whether `stated` is real and equal wherever `expected` is real: sqrt(1/n) for 1/sqrt(n), ln(ab) for ln a + ln b.
+
+    Where two variables are negative it may be undefined, since sqrt(a) sqrt(b) is written for sqrt(ab). A reference
+    that is real almost nowhere, or has i, is not compared like this.
+    """
+    if not any(part.has(sympy.log) or _roots(part) for part in (expected, stated)) or expected.has(sympy.I):
+        return False
+    held = 0
+    for point in _points(expected.free_symbols, scales=(1, 9, 60, Rational(1, 5), Rational(1, 40))):
+        right = _real(expected, point)
+        if right is None:
+            continue
+        left = _real(stated, point)
+        if left is None and sum(value.is_negative for value in point.values()) > 1:
+            continue
+        if left is None or not _is_zero(left - right):
             return False
         held += 1
     return held > 2
 
 
-def _points(symbols: set[Symbol], *, whole: bool = False) -> Iterator[dict[Symbol, Rational]]:
+def _roots(node: sympy.Expr) -> set[sympy.Expr]:
+    return {power for power in node.atoms(sympy.Pow) if not power.exp.is_Integer}
+
+
+def _real(node: sympy.Expr, point: dict[Symbol, Rational]) -> sympy.Expr | None:
+    """The value at a point by the rules of real numbers, cube roots of negative ones included; None for no value."""
+    if not node.args:
+        node = point.get(node, node)
+        return node if node.is_real and node.is_finite else None
+    values = [_real(argument, point) for argument in node.args]
+    if None in values:
+        return None
+    if node.is_Pow and values[0].is_negative and not values[1].is_integer:
+        if not node.exp.is_Rational or node.exp.q % 2 == 0:
+            return None
+        values[0], sign = -values[0], (-1) ** node.exp.p
+        return sign * node.func(*values)
+    value = node.func(*values)
+    return value if value.is_real and value.is_finite else None
+
+
+def _points(
+    symbols: set[Symbol], *, scales: Iterable[Rational] = (1, 9, 60), whole: bool = False
+) -> Iterator[dict[Symbol, Rational]]:
     """Values of variables, rational, small and large, of all signs; the same in every run.
 
     `whole`: whole ones too, where rounded quotients differ from others.
     """
     random = Random(0)
-    for scale, signs in product((1, 9, 60), ([1], [-1], [-1, 1])):
+    for scale, signs in product(scales, ([1], [-1], [-1, 1])):
         yield {
             symbol: scale * random.choice(signs) * Rational(random.randint(30, 400), 101)
             for symbol in sorted(symbols, key=str)

@@ -3,7 +3,8 @@ r"""How answers are written: brought to one notation, and what their text alone 
 - A percentage is its number: 50\% is 50 and not 0.5. Data sets write either for one and the same answer.
 - A unit may be left out or added, but not exchanged for another: 18 dollars is 18, and not 18 cents. A word that
   changes the value is no unit: 18 thousand, 18 is impossible. Letters outside of \text that make no full word are
-  variables, 3 m n, but for a few after a plain number: 3 cm.
+  variables, 3 m n, but for a few after a plain number: 3 cm, 3 lbs, 3 red cars.
+- \textbf{(A)}\ 12 is a choice with its value. It answers either, and another such where both agree.
 - A number with a base as subscript, 52_8, has that base: it answers neither 52_9 nor 52. Digits with no base do answer
   a reference that has one: such problems say the base, and some data sets leave it out.
 - 12:30 is a time and no quotient. 5:12 may be a ratio, so its quotient answers it.
@@ -45,6 +46,7 @@ CHARACTERS = str.maketrans(
         **dict.fromkeys("−–—‒‐﹣", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000", " "),
         **{"√": r"\sqrt", "∞": r"\infty ", "×": r"\times ", "÷": r"\div "},
+        **{"℃": r"^\circ C", "℉": r"^\circ F"},
         **dict.fromkeys("·⋅∙", r"\cdot ") | dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u200b\u2060\ufeff", ""),
         **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∅": r"\emptyset "},
         **{"∈": r"\in ", "′": "'", "’": "'", "⁄": "/", "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 "},
@@ -55,6 +57,8 @@ CHARACTERS = str.maketrans(
 _SAME = {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lt": "<", "gt": ">", "ast": "*"}
 _SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty ", "bigcup": r"\cup "}
 _MEASURED = "[cdkm]?m|ft|in|yd|mi|s|[a-z]{4,}"  # what has squares and cubes, and full words
+_PAIR = r"[(\[][^()\[\],]+,[^()\[\],]+[)\]]"
+_ORDERED, _ORDINAL = r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)\s*", r"\s*(st|nd|rd|th)\s*"
 _STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|mathtt|pmb|underline|text|boxed|fbox|ensuremath|emph"
 _REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -67,14 +71,15 @@ _REWRITTEN = [
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)(?:\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\h?space\*?\{[^{}]*\})", " "),
         (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
-        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"{\\frac{\1}{\2}}"),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"{\\binom{\1}{\2}}"),
         (r"(\.\d*)\\(?:dot|bar|overline)\s*(?:\{(\d)\}|(\d))(?!\d|\s*\\dot)", r"\1\\overline{\2\3}"),
         (r"(?<=\^-)\^(?=\d)", ""),
         (r"(?<![\d.]) *(\d+) +(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
-        (r"\\(?:text(?:rm|normal|up|bf|it|sf|tt)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])", r"\\text"),
+        (
+            r"\\(?:text(?:rm|normal|up|bf|it|sf|tt|super\w+)|[mh]box|mathrm|operatorname\*?|rm)(?![A-Za-z])",
+            r"\\text",
+        ),
         (rf"([\d)}}\]!]\s*\\text\s*\{{\s*(?:[a-z]+/)?(?:{_MEASURED}))\s*\^\s*\{{?([23])\}}?\s*\}}", r"\1}^\2"),
-        (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
+        (rf"\\text\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}(?=\s*\S)", r"\\\1 "),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
         (r"\\neq?(?![A-Za-z])|\\not\s*=|!=", r"\\ne "),
@@ -82,12 +87,21 @@ _REWRITTEN = [
         (r"\*\*", "^"),
         (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime)(?![A-Za-z])", lambda match: "'" * match[0].count("prime")),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))", r"\\degree "),
+        (r"(?<=\d)\s*\\degree\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))$", r"\\text{ degree \1\2}"),
+        (
+            rf"{_ORDERED}\^?\s*\{{\s*\\text\s*\{{{_ORDINAL}\}}\s*\}}",
+            lambda match: _cardinal(*match.groups()) or match[0],
+        ),
+        (rf"{_ORDERED}\^?\s*\\text\s*\{{{_ORDINAL}\}}", lambda match: _cardinal(*match.groups()) or match[0]),
+        (rf"({_PAIR})\s*(?:U|\\text\s*\{{\s*U\s*\}})\s*(?={_PAIR})", r"\1\\cup "),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
         (r"(?<![A-Za-z\\])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt(?=[A-Za-z])", r"\\sqrt "),
         (r"(?<![A-Za-z])per cent(?![A-Za-z])", "percent"),
     )
 ]
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_INFIX = re.compile(r"\\(over|choose)(?![A-Za-z])")
 _WRAPPED = re.compile(rf"(?:\\(?:{_STYLE})\s*|\\(?:bf|it)\s*)?\{{")
 _THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?![\d ])")
@@ -96,19 +110,46 @@ _JOINED = re.compile(
 )
 
 _POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
-_ABBREVIATION = r"(?:(?:sq|cu)\.? )?(?:cm|km|kg|mm|ft)(?:/(?:h|hr|s|sec|min))?|mph|min|sec"
-_UNITS = [
-    re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL),
-    re.compile(rf"(?P<value>[-+]?[\d.,/]*\d)\s*(?P<words>{_ABBREVIATION}){_POWER}"),
-    re.compile(
-        r"(?P<value>.*[\d)}\]!]|.*\\pi)(?:\s*(?=\\)|\s*(?=%)|\s+)(?P<power>)"
-        r"(?P<words>\\?%|\\degree|[A-Za-z]{4,}[A-Za-z.\s/'-]*)",
-        re.DOTALL,
-    ),
-]
-"""A unit in words; an abbreviation after a plain number; a full word. Other letters outside of \\text are variables."""
+_NUMBER = r"[-+]?(?:[\d.,/]*\d|\d*\s*\\frac\s*(?:\{\d+\}|\d)\s*(?:\{\d+\}|\d))"
+_ABBREVIATION = r"(?:(?:sq|cu)\.? )?(?:cm|km|kg|mm|ft)(?:/(?:h|hr|s|sec|min))?|mph|min|sec|lbs|oz|mL|pct"
+_TIMES = "second|sec|minute|min|hour|hr|day|week|month|year"
+_IN_WORDS = re.compile(rf"(?P<value>.*\S)\s*\\text\s*\{{(?P<words>[A-Za-z.\s/'-]*)\}}{_POWER}", re.DOTALL)
+_ABBREVIATED = re.compile(rf"(?P<value>[-+]?[\d.,/]*\d)\s*(?P<words>{_ABBREVIATION}){_POWER}")
+_RATE = re.compile(rf"(?P<value>{_NUMBER})(?P<words>\s*/\s*(?:{_TIMES})|\s+an?\s+(?:{_TIMES}))(?P<power>)")
+_SHORT_WORDS = re.compile(rf"(?P<value>{_NUMBER})\s+(?P<words>[A-Za-z][A-Za-z.\s/'-]*){_POWER}")
+_FULL_WORDS = re.compile(
+    r"(?P<value>.*[\d)}\]!]|.*\\pi)(?:\s*(?=\\)|\s*(?=%)|\s+)(?P<power>)(?P<words>\\?%|\\degree|[A-Za-z]{4,}[A-Za-z.\s/'-]*)",
+    re.DOTALL,
+)
+_UNITS = (_IN_WORDS, _ABBREVIATED, _RATE, _SHORT_WORDS, _FULL_WORDS)
+"""A unit in \\text; after a plain number an abbreviation, a rate or SHORT words; a full word. Other letters outside of
+\\text are variables."""
+SHORT = set(
+    _words(
+        "lb lbs oz mi yd yds ft cm mm km kg kgs ml mL hr hrs yr yrs wk wks min mins sec secs gal qt tsp tbs pts pct "
+        "mph MPH kph mpg wpm rpm USD EUR GBP KB MB GB TB kW kWh Hz dB rad mol amp cal day egg cup men man box car "
+        "dog cat pig cow hen bee ant bat rat fox owl kid boy son bag jar jug pan pot hat tie pen pin key toy pie bar "
+        "bun nut pea fig job lap bus cab van ton pet bed gem bug fly leg eye arm ear toe rug mat mug tub bin row way "
+        "yen ad ads CD CDs TV TVs DVD logs"
+    )
+)
+"""Abbreviations and words of up to three letters that begin a unit; others may be a product of variables."""
+_ALONE = {"in", "am", "pm"}
+"""Such only with no word after them: 5 in, but not 101 in binary."""
+_BEFORE_OTHERS = set(_words("sq cu per red big new old hot ice wet dry"))
+"""Such only with a word after them."""
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent"}
+_PRICE = re.compile(r"(?P<sign>-?)\s*\\?(?P<currency>[$€£¥₹])\s*(?=[\d.])")
+_PRICED = re.compile(r"(?P<value>[-+]?[\d.,/]*\d)\s*(?:\\text\s*\{\s*)?\\?(?P<currency>[$€£¥₹¢])\s*\}?")
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(?([A-J])\)(?:\s+\}?|\s*\}\s+)(?:[\d.,/]+|\\frac\{\d+\}\{\d+\})$")
 """A choice and its value: (B) 12."""
+_STYLED_CHOICE = re.compile(
+    r"\\(?:text|mathbf|boldsymbol|bm)\s*\{\s*\(([A-J])\)\s*\}\s*"
+    r"(?P<value>(?!.*\([A-J]\))(?!(?:\\text\s*\{\s*)?(?:and|or)\b)[^\s+*/=^_,;].*)",
+    re.DOTALL,
+)
+"""One that its style tells from a factor, and its value, which names no other."""
+_LETTER = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])\)?\s*\}?")
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = {
     *_NUMERALS,
@@ -121,7 +162,7 @@ _CHANGES = {
         "none never is isn are was were be been but than except between through to from by impossible "
         "wrong incorrect false undefined invalid infinite infinitely maybe perhaps possibly probably because "
         "since so when where then which that about approximately around roughly alpha beta gamma theta delta "
-        "lambda sigma omega phi"
+        "lambda sigma omega phi epsilon zeta iota kappa upsilon"
     ),
 }
 _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
@@ -136,12 +177,15 @@ _INTRODUCES = {
 _UNIT_NAMES = dict(
     pair.split("=")
     for pair in _words(
-        "in=inch inche=inch ft=foot feet=foot yd=yard mi=mile m=meter metre=meter cm=centimeter mm=millimeter "
-        "km=kilometer kg=kilogram g=gram lb=pound oz=ounce l=liter litre=liter ml=milliliter s=second sec=second "
+        "in=inch inche=inch ft=foot feet=foot yd=yard yds=yard mi=mile m=meter metre=meter cm=centimeter mm=millimeter "
+        "km=kilometer kg=kilogram kgs=kilogram g=gram lb=pound lbs=pound oz=ounce l=liter litre=liter ml=milliliter "
+        "s=second sec=second secs=second mins=minute yr=year yrs=year wk=week wks=week gal=gallon qt=quart pts=point "
+        "mph=mile_per_hour kph=kilometer_per_hour c=celsius celsius=celsius f=fahrenheit centigrade=celsius "
         "min=minute h=hour hr=hour hrs=hour deg=degree pct=percent "
-        "percentage=percent sq=square cu=cubic usd=dollar centimetre=centimeter"
+        "percentage=percent sq=square cu=cubic usd=dollar eur=euro centimetre=centimeter"
     )
 )
+_BARE_ORDINAL = re.compile(rf"{_ORDERED}(?:\^\s*)?\{{?{_ORDINAL}\}}?")
 _LETTERS = set("mgshlLKNJWVAC")
 _VARIABLES = re.compile(r"[b-df-hj-np-tv-z]+|[a-dx-z]+")
 """Letters that make a product and no word: no vowel, or of the first and last of the alphabet."""
@@ -155,6 +199,7 @@ def plain(text: str) -> str:
         text = pattern.sub(replacement, text)
     while (inner := _unwrapped(text)) != text:
         text = inner
+    text = _fractions(text)
     if _SPACED.match(text):
         text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text, count=1)
     thousands = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
@@ -168,18 +213,47 @@ def quantity(text: str) -> tuple[str, str]:
     if modulus := _MODULUS.search(text):
         return text[: modulus.start()].strip(), "mod " + (modulus[1] or modulus[2]).strip("{} ")
     text = re.sub(r"\(\s*([A-Za-z-]+)\s*\)$", lambda match: _unless_repeated(text, match), text).strip()
-    if money := re.match(r"(?P<sign>-?)\s*(?:\\?\$|(?P<other>[€£¥]))\s*(?=[\d.])", text):
+    if money := _PRICE.match(text):
         value, unit = quantity(money["sign"] + text[money.end() :])
-        return value, unit or money["other"] or "dollar"
+        currency = _CURRENCIES[money["currency"]]
+        return value, f"{currency} {unit}" if unit.startswith("per ") else unit or currency
+    if money := _PRICED.fullmatch(text):
+        return money["value"], _CURRENCIES[money["currency"]]
     for pattern in _UNITS:
         match = pattern.fullmatch(text)
         if match and match["words"] == "\\degree" and re.search("|".join(FUNCTIONS), match["value"]):
             continue  # \sin 30^\circ
-        if match and pattern is _UNITS[2] and not is_word(match["words"].split()[0]):
+        if match and pattern is _FULL_WORDS and not is_word(match["words"].split()[0]):
+            continue
+        if match and pattern is _SHORT_WORDS and not _begins_short(match["words"]):
             continue
         if match and (unit := _unit(match["words"], match["power"])):
             return match["value"].strip(), unit
     return text, ""
+
+
+def exchanged(unit: str, other: str) -> bool:
+    """Whether two units are different ones; one may be left out, and so may what a rate is of: $15 per hour."""
+    short, long = sorted((unit, other), key=len)
+    return bool(short) and short != long and not (short.startswith("per ") and long.endswith(short))
+
+
+def choice(text: str) -> tuple[str, str]:
+    r"""The letter and the value of a plain text: ("A", "12") for \textbf{(A)}\ 12; ("", text) for others."""
+    match = _STYLED_CHOICE.fullmatch(text)
+    return (match[1], match["value"]) if match else ("", text)
+
+
+def letter(text: str) -> str:
+    r"""The A of a plain text A, (A) or \text{(A)}; nothing for others."""
+    match = _LETTER.fullmatch(text)
+    return match[1] if match else ""
+
+
+def cardinal(text: str) -> str:
+    """70 for 70th or 70^{th}; other plain texts as they are. A product may look like it, so ask only for a number."""
+    match = _BARE_ORDINAL.fullmatch(text)
+    return (_cardinal(*match.groups()) if match else "") or text
 
 
 def decided(reference: str, answer: str) -> bool | None:
@@ -237,13 +311,55 @@ def _unless_repeated(text: str, match: re.Match) -> str:
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
+def _cardinal(number: str, ending: str) -> str:
+    """The number of an ordinal with the right ending; nothing for another."""
+    right = "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
+    return number if ending == right else ""
+
+
+def _fractions(text: str) -> str:
+    r"""\frac for \over and \binom for \choose, of all that is in their braces, or of the whole text."""
+    while match := _INFIX.search(text):
+        start, end = _group(text, match.start())
+        name = {"over": "frac", "choose": "binom"}[match[1]]
+        inside = rf"\{name}{{{text[start : match.start()]}}}{{{text[match.end() : end]}}}"
+        text = text[:start] + inside + text[end:]
+    return text
+
+
+def _group(text: str, place: int) -> tuple[int, int]:
+    """Start and end of what the braces around a place hold, or of the whole text."""
+    starts, depth = [0], 0
+    for brace in _BRACE.finditer(text, 0, place):
+        if brace[0] == "{":
+            starts.append(brace.end())
+        elif brace[0] == "}":
+            starts = starts[:-1] or [0]
+    for brace in _BRACE.finditer(text, place):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth < 0:
+            return starts[-1], brace.start()
+    return starts[-1], len(text)
+
+
+def _begins_short(words: str) -> bool:
+    """Whether words after a plain number begin with a SHORT one, and are no product of variables."""
+    first, *others = re.findall(r"[A-Za-z]+", words.replace(".", ""))
+    first = first if first in SHORT else first[0].lower() + first[1:]
+    if first in _ALONE:
+        return not others
+    if first not in SHORT and not (first in _BEFORE_OTHERS and others):
+        return False
+    return all(word in SHORT or (len(word) > 1 and is_word(word)) for word in others)
+
+
 def _is_no_unit(word: str) -> bool:
-    return bool(word in _CHANGES or _FUNCTION.fullmatch(word) or _PARTICIPLE.fullmatch(word))
+    return bool(word in _CHANGES or (_FUNCTION.fullmatch(word) and word not in SHORT) or _PARTICIPLE.fullmatch(word))
 
 
 def _unit(text: str, power: str | None) -> str:
     """The unit in one spelling; nothing if the words are none."""
-    words = re.findall(r"[A-Za-z]+", text.replace(".", ""))
+    words = re.findall("[A-Za-z]+", re.sub(r"/|(?<=\s)an?(?=\s)", " per ", text.replace(".", "")))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
     if not 0 < len(words) < 5 or any(_is_no_unit(word.lower()) for word in words):
@@ -251,7 +367,8 @@ def _unit(text: str, power: str | None) -> str:
     if len(words) == 1 and len(words[0]) == 1 and words[0] not in _LETTERS:
         return ""
     names = [word if word in _UNIT_NAMES or len(word) < 4 else word.removesuffix("s") for word in map(str.lower, words)]
-    unit = " ".join(_UNIT_NAMES.get(name, name) for name in names)
+    unit = " ".join(_UNIT_NAMES.get(name, name) for name in names).replace("_", " ")
+    unit = unit.removeprefix("degree ")  # Celsius
     for word, exponent in (("square ", "2"), ("cubic ", "3")):
         unit, power = unit.replace(word, ""), power or (exponent if word in unit else None)
     return unit + (f"^{power}" if power else "")

@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions are equal, asked of SymPy in a process of its own (dvp.data.expressions).
+"""Whether two mathematical expressions are equal, asked of SymPy in a process of its own (dvp.answers.expressions).
 
 SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm reaches into a big-integer power, so a
 helper process does the work; the kernel kills it when one question has cost its CPU_SECONDS. That is CPU time: a busy

@@ -1,0 +1,1 @@
+"""Comparison of two answers to a problem: `comparison.equal(reference, answer)`. It needs only the errors of dvp."""

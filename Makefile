@@ -19,8 +19,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 SNAKEMAKE := $(BIN)/snakemake
 INSTALLED := $(VENV)/.installed-$(ENV)
-# Where pip finds the CPU build of torch if the package index that it is set to has none.
+# Where pip finds the CPU build of torch if the package index that it is set to has none. Not for CUDA's lock: for
+# torch==2.13.0 pip would take one of the builds there, such as 2.13.0+xpu, before the index's own.
 TORCH_INDEX := https://download.pytorch.org/whl/torch/
+INSTALL = $(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt
 
 $(if $(filter-out cpu cuda,$(ENV)),$(error ENV=$(ENV): expected cpu or cuda))
 $(if $(filter command,$(origin experiment)),$(error experiment=$(experiment): for make it is EXPERIMENT=$(experiment)))
@@ -107,11 +109,11 @@ $(INSTALLED): envs/$(ENV).txt envs/slurm.txt envs/dev.txt pyproject.toml
 	@test -z "$(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
 	@test ! -d $(VENV) || $(BIN)/python $(IS_LOCKED) 2>/dev/null || rm -rf $(VENV)
 	@$(PYTHON) $(IS_LOCKED) || test -x $(BIN)/pip || \
-	  { echo "$(PYTHON): expected Python 3.11, of which the locks are, found $$($(PYTHON) --version 2>&1); make PYTHON=python3.11" >&2; exit 1; }
+	  { echo "$(PYTHON): expected Python 3.11, of which the locks are, found $$($(PYTHON) --version 2>&1); make PYTHON=python3.11" >&2; \
+	    echo "Ubuntu 22.04 and 24.04: sudo add-apt-repository ppa:deadsnakes/ppa && sudo apt install python3.11-venv python3.11-dev; elsewhere: uv python install 3.11, then make PYTHON=\$$(uv python find 3.11)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing the locked $(ENV) environment into $(VENV) (about 3 minutes)"
-	@$(BIN)/pip install --quiet --quiet --no-deps -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt \
-	  || $(BIN)/pip install --quiet --quiet --no-deps --find-links $(TORCH_INDEX) -r envs/$(ENV).txt -r envs/slurm.txt -r envs/dev.txt
+	@$(INSTALL)$(if $(filter cpu,$(ENV)), || $(INSTALL) --find-links $(TORCH_INDEX))
 	@$(BIN)/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

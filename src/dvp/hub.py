@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub."""
 
+import os
 from pathlib import Path
 
 from dvp.errors import DvpError
@@ -20,3 +21,15 @@ def download(model: str, revision: str | None, otherwise: str) -> Path:
         at = f" at revision {revision}" if revision else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise DvpError(f"{model}{at} cannot be downloaded from the hub ({reason}); {otherwise}") from None
+
+
+def go_offline() -> None:
+    """Let libraries of this process, and those that it starts, ask the hub nothing from now on.
+
+    A value of HF_HUB_OFFLINE that the user has set stays.
+    """
+    from huggingface_hub import constants
+
+    if "HF_HUB_OFFLINE" not in os.environ:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True  # the variable was read when it was imported, which may be long ago

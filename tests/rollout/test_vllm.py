@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -418,6 +419,27 @@ def test_how_vllm_is_started_on_a_gpu_and_on_a_cpu(asked_of_vllm):
         assert options["enable_chunked_prefill"] == gpu
         assert asked_of_vllm.steps == ["AMX", "vLLM starts"]
     assert asked_of_vllm(gpu=True, config={"cuda_graphs": False})["enforce_eager"]
+
+
+def test_an_engine_that_has_started_asks_the_hub_nothing(fp32):
+    assert huggingface_hub.is_offline_mode()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("card", "backend"),
+    [((8, 9), "TRITON_ATTN"), ((12, 0), "TRITON_ATTN"), ((10, 0), "TRITON_ATTN"), ((9, 0), None)],
+    ids=["RTX 40", "RTX 50", "B200", "H100"],
+)
+def test_an_8_bit_cache_needs_no_compiler_off_hopper(asked_of_vllm, monkeypatch, card, backend):
+    from vllm.config.attention import AttentionConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    asked = asked_of_vllm(gpu=True, config={"kv_cache_dtype": "fp8"}).get("attention_backend")
+    assert asked == backend
+    assert backend is None or AttentionConfig.validate_backend_before(asked) is AttentionBackendEnum.TRITON_ATTN
+    assert "attention_backend" not in asked_of_vllm(gpu=True)
 
 
 def test_vllm_quantises_weights_that_are_not_stored_so(asked_of_vllm):

@@ -24,6 +24,7 @@ from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, settled
 from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
+from dvp.hub import go_offline
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.layout import Layout, read_layout, weight_files
 from dvp.rollout.rounding import round_weight
@@ -33,6 +34,7 @@ PREFILL_TOKENS = 8192  # prefilled at once
 CPU_CACHE, CPU_BLOCK = 2**30, 128  # bytes of keys and values, at most; tokens that vLLM gives to a sequence at a time
 MALLOC = {-3: 2**27, -1: 2**31 - 1}  # malloc.h's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes
 QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}  # vLLM's names; its `fp8` is for weights that are stored in 8 bits
+HOPPER = 9  # major compute capability; there vLLM's FlashAttention 3 reads an 8-bit cache
 TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a low precision
 
 
@@ -45,7 +47,6 @@ def configure_environment(threads: int) -> None:
     # GPU, as below and in torch, is enough to have begun with it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     defaults = {
-        "HF_HUB_OFFLINE": "1",  # models and data are local by the time an engine starts
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights are handed over in memory
@@ -151,6 +152,7 @@ class VllmEngine:
         from dvp.rollout import private
 
         private.check_version()
+        go_offline()  # the model is a folder
         logging.getLogger("vllm").setLevel(logging.ERROR)
         _allow_amx()
         # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
@@ -182,6 +184,9 @@ class VllmEngine:
             # After a part of a prompt vLLM's V1 runner rewinds the seeded sampler, which torch's CPU generator cannot
             # do; its CUDA generator can, and V2 draws a token's noise from seed, position and token alone.
             options["enable_chunked_prefill"] = True
+            if config.kv_cache_dtype != "auto" and torch.cuda.get_device_capability()[0] != HOPPER:
+                # vLLM would take FlashInfer, which compiles its kernels by an nvcc that need not be there.
+                options["attention_backend"] = "TRITON_ATTN"
         try:
             self.llm = LLM(
                 str(model),

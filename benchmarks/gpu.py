@@ -1,126 +1,375 @@
-"""What one GPU says of this project in ten minutes, as JSON: the head, the trainer, `dvp mismatch` at Qwen's V.
+"""What one GPU says of this project in ten minutes: a line of JSON for each case, the most wanted first.
 
     PYTHONPATH=src python benchmarks/gpu.py
 
-Models are made on the spot, with random weights. What no time is left for is left out, and what fails says why and ends
-nothing else. With --tiny it tries itself, also on a CPU.
+Each case is a process of its own with a limit of time, and this one has no CUDA: what a case takes of the GPU is free
+again for the next one. A line is written whole or not at all, whenever this is killed. Models are made on the spot,
+with random weights. With --tiny every case that needs no CUDA runs at sizes for a CPU, by the same engine and trainer.
 """
 
 import argparse
-import gc
+import ctypes
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
-import head as bench
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-from dvp.core.batch import Batch
-from dvp.core.safe_vocabulary import FixedRho
-from dvp.experiment.training import TrainingConfig
-from dvp.files import write_json
-from dvp.provenance import git_commit, processor
-from dvp.training.backend import Trainer
-from dvp.training.base import train_tokenizer
-
-ROOT, DEVICE = Path(__file__).parents[1], "cuda" if torch.cuda.is_available() else "cpu"
+ROOT = Path(__file__).parents[1]
 # Qwen3-8B's layers, the whole of Qwen3-0.6B: hidden size, heads, those of keys and values, intermediate size.
 LAYERS, WHOLE, TINY = (4096, 32, 8, 12288), (1024, 16, 8, 3072), (64, 2, 1, 96)
-SECONDS = 560  # at most, as a GPU is lent for ten minutes
-SAFE = FixedRho(math.exp(bench.LOG_RHO))
+LOG_RHO = -13.0
+DENSE = 33  # bytes a logit of the dense path's backward pass: 37 to 41 GB for 8,192 tokens
+TINY_LIMIT = 900  # seconds of any case on a CPU
+THREADS = str(len(os.sched_getaffinity(0)))
 
 
-def make_model(folder: Path, shape: tuple[int, ...], layers: int) -> Path:
-    """A Qwen3 of random weights, which have preferences, with a tokenizer of bytes."""
+class Place(NamedTuple):
+    """Where a case runs: whether at tiny sizes, and a folder that all cases share."""
+
+    tiny: bool
+    folder: Path
+
+
+class SkippedError(Exception):
+    """Say why a case does not run here."""
+
+
+class Case(NamedTuple):
+    """What is measured, and the seconds that it may take on a GPU."""
+
+    measure: Callable[[Place], dict]
+    limit: float
+
+
+def need_cuda() -> None:
+    """Raise SkippedError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SkippedError("needs CUDA")
+
+
+def free_bytes() -> int:
+    """Return the free memory of the GPU, or of this machine where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def made_model(place: Place, name: str, shape: tuple[int, ...], layers: int) -> Path:
+    """Make a Qwen3 of random weights, which have preferences, with a tokenizer of bytes; once for all cases."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from dvp.training.base import train_tokenizer
+
+    folder, part = place.folder / name, place.folder / f"{name}.{os.getpid()}"
+    if folder.exists():
+        return folder
+    shape = TINY if place.tiny else shape
     tokenizer = train_tokenizer(iter(["what is 1 and 2?"]), 258)
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     options = dict(zip(names, shape, strict=True)) | {"num_hidden_layers": layers, "head_dim": 128}
-    options |= {"vocab_size": 500 if shape is TINY else 151_936, "tie_word_embeddings": shape is not LAYERS}
+    options |= {"vocab_size": 500 if place.tiny else 151_936, "tie_word_embeddings": shape is not LAYERS}
     options |= {"initializer_range": 2 * shape[0] ** -0.5, "eos_token_id": tokenizer.eos_token_id}
-    with torch.device(DEVICE):
-        AutoModelForCausalLM.from_config(Qwen3Config(**options), dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(Qwen3Config(**options), dtype=torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)
     return folder
 
 
-def head(tiny: bool, _folder: Path, _until: float) -> Iterator[dict]:
-    """Three bare products, the head each way, whole logits, and Liger's head where it is installed."""
-    sizes = [*bench.SIZES["cuda"], bench.Size(9216, 1024), bench.Size(9216, 2048)]
-    for size in [bench.Size(48, 8, 300)] if tiny else sizes:
-        variants = bench.backward_variants(*bench.problem(size, torch.bfloat16, DEVICE))
-        yield {"shape": size._asdict()} | bench.measure("forward + backward", torch.bfloat16, variants, 3, DEVICE)
+def whole(place: Place) -> Path:
+    """Make a model of Qwen3-0.6B's sizes."""
+    return made_model(place, "whole", WHOLE, 2 if place.tiny else 28)
 
 
-def trainer(tiny: bool, folder: Path, _until: float) -> Iterator[dict]:
-    """The trainer's passes; those of six layers less those of two are of four layers alone."""
+def environment(place: Place) -> dict:
+    """Say what the numbers are of; measure a product and a copy."""
+    import torch
+    from torch.utils.benchmark import timer  # waits for the GPU
+
+    from dvp.provenance import device, git_commit
+
+    on_gpu = torch.cuda.is_available()
+    options = {"device": "cuda" if on_gpu else "cpu", "dtype": torch.bfloat16}
+    size = 256 if place.tiny else 8192
+    a, b = torch.randn(size, size, **options), torch.empty(size * size * 8, **options)
+    seconds = {}
+    for name, function in (("product", lambda: a @ a), ("copy", b.clone)):
+        function()
+        began = timer()
+        for _ in range(5):
+            function()
+        seconds[name] = (timer() - began) / 5
+    of_gpu = {}
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        of_gpu = {"bytes": properties.total_memory, "capability": torch.cuda.get_device_capability()}
+        of_gpu |= {"driver": torch._C._cuda_getDriverVersion(), "cudnn": torch.backends.cudnn.version()}
+    return {
+        "device": device(),
+        "git_commit": git_commit(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        **of_gpu,
+        "bf16_tflops": 2 * size**3 / seconds["product"] / 1e12,
+        "copy_tb_s": 2 * b.nbytes / seconds["copy"] / 1e12,
+    }
+
+
+def gpu_tests(_place: Place) -> dict:
+    """Run the tests that are skipped without a GPU; the outcome of each."""
+    need_cuda()
+    import pytest
+
+    class Outcomes(dict):
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call" or not report.passed:
+                self[report.nodeid] = report.outcome
+
+    outcomes = Outcomes()
+    files = [str(ROOT / f"tests/core/test_{name}.py") for name in ("head", "rows")]
+    pytest.main(["-q", "-p", "no:cacheprovider", "-k", "a_gpu", *files], plugins=[outcomes])
+    return {"tests": outcomes}
+
+
+def mismatch(place: Place, engine: str, backend: str | None = None) -> dict:
+    """Run `dvp mismatch` of a whole model with an engine.
+
+    backend : vLLM's attention in place of what the project asks for; FlashInfer's must then compile without CUDA_HOME.
+    """
+    if backend is not None:
+        need_cuda()
+        os.environ.pop("CUDA_HOME", None)
+        from dvp.rollout.vllm import configure_environment
+
+        configure_environment(int(THREADS))
+        import vllm
+
+        made = vllm.LLM
+        vllm.LLM = lambda *given, **options: made(*given, **options | {"attention_backend": backend})
+    from dvp import cli
+
+    model, problems = whole(place), place.folder / "sums.jsonl"
+    lines = [json.dumps({"problem": f"what is {one} and {one}?", "answer": str(2 * one)}) for one in range(8)]
+    problems.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    output = place.folder / f"mismatch-{os.getpid()}"
+    asked = ["--model", model, "--engine", engine, "--problems", problems, "--output", output, "--threads", THREADS]
+    size = ["--count", 2, "--responses", 2, "--response-tokens", 8] if place.tiny else ["--response-tokens", 256]
+    if cli.main(["mismatch", *map(str, [*asked, *size])]):
+        raise SystemExit(2)  # it has said why
+    found = json.loads((output / engine / "mismatch.json").read_text(encoding="utf-8"))
+    return (
+        {"attention": backend}
+        | {key: found[key] for key in found if isinstance(found[key], int | float)}
+        | {"kl": found["kl"]}
+    )
+
+
+def preflight(place: Place, engine: str) -> dict:
+    """Run the preflight of `smoke_gpu` with responses of 512 tokens."""
+    from dvp.experiment.loading import load_experiment, write_resolved
+
+    folder = place.folder / "smoke_gpu"
+    if not folder.exists():
+        loaded = load_experiment("smoke_gpu")
+        training, base = {"max_response_tokens": 512}, {}
+        if place.tiny:
+            training |= {"max_response_tokens": 16, "prompts_per_step": 2, "group_size": 2}
+            sizes = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 96}
+            base["architecture"] = loaded.base.architecture.model_copy(update=sizes)
+            tokenizer = {"vocabulary_size": 512, "documents": 2000}
+            base["tokenizer"] = loaded.base.tokenizer.model_copy(update=tokenizer)
+        changed = {"training": loaded.training.model_copy(update=training)}
+        changed |= {"base": loaded.base.model_copy(update=base)}
+        write_resolved(loaded.model_copy(update=changed), folder)
+    config = ["--config", str(folder / "config.yaml")]
+    verbs = [["prepare", *config], ["base", *config, "--threads", THREADS]]
+    if (folder / "base/manifest.json").exists():
+        verbs = []
+    for verb in (*verbs, ["preflight", *config, "--engine", engine, "--threads", THREADS]):
+        done = subprocess.run([sys.executable, "-m", "dvp.cli", *verb], stdout=sys.stderr, check=False)
+        if done.returncode:
+            break
+    for name in ("preflight.json", "report.json"):
+        with suppress(OSError):
+            found = json.loads((folder / f"preflight/engine~{engine}/{name}").read_text(encoding="utf-8"))
+            return {key: found[key] for key in ("passed", "checks", "seconds")}
+    raise SystemExit(2)  # it has said why
+
+
+def decode(place: Place, processor: bool) -> dict:
+    """Sample with a fixed ρ at several sizes of a batch, by vLLM's min_p or by the project's logits processor."""
+    from dvp.rollout.vllm import VllmEngine, configure_environment
+
+    configure_environment(int(THREADS))
+    from dvp.core.safe_vocabulary import FixedRho
+    from dvp.experiment.training import EngineConfig
+    from dvp.rollout.engine import Sampling
+
+    sizes, tokens = ((2, 4), 8) if place.tiny else ((64, 128, 256), 256)
+    rule = FixedRho(math.exp(LOG_RHO))
+    engine = VllmEngine(
+        whole(place),
+        EngineConfig(dtype="bfloat16"),
+        max_model_len=tokens + 16,
+        max_num_seqs=max(sizes),
+        seed=0,
+        rules=[rule],
+        report_sets=processor,
+    )
+    asked = Sampling(max_tokens=tokens, safe_vocabulary=rule, to_the_end=True)
+    speeds = {}
+    for size in (sizes[0], *sizes):  # the first time it compiles
+        prompts = [[5 + row % 200, 7, 11] for row in range(size)]
+        began = time.perf_counter()
+        engine.generate(prompts, asked, list(range(size)))
+        speeds[size] = size * tokens / (time.perf_counter() - began)
+    return {"tokens_per_second": speeds}
+
+
+def trainer(place: Place, deepspeed: str, cudnn: bool) -> dict:
+    """Run the trainer's passes over six of Qwen3-8B's layers, with cuDNN's attention or, as beside vLLM, without."""
+    if cudnn:
+        need_cuda()
+    import head as bench
+    import torch
+
+    from dvp.core.batch import Batch
+    from dvp.core.safe_vocabulary import FixedRho
+    from dvp.experiment.training import TrainingConfig
+    from dvp.training.backend import Trainer
+
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     settings = {"steps": 1, "prompts_per_step": 1, "group_size": 1, "checkpoint_every": 1, "learning_rate": 1e-6}
     settings |= {"tokens_per_micro_batch": 9216, "max_response_tokens": 9000, "gradient_checkpointing": True}
-    for layers in (1, 2) if tiny else (2, 6):
-        model = make_model(folder / f"layers-{layers}", TINY if tiny else LAYERS, layers)
-        for name in ("zero1_bf16", "zero3_bf16"):
-            options = json.loads((ROOT / f"config/deepspeed/{name}.json").read_text(encoding="utf-8"))
-            made = Trainer(model, TrainingConfig(**settings, deepspeed=name), options)
-            yield from ({"deepspeed": name, "layers": layers} | found for found in _passes(made, tiny))
-            del made
-            gc.collect()  # a trainer is a circle of references
-            torch.cuda.empty_cache()
-
-
-def _passes(made: Trainer, tiny: bool) -> Iterator[dict]:
-    for rows, length in ((2, 64),) if tiny else ((1, 9216), (2, 4608), (8, 1152)):
+    model = made_model(place, "layers", LAYERS, 2 if place.tiny else 6)
+    options = json.loads((ROOT / f"config/deepspeed/{deepspeed}.json").read_text(encoding="utf-8"))
+    made, safe = Trainer(model, TrainingConfig(**settings, deepspeed=deepspeed), options), FixedRho(math.exp(LOG_RHO))
+    passes = []
+    for rows, length in ((2, 64),) if place.tiny else ((1, 9216), (2, 4608), (8, 1152)):
         tokens, prompt = torch.randint(5, 258, (rows, length)).tolist(), length // 8
         batch = Batch.collate([row[:prompt] for row in tokens], [row[prompt:] for row in tokens], 0)
         given_N = torch.full((rows * (length - prompt),), 1e-3)
-        update = partial(made.forward_backward, batch, SAFE, attrgetter("objective"), coefficient_N=given_N)
-        variants = {"score": partial(made.score, batch, SAFE), "update": partial(update, last=False)}
+        update = partial(made.forward_backward, batch, safe, attrgetter("objective"), coefficient_N=given_N)
+        variants = {"score": partial(made.score, batch, safe), "update": partial(update, last=False)}
         variants |= {"update with the optimiser's step": partial(update, last=True)}
-        yield {"rows": rows, "length": length} | bench.measure("trainer", torch.bfloat16, variants, 3, DEVICE)
+        found = bench.measure("trainer", torch.bfloat16, variants, 3, made.device.type)
+        passes.append({"rows": rows, "length": length} | found)
+    return {"passes": passes}
 
 
-def mismatch(tiny: bool, folder: Path, until: float) -> Iterator[dict]:
-    """`dvp mismatch` of a whole model, an engine at a time."""
-    model, problems = make_model(folder / "whole", TINY if tiny else WHOLE, 2 if tiny else 28), folder / "sums.jsonl"
-    lines = [json.dumps({"problem": f"what is {one} and {one}?", "answer": str(2 * one)}) for one in range(8)]
-    problems.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    size = ["--count", 2, "--responses", 2, "--response-tokens", 8] if tiny else ["--response-tokens", 256]
-    for engine in ("bf16",) if tiny else ("bf16", "bf16_fp8kv"):
-        asked = ["--model", model, "--engine", engine, "--problems", problems, "--output", folder / engine, *size]
-        command = [sys.executable, "-m", "dvp.cli", "mismatch", *map(str, asked)]
-        began = time.monotonic()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=until - began, check=False)
-        said = (done.stderr if done.returncode else done.stdout)[-4000:].splitlines()
-        yield {"engine": engine, "status": done.returncode, "seconds": time.monotonic() - began, "said": said}
+def head(place: Place, tokens: int, hidden: int, vocabulary: int) -> dict:
+    """Measure three bare products, the head each way, whole logits where they fit, and Liger's head if installed."""
+    import head as bench
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = bench.Size(48, 8, 300) if place.tiny else bench.Size(tokens, hidden, vocabulary)
+    variants = bench.backward_variants(*bench.problem(size, torch.bfloat16, device))
+    left_out = {}
+    if (dense := DENSE * size.tokens * size.vocabulary) > (free := free_bytes()):
+        del variants["dense"]
+        left_out = {"left_out": f"dense: needs {dense / 1e9:.0f} GB, free are {free / 1e9:.0f}"}
+    return (
+        {"shape": size._asdict()} | bench.measure("forward + backward", torch.bfloat16, variants, 3, device) | left_out
+    )
+
+
+FP8 = {"engine": "bf16_fp8kv"}
+CASES = {
+    "environment": Case(environment, 60),
+    "tests of a GPU": Case(gpu_tests, 90),
+    "mismatch, bf16": Case(partial(mismatch, engine="bf16"), 120),
+    "mismatch, fp32": Case(partial(mismatch, engine="fp32"), 120),
+    "mismatch, 8-bit cache, TRITON_ATTN": Case(partial(mismatch, **FP8, backend="TRITON_ATTN"), 120),
+    "mismatch, 8-bit cache, FLASHINFER": Case(partial(mismatch, **FP8, backend="FLASHINFER"), 120),
+    "preflight, bf16": Case(partial(preflight, engine="bf16"), 400),
+    "preflight, fp32": Case(partial(preflight, engine="fp32"), 300),
+    "decode, min_p": Case(partial(decode, processor=False), 120),
+    "decode, processor": Case(partial(decode, processor=True), 120),
+    **{
+        f"trainer, {name}, cuDNN attention {'on' if cudnn else 'off'}": Case(
+            partial(trainer, deepspeed=f"{name}_bf16", cudnn=cudnn), 90
+        )
+        for name in ("zero1", "zero3")
+        for cudnn in (False, True)
+    },
+    **{
+        f"head, {' x '.join(map(str, size))}": Case(
+            partial(head, tokens=size[0], hidden=size[1], vocabulary=size[2]), 60
+        )
+        for size in ((8192, 4096, 151_936), (4096, 4096, 131_072), (9216, 1024, 151_936), (9216, 2048, 151_936))
+    },
+}
+
+
+def run_case(name: str, place: Place) -> None:
+    """Measure a case in this process; the last line of the output is what it found."""
+    try:
+        found = {"status": "ok"} | CASES[name].measure(place)
+    except SkippedError as reason:
+        found = {"status": f"skipped: {reason}"}
+    print(f"\n{json.dumps(found)}", flush=True)
+
+
+def process(command: list[str], limit: float) -> dict:
+    """Run a command that ends as `run_case` does, and end it, with all that it has started, after `limit` seconds."""
+    began = time.monotonic()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    timed_out = False
+    try:
+        said = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    if timed_out:
+        said = child.communicate()
+    if child.returncode == 0:
+        found = json.loads(said[0].splitlines()[-1])
+    else:
+        status = f"timed out after {limit:g} s" if timed_out else f"failed with status {child.returncode}"
+        found = {"status": status, "said": "".join(said)[-2000:].splitlines()[-12:]}
+    return {"seconds": round(time.monotonic() - began, 1)} | found
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/gpu.json"))
-    parser.add_argument("--tiny", action="store_true", help="sizes that any machine computes at once")
+    parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/gpu.jsonl"))
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases with this in their name")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    until = time.monotonic() + SECONDS
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else processor()
-    result: dict = {"device": device, "tiny": asked.tiny, "git_commit": git_commit()}
-    with TemporaryDirectory() as folder:
-        for part in (head, trainer, mismatch):
-            result[name := part.__name__] = []
-            try:
-                for finding in part(asked.tiny, Path(folder), until):
-                    result[name].append(finding)
-                    if time.monotonic() > until:
-                        raise TimeoutError(f"{SECONDS} s are over")
-            except Exception as error:  # whatever a GPU has against it, the next part goes on
-                result[name].append({"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
-            write_json(asked.output, result)
-            print(f"{name}: {json.dumps(result[name], indent=1)}", flush=True)
+    if asked.case:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the process that started it
+        run_case(asked.case, Place(asked.tiny, asked.folder))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    asked.output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as folder, open(asked.output, "wb", buffering=0) as file:
+        for name in (name for name in CASES if asked.only in name):
+            command = [sys.executable, __file__, "--case", name, "--folder", folder, *["--tiny"] * asked.tiny]
+            found = process(command, TINY_LIMIT if asked.tiny else CASES[name].limit)
+            line = json.dumps({"case": name, "tiny": asked.tiny} | found) + "\n"
+            file.write(line.encode())  # at once: whole, or not at all
+            print(line, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import os, subprocess, sys, types
 from pathlib import Path
 from dvp import gpus
 # All that is asked of torch, which takes seconds to load.
-sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"))
+cuda = types.SimpleNamespace(is_available=lambda: True)
+sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"), cuda=cuda)
 gpus.DEVICES, gpus.PAUSE = Path(sys.argv[1]), 0.05
 gpus.claim(int(sys.argv[2]))
 print("sees", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
@@ -135,6 +136,16 @@ def test_more_than_there_are_is_refused(here, monkeypatch):
         monkeypatch.setenv(gpus.VISIBLE, names)
         with pytest.raises(DvpError, match=r"^expected 2 GPUs, found 1 "):
             gpus.claim(2)
+
+
+@pytest.mark.parametrize("allocation", [None, "7"])
+def test_a_driver_that_is_too_old_is_said(here, monkeypatch, allocation):
+    """The path of a CPU would run under vLLM's build for CUDA."""
+    if allocation:  # with just as many GPUs
+        monkeypatch.setenv("SLURM_JOB_ID", allocation)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DvpError, match=r"^torch for CUDA 13\.0 cannot use the GPUs .* R580 or later"):
+        gpus.claim(3)
 
 
 def test_what_a_job_starts_has_the_jobs_gpus(here, monkeypatch):

@@ -31,12 +31,24 @@ def claim(count: int) -> None:
     a process that was started by one that has claimed. An allocation with more of them is a machine of its own.
     To be called before anything asks CUDA for its devices: it would not look again.
 
-    Raises DvpError where there are fewer GPUs, or no lock can be written.
+    Raises DvpError where there are fewer GPUs, CUDA cannot use them, or no lock can be written.
     """
     visible = [] if CLAIMED in os.environ else _visible()
-    allocation = os.environ.get("SLURM_JOB_ID")
-    if not visible or (allocation and len(visible) == count):
+    if not visible:
         return
+    allocation = os.environ.get("SLURM_JOB_ID")
+    if not allocation or len(visible) != count:
+        _claim(visible, count, allocation)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DvpError(
+            f"torch for CUDA {torch.version.cuda} cannot use the GPUs that are here: expected NVIDIA's driver R580 or "
+            "later, which nvidia-smi shows; without one, make install ENV=cpu"
+        )
+
+
+def _claim(visible: list[str], count: int, allocation: str | None) -> None:
     if len(visible) < count:
         raise DvpError(f"expected {count} GPUs, found {len(visible)} ({VISIBLE}, or nvidia0, nvidia1, … in {DEVICES})")
     # Within an allocation the first GPU is called 0, whichever it is.

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+import torch
 
+from benchmarks import gpu
 from benchmarks.head import page_table
 from benchmarks.step import ONE_PASS, TARGETS, format_table
 from dvp.data.verifier import grade
@@ -60,20 +63,83 @@ def test_the_page_has_the_kept_numbers_of_the_head(root):
     assert page.partition("<!--head-->\n")[2].partition("\n<!--/head-->")[0] == page_table(result)
 
 
+@pytest.fixture
+def measuring(tmp_path, root):
+    """Starts the measurement of a GPU, at sizes for a CPU; it, and the file of its lines."""
+    started = []
+
+    def start(*arguments):
+        file = tmp_path / "gpu.jsonl"
+        command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--output", file, *arguments]
+        environment = os.environ | {"PYTHONPATH": str(root / "src")}
+        started.append(subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL))
+        return started[-1], file
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_what_is_measured_of_a_gpu_is_measured_of_tiny_models_anywhere(tmp_path, root):
-    output = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--output", output]
-    subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")}, check=True)
-    result = json.loads(output.read_text())
-    assert set(result["head"][0]["variants"]) >= {"bare products", "head", "head, two passes", "dense"}
-    assert [(found["deepspeed"], found["layers"]) for found in result["trainer"]] == [
-        (name, layers) for layers in (1, 2) for name in ("zero1_bf16", "zero3_bf16")
-    ]
-    [engine] = result["mismatch"]
-    assert engine["status"] == 0
-    assert any(line.startswith("bf16 ") for line in engine["said"])
+def test_every_case_of_a_gpu_runs_at_tiny_sizes(measuring):
+    process, file = measuring()
+    assert process.wait() == 0
+    found = {line["case"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert list(found) == list(gpu.CASES)
+    skipped = {case for case, line in found.items() if line["status"] == "skipped: needs CUDA"}
+    assert all(found[case]["status"] == "ok" for case in found if case not in skipped), found
+    if not torch.cuda.is_available():
+        assert {case.split(",")[0] for case in skipped} == {"tests of a GPU", "mismatch", "trainer"}
+    assert found["preflight, fp32"]["passed"]
+    assert set(found["decode, processor"]["tokens_per_second"]) == {"2", "4"}
+
+
+@pytest.mark.slow
+def test_a_killed_measurement_leaves_whole_lines_and_nothing_running(measuring):
+    process, file = measuring()
+    while not (file.exists() and file.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    [case] = psutil.Process(process.pid).children()  # the second one
+    process.kill()
+    process.wait()
+    [line] = map(json.loads, file.read_text().splitlines())
+    assert (line["case"], line["status"]) == ("environment", "ok")
+    assert file.read_text().endswith("\n")
+    case.wait(timeout=60)
+
+
+def test_a_case_ends_at_its_limit_with_all_that_it_has_started(tmp_path):
+    pid = tmp_path / "pid"
+    code = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sh', '-c', sys.argv[1]])"
+    found = gpu.process([sys.executable, "-c", code, f"echo $$ >{pid}.part; mv {pid}.part {pid}; sleep 300"], 2)
+    assert (found["status"], found["said"]) == ("timed out after 2 s", ["begun"])
+    if pid.exists():  # a process that was killed is gone, or waits to be collected
+        number = int(pid.read_text())
+        assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_case_that_fails_says_why():
+    found = gpu.process([sys.executable, "-c", "raise SystemExit('no kernel')"], 60)
+    assert (found["status"], found["said"]) == ("failed with status 1", ["no kernel"])
+
+
+def test_what_starts_the_cases_has_no_cuda(root):
+    assert python("import sys, benchmarks.gpu; print('torch' in sys.modules)", cwd=root).strip() == "False"
+
+
+@pytest.mark.slow
+def test_the_dense_path_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch, root):
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    measured = {}
+    for free in (0, 2**40):
+        monkeypatch.setattr(gpu, "free_bytes", lambda free=free: free)
+        measured[free] = gpu.head(gpu.Place(True, tmp_path), 8192, 4096, 151_936)
+    assert measured[0]["variants"].keys() == measured[2**40]["variants"].keys() - {"dense"}
+    assert measured[0]["left_out"] == "dense: needs 0 GB, free are 0"
+    assert "left_out" not in measured[2**40]
 
 
 @pytest.mark.nightly

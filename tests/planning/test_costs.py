@@ -31,6 +31,15 @@ SLOW = Device("slow", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1e6, 20.0, 2.
 FP32, BF16 = EngineConfig(dtype="float32"), EngineConfig(dtype="bfloat16")
 
 
+def test_a_small_model_uses_less_of_a_gpu_than_a_large_one():
+    """Halfway in the size's logarithm, at the root of 1.7 and 8 billion, halfway between the shares."""
+    gpu = costs.DEVICES["h200"]
+    shares = [gpu.utilisation(size) for size in (0.6e9, 1.7e9, (1.7e9 * 8e9) ** 0.5, 8e9, 70e9)]
+    assert shares == pytest.approx([0.15, 0.15, 0.275, 0.4, 0.4])
+    assert gpu.compute_seconds(989e12, "bfloat16", 1e9) == pytest.approx(1 / 0.15)
+    assert costs.DEVICES["cpu"].utilisation(1e6) == costs.DEVICES["cpu"].utilisation(8e9)
+
+
 def training(**changes) -> TrainingConfig:
     chosen = {
         "steps": 1,

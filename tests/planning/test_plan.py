@@ -195,13 +195,13 @@ def test_the_range_is_that_of_estimates_alone(loaded, tmp_path):
         ("qwen3_1.7b", "h100", 15),
     ],
 )
-def test_one_gpu_trains_a_grid_in_a_day(name, gpu, runs):
+def test_one_gpu_trains_a_grid_within_thirty_hours(name, gpu, runs):
     """On the card that its page names; the wide form too."""
     plan = make_plan(experiment(name), NOWHERE, gpu=gpu)
     assert stage(plan, "train")["jobs"] == runs
     assert plan["gpus"] == 1
-    assert plan["hours_wall"] <= 24
-    assert "does not fit" not in render(plan)
+    assert plan["hours_wall"] <= 30
+    assert "may not fit" not in render(plan)
     assert max(map(len, render(plan).splitlines())) <= 120
 
 
@@ -489,8 +489,8 @@ def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
     assert "money" not in render(make_plan(experiment("paper_8b"), NOWHERE))
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
     small = experiment("paper_8b", training__tokens_per_micro_batch=9216, training__gpus=8)  # as its file says
-    assert "does not fit" not in render(make_plan(small, NOWHERE, gpu="h100"))
-    assert "does not fit" in render(make_plan(experiment("paper_8b"), NOWHERE, gpu="h100"))
+    assert "may not fit" not in render(make_plan(small, NOWHERE, gpu="h100"))
+    assert "may not fit" in render(make_plan(experiment("paper_8b"), NOWHERE, gpu="h100"))
 
 
 # --- as docs/cluster.md has it ---

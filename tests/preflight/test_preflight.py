@@ -349,27 +349,63 @@ def test_the_gpus_memory_is_held_against_what_it_has():
     assert not check_memory(peaks | {"host": 9.9e9}, 10e9).passed
 
 
-class SleepingEngine:
-    """Takes 60 of a GPU's 100 bytes while it is awake; trainer and engine's context take 10."""
+class Gpu:
+    """A GPU of 100 bytes as torch sees it: 10 are the trainer's; blocks that tensors have left stay with torch."""
 
-    max_model_len, ranks, asleep = 100, 1, False
+    def __init__(self, monkeypatch):
+        self.live = self.peak = self.kept = 10
+        self.engine = 60
+        """Bytes that the engine has mapped."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - self.engine - self.kept, 100))
+        # An engine's memory is allocated, whether it is mapped or not.
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.live + 60)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak + 60)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.take(0))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(self, "kept", self.live))
+
+    def take(self, size, fragments=0):
+        """Tensors of so many bytes come and go; what is reset then is the peak."""
+        self.peak = max(self.peak, self.live + size) if size else self.live
+        self.kept = max(self.kept, self.peak) + fragments
+
+
+class SleepingEngine:
+    """Has 60 bytes of the GPU while it is awake."""
+
+    max_model_len, ranks = 100, 1
+
+    def __init__(self, gpu):
+        self._gpu = gpu
 
     def sleep(self, *, keep_weights):
-        self.asleep = True
+        self._gpu.engine = 0
 
     def load_weights(self, weights):
-        self.asleep = False
+        self._gpu.engine = 60
 
 
 def test_memory_that_an_engine_takes_before_it_first_sleeps_is_none_of_an_update(monkeypatch):
     """On an H200 it was: 77 GB of an update that was planned with 19."""
-    engine = SleepingEngine()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90 if engine.asleep else 30, 100))
-    forced = rehearsal.LongestResponses(engine, 1, None, None)
+    gpu = Gpu(monkeypatch)
+    gpu.take(25)  # by the checks before
+    forced = rehearsal.LongestResponses(SleepingEngine(gpu), 1, None, None)
     forced.load_weights([])  # as every run begins
     assert forced.gpu == {"update": 0, "rollout": 70, "gpu_total": 100}
     for _ in range(2):
         forced.sleep(keep_weights=False)
         forced.load_weights([])
     assert forced.gpu == {"update": 10, "rollout": 70, "gpu_total": 100}
+
+
+def test_a_phase_needs_what_its_tensors_took_not_what_torch_caches(monkeypatch):
+    """An update of 40 bytes leaves 55 cached, which are no update's need, nor the next rollout's."""
+    gpu = Gpu(monkeypatch)
+    forced = rehearsal.LongestResponses(SleepingEngine(gpu), 1, None, None)
+    forced.load_weights([])
+    forced.sleep(keep_weights=False)
+    gpu.take(40, fragments=5)
+    forced.load_weights([])
+    gpu.take(8)
+    forced.sleep(keep_weights=False)
+    assert forced.gpu == {"update": 50, "rollout": 78, "gpu_total": 100}

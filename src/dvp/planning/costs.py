@@ -24,6 +24,8 @@ RUNTIME = 4e9
 """Bytes of a GPU that CUDA, NCCL and a sleeping engine with its graphs keep."""
 PARALLEL_SAMPLES = 256
 """Responses that an evaluation samples at once."""
+SMALL_MODEL, LARGE_MODEL = 1.7e9, 8e9
+"""Parameters up to which, and from which on, a GPU's utilisation is that of small and of large models."""
 SLOWEST = 1.6
 """What the best published system takes of this roofline: NeMo-RL 0.4 (docs, performance summary) reports 97.7 s for a
 GRPO step of Llama-3.1-8B on 16 H100s, 2,048 sequences of 1,060 tokens; the formulas here say 61.6 s."""
@@ -43,6 +45,7 @@ class Device:
     network: float
     """The same to those of other nodes."""
     compute_utilisation: float
+    """Of a large model."""
     bandwidth_utilisation: float
     launch: float
     """Seconds a layer and decoding step to launch kernels, which vLLM pays without CUDA graphs."""
@@ -52,12 +55,22 @@ class Device:
     """Seconds a decoding step to schedule it and replay its CUDA graph; None where there are none."""
     slowest: float = 1.0
     """An estimated time may be so many times the formula."""
+    small_utilisation: float | None = None
+    """Share of the peak that a small model reaches, whose kernels are short; None: that of a large one."""
 
     def peak(self, dtype: str) -> float:
         return self.peak_flops["float32" if dtype == "float32" else "bfloat16"]
 
-    def compute_seconds(self, flops: float, dtype: str) -> float:
-        return flops / (self.peak(dtype) * self.compute_utilisation)
+    def utilisation(self, parameters: float) -> float:
+        """Return the share of the peak that a model of this size reaches, linear in the size's logarithm."""
+        if self.small_utilisation is None:
+            return self.compute_utilisation
+        between = math.log(parameters / SMALL_MODEL) / math.log(LARGE_MODEL / SMALL_MODEL)
+        gained = min(max(between, 0.0), 1.0) * (self.compute_utilisation - self.small_utilisation)
+        return self.small_utilisation + gained
+
+    def compute_seconds(self, flops: float, dtype: str, parameters: float) -> float:
+        return flops / (self.peak(dtype) * self.utilisation(parameters))
 
     def memory_seconds(self, bytes_: float) -> float:
         return bytes_ / (self.bandwidth * self.bandwidth_utilisation)
@@ -70,7 +83,9 @@ class Device:
 def _gpu(name: str, bf16: float, fp32: float, bandwidth: float, memory: float, link: float) -> Device:
     peaks = {"bfloat16": bf16, "float32": fp32}
     # 400 Gbit/s of network for each GPU; eager decoding of a 7 B model with 28 layers takes about 20 ms a step.
-    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180, 2e-3, SLOWEST)
+    # Of its peak prime-rl's trainer reports 15 % (sequences of 16k) to 36 % (65k) for Qwen3-4B on H200s, IBM's fms-fsdp
+    # 46 % for 7 B on H100s.
+    return Device(name, peaks, bandwidth, memory, link, 50e9, 0.4, 0.6, 5e-4, 180, 2e-3, SLOWEST, 0.15)
 
 
 # By NVIDIA's data sheets, bf16 without sparsity and with fp32 sums; PCIe 4.0 where there is no NVLink.
@@ -185,8 +200,8 @@ def sampling_seconds(
     traffic = steps * model.multiplying * model.engine_bytes(engine) + responses * lengths.attended * model.cache_bytes(
         engine
     )
-    return device.compute_seconds(prefill, engine.dtype) / engine.tensor_parallel + max(
-        device.compute_seconds(decode, engine.dtype) / engine.tensor_parallel,
+    return device.compute_seconds(prefill, engine.dtype, model.parameters) / engine.tensor_parallel + max(
+        device.compute_seconds(decode, engine.dtype, model.parameters) / engine.tensor_parallel,
         device.memory_seconds(traffic) / engine.tensor_parallel,
         steps * device.launch_seconds(model.layers, engine),
     )
@@ -218,7 +233,7 @@ def step_seconds(
     share = responses / training.ranks
     passes = 1 + useful * (3 + training.gradient_checkpointing)
     forward = share * model.forward_flops(lengths.sequence, lengths.sequence_squared)
-    arithmetic = device.compute_seconds(passes * forward, dtype)
+    arithmetic = device.compute_seconds(passes * forward, dtype, model.parameters)
     link = device.link if training.nodes == 1 else device.network
     of_micro_batch = max(1, training.tokens_per_micro_batch // lengths.sequence)
     scored, trained = (math.ceil(count / of_micro_batch) for count in (share, useful * share))
@@ -255,7 +270,7 @@ def layer_bytes(model: Model, dtype: str) -> int:
 def update_bytes(
     model: Model, training: TrainingConfig, zero: dict, prompt_tokens: int, dtype: str
 ) -> dict[str, float]:
-    """Of a GPU in an update with full micro-batches, part by part; not all parts are largest at the same moment.
+    """Bound a GPU's memory in an update with full micro-batches: parts that are not largest at the same moment.
 
     zero : DeepSpeed's `zero_optimization`. Left out are the temporary tensors of a layer's backward pass.
     """

@@ -90,7 +90,7 @@ class Estimate:
         """Of responses that pass forward through the trainer's fp32 model; a backward pass counts as two."""
         lengths = self.lengths()
         flops = self.model.forward_flops(lengths.sequence, lengths.sequence_squared)
-        return self.device.compute_seconds(responses * flops, "float32")
+        return self.device.compute_seconds(responses * flops, "float32", self.model.parameters)
 
     def job(self, job: Job, problems: dict[str, int]) -> tuple[float, float]:
         """Seconds of a job, and bytes that it leaves; `problems` are there by task."""
@@ -140,12 +140,12 @@ class Estimate:
         return REPORT_SECONDS, 0
 
     def update_memory(self) -> dict[str, float]:
-        """Bytes on each GPU in an update, part by part."""
+        """Bytes on each GPU in an update, part by part, at most."""
         prompt = self.training.max_prompt_tokens or self._prompt_tokens
         return costs.update_bytes(self.model, self.training, self._zero, prompt, self.experiment.trainer_dtype)
 
     def rollout_memory(self, engine: str) -> dict[str, float]:
-        """Bytes on each GPU in a rollout with this engine, and how many of the longest sequences its cache holds."""
+        """Bytes on each GPU in a rollout, at most, and how many of the longest sequences the engine's cache holds."""
         training, settings = self.training, self.experiment.engines[engine]
         longest = (training.max_prompt_tokens or self._prompt_tokens) + training.max_response_tokens
         state = costs.state_bytes(self.model, training.ranks, self._zero["stage"])
@@ -161,7 +161,7 @@ class Estimate:
         link = device.link if training.nodes == 1 else device.network
         linked = f"; GPUs exchange {link / 1e9:.0f} GB/s each way while they compute" if training.ranks > 1 else ""
         return [
-            f"{device.name}: {device.compute_utilisation:.0%} of {device.peak(dtype) / 1e12:g} TFLOP/s in the "
+            f"{device.name}: {device.utilisation(count):.0%} of {device.peak(dtype) / 1e12:g} TFLOP/s in the "
             f"trainer's {dtype}, {device.bandwidth_utilisation:.0%} of {device.bandwidth / 1e12:g} TB/s (data "
             f"sheet){linked}",
             f"{f'{count / 1e9:.3g} billion' if count >= 1e9 else f'{count / 1e6:.3g} million'} parameters; for each, 2 "

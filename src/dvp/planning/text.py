@@ -91,16 +91,16 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     updating = sum(parts.values())
     if parts:
         named = "; ".join(f"{name} {_size(part)}" for name, part in parts.items() if part)
-        yield f"memory of a GPU in an update: {_size(updating)} of {_size(room)}: {named}"
+        yield f"memory of a GPU in an update: at most {_size(updating)} of {_size(room)}: {named}"
     for engine, sampling in plan["rollout_memory"].items():
         yield (
-            f"in a rollout with engine {engine}: {_size(sampling['bytes'])}; its cache holds "
+            f"in a rollout with engine {engine}: at most {_size(sampling['bytes'])}; its cache holds "
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
         # A preflight that has passed on such a GPU has shown that it fits.
         rehearsed = plan["preflights"].get(engine, {"is_this_device": False})["is_this_device"]
         if not rehearsed and (max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1):
-            yield f"warning: training with engine {engine} does not fit on this GPU"
+            yield f"warning: training with engine {engine} may not fit on this GPU"
 
 
 def _step(step: dict[str, float]) -> str:

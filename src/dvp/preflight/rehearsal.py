@@ -113,7 +113,9 @@ class LongestResponses:
         """Sampled by this engine in its last whole call."""
         self._asleep = False
         self.gpu = {"update": 0, "rollout": 0, "gpu_total": 0}
-        """Bytes of this rank's GPU, the largest seen; 0 on a CPU."""
+        """Bytes of this rank's GPU that a phase needs, the largest seen; 0 on a CPU."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # what was before is none of training
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
         """See Engine.generate."""
@@ -160,9 +162,17 @@ class LongestResponses:
         self._asleep = True
 
     def _see(self, phase: str) -> None:
+        """Note what the phase that ends here needed: what is held now, and what its tensors took on top at their most.
+
+        Blocks that torch only caches are left out: it gives them back before it runs out of memory.
+        """
         if torch.cuda.is_available():
+            # What an engine maps and unmaps is in both, as torch does not hear of it.
+            freed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
             free, total = torch.cuda.mem_get_info()
-            self.gpu |= {phase: max(self.gpu[phase], total - free), "gpu_total": total}
+            self.gpu |= {phase: max(self.gpu[phase], total - free + freed), "gpu_total": total}
 
 
 def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
@@ -214,8 +224,6 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
         save_file({"log_probs": before_NV}, work / BEFORE)
         report.note(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     del compared, alone, noise
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what training would not have taken
     ranks.gather(None)
 
 

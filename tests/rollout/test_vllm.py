@@ -432,13 +432,17 @@ def test_an_engine_that_has_started_asks_the_hub_nothing(fp32):
     ids=["RTX 40", "RTX 50", "B200", "H100"],
 )
 def test_an_8_bit_cache_needs_no_compiler_off_hopper(asked_of_vllm, monkeypatch, card, backend):
-    from vllm.config.attention import AttentionConfig
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     asked = asked_of_vllm(gpu=True, config={"kv_cache_dtype": "fp8"}).get("attention_backend")
     assert asked == backend
-    assert backend is None or AttentionConfig.validate_backend_before(asked) is AttentionBackendEnum.TRITON_ATTN
+    if asked is not None:  # and vLLM takes it there
+        settings = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="fp8", block_size=16)
+        chosen = AttentionBackendEnum[asked].get_class()
+        assert not chosen.validate_configuration(device_capability=DeviceCapability(*card), **settings._asdict())
     assert "attention_backend" not in asked_of_vllm(gpu=True)
 
 

@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dvp.cli import main
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout, unflatten
+from dvp.core.head import MASK_LOGIT
 from dvp.core.importance import PRESETS, ImportanceRule
 from dvp.core.objective import Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
@@ -270,6 +272,7 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     """The ten lines of docs/trl.md, and the mismatch page from the file that TRL's trainer wrote."""
     monkeypatch.chdir(tmp_path)
     given = settings(tmp_path)
+    given["rollout_func"].rho = 0.0  # an engine that leaves V_S
     (example,) = re.findall(r"```python\n(.*?)```", (root / "docs/trl.md").read_text(encoding="utf-8"), re.DOTALL)
     exec(example, {"args": given.pop("args"), "settings": given})
     written = pd.read_json("rollouts.jsonl", lines=True)
@@ -277,6 +280,14 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     assert written["completion_ids"].tolist() == [ids for one in made for ids in one["completion_ids"]]
     q = [log_prob for one in made for log_probs in one["logprobs"] for log_prob in log_probs]
     assert written["sampling_per_token_logps"].sum() == pytest.approx(q, abs=1e-6)
+    count = len(PROMPTS) * GROUP
+    assert written["step"].tolist() == [0] * count + [1] * count
+    assert set(written["mode"]) == {"train"}
+    masks = written["tool_mask"].map(np.asarray)
+    assert written["outside_safe"].tolist() == [(mask == 0).sum() for mask in masks]
+    assert written["outside_safe"].sum() > 0
+    for row in written.itertuples():  # what stands for the log-prob of a token outside V_S is no measurement
+        assert [mask == 0 for mask in row.tool_mask] == [value == MASK_LOGIT for value in row.old_per_token_logps]
     monkeypatch.chdir(root)  # whose catalogue the verb reads
     assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()

@@ -7,6 +7,7 @@ Shape suffixes: B responses of this process, T completion positions, L positions
 """
 
 import json
+import math
 from functools import wraps
 
 import torch
@@ -25,7 +26,7 @@ from dvp.errors import DvpError
 
 VERSION = "1.16."
 SAMPLER = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
-DUMPED = ("completion_ids", "sampling_per_token_logps", "old_per_token_logps")
+DUMPED = ("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "tool_mask")
 LOGITS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
@@ -39,7 +40,8 @@ class MismatchTrainer(trl.GRPOTrainer):
 
         correction : in the place of vllm_importance_sampling_correction: a name in PRESETS, an ImportanceRule, or none.
         advantage : a name in ADVANTAGES, such as otb, of the weighted sum of the rewards; None leaves TRL's.
-        rollouts : a file to which each response's log-probs are appended, a line of JSON, for dvp diagnose-rollouts.
+        rollouts : a file to which each response's log-probs are appended, a line of JSON, for dvp diagnose-rollouts;
+            its `tool_mask` is 1 for tokens in V_S, its `outside_safe` counts the others.
         """
         if not trl.__version__.startswith(VERSION):
             raise DvpError(f"TRL is {trl.__version__}; expected {VERSION}x: others differ within")
@@ -108,18 +110,11 @@ class MismatchTrainer(trl.GRPOTrainer):
         sampled_BT = made.get("sampling_per_token_logps")
         if sampled_BT is None and (self.correction != ImportanceRule() or self.rollouts):
             raise DvpError("correction, rollouts: expected the sampler's log-probs, from use_vllm or a rollout_func")
+        if self.rollouts:
+            self._dump(mode, inputs, made | {"old_per_token_logps": old_BT, "tool_mask": safe_BT.long()}, mask_BT)
         # As in TRL: a ratio of 1 where vLLM has no number.
         sampled_BT = old_BT if sampled_BT is None else old_BT.where(sampled_BT.isnan(), sampled_BT)
         made |= {"sampling_per_token_logps": sampled_BT, "old_per_token_logps": old_BT}
-        if self.rollouts:
-            rows = [
-                {"prompt": given.get("prompt")} | {name: made[name][row][mask_BT[row]].tolist() for name in DUMPED}
-                for row, given in enumerate(inputs)
-            ]
-            rows = gather_object(rows)
-            if self.accelerator.is_main_process:
-                with open(self.rollouts, "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in rows)
         rewards_BR = self._rewards[self.accelerator.process_index * count :][:count]
         graded_B1 = ~rewards_BR.isnan().all(dim=1, keepdim=True)
         rewards_B = (rewards_BR * self.reward_weights.to(rewards_BR)).nansum(dim=1)
@@ -132,3 +127,17 @@ class MismatchTrainer(trl.GRPOTrainer):
         self._metrics[mode]["mismatch/outside_safe"].append((~safe_BT)[mask_BT].float().mean().item())
         # The mask keeps them out of ratios of whole sequences and of entropies, too.
         return made | {"advantages": update.coefficients() * count, "tool_mask": (mask_BT & safe_BT).long()}
+
+    def _dump(self, mode, inputs, made, mask_BT):
+        """Append all processes' responses to the file of rollouts, without what padding and tools added to them."""
+        rows = []
+        for given, mask_T, *values in zip(inputs, mask_BT, *(made[name] for name in DUMPED), strict=True):
+            lists = zip(DUMPED, (value_T[mask_T].tolist() for value_T in values), strict=True)
+            row = {name: [None if math.isnan(value) else value for value in list_] for name, list_ in lists}
+            outside = len(row["tool_mask"]) - sum(row["tool_mask"])
+            about = {"step": self.state.global_step, "mode": mode, "prompt": given.get("prompt")}
+            rows.append(about | row | {"outside_safe": outside})
+        rows = gather_object(rows)
+        if self.accelerator.is_main_process:
+            with open(self.rollouts, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)

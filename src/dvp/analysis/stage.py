@@ -191,15 +191,21 @@ def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[s
     """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
     from dvp.analysis.mismatch_page import Stack
     from dvp.measurement.rollouts import read_rollouts
+    from dvp.training.agreement import KL_LIMITS
 
-    tokens = read_rollouts(file)
+    read = read_rollouts(file)
+    counts = ", ".join(f"{one.tokens['response'].nunique():,} of {len(one.tokens):,} tokens" for one in read)
     about = (more or {}) | {
         "file": str(file),
         "sha256": sha256_file(file),
-        "responses": f"{tokens['response'].nunique():,}",
+        "responses": counts,
+        "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1",
     }
-    about |= {"tokens": f"{len(tokens):,}", "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1"}
-    _write_page(experiment, [Stack(file.stem, tokens)], f"{file.name}: engine against trainer", about, output)
+    limit = max(KL_LIMITS.values())
+    stacks = [
+        Stack(", ".join(filter(None, [file.stem, one.name])), one.tokens, limit, left_out=one.left_out) for one in read
+    ]
+    _write_page(experiment, stacks, f"{file.name}: engine against trainer", about, output)
 
 
 def _write_page(experiment: Experiment, stacks: list[Any], title: str, about: dict[str, str], output: Path) -> None:

@@ -114,7 +114,8 @@ def _scaled(log_q_N: np.ndarray, log_p_N: np.ndarray) -> str:
         square = max((x_N**2).mean(), 1e-300)
         slope = float((x_N * y_N).mean() / square)
         rest_N = y_N - slope * x_N
-        reach = _reach(x_N * rest_N / square, 2)
+        free_N = 1 - (1 + x_N**2 / square) / len(x_N)  # of the line, which a far point draws to itself (HC3)
+        reach = _reach(x_N * rest_N / free_N.clip(min=1e-9) / square, 2)
         return (slope, slope - reach, slope + reach) if slope - reach > 1 + max(SLOPE, rest_N.var() / 4) else None
 
     if found := steeper(log_q_N, log_p_N):

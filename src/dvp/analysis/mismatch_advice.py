@@ -56,14 +56,14 @@ def verdict(numbers: Numbers) -> str:
 
 
 def advice(numbers: Numbers) -> list[str]:
-    """Say what is suspicious, how large the mismatch is, which correction it needs, and whether pruning reaches it."""
+    """Say how large the mismatch is and what is suspicious, or which correction it needs and if pruning reaches it."""
     size = f"Engine {numbers.engine}: KL {numbers.kl:.2g} nats per token"
     if bf16 := numbers.noise.get("bf16"):
         size += f", {digits()(numbers.kl / bf16)} times what the trainer has against itself in bf16 ({bf16:.2g})"
-    first = [*([numbers.left_out] if numbers.left_out else []), *numbers.suspicions]
+    first = [f"{size}.", *([numbers.left_out] if numbers.left_out else []), *numbers.suspicions]
     if numbers.suspicions:
-        return [*first, f"{size}. No correction is advised before that is explained."]
-    return [*first, f"{size}.", *_need(numbers), _reach(numbers)]
+        return [*first, "No correction is advised before that is explained."]
+    return [*first, *_need(numbers), _reach(numbers)]
 
 
 def _need(numbers: Numbers) -> list[str]:

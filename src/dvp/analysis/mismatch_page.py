@@ -166,7 +166,7 @@ def page(
 ) -> str:
     """The page as HTML, which loads nothing from anywhere. `about` is shown as it is: device, model, versions."""
     first = summary(stacks, found, "How far engine and trainer are apart")
-    notes = first.notes[len(found) :]
+    verdicts, notes = first.notes[: len(found)], first.notes[len(found) :]
     tables = [_by_position(stacks), _forecast(stacks, found, rules)]
     tables += [_outside(found)] if all(own.outside for own in found) else []
     tables += [
@@ -175,7 +175,7 @@ def page(
     ]
     return TEMPLATES.get_template("mismatch.html.j2").render(
         title=title,
-        advice=[(verdict(own), advice(own)) for own in found],
+        advice=[(verdict(own), text) for own, text in zip(found, verdicts, strict=True)],
         first=[to_html(first._replace(notes=notes)), to_html(_worst(stacks))],
         picture=_by_probability(stacks),
         tables=map(to_html, tables),

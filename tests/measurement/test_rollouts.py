@@ -1,11 +1,14 @@
 """Responses that other trainers have dumped: their columns, what is left out, and what is refused."""
 
 import json
+import re
 from math import log, nan
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from dvp.cli import main
 from dvp.errors import DvpError
@@ -208,6 +211,31 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, text, says):
 def test_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert len(read_rollouts(tmp_path / "x.jsonl")[0].tokens) == 1
+
+
+def test_the_pages_export_from_verl_is_read(tmp_path, monkeypatch, root):
+    """The lines of docs/your_model.md where verl has its nested tensors, of responses of unequal length."""
+    _, lines = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    nested = {
+        name: torch.nested.as_nested_tensor([torch.tensor(value) for value in values], layout=torch.jagged)
+        for name, values in {
+            "responses": [[7, 8], [9]],
+            "response_mask": [[1, 0], [1]],
+            "rollout_log_probs": [[-1.0, 0.0], [-2.0]],
+            "old_log_probs": [[-1.5, -8.0], [-2.5]],
+        }.items()
+    }
+    data = nested | {"uid": np.array(["a", "b"], dtype=object)}
+    queue = SimpleNamespace(kv_batch_get=lambda keys, partition_id, select_fields: {n: data[n] for n in select_fields})
+    batch, trainer = SimpleNamespace(keys=["a_0_0", "b_0_0"], partition_id="train"), SimpleNamespace(global_steps=3)
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"json": json, "tq": queue, "batch": batch, "self": trainer})
+    [read] = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert read.name == "step 3"
+    assert read.tokens[["log_q", "log_p", "token", "problem"]].to_numpy().tolist() == [
+        [-1.0, -1.5, 7, "a"],
+        [-2.0, -2.5, 9, "b"],
+    ]
 
 
 def test_a_dump_becomes_the_page(tmp_path, monkeypatch, capsys, root):

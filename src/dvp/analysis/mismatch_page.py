@@ -24,6 +24,7 @@ from dvp.analysis.responses import visible
 from dvp.analysis.suspicions import RULES as TESTS
 from dvp.analysis.suspicions import suspicions
 from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 from dvp.measurement.files import ENGINE
 
@@ -116,7 +117,10 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
     tokens = stack.tokens
     response_N = tokens.groupby([*tokens.columns.intersection(["problem"]), "response"], sort=False).ngroup()
     columns = [tokens[name].to_numpy() for name in ("log_q", "log_p")]
-    found = suspicions(*columns, stack.kl_N, response_N.to_numpy(), tokens["position"].to_numpy(), stack.limit)
+    try:
+        found = suspicions(*columns, stack.kl_N, response_N.to_numpy(), tokens["position"].to_numpy(), stack.limit)
+    except DvpError as error:
+        raise DvpError(f"{stack.engine}: {error}") from None
     return Numbers(
         engine=stack.engine,
         kl=stack.kl()[0],

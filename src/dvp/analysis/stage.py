@@ -190,8 +190,8 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
 def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[str, str] | None = None) -> None:
     """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
     from dvp.analysis.mismatch_page import Stack
+    from dvp.analysis.suspicions import LARGEST_KL
     from dvp.measurement.rollouts import read_rollouts
-    from dvp.training.agreement import KL_LIMITS
 
     read = read_rollouts(file)
     counts = ", ".join(f"{one.tokens['response'].nunique():,} of {len(one.tokens):,} tokens" for one in read)
@@ -201,10 +201,8 @@ def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[s
         "responses": counts,
         "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1",
     }
-    limit = max(KL_LIMITS.values())
-    stacks = [
-        Stack(", ".join(filter(None, [file.stem, one.name])), one.tokens, limit, left_out=one.left_out) for one in read
-    ]
+    names = [", ".join(filter(None, [file.stem, one.name])) for one in read]
+    stacks = [Stack(name, one.tokens, LARGEST_KL, left_out=one.left_out) for name, one in zip(names, read, strict=True)]
     _write_page(experiment, stacks, f"{file.name}: engine against trainer", about, output)
 
 

@@ -117,16 +117,19 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     """The rows of each mode's first and last step, by name; a step is rows that follow each other in a mode."""
-    modes: dict[Any, list[int]] = {}
+
+    def step_of(number: int) -> int | float | None:
+        step = rows[number].get("step")
+        return step if isinstance(step, int | float) else None
+
+    modes: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        modes.setdefault(row.get("mode"), []).append(number)
+        modes.setdefault(str(row.get("mode") or ""), []).append(number)
     for mode, numbers in modes.items():
-        steps = [(step, list(own)) for step, own in groupby(numbers, lambda number: rows[number].get("step"))]
-        first = min((step for step, _ in steps if step is not None), default=None)
-        last = steps[-1][0]
-        for step in dict.fromkeys([first, last]):
-            words = [*([str(mode)] if mode is not None else []), *([f"step {step}"] if step is not None else [])]
-            yield ", ".join(words), dict(steps)[step]
+        steps = {step: list(own) for step, own in groupby(numbers, step_of)}  # of equal ones the last stays
+        first = min((step for step in steps if step is not None), default=None)
+        for step in dict.fromkeys([first, step_of(numbers[-1])]):
+            yield ", ".join(filter(None, [mode, "" if step is None else f"step {step:g}"])), steps[step]
 
 
 def _read(file: Path, name: str, rows: list[tuple[int, dict[str, Any]]], columns: Format) -> Rollouts:

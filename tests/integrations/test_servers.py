@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dvp.cli import main
 from dvp.core.safe_vocabulary import Entropy, TopK, safe_mask
@@ -147,7 +150,7 @@ def measure(root, url, model, problems, output):
 def test_the_mismatch_of_a_running_server(vllm_server, tiny_model, problems, root, tmp_path):
     done = measure(root, vllm_server, tiny_model, problems, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "needs no correction" in done.stdout
+    assert "check first" not in done.stdout
     page = (tmp_path / "out" / "mismatch.html").read_text(encoding="utf-8")
     assert vllm_server in page
     assert "2 responses of at most 12 tokens each" in page
@@ -172,8 +175,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def answer(self, asked):
         found = self.server.table[self.path]
         self.server.asked.append(asked)
+        self.server.keys.append(self.headers["Authorization"])
         body = json.dumps(found(asked) if callable(found) else found).encode()
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(body)
 
@@ -188,7 +192,7 @@ def answering():
 
     def start(table):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-        server.table, server.asked = table, []
+        server.table, server.asked, server.keys, server.status = table, [], [], 200
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return server, f"http://127.0.0.1:{server.server_port}"
@@ -217,30 +221,67 @@ def test_sglang_is_asked_as_it_documents(answering):
 
 
 PART = {"logprobs": {"tokens": ["token_id:1"], "token_logprobs": [-1.0]}}
+TEXT = "returns text without token ids and log-probs; needed is vLLM: --return-tokens-as-token-ids"
 
 
 @pytest.mark.parametrize(
-    ("owner", "answer", "needed"),
+    ("owner", "answer", "says"),
     [
-        ("vllm", {"choices": [{"text": "a b", "logprobs": None}]}, "--return-tokens-as-token-ids"),
-        ("vllm", {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]}, "--return-tokens-as"),
-        ("vllm", {"choices": [{**PART, "token_ids": [1, 2]}]}, "--return-tokens-as-token-ids"),
-        ("vllm", {"choices": [PART, PART]}, "--return-tokens-as-token-ids"),
-        ("vllm", {"choices": []}, "--return-tokens-as-token-ids"),
-        ("vllm", [], "--return-tokens-as-token-ids"),
-        ("sglang", {"text": "a b", "meta_info": {}}, "return_logprob"),
-        ("sglang", {"meta_info": {"output_token_logprobs": [[None, 4, None]]}}, "return_logprob"),
+        ("vllm", {"choices": [{"text": "a b", "logprobs": None}]}, TEXT),
+        ("vllm", {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]}, TEXT),
+        ("vllm", {"choices": [{**PART, "token_ids": [1, 2]}]}, TEXT),
+        ("vllm", {"choices": [{**PART, "token_ids": ["1"]}]}, TEXT),
+        ("vllm", [], TEXT),
+        ("vllm", {"choices": [PART, PART]}, "returns 2 responses where n is 1"),
+        ("vllm", {"choices": []}, "returns 0 responses where n is 1"),
+        ("sglang", {"text": "a b", "meta_info": {}}, "needed is SGLang: return_logprob"),
     ],
 )
-def test_text_without_token_ids_is_refused(owner, answer, needed, answering):
+def test_an_answer_that_cannot_be_used_is_refused(owner, answer, says, answering):
     from dvp.errors import DvpError
     from dvp.measurement.server import Server
 
     path = "/generate" if owner == "sglang" else "/v1/completions"
     _, url = answering({"/v1/models": {"data": [{"id": "m", "owned_by": owner}]}, path: answer})
-    with pytest.raises(DvpError, match=re.escape("without token ids and log-probs; needed is")) as raised:
+    with pytest.raises(DvpError, match=re.escape(says)):
         Server(url).generate([1], 1, 4, seed=0)
-    assert needed in str(raised.value)
+
+
+def test_a_null_and_an_empty_response_are_read(answering):
+    """The rows of a file: one token without a log-prob there, and nothing of the response without tokens."""
+    from dvp.measurement.server import Server
+
+    choices = [
+        {"token_ids": [3, 4], "logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, -2.0]}},
+        {"token_ids": [], "logprobs": {"tokens": [], "token_logprobs": []}},
+    ]
+    table = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/completions": {"choices": choices}}
+    [(tokens, log_probs), empty] = Server(answering(table)[1]).generate([1], 2, 4, seed=0)
+    assert (tokens, log_probs[1], empty) == ([3, 4], -2.0, ([], []))
+    assert math.isnan(log_probs[0])
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_key_goes_with_each_request(suffix, answering, monkeypatch):
+    from dvp.measurement.server import Server
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    server, url = answering({"/v1/models": {"data": [{"id": "m"}]}})
+    assert Server(url + suffix).url == url
+    assert server.keys == ["Bearer secret"]
+
+
+def test_a_server_that_wants_a_key_says_where(answering, monkeypatch):
+    from dvp.errors import DvpError
+    from dvp.measurement.server import Server
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server, url = answering({"/v1/models": {"error": "Unauthorized"}})
+    server.status = 401
+    with pytest.raises(
+        DvpError, match=r"HTTP 401: .*Unauthorized.*expected its key in the environment variable VLLM_API"
+    ):
+        Server(url)
 
 
 def test_tokens_named_by_their_ids_are_read(answering):
@@ -260,13 +301,37 @@ def test_what_lists_no_models_is_refused(listed, answering):
         Server(answering({"/v1/models": listed})[1])
 
 
-@pytest.mark.slow
-def test_a_server_of_another_model_is_one_line(answering, tiny_model, problems, root, tmp_path):
-    part = {"token_ids": [400], "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}
+def scored(answering, model, tokens, log_probs):
+    """What a server that gives each problem the same two responses is taken for, by a trainer of a tiny model."""
+    from dvp.measurement.server import Server, rollouts
+
+    part = {"token_ids": tokens, "logprobs": {"tokens": ["a"] * len(tokens), "token_logprobs": log_probs}}
     table = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/completions": {"choices": [part, part]}}
-    done = measure(root, answering(table)[1], tiny_model, problems, tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("samples token 400, --model has 400: is it the same model?")
+    network = AutoModelForCausalLM.from_pretrained(model)
+    fixed = SimpleNamespace(network=lambda: network, prompts=[[5, 7]], ids=["p"], seed=0)
+    return rollouts(Server(answering(table)[1]), fixed, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "log_probs", "says"),
+    [
+        ([400], [-1.0], "samples token 400, --model has 400: is it the same model?"),
+        ([-1], [-1.0], "samples token -1, --model has 400: is it the same model?"),
+        ([5, 6], [math.nan, None], "gives no log-prob of a token, but nan"),
+        ([], [], "returns no token to any problem"),
+    ],
+)
+def test_tokens_that_cannot_be_scored_are_refused_at_once(answering, tiny_model, tokens, log_probs, says):
+    from dvp.errors import DvpError
+
+    with pytest.raises(DvpError, match=re.escape(says)):
+        scored(answering, tiny_model, tokens, log_probs)
+
+
+def test_a_token_without_a_log_prob_is_a_row_without(answering, tiny_model):
+    table = scored(answering, tiny_model, [5, 6], [None, -2.0])
+    assert np.isnan(table["engine_logprobs"][0][0])
+    assert len(table) == 2
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ from dvp.core.objective import Gspo, Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.core.update import make_update
 from dvp.errors import DvpError
+from dvp.measurement.rollouts import read_rollouts
 from dvp.training.backend import Policy
 
 pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")
+from trl import GRPOTrainer
 from trl_settings import GROUP, PROMPTS, RHO, TEMPERATURE, TOKENS, make_settings, reward
 
 pytestmark = pytest.mark.slow
@@ -145,20 +147,24 @@ def test_loss_and_gradient_are_the_projects_own(
 MODES = [("token", "truncate", None), ("token", "mask", 0.5), ("sequence", "truncate", None), ("sequence", "mask", 0.5)]
 
 
-@pytest.mark.parametrize(("level", "action", "lower"), MODES, ids=[f"{level}_{action}" for level, action, _ in MODES])
-def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_path, level, action, lower):
-    """Where nothing is pruned. TRL's code for vLLM, whose log-probs come from a rollout_func."""
-    from trl import GRPOTrainer
+def for_vllm(trainer):
+    """TRL's code for vLLM, whose log-probs come from a rollout_func."""
 
-    class ForVllm(GRPOTrainer):
+    class ForVllm(trainer):
         def __init__(self, **options):
             super().__init__(**options)
             self.use_vllm, self._last_loaded_step = True, -1
             self.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
 
+    return ForVllm
+
+
+@pytest.mark.parametrize(("level", "action", "lower"), MODES, ids=[f"{level}_{action}" for level, action, _ in MODES])
+def test_trls_own_corrections_are_rules_here(mismatch_trainer, settings, tmp_path, level, action, lower):
+    """Where nothing is pruned."""
     config = {"min_p": None, "loss_type": "dapo", "vllm_importance_sampling_mode": f"{level}_{action}"}
     config |= {"vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": lower}
-    theirs = trained(ForVllm, settings(tmp_path, **config))
+    theirs = trained(for_vllm(GRPOTrainer), settings(tmp_path, **config))
     rule = ImportanceRule(level=level, action=action, upper=1.2, lower=lower or 0.0)
     found = trained(mismatch_trainer, settings(tmp_path, **config), correction=rule)
     for (_, loss, gradients, logged), (_, expected, expected_gradients, by_trl) in zip(found, theirs, strict=True):
@@ -416,6 +422,22 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     monkeypatch.chdir(root)  # whose catalogue the verb reads
     assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()
+
+
+def test_the_pages_export_from_trl_is_read(root, settings, tmp_path, monkeypatch):
+    """The lines of docs/your_model.md, in TRL's own trainer."""
+    lines, _ = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(lines, made := {})
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path, min_p=None)
+    trained(for_vllm(made["DumpingTrainer"]), given)
+    first, second = read_rollouts(tmp_path / "rollouts_0.jsonl")
+    assert (first.name, second.name) == ("train, step 0", "train, step 1")
+    for read, sampled in zip((first, second), given["rollout_func"].made, strict=True):
+        assert read.tokens["token"].tolist() == [token for ids in sampled["completion_ids"] for token in ids]
+        log_q = [value for log_probs in sampled["logprobs"] for value in log_probs]
+        assert read.tokens["log_q"].tolist() == pytest.approx(log_q, abs=1e-6)
+        assert read.tokens["problem"].nunique() == len(PROMPTS)
 
 
 def test_the_example_runs_with_the_core_and_trl_alone(root, tiny_model, environment, isolated, tmp_path):

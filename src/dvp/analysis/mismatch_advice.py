@@ -1,6 +1,6 @@
 """What a stack of engine and trainer asks for, in words, and the rules by which that is decided."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dvp.analysis.formats import digits
@@ -8,11 +8,8 @@ from dvp.core.limits import FEW
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Response lengths, tokens, for which it is forecast what corrections keep."""
-EVEN, REACHED, OUT_OF_REACH, GROWS, SCALED = 0.9, 0.5, 0.1, 3.0, 0.5
+EVEN, REACHED, OUT_OF_REACH = 0.9, 0.5, 0.1
 RULES = (
-    "Engine error: the KL is above what this engine's precision explains, the limit of dvp preflight. It grows with "
-    f"position if the second half of the responses has more than {GROWS:g} times the KL of the first; it is a scale if "
-    f"a straight line of log q over log p explains at least {100 * SCALED:g} % of the log-ratios' variance.",
     f"No correction: the effective sample size of sequence weights is at least {100 * EVEN:g} % at {LENGTHS[-1]:,} "
     "tokens.",
     f"Otherwise MIS, up to the longest length at which it keeps at least {100 * FEW:g} % of the responses. Beyond it "
@@ -40,18 +37,16 @@ class Numbers:
     """By correction and length."""
     outside: Mapping[str, tuple[float, float]]
     """Shares of KL and of gradient power outside V_S, by ρ; empty where the whole vocabulary is not known."""
-    later: float
-    """KL in the second half of the responses over that in the first."""
-    slope: float
-    """Of log q over log p, by least squares."""
-    explained: float
-    """Share of the log-ratios' variance that this line explains."""
+    suspicions: Sequence[str] = ()
+    """What is implausible about the log-probs, in sentences; with any, no correction is advised."""
+    left_out: str = ""
+    """Which tokens had no usable log-prob, in a sentence."""
 
 
 def verdict(numbers: Numbers) -> str:
-    """In a word: `engine error`, `none`, or the corrections that serve, with the length up to which they do."""
-    if numbers.limit is not None and numbers.kl > numbers.limit:
-        return "engine error"
+    """In a word: `check first`, `none`, or the corrections that serve, with the length up to which they do."""
+    if numbers.suspicions:
+        return "check first"
     if numbers.ess[LENGTHS[-1]] >= EVEN:
         return "none"
     longest = max((n for n in LENGTHS if numbers.kept["MIS"][n] >= FEW), default=0)
@@ -61,30 +56,18 @@ def verdict(numbers: Numbers) -> str:
 
 
 def advice(numbers: Numbers) -> list[str]:
-    """Sentences: how large the mismatch is, which correction it needs, if any, and whether pruning reaches it."""
+    """Say how large the mismatch is and what is suspicious, or which correction it needs and if pruning reaches it."""
     size = f"Engine {numbers.engine}: KL {numbers.kl:.2g} nats per token"
     if bf16 := numbers.noise.get("bf16"):
         size += f", {digits()(numbers.kl / bf16)} times what the trainer has against itself in bf16 ({bf16:.2g})"
-    return [f"{size}.", *_need(numbers), _reach(numbers)]
+    first = [f"{size}.", *([numbers.left_out] if numbers.left_out else []), *numbers.suspicions]
+    if numbers.suspicions:
+        return [*first, "No correction is advised before that is explained."]
+    return [*first, *_need(numbers), _reach(numbers)]
 
 
 def _need(numbers: Numbers) -> list[str]:
     found = verdict(numbers)
-    if found == "engine error":
-        where = []
-        if numbers.later > GROWS:
-            times = digits()(numbers.later)
-            where.append(
-                f"It grows with position ({times} times as large in the second half of the responses): "
-                "look at rotary scaling, positions, attention and the KV cache."
-            )
-        if numbers.explained >= SCALED:
-            where.append(f"The log-probs are scaled by {numbers.slope:.3g}: look at temperature and logit scale.")
-        return [
-            f"This is an engine error: its precision explains {numbers.limit:.2g} nats at most. It computes another "
-            "model than the trainer, or has other weights; a correction would only hide that.",
-            *(where or ["It neither grows with position nor is it a scale: look at the weights that the engine has."]),
-        ]
     ess, kept = numbers.ess[LENGTHS[-1]], numbers.kept["TRM"][LENGTHS[-1]]
     reason = f"at {LENGTHS[-1]:,} tokens sequence weights have an effective sample of {percent(ess)}"
     if found == "none":

@@ -21,7 +21,10 @@ from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
 from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.responses import visible
+from dvp.analysis.suspicions import RULES as TESTS
+from dvp.analysis.suspicions import suspicions
 from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 from dvp.measurement.files import ENGINE
 
@@ -45,6 +48,8 @@ class Stack:
     tokens: pd.DataFrame
     """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
     limit: float | None = None
+    """See Numbers."""
+    left_out: str = ""
     """See Numbers."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     """`histogram`, `noise` and `safe_sets` of the measurement where the whole vocabulary was compared, else none."""
@@ -109,13 +114,13 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
             rho: (row["kl_outside"] / max(row["kl"], 1e-300), row["squared_score_outside"] / row["squared_score"])
             for rho, row in sets.iterrows()
         }
-    tokens, log_ratio_N = stack.tokens, stack.log_ratio_N
-    ends_N = tokens.groupby([*tokens.columns.intersection(["problem"]), "response"])["position"].transform("max")
-    second_half_N = (tokens["position"] > ends_N / 2).to_numpy()
-    halves = [stack.kl_N[half_N].mean() if half_N.any() else math.nan for half_N in (second_half_N, ~second_half_N)]
-    log_p_N = tokens["log_p"] - tokens["log_p"].mean()
-    slope = float((log_p_N * tokens["log_q"]).sum() / max((log_p_N**2).sum(), 1e-300))
-    explained_N = (1 - slope) * log_p_N
+    tokens = stack.tokens
+    response_N = tokens.groupby([*tokens.columns.intersection(["problem"]), "response"], sort=False).ngroup()
+    columns = [tokens[name].to_numpy() for name in ("log_q", "log_p")]
+    try:
+        found = suspicions(*columns, stack.kl_N, response_N.to_numpy(), tokens["position"].to_numpy(), stack.limit)
+    except DvpError as error:
+        raise DvpError(f"{stack.engine}: {error}") from None
     return Numbers(
         engine=stack.engine,
         kl=stack.kl()[0],
@@ -124,9 +129,8 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
         ess={length: float(np.exp(length * (2 * first - second))) for length in LENGTHS},
         kept=kept,
         outside=outside,
-        later=float(halves[0] / max(halves[1], 1e-300)),
-        slope=slope,
-        explained=float((explained_N**2).mean() / max(log_ratio_N.var(), 1e-300)),
+        suspicions=found,
+        left_out=stack.left_out,
     )
 
 
@@ -153,10 +157,10 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
         rows.append([stack.engine, *numbers, outside, verdict(own)])
         intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
     note = (
-        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. No engine "
-        "can do better than the trainer against itself, in bf16 or in another batch shape. limit: what the engine's "
-        "precision explains. worst token: |log p − log q|. MIS: share of responses that it would keep. outside V_S: "
-        "share of the KL, at the ρ with most of it."
+        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. itself: "
+        "the trainer against itself, in bf16 or in another batch shape. limit: what precision explains. worst token: "
+        "|log p − log q|. MIS: share of responses that it would keep. outside V_S: share of the KL, at the ρ with most "
+        "of it."
     )
     return Formatted(title, headings, rows, [*(" ".join(advice(own)) for own in found), note])
 
@@ -170,7 +174,7 @@ def page(
     tables = [_by_position(stacks), _forecast(stacks, found, rules)]
     tables += [_outside(found)] if all(own.outside for own in found) else []
     tables += [
-        Formatted("Rules of the advice", ["rule"], [[rule] for rule in RULES], ["The same for all models."]),
+        Formatted("Rules of the advice", ["rule"], [[rule] for rule in (*TESTS, *RULES)], ["The same for all models."]),
         Formatted("What was measured", ["", ""], list(about.items()), [""]),
     ]
     return TEMPLATES.get_template("mismatch.html.j2").render(

@@ -190,16 +190,20 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
 def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[str, str] | None = None) -> None:
     """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
     from dvp.analysis.mismatch_page import Stack
+    from dvp.analysis.suspicions import LARGEST_KL
     from dvp.measurement.rollouts import read_rollouts
 
-    tokens = read_rollouts(file)
+    read = read_rollouts(file)
+    counts = ", ".join(f"{one.tokens['response'].nunique():,} of {len(one.tokens):,} tokens" for one in read)
     about = (more or {}) | {
         "file": str(file),
         "sha256": sha256_file(file),
-        "responses": f"{tokens['response'].nunique():,}",
+        "responses": counts,
+        "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1",
     }
-    about |= {"tokens": f"{len(tokens):,}", "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1"}
-    _write_page(experiment, [Stack(file.stem, tokens)], f"{file.name}: engine against trainer", about, output)
+    names = [", ".join(filter(None, [file.stem, one.name])) for one in read]
+    stacks = [Stack(name, one.tokens, LARGEST_KL, left_out=one.left_out) for name, one in zip(names, read, strict=True)]
+    _write_page(experiment, stacks, f"{file.name}: engine against trainer", about, output)
 
 
 def _write_page(experiment: Experiment, stacks: list[Any], title: str, about: dict[str, str], output: Path) -> None:

@@ -1,79 +1,202 @@
 """Responses that another trainer has dumped, with log-probs of engine and trainer, as rows of sampled tokens."""
 
+import json
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dvp.data.sources import first_line
 from dvp.errors import DvpError
 
-COLUMNS = {
-    "log_q": ("engine_logprobs", "rollout_log_probs", "sampling_per_token_logps", "inference_logprobs"),
-    "log_p": ("trainer_logprobs", "old_log_probs", "old_per_token_logps"),
-    "token": ("token_ids", "responses", "completion_ids", "input_ids"),
-    "mask": ("mask", "response_mask", "completion_mask", "loss_mask"),
-    "problem": ("problem", "uid", "prompt"),
-}
-"""What a response's lists, and its problem, are called here and in verl, TRL and prime-rl. Of the first two each file
-has one; without token ids tokens are numbered -1, without a mask all count, without problems intervals are over
-responses."""
-NEEDED = ("log_q", "log_p")
-SLACK = 1e-4  # nats above 0 that rounding takes a log-prob to
+
+@dataclass(frozen=True)
+class Format:
+    """What a trainer calls the lists of a response: each column of `masks` that is there counts, the first of others.
+
+    Without token ids tokens are numbered -1, without a mask all count, without problems intervals are over responses.
+    """
+
+    log_q: str
+    log_p: str
+    token: tuple[str, ...]
+    masks: tuple[str, ...]
+    problem: tuple[str, ...]
 
 
-def read_rollouts(file: Path) -> pd.DataFrame:
-    """The tokens that count (dvp.measurement.files.TOKENS, as far as they are known), a row each, in their order.
+FORMATS = (
+    Format("engine_logprobs", "trainer_logprobs", ("token_ids",), ("mask",), ("problem",)),
+    # verl 0.9.1. Its `loss_mask` and `input_ids` have the prompt, too.
+    Format("rollout_log_probs", "old_log_probs", ("responses",), ("response_mask",), ("uid",)),
+    # TRL 1.16. Its `tool_mask` is 1 in the padding.
+    Format(
+        *("sampling_per_token_logps", "old_per_token_logps"),
+        *(("completion_ids",), ("completion_mask", "tool_mask"), ("prompt", "prompt_ids")),
+    ),
+    # prime-rl's token_exports, and its micro-batches.
+    Format("inference_logprobs", "trainer_logprobs", ("token_ids", "input_ids"), ("loss_mask",), ()),
+)
+LOWEST, SLACK = -40.0, 1e-4
+"""Nats. A token of a lower log-prob is not sampled once in 10¹⁷; rounding takes a log-prob above 0 by so much."""
+MOST_LEFT_OUT = 0.1
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Responses of one step."""
+
+    name: str
+    """Its mode and step; empty if the file does not say."""
+    tokens: pd.DataFrame
+    """A row a token that counts, in order: columns as dvp.measurement.files.TOKENS, `response` is the file's row."""
+    left_out: str
+    """How many tokens had no usable log-prob, and where, in a sentence; empty if all had one."""
+
+
+def read_rollouts(file: Path) -> list[Rollouts]:
+    """Read the first and the last step of each mode, which are all if the file has no `step` and no `mode`.
+
+    Of a step that was run again after a restart, the last time is read.
 
     Args:
-        file: *.jsonl or *.parquet, a response a row.
+        file: *.jsonl or *.parquet, a response a row, columns of one of FORMATS.
 
     Raises:
-        DvpError: a file that cannot be read, a column that is missing or there under two names, lists of unequal
-            length, or what is no log-prob.
+        DvpError: a file that cannot be read, no columns of a format, lists of unequal length, no token that counts, or
+            more than MOST_LEFT_OUT of the tokens without a usable log-prob.
     """
-    read = {".jsonl": lambda: pd.read_json(file, lines=True, dtype=False), ".parquet": lambda: pd.read_parquet(file)}
-    if file.suffix not in read:
-        raise DvpError(f"{file}: expected a file that ends in {' or '.join(read)}")
-    try:
-        table = read[file.suffix]()
-    except (OSError, ValueError) as error:
-        raise DvpError(f"{file}: cannot be read: {first_line(error)}") from None
-    found = {}
-    for name, known in COLUMNS.items():
-        there = [column for column in known if column in table]
-        if len(there) > 1 or (name in NEEDED and not there):
-            expected = "expected one of" if name in NEEDED else "expected at most one of"
-            raise DvpError(f"{file}: {expected} {', '.join(known)}; found {', '.join(there or table.columns)}")
-        if there:
-            found[name] = there[0]
-    if table.empty:
+    rows = list(_rows(file))
+    if not rows:
         raise DvpError(f"{file}: no rows")
-    responses = [
-        _tokens(row, found, f"{file}: row {number + 1}") for number, row in enumerate(table.to_dict("records"))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    formats = [one for one in FORMATS if one.log_q in columns]
+    if len(formats) != 1 or formats[0].log_p not in columns:
+        known = "; ".join(f"{one.log_q} and {one.log_p}" for one in FORMATS)
+        raise DvpError(f"{file}: expected the columns of one trainer: {known}; found {', '.join(map(str, columns))}")
+    return [
+        _read(file, name, [(number, rows[number]) for number in numbers], _found(formats[0], columns))
+        for name, numbers in _parts(rows)
     ]
-    tokens = pd.concat([one.assign(response=number) for number, one in enumerate(responses)], ignore_index=True)
-    if tokens.empty:
-        raise DvpError(f"{file}: no token counts by {found['mask']}")
-    return tokens
 
 
-def _tokens(row: dict, found: dict[str, str], at: str) -> pd.DataFrame:
-    """Of one response."""
-    values = {}
-    for name, column in found.items():
-        if name == "problem":
-            continue
+def _found(own: Format, columns: Container[str]) -> Format:
+    """The columns that are there: the trainer's own, or else those of others."""
+
+    def there(name: str) -> tuple[str, ...]:
+        every = [getattr(one, name) for one in (own, *FORMATS)]
+        return next((found for names in every if (found := tuple(one for one in names if one in columns))), ())
+
+    return Format(own.log_q, own.log_p, there("token")[:1], there("masks"), there("problem")[:1])
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    if file.suffix == ".parquet":
         try:
-            values[name] = np.asarray(row[column], dtype=float)
-        except (TypeError, ValueError):
-            values[name] = np.empty((0, 0))
-        if values[name].ndim != 1 or len(values[name]) != len(values["log_q"]):
-            raise DvpError(f"{at}: {column}: expected a list of numbers, as long as {found['log_q']}")
-    counted = values.pop("mask", np.ones(len(values["log_q"]))) != 0
-    table = pd.DataFrame({"token": np.full(len(counted), -1)} | values)[counted]
-    for name in NEEDED:
-        if not (table[name].between(-np.inf, SLACK, inclusive="right")).all():
-            raise DvpError(f"{at}: {found[name]}: expected log-probs, finite and not above 0")
-    table = table.assign(position=np.arange(len(table)), token=table["token"].astype(int))
-    return table if "problem" not in found else table.assign(problem=str(row[found["problem"]]))
+            yield from pd.read_parquet(file).to_dict("records")
+        except (OSError, ValueError) as error:
+            raise DvpError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+        return
+    if file.suffix != ".jsonl":
+        raise DvpError(f"{file}: expected a file that ends in .jsonl or .parquet")
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise DvpError(f"{file}: row {number}: no JSON, or cut: {error}") from None
+                if not isinstance(row, dict):
+                    raise DvpError(f"{file}: row {number}: expected an object, a response's lists by name")
+                yield row
+    except (OSError, UnicodeDecodeError) as error:
+        raise DvpError(f"{file}: cannot be read: {error}") from None
+
+
+def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
+    """The rows of each mode's first and last step, by name; a step is rows that follow each other in a mode."""
+
+    def step_of(number: int) -> int | float | None:
+        step = rows[number].get("step")
+        return step if isinstance(step, int | float) else None
+
+    modes: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        modes.setdefault(str(row.get("mode") or ""), []).append(number)
+    for mode, numbers in modes.items():
+        steps = {step: list(own) for step, own in groupby(numbers, step_of)}  # of equal ones the last stays
+        first = min((step for step in steps if step is not None), default=None)
+        for step in dict.fromkeys([first, step_of(numbers[-1])]):
+            yield ", ".join(filter(None, [mode, "" if step is None else f"step {step:g}"])), steps[step]
+
+
+def _read(file: Path, name: str, rows: list[tuple[int, dict[str, Any]]], columns: Format) -> Rollouts:
+    parts = [_tokens(row, columns, f"{file}: row {number + 1}").assign(response=number) for number, row in rows]
+    tokens = pd.concat(parts, ignore_index=True)
+    if tokens.empty:
+        by = f" by {' and '.join(columns.masks)}" if columns.masks else ""
+        raise DvpError(f"{file}: no token counts{by}")
+    of_engine = is_log_prob(tokens["log_q"])
+    usable, left_out = of_engine & is_log_prob(tokens["log_p"]), ""
+    if not usable.all():
+        first, count = next(tokens[~usable].itertuples()), int((~usable).sum())
+        column = "log_p" if of_engine[first.Index] else "log_q"
+        left_out = (
+            f"{count:,} of {len(tokens):,} tokens have no usable log-prob (a number from {LOWEST:g} to 0) and are left "
+            f"out, the first in row {first.response + 1}, token {first.position + 1}: {getattr(columns, column)} "
+            f"{getattr(first, column):g}. Constants such as −9999 (vLLM's JSON for −∞), −50 or NaN stand for tokens "
+            "without one."
+        )
+        if count > MOST_LEFT_OUT * len(tokens):
+            raise DvpError(f"{file}: {left_out} At most {100 * MOST_LEFT_OUT:g} % may be left out")
+    return Rollouts(name, tokens[usable].reset_index(drop=True), left_out)
+
+
+def is_log_prob(values: pd.Series) -> pd.Series:
+    """Whether each is the log-prob of a sampled token, nats."""
+    return values.between(LOWEST, SLACK)
+
+
+def _tokens(row: dict[str, Any], columns: Format, at: str) -> pd.DataFrame:
+    """Of one response, the tokens that count."""
+    log_q_N = _numbers(row, columns.log_q, at)
+
+    def beside(column: str) -> np.ndarray:
+        values_N = _numbers(row, column, at)
+        if len(values_N) != len(log_q_N):
+            raise DvpError(
+                f"{at}: {column}: expected a list as long as {columns.log_q}, {len(log_q_N)}, found {len(values_N)}"
+            )
+        return values_N
+
+    counted_N = np.ones(len(log_q_N), dtype=bool)
+    for column in columns.masks:
+        counted_N &= np.nan_to_num(beside(column)) != 0
+    table = {"log_q": log_q_N, "log_p": beside(columns.log_p), "token": np.full(len(log_q_N), -1.0)}
+    for column in columns.token:
+        table["token"] = beside(column)
+    tokens = pd.DataFrame(table)[counted_N].assign(position=range(counted_N.sum()))
+    wrong = ~((tokens["token"] >= -1) & (tokens["token"] % 1 == 0))
+    if wrong.any():
+        raise DvpError(
+            f"{at}: {columns.token[0]}: token {wrong.argmax() + 1}: expected an id, "
+            f"found {tokens['token'][wrong].iloc[0]:g}"
+        )
+    tokens = tokens.astype({"token": int})
+    return tokens.assign(problem=str(row.get(columns.problem[0]))) if columns.problem else tokens
+
+
+def _numbers(row: dict[str, Any], column: str, at: str) -> np.ndarray:
+    """A row's list; NaN for null."""
+    values = row.get(column)
+    try:
+        if not isinstance(values, list | np.ndarray) or any(isinstance(value, str) for value in values):
+            raise TypeError
+        values_N = np.asarray(values, dtype=float)
+        if values_N.ndim != 1:
+            raise TypeError
+    except (TypeError, ValueError):
+        raise DvpError(f"{at}: {column}: expected a list of numbers") from None
+    return values_N

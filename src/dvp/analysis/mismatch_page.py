@@ -153,9 +153,9 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
         rows.append([stack.engine, *numbers, outside, verdict(own)])
         intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
     note = (
-        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. No engine "
-        "can do better than the trainer against itself, in bf16 or in another batch shape. limit: what the engine's "
-        "precision explains. worst token: |log p − log q|. MIS: share of responses that it would keep. outside V_S: "
+        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
+        "itself: the trainer's own noise, in bf16 and in another batch shape; a finer engine than bf16, such as fp16, "
+        "can lie far below the first. limit: what the engine's precision explains. worst token: |log p − log q|. MIS: share of responses that it would keep. outside V_S: "
         "share of the KL, at the ρ with most of it."
     )
     return Formatted(title, headings, rows, [*(" ".join(advice(own)) for own in found), note])

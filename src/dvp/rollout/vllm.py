@@ -314,23 +314,18 @@ class VllmEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
 
-        Raises DvpError if vLLM does not take a weight; or if the engine slept without its weights and `weights` leave
-        one of them out, or hold a NaN.
+        Raises DvpError if vLLM does not take a weight, or if a layer of its model did not get all of its values: nothing
+        of the old weights is left, whatever the precision and however little they have changed.
         """
         from dvp.rollout import private
 
         asleep, self._asleep = self._asleep, None
-        discarded = asleep == 2
         if asleep is not None:
             self.llm.wake_up(tags=["weights"])
-        if discarded:
-            # vLLM has restored buffers (rotary tables, scales of a quantised cache), and only warns of a parameter that
-            # gets no value.
-            self.llm.collective_rpc(private.fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
         prepared = _prepared(weights, self._config.weight_rounding, self._layout)
         try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": prepared})
+            found = self.llm.collective_rpc(private.load_weights, args=(prepared,))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise DvpError(
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
@@ -339,11 +334,9 @@ class VllmEngine:
             # Only now: the trainer's gathered weights had the cache's room until here.
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        for name in self.llm.collective_rpc(private.first_nan) if discarded else []:
-            if name is not None:
-                raise DvpError(
-                    f"the engine's weight {name} is NaN after loading: it was left out, or is NaN in training"
-                )
+        for lacking in found:
+            if lacking is not None:
+                raise DvpError(f"not all weights reached the engine: its layer {lacking} were left out")
 
     def _wake(self) -> None:
         if self._asleep == 2:

@@ -26,7 +26,7 @@ from dvp.errors import DvpError
 from dvp.experiment.training import EngineConfig
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.layout import Layout, read_layout, weight_files
-from dvp.rollout.rounding import round_weight
+from dvp.rollout.rounding import round_matrix
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
@@ -314,8 +314,8 @@ class VllmEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
 
-        Raises DvpError if vLLM does not take a weight, or if a layer of its model did not get all of its values: nothing
-        of the old weights is left, whatever the precision and however little they have changed.
+        Raises DvpError if vLLM does not take a weight, or if a layer of its model did not get all of its values. So
+        nothing of the old weights is left, whatever the precision and however little they have changed.
         """
         from dvp.rollout import private
 
@@ -404,7 +404,7 @@ def _prepared(
         if form == "none" or by_column is None:
             yield name, value
         else:
-            yield name, round_weight(value.T, form).T if by_column else round_weight(value, form)
+            yield name, round_matrix(value, form, by_column)
         # vLLM packs the head of a tied model on its own and would silently keep the old one.
         for other in layout.shared.get(known, ()):
             yield other, value

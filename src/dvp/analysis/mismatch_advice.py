@@ -10,7 +10,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Response lengths, tokens, for which it is forecast what corrections keep."""
 EVEN, REACHED, OUT_OF_REACH, GROWS, SCALED = 0.9, 0.5, 0.1, 3.0, 0.5
 RULES = (
-    "Engine error: the KL is above what this engine's precision explains, the limit of dvp preflight. It grows with "
+    "Engine error: with the engine's own weights the trainer still differs from it by more than the engine's other "
+    "rounding explains, the limit of dvp preflight. It grows with "
     f"position if the second half of the responses has more than {GROWS:g} times the KL of the first; it is a scale if "
     f"a straight line of log q over log p explains at least {100 * SCALED:g} % of the log-ratios' variance.",
     f"No correction: the effective sample size of sequence weights is at least {100 * EVEN:g} % at {LENGTHS[-1]:,} "
@@ -30,8 +31,10 @@ class Numbers:
 
     engine: str
     kl: float
+    error: float | None
+    """KL of the engine from the trainer's forward pass with the engine's own weights; None if that is not known."""
     limit: float | None
-    """The largest KL that the engine's precision explains; None if that is not known."""
+    """The largest error that the engine's other rounding explains."""
     noise: Mapping[str, float]
     """KL of the trainer against itself, by control; empty if it was not measured."""
     ess: Mapping[int, float]
@@ -50,7 +53,7 @@ class Numbers:
 
 def verdict(numbers: Numbers) -> str:
     """In a word: `engine error`, `none`, or the corrections that serve, with the length up to which they do."""
-    if numbers.limit is not None and numbers.kl > numbers.limit:
+    if numbers.error is not None and numbers.error > numbers.limit:
         return "engine error"
     if numbers.ess[LENGTHS[-1]] >= EVEN:
         return "none"
@@ -81,8 +84,9 @@ def _need(numbers: Numbers) -> list[str]:
         if numbers.explained >= SCALED:
             where.append(f"The log-probs are scaled by {numbers.slope:.3g}: look at temperature and logit scale.")
         return [
-            f"This is an engine error: its precision explains {numbers.limit:.2g} nats at most. It computes another "
-            "model than the trainer, or has other weights; a correction would only hide that.",
+            f"This is an engine error: with its own weights the trainer is off it by {numbers.error:.2g} "
+            f"nats per token, and its other rounding explains {numbers.limit:.2g}. It computes another model than the "
+            "trainer; a correction would only hide that.",
             *(where or ["It neither grows with position nor is it a scale: look at the weights that the engine has."]),
         ]
     ess, kept = numbers.ess[LENGTHS[-1]], numbers.kept["TRM"][LENGTHS[-1]]

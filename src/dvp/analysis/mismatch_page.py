@@ -13,19 +13,18 @@ from io import BytesIO
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 
+from dvp.analysis.forecast import SIMULATED, forecast
 from dvp.analysis.formats import EMPTY, Formatted, to_html
 from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
 from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.responses import visible
-from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.core.importance import ImportanceRule
 from dvp.evaluation import bootstrap
 from dvp.measurement.files import ENGINE
 
-SIMULATED = 400  # responses of the longest length
 RESAMPLES = 1000
 WORST = 5  # tokens that are listed
 DRAWN = 3000  # tokens in a figure
@@ -44,6 +43,8 @@ class Stack:
     engine: str
     tokens: pd.DataFrame
     """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
+    error: float | None = None
+    """See Numbers."""
     limit: float | None = None
     """See Numbers."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -89,15 +90,6 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
     rules : a correction by the name in METHODS.
     """
     values_N, probability_N = stack.law()
-    drawn_BT = np.random.default_rng(0).choice(values_N, (SIMULATED, LENGTHS[-1]), p=probability_N)
-    log_ratio_BT = torch.from_numpy(drawn_BT)
-    kept: dict[str, dict[int, float]] = {name: {} for name in rules}
-    for length in LENGTHS:
-        part_BT = log_ratio_BT[:, :length]
-        for name, rule in rules.items():
-            weights = importance_weights(part_BT, torch.ones_like(part_BT, dtype=torch.bool), rule)
-            untouched = part_BT <= math.log(rule.upper) if rule.action == "truncate" and rule.by_token else None
-            kept[name][length] = (weights.kept_B if untouched is None else untouched).double().mean().item()
     # Of independent tokens, exactly: (E w)² / E w² of the products.
     first, second = (np.log(probability_N @ np.exp(power * values_N)) for power in (1, 2))
     noise, outside = {}, {}
@@ -119,10 +111,11 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
     return Numbers(
         engine=stack.engine,
         kl=stack.kl()[0],
+        error=stack.error,
         limit=stack.limit,
         noise=noise,
         ess={length: float(np.exp(length * (2 * first - second))) for length in LENGTHS},
-        kept=kept,
+        kept=forecast(values_N, probability_N, rules, LENGTHS),
         outside=outside,
         later=float(halves[0] / max(halves[1], 1e-300)),
         slope=slope,
@@ -142,12 +135,16 @@ def dispersion(stack: Stack) -> float:
 
 def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
     """What the terminal has, too: a row an engine, and its advice."""
-    headings = ["engine", "KL per token", *CONTROLS.values(), "limit"]
+    headings = ["engine", "KL per token", *CONTROLS.values(), "beyond its weights", "limit"]
     headings += ["worst token", f"MIS at {LENGTHS[-1]:,}", "outside V_S", "needs"]
     rows, intervals = [], []
     for stack, own in zip(stacks, found, strict=True):
         floor = [f"{own.noise[control]:.2g}" if own.noise else EMPTY for control in CONTROLS]
-        numbers = [f"{own.kl:.2g}", *floor, EMPTY if own.limit is None else f"{own.limit:.2g}"]
+        numbers = [
+            f"{own.kl:.2g}",
+            *floor,
+            *(EMPTY if value is None else f"{value:.2g}" for value in (own.error, own.limit)),
+        ]
         numbers += [f"{np.abs(stack.log_ratio_N).max():.2g}", percent(own.kept["MIS"][LENGTHS[-1]])]
         outside = percent(max(own.outside.values())[0]) if own.outside else EMPTY
         rows.append([stack.engine, *numbers, outside, verdict(own)])
@@ -155,8 +152,9 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
     note = (
         f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
         "itself: the trainer's own noise, in bf16 and in another batch shape; a finer engine than bf16, such as fp16, "
-        "can lie far below the first. limit: what the engine's precision explains. worst token: |log p − log q|. MIS: share of responses that it would keep. outside V_S: "
-        "share of the KL, at the ρ with most of it."
+        "can lie far below the first. beyond its weights: KL from the trainer's forward pass with the engine's own "
+        "rounded weights; limit: ten times what its other rounding makes of that pass. worst token: |log p − log q|. "
+        "MIS: share of responses that it would keep. outside V_S: share of the KL, at the ρ with most of it."
     )
     return Formatted(title, headings, rows, [*(" ".join(advice(own)) for own in found), note])
 

@@ -181,7 +181,9 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
         tokens, tokenizer = tables.pop(TOKENS), AutoTokenizer.from_pretrained(record["folder"])
         text = {token: tokenizer.decode([token]) for token in tokens["token"].unique()}
         stacks.append(
-            mismatch_page.Stack(engine, tokens.assign(text=tokens["token"].map(text)), record["limit"], tables)
+            mismatch_page.Stack(
+                engine, tokens.assign(text=tokens["token"].map(text)), record["error"], record["limit"], tables
+            )
         )
         about |= record["about"]
     _write_page(experiment, stacks, f"{about['model']}: engine against trainer", about, output)

@@ -9,7 +9,6 @@ A preflight asks at many positions. Every run asks at a few: when it starts, and
 arrived. That each weight arrives is seen whenever weights are loaded (VllmEngine.load_weights).
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +26,9 @@ from dvp.training.engine_rounding import engine_rounding
 
 TOO_COARSE = 0.5
 """Nats a token. What engines that people run have lies below 0.05, also where the model is small."""
-TIMES, FLOOR = 10.0, 1e-7
-"""Limits of what an engine may be off the forward pass with its weights: so many times what its other rounding makes
-there, and nats a token in any case. Two orders of summation in fp32 differ by up to 6e-4 nats at a token of a model of
-8 billion parameters, a KL of 1e-7; products in TF32, by 1e-3 nats at each, have 5e-7."""
+TIMES, FLOOR = 10.0, 1e-9
+"""Limits of what an engine may be off the forward pass with its weights: so many times what its other rounding and
+another order of summation make of it, and nats a token in any case."""
 DRAWN = 1000
 """Tokens that are drawn from the engine's distribution at each position, so that rare ones are among them."""
 PROMPTS, TOKENS = 8, 4
@@ -72,7 +70,7 @@ class Compared:
     error: float
     """KL of the engine from the trainer's forward pass in fp32 with the engine's own weights."""
     rounding: float
-    """KL of that pass with the engine's other rounding from the same one."""
+    """KL of that pass with the engine's other rounding, and in another batch shape, from the same one."""
     positions: int
     config: EngineConfig
     architecture: str
@@ -121,17 +119,20 @@ def compare(
     seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
     completions = [group[0] for group in engine.generate(prompts, sampling, seeds)]
     engine.sleep(keep_weights=True)  # the trainer needs the room
-    batch = Batch.collate(prompts, [completion.token_ids for completion in completions], pad=0)
+    responses = [completion.token_ids for completion in completions]
+    together = [Batch.collate(prompts, responses, pad=0)]
+    alone = [Batch.collate([prompt], [response], pad=0) for prompt, response in zip(prompts, responses, strict=True)]
     engine_NV = normalised(torch.cat([completion.vocabulary_log_probs_TV for completion in completions]))
 
-    def trainers(activations: bool | None) -> torch.Tensor:
-        """Its log-probs: as in training (None), or with the engine's weights."""
-        own = activations is None
-        with nullcontext() if own else engine_rounding(model, config, activations=activations):
-            return normalised(own_logits(model, batch, bf16=bf16 and own)).cpu()
+    def own(batches: list[Batch], *, bf16: bool = False) -> torch.Tensor:
+        return normalised(torch.cat([own_logits(model, batch, bf16=bf16) for batch in batches])).cpu()
 
-    trainer_NV, reference_NV = trainers(None), trainers(False)
-    pairs = (engine_NV, trainer_NV), (engine_NV, reference_NV), (trainers(True), reference_NV)
+    trainer_NV = own(together, bf16=bf16)
+    with engine_rounding(model, config, activations=False):
+        reference_NV = own(together)
+    with engine_rounding(model, config, activations=True):
+        rounded_NV = own(alone)
+    pairs = (engine_NV, trainer_NV), (engine_NV, reference_NV), (rounded_NV, reference_NV)
     drawn_NK = torch.multinomial(
         engine_NV.exp(), DRAWN, replacement=True, generator=torch.Generator().manual_seed(seed)
     )

@@ -112,23 +112,24 @@ def test_what_the_tokens_of_a_response_share_is_seen():
 
 def test_an_error_that_grows_and_one_that_is_a_scale_are_told_apart(rules):
     noise = np.random.default_rng(2).standard_normal((RESPONSES, TOKENS))
-    grown = numbers(Stack("fp32", sampled(noise * np.linspace(0, 0.3, TOKENS)), limit=1e-5), rules)
+    grown = numbers(Stack("fp32", sampled(noise * np.linspace(0, 0.3, TOKENS)), error=1e-3, limit=1e-5), rules)
     assert grown.later > 5
     assert "grows with position" in " ".join(advice(grown))
     tokens = gaussian()
     tokens["log_q"] = 1.2 * tokens["log_p"]
-    scaled = numbers(Stack("fp32", tokens, limit=1e-5), rules)
+    scaled = numbers(Stack("fp32", tokens, error=1e-3, limit=1e-5), rules)
     assert (scaled.slope, scaled.explained) == (pytest.approx(1.2), pytest.approx(1.0))
     assert "scaled by 1.2: look at temperature" in " ".join(advice(scaled))
-    assert "look at the weights" in " ".join(advice(numbers(Stack("fp32", gaussian(), limit=1e-5), rules)))
+    assert "look at the weights" in " ".join(advice(numbers(Stack("fp32", gaussian(), error=1e-3, limit=1e-5), rules)))
 
 
-def made(kl=1e-3, limit=0.01, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0)):
+def made(kl=1e-3, error=1e-3, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0)):
     """MIS keeps enough up to a length."""
     return Numbers(
         engine="bf16",
         kl=kl,
-        limit=limit,
+        error=error,
+        limit=0.01,
         noise={"bf16": 1e-4},
         ess=dict.fromkeys(LENGTHS, ess),
         kept={"MIS": {n: 0.8 if n <= mis else 0.3 for n in LENGTHS}, "TRM": dict.fromkeys(LENGTHS, trm)},
@@ -142,8 +143,8 @@ def made(kl=1e-3, limit=0.01, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0)):
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        (made(kl=0.02), "engine error"),
-        (made(kl=0.02, limit=None, mis=8192), "MIS"),
+        (made(error=0.02), "engine error"),
+        (made(kl=0.02, error=None, mis=8192), "MIS"),
         (made(ess=0.95), "none"),
         (made(mis=8192), "MIS"),
         (made(mis=1024), "MIS to 1,024, then TIS"),

@@ -66,6 +66,22 @@ def test_what_mis_would_keep_at_the_runs_length_is_said(tokens, few):
     assert f"MIS would keep {percent(verdict.figures['mis'])} of responses of {tokens:,} tokens" in verdict.says
 
 
+def test_an_engine_that_is_too_coarse_is_called_so():
+    """And no fault of the architecture, which it computes as it is."""
+    coarse = EngineConfig(dtype="bfloat16", weight_rounding="int4", kv_cache_dtype="fp8")
+
+    def verdict(apart):
+        return check_mismatch(Compared(apart, 1e-3, 1e-3, 256, coarse, "LlamaForCausalLM", torch.zeros(1)), 100)
+
+    assert verdict(0.4).passed
+    refused = verdict(1.1)
+    assert not refused.passed
+    assert refused.says == (
+        "the engine (int4 + fp8-KV, one scale a row) is too coarse for this model: KL 1.1 nats per token from the "
+        "trainer, 0.5 at most; take 8-bit weights, bfloat16 or float16"
+    )
+
+
 RHO_2 = {"engine": ["coarse"], "rho": ["1e-2"]}
 RHO_3 = {"engine": ["coarse"], "rho": ["1e-3"]}
 

@@ -91,7 +91,7 @@ class Compared:
                 "architecture (docs/your_model.md)"
             )
         if not self.kl <= TOO_COARSE + kl_of_noise(self.config):
-            scales = " with one scale a row" if self.config.weight_rounding in ("int4", "int3") else ""
+            scales = ", one scale a row" if self.config.weight_rounding in ("int4", "int3") else ""
             return (
                 f"the engine ({self.config.in_words}{scales}) is too coarse for this model: KL {self.kl:.2g} nats per "
                 f"token from the trainer, {TOO_COARSE:g} at most; take 8-bit weights, bfloat16 or float16"

@@ -87,11 +87,12 @@ class Experiment(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _trainer_of_pretrained(cls, value: Any) -> Any:
-        """Fill in `training.deepspeed` for a base that is not trained here."""
+    def _trainer_of_base(cls, value: Any) -> Any:
+        """Fill in `training.deepspeed`."""
         base, training = (value.get(key) if isinstance(value, dict) else None for key in ("base", "training"))
-        if isinstance(training, dict) and isinstance(base, dict) and base.get("kind") != "trained":
-            return value | {"training": {"deepspeed": "zero1_bf16"} | training}
+        if isinstance(training, dict) and isinstance(base, dict) and training.get("deepspeed") is None:
+            file = "zero1" if base.get("kind") == "trained" else "zero1_bf16"
+            return value | {"training": training | {"deepspeed": file}}
         return value
 
     @model_validator(mode="after")

@@ -128,9 +128,10 @@ class TrainingConfig(Strict):
     """Machines."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
-    deepspeed: Name = "zero1"
-    """A file of config/deepspeed, without .json; where none is named and the base is not trained here, zero1_bf16: its
-    weights are most likely stored in 16 bits, and a 16-bit engine does not see what an fp32 trainer makes of them."""
+    deepspeed: Name | None = None
+    """A file of config/deepspeed, without .json. If none is named: zero1, or zero1_bf16 where the base is not trained
+    here. Such weights are most likely stored in 16 bits, and a 16-bit engine hardly sees what an fp32 trainer makes of
+    them."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """Of the trainer's logits. auto: as it multiplies, bf16 under `torch_autocast`. float32: the sums of the head's
     products are not rounded, though their factors still are bf16."""

@@ -130,7 +130,7 @@ class TrainingConfig(Strict):
     """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
     deepspeed: Name | None = None
     """A file of config/deepspeed, without .json. If none is named: zero1, or zero1_bf16 where the base is not trained
-    here. Such weights are most likely stored in 16 bits, and a 16-bit engine hardly sees what an fp32 trainer makes of
+    here: its weights are most likely stored in 16 bits, and a 16-bit engine sees little of what fp32 makes of
     them."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """Of the trainer's logits. auto: as it multiplies, bf16 under `torch_autocast`. float32: the sums of the head's

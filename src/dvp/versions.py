@@ -4,7 +4,7 @@ STAGE_VERSIONS = {
     "resolve": 2,
     "prepare": 5,
     "base": 1,
-    "preflight": 3,
+    "preflight": 4,
     "train": 9,
     "convert": 2,
     "evaluate": 5,

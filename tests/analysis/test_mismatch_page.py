@@ -111,14 +111,14 @@ def test_what_the_tokens_of_a_response_share_is_seen():
 
 
 def test_an_engine_above_its_limit_is_checked_first(rules):
-    """By the KL over the vocabulary where that is known, and with no advice after it."""
-    for limit, needs in ((1e-5, "check first"), (None, "MIS")):
-        found = numbers(Stack("fp32", gaussian(), limit), rules)
+    """By what it is off the trainer's pass with its weights where that is known, and with no advice after it."""
+    for known, needs in (({"error": 1e-4, "limit": 1e-5}, "check first"), ({}, "MIS")):
+        found = numbers(Stack("fp32", gaussian(), **known), rules)
         text = " ".join(advice(found))
         assert verdict(found).startswith(needs)
-        assert ("This is an engine error: KL 0.0001 nats" in text) == (limit is not None)
-        assert ("correction (" in text) == (limit is None)
-        assert ("No correction is advised before that is explained." in text) == (limit is not None)
+        assert ("This is an engine error: with its own weights the trainer is off it by 0.0001" in text) == bool(known)
+        assert ("correction (" in text) == (not known)
+        assert ("No correction is advised before that is explained." in text) == bool(known)
 
 
 def made(kl=1e-3, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0), suspicions=()):
@@ -126,6 +126,7 @@ def made(kl=1e-3, ess=0.1, mis=0, trm=1.0, outside=(0.0, 0.0), suspicions=()):
     return Numbers(
         engine="bf16",
         kl=kl,
+        error=1e-3,
         limit=0.01,
         noise={"bf16": 1e-4},
         ess=dict.fromkeys(LENGTHS, ess),

@@ -41,10 +41,10 @@ class Measured:
         self.log_q_N, self.log_p_N = (np.log(of_NV[rows, token_N]) for of_NV in (q_NV, softmax(z_NV / trainer)))
         self.response_N, self.position_N = rows // LENGTH, rows % LENGTH
 
-    def found(self, kept_N=slice(None), limit=0.5):
+    def found(self, kept_N=slice(None), error=None, limit=None):
         log_ratio_N = self.log_p_N - self.log_q_N
         columns = (self.log_q_N, self.log_p_N, np.expm1(log_ratio_N) - log_ratio_N, self.response_N, self.position_N)
-        return suspicions(*(values_N[kept_N] for values_N in columns), limit)
+        return suspicions(*(values_N[kept_N] for values_N in columns), error, limit)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 30, 2000])
@@ -113,6 +113,14 @@ def test_an_error_that_grows_with_position_is_named():
     measured = Measured()
     measured.log_p_N = measured.log_p_N - measured.position_N / 10
     assert "It grows with position (" in measured.found()[-1]
+
+
+def test_rounding_alone_is_too_coarse_and_no_engine_error():
+    """The trainer with the engine's own weights computes what the engine does, and yet they are far apart."""
+    found = Measured(noise=3.0, tokens=20000).found(error=1e-4, limit=1e-3)
+    assert "too coarse for this model: KL" in " ".join(found)
+    assert "engine error" not in " ".join(found)
+    assert "with its own weights the trainer is off it by 0.01" in Measured().found(error=0.01, limit=1e-3)[-1]
 
 
 def test_columns_that_are_the_same_are_refused():

@@ -224,6 +224,45 @@ def test_a_fault_of_the_file_names_the_file(edit, config, changes, says):
         edit(changes)
 
 
+# --- the trainer's precision follows from the base ---
+
+
+@pytest.fixture
+def stored(config, tmp_path):
+    """An experiment that extends `tiny` with a local base of a dtype."""
+
+    def made(dtype: str | None, **training: str) -> Experiment:
+        base = tmp_path / "base"
+        base.mkdir(exist_ok=True)
+        (base / "config.json").write_text(json.dumps({} if dtype is None else {"dtype": dtype}))
+        value = {"name": "mine", "extends": "tiny", "base": {"kind": "local", "path": str(base)}}
+        value |= {"grid": [{"method": "rloo", "engine": ["bf16", "fp32"]}]} | (
+            {"training": training} if training else {}
+        )
+        (config / "experiments/mine.yaml").write_text(yaml.safe_dump(value))
+        return load_experiment("mine", config)
+
+    return made
+
+
+def test_a_pretrained_base_has_a_bf16_trainer_unless_a_file_is_named(stored, capsys):
+    assert SMOKE.training.deepspeed == "zero2"
+    assert load_experiment("tiny", CONFIG).training.deepspeed == "zero1"
+    assert stored("bfloat16").trainer_dtype == "bfloat16"
+    assert stored("float32", deepspeed="zero1").trainer_dtype == "float32"
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_fp32_trainer_of_16_bit_weights_beside_such_an_engine_is_warned_of(stored, capsys, dtype):
+    stored(dtype, deepspeed="zero1")
+    line = capsys.readouterr().err
+    assert f"mine.yaml: warning: the base is stored in {dtype}, the trainer computes in fp32" in line
+    assert "the engine (bf16) gets only what survives rounding to 16 bits" in line
+    assert "take `training: {deepspeed: zero1_bf16}` or an fp32 engine" in line
+    assert line.count("\n") == 1
+
+
 def test_a_fault_of_the_catalogue_names_the_catalogue(edit, config):
     path = config / "catalogue" / "engines.yaml"
     path.write_text(path.read_text(encoding="utf-8") + "odd: {dtype: float8}\n", encoding="utf-8")

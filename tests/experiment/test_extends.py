@@ -71,7 +71,7 @@ report: {{task: aime25, declarations: null}}"""
 
 def test_a_mapping_of_another_kind_replaces_the_inherited_one(mine, tmp_path):
     for name in ("config.json", "a.jsonl"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("{}")
     experiment = mine(
         f"""extends: smoke
 base: {{kind: local, path: {tmp_path}}}

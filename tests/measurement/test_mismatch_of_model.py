@@ -50,7 +50,7 @@ def test_a_page_for_a_model_of_any_layout(family, problems, tmp_path):
         assert ("needs no correction" in text) == (engine == "fp32")
         record = json.loads((tmp_path / "out" / engine / "mismatch.json").read_text())
         assert (record["problems"], record["responses"]) == (3, 6)
-        assert record["kl"]["engine"] < record["limit"]
+        assert record["error"] < record["limit"]
         tokens = pd.read_parquet(tmp_path / "out" / engine / "tokens.parquet")
         assert len(tokens) == record["positions"]
         sets = pd.read_parquet(tmp_path / "out" / engine / "safe_sets.parquet")

@@ -13,7 +13,7 @@ from dvp.files import read_json
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NAME = "qwen3_0.6b"
 RLOO, DVP_MIS = (
-    f"method~{part}/seed~0" for part in ("rloo/engine~coarse_gpu/rho~none", "dvp_mis/engine~coarse_gpu/rho~exp-13")
+    f"method~{part}/seed~0" for part in ("rloo/engine~bf16_fp8kv/rho~none", "dvp_mis/engine~bf16_fp8kv/rho~exp-13")
 )
 # transformers' names, as dvp.training.base has them.
 SIZES = {
@@ -64,8 +64,8 @@ def copy(tmp_path_factory, root, tiny_model) -> Copy:
     value["training"] |= {"tokens_per_micro_batch": 1024, "checkpoint_every": 1}
     value["evaluation"] |= {"max_response_tokens": 48, "bootstrap_resamples": 200}
     value["grid"] = [
-        {"method": "rloo", "engine": "coarse_gpu"},
-        {"method": "dvp_mis", "engine": "coarse_gpu", "rho": "exp(-13)"},
+        {"method": "rloo", "engine": "bf16_fp8kv"},
+        {"method": "dvp_mis", "engine": "bf16_fp8kv", "rho": "exp(-13)"},
     ]
     path.write_text(yaml.safe_dump(value, sort_keys=False))
     done = copy.snakemake()
@@ -75,7 +75,7 @@ def copy(tmp_path_factory, root, tiny_model) -> Copy:
 
 def test_the_whole_dag_of_one_gpu(copy):
     results = copy.results / NAME
-    assert read_json(results / "preflight/engine~coarse_gpu/preflight.json")["passed"]
+    assert read_json(results / "preflight/engine~bf16_fp8kv/preflight.json")["passed"]
     rows = [json.loads(line) for line in (results / "runs" / DVP_MIS / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["k3"] > 0 for row in rows)

@@ -1,53 +1,85 @@
 """What engine noise may add to a rehearsal's mismatch, and which run is rehearsed."""
 
+import math
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 import torch
 
+from dvp.analysis.mismatch_advice import percent
 from dvp.core.safe_vocabulary import FixedRho
+from dvp.core.vocabulary_mismatch import kl
 from dvp.experiment.grid import GridEntry
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
 from dvp.preflight.checks import check_mismatch
 from dvp.preflight.rehearsal import rehearsed_run, rules
-from dvp.training.agreement import KL_LIMITS, Compared, kl_of_noise
+from dvp.training.agreement import Compared
 
 ROOT = Path(__file__).parents[2]
 NOISES = [Noise(sigma=0.1), Noise(sigma=1.0), Noise(sigma=2.5), Noise(sigma=2.5, below=0.01)]
 
 
-def positions(noise: Noise | None, extra: float = 0.0) -> Compared:
-    """500 positions of a vocabulary of 300, some flat and some sharp; `extra` on the engine's likeliest token."""
+def beside(noise: Noise, extra: float = 0.0, said: Noise | None = None) -> Compared:
+    """An engine with noise at 500 positions of 300 tokens, some flat and some sharp; `extra` on its likeliest token.
+
+    said: the noise that its settings have, where that is another.
+    """
     generator = torch.Generator().manual_seed(0)
-    spread = torch.linspace(0.1, 6, 500)[:, None]
-    logits_NV = spread * torch.randn(500, 300, generator=generator)
-    noisy_NV = logits_NV.clone()
-    if noise is not None:
-        noise_NV = noise.sigma * torch.randn(500, 300, generator=generator)
-        if noise.below is not None:
-            noise_NV[logits_NV.softmax(-1) >= noise.below * logits_NV.softmax(-1).amax(-1, keepdim=True)] = 0
-        noisy_NV += noise_NV
+    logits_NV = torch.linspace(0.1, 6, 500)[:, None] * torch.randn(500, 300, generator=generator)
+    noise_NV = noise.sigma * torch.randn(500, 300, generator=generator)
+    if noise.below is not None:
+        noise_NV[logits_NV.softmax(-1) >= noise.below * logits_NV.softmax(-1).amax(-1, keepdim=True)] = 0
+    noisy_NV = logits_NV + noise_NV
     noisy_NV[torch.arange(500), logits_NV.argmax(-1)] += extra
-    return logits_NV.log_softmax(-1), noisy_NV.log_softmax(-1)
-
-
-def verdict(noise: Noise, engine: Compared):
-    return check_mismatch(engine, positions(None), "exact", kl_of_noise(EngineConfig(dtype="float32", noise=noise)))
+    apart = kl(noisy_NV.double().log_softmax(-1), logits_NV.double().log_softmax(-1)).mean().item()
+    config = EngineConfig(dtype="float32", noise=said or noise)
+    return Compared(apart, apart, 1e-13, 500, config, "Qwen3ForCausalLM", torch.zeros(1))
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=str)
 def test_the_kl_of_noise_is_within_what_is_allowed(noise):
-    passed = verdict(noise, positions(noise))
-    assert passed.passed
-    assert 0 < passed.figures["kl"] <= noise.sigma**2
-    assert passed.figures["limit"] == noise.sigma**2 + KL_LIMITS["exact"]
+    compared = beside(noise)
+    assert 0 < compared.error <= noise.sigma**2
+    assert check_mismatch(compared, 100).passed
 
 
 @pytest.mark.parametrize("noise", NOISES[:2], ids=str)
 def test_what_is_off_by_more_than_its_noise_is_refused(noise):
-    assert not verdict(noise, positions(noise, extra=12.0)).passed
-    assert not verdict(noise, positions(Noise(sigma=3 * noise.sigma))).passed
+    assert not check_mismatch(beside(noise, extra=12.0), 100).passed
+    assert not check_mismatch(beside(Noise(sigma=3 * noise.sigma), said=noise), 100).passed
+
+
+@pytest.mark.parametrize(("tokens", "few"), [(100, False), (2000, True)])
+def test_what_mis_would_keep_at_the_runs_length_is_said(tokens, few):
+    """Of independent normal log-ratios, from the normal distribution itself."""
+    sigma, generator = 0.1, torch.Generator().manual_seed(0)
+    law_N = sigma * torch.randn(100_000, generator=generator, dtype=torch.float64) - sigma**2 / 2
+    compared = Compared(sigma**2 / 2, 0.0, 1e-3, 256, EngineConfig(dtype="bfloat16"), "Qwen3ForCausalLM", law_N)
+    summed = NormalDist(-tokens * sigma**2 / 2, sigma * math.sqrt(tokens))
+    expected = summed.cdf(math.log(2)) - summed.cdf(-math.log(2))
+    verdict = check_mismatch(compared, tokens)
+    assert verdict.figures["mis"] == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 400))
+    assert (expected < 0.05) == few == ("WARNING" in verdict.says)
+    assert verdict.passed
+    assert f"MIS would keep {percent(verdict.figures['mis'])} of responses of {tokens:,} tokens" in verdict.says
+
+
+def test_an_engine_that_is_too_coarse_is_called_so():
+    """And no fault of the architecture, which it computes as it is."""
+    coarse = EngineConfig(dtype="bfloat16", weight_rounding="int4", kv_cache_dtype="fp8")
+
+    def verdict(apart):
+        return check_mismatch(Compared(apart, 1e-3, 1e-3, 256, coarse, "LlamaForCausalLM", torch.zeros(1)), 100)
+
+    assert verdict(0.4).passed
+    refused = verdict(1.1)
+    assert not refused.passed
+    assert refused.says == (
+        "the engine (int4 + fp8-KV, one scale a row) is too coarse for this model: KL 1.1 nats per token from the "
+        "trainer, 0.5 at most; take 8-bit weights, bfloat16 or float16"
+    )
 
 
 RHO_2 = {"engine": ["coarse"], "rho": ["1e-2"]}

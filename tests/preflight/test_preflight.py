@@ -15,6 +15,7 @@ from dvp.core.safe_vocabulary import safe_mask
 from dvp.errors import DvpError
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment
+from dvp.experiment.training import EngineConfig
 from dvp.files import read_json
 from dvp.planning.plan import make_plan
 from dvp.planning.text import render
@@ -258,13 +259,16 @@ def test_a_model_that_does_something_to_its_logits_is_refused(make_loop, tmp_pat
 
 
 def test_an_engine_that_is_further_off_than_its_precision_is_refused(make_loop, tmp_path):
-    line = refusal(make_loop(sigma=0.05), "fp32", tmp_path)
-    assert line.startswith("mismatch: KL 0.001")
-    # The same engine, where 4-bit weights explain it.
-    work = tmp_path / "coarse"
+    line = refusal(make_loop(sigma=0.01), "fp32", tmp_path)
+    assert re.match(
+        r"mismatch: vLLM computes another Qwen3ForCausalLM than transformers .* weights: KL [45]\S*e-05 ", line
+    )
+    # The same engine, where bf16 explains it.
+    work = tmp_path / "bf16"
     work.mkdir()
-    loop = make_loop(sigma=0.05)
-    rehearsal.check_engine(loop, loop.experiment, ENGINE, Report(work), work)
+    loop = make_loop(sigma=0.01)
+    engines = loop.experiment.engines | {ENGINE: EngineConfig(dtype="bfloat16")}
+    rehearsal.check_engine(loop, loop.experiment.model_copy(update={"engines": engines}), ENGINE, Report(work), work)
     assert [line["check"] for line in Report(work).read()["checks"]] == ["safe vocabulary", "forward", "mismatch"]
 
 
@@ -274,17 +278,15 @@ def tf32(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_fp32_engine_that_multiplies_in_tf32_is_refused(make_loop, tmp_path):
-    """By its worst token; the KL is within its limit."""
     loop = make_loop()
     for module in loop.engine._model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = tf32(module.weight.data)
             module.register_forward_pre_hook(lambda _, inputs: (tf32(inputs[0].contiguous()),))
     line = refusal(loop, "fp32", tmp_path)
-    found = re.match(r"mismatch: KL (\S+) nats .*, 1e-05 are .* worst token (\S+) nats, 0.0001 are allowed", line)
+    found = re.match(r"mismatch: vLLM computes another .* weights: KL (\S+) nats per token, at most 1e-09 is", line)
     assert found, line
-    assert float(found[1]) < 1e-5
-    assert float(found[2]) > 1e-4
+    assert 1e-9 < float(found[1]) < 1e-5
 
 
 def test_a_gpu_node_without_compilers_is_refused_in_a_line(monkeypatch, tmp_path):

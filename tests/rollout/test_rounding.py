@@ -19,6 +19,18 @@ def test_integers_have_few_levels_and_err_by_half_a_level(seed, form):
     assert torch.allclose(round_weight(rounded, form), rounded, atol=1e-6)
 
 
+def test_groups_of_128_have_a_scale_each():
+    """The last group of a row may be smaller."""
+    weight = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 301.0)
+    expected = torch.empty_like(weight)
+    for row in range(3):
+        for start in (0, 128, 256):
+            group = weight[row, start : start + 128]
+            step = group.abs().max() / 7
+            expected[row, start : start + 128] = (group / step).round() * step
+    assert torch.allclose(round_weight(weight, "int4_g128"), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(("form", "bits"), [("fp8_e4m3", 3), ("fp8_e5m2", 2)])
 def test_floats_keep_their_mantissa(form, bits):
     weight = torch.randn(5, 101, generator=torch.Generator().manual_seed(0))

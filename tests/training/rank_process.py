@@ -18,12 +18,15 @@ from deepspeed.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_lo
 from safetensors.torch import save_file
 from test_loop import PROMPTS, ScriptedEngine, build_loop
 from test_loop import SETTINGS as ONE_RANK
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp.cli import quiet
 from dvp.core.batch import Batch
+from dvp.experiment.training import EngineConfig
 from dvp.training import checkpoint, launch, ranks
+from dvp.training.agreement import own_logits
 from dvp.training.backend import Trainer
+from dvp.training.engine_rounding import engine_rounding
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES
 from dvp.training.rollouts import with_sets
@@ -75,6 +78,7 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
                 part = safe_get_local_fp32_param(parameter)  # of the flattened weight, padded
                 value = weights[parameter_name].flatten()[ranks.rank() * len(part) :][: len(part)]
                 assert torch.equal(value, part[: len(value)]), parameter_name
+        check_engines_weights(loop.trainer, model, weights)
         if "bf16" in name:
             check_sums(loop.trainer)
         if ranks.is_main():
@@ -121,6 +125,22 @@ def check_sums(trainer: Trainer) -> None:
     each = ranks.gather(gradient)
     assert torch.equal(each[0], each[-1])
     assert (gradient != gradient.bfloat16()).float().mean() > 0.1
+
+
+def check_engines_weights(trainer: Trainer, model: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A pass with the engine's weights, rounded where each rank has a part of them, is that of a model made of them."""
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, value in weights.items():
+        step = value.abs().amax(dim=-1, keepdim=True) / 127
+        held = (value / step).round() * step if name.endswith("proj.weight") else value
+        rounded.get_parameter(name).data = held.bfloat16().float()
+    batch, own = Batch.collate([PROMPTS[ranks.rank()]], [[50, 60, 70]], pad=1), trainer.policy.model
+    expected, before = own_logits(rounded, batch), own_logits(own, batch)
+    with engine_rounding(own, EngineConfig(dtype="bfloat16", weight_rounding="int8"), activations=False):
+        found = own_logits(own, batch)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert (found - before).abs().max() > 1e-3
+    assert torch.equal(own_logits(own, batch), before)
 
 
 if __name__ == "__main__":

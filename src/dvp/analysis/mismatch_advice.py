@@ -27,8 +27,10 @@ class Numbers:
 
     engine: str
     kl: float
+    error: float | None
+    """KL of the engine from the trainer's forward pass with the engine's own weights; None if that is not known."""
     limit: float | None
-    """The largest KL that the engine's precision explains; None if that is not known."""
+    """The largest error that the engine's other rounding explains."""
     noise: Mapping[str, float]
     """KL of the trainer against itself, by control; empty if it was not measured."""
     ess: Mapping[int, float]

@@ -13,9 +13,9 @@ from io import BytesIO
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 
+from dvp.analysis.forecast import SIMULATED, forecast
 from dvp.analysis.formats import EMPTY, Formatted, to_html
 from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
 from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
@@ -23,12 +23,11 @@ from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.responses import visible
 from dvp.analysis.suspicions import RULES as TESTS
 from dvp.analysis.suspicions import suspicions
-from dvp.core.importance import ImportanceRule, importance_weights
+from dvp.core.importance import ImportanceRule
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap
 from dvp.measurement.files import ENGINE
 
-SIMULATED = 400  # responses of the longest length
 RESAMPLES = 1000
 WORST = 5  # tokens that are listed
 DRAWN = 3000  # tokens in a figure
@@ -47,6 +46,8 @@ class Stack:
     engine: str
     tokens: pd.DataFrame
     """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
+    error: float | None = None
+    """See Numbers."""
     limit: float | None = None
     """See Numbers."""
     left_out: str = ""
@@ -94,15 +95,6 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
     rules : a correction by the name in METHODS.
     """
     values_N, probability_N = stack.law()
-    drawn_BT = np.random.default_rng(0).choice(values_N, (SIMULATED, LENGTHS[-1]), p=probability_N)
-    log_ratio_BT = torch.from_numpy(drawn_BT)
-    kept: dict[str, dict[int, float]] = {name: {} for name in rules}
-    for length in LENGTHS:
-        part_BT = log_ratio_BT[:, :length]
-        for name, rule in rules.items():
-            weights = importance_weights(part_BT, torch.ones_like(part_BT, dtype=torch.bool), rule)
-            untouched = part_BT <= math.log(rule.upper) if rule.action == "truncate" and rule.by_token else None
-            kept[name][length] = (weights.kept_B if untouched is None else untouched).double().mean().item()
     # Of independent tokens, exactly: (E w)² / E w² of the products.
     first, second = (np.log(probability_N @ np.exp(power * values_N)) for power in (1, 2))
     noise, outside = {}, {}
@@ -118,16 +110,18 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
     response_N = tokens.groupby([*tokens.columns.intersection(["problem"]), "response"], sort=False).ngroup()
     columns = [tokens[name].to_numpy() for name in ("log_q", "log_p")]
     try:
-        found = suspicions(*columns, stack.kl_N, response_N.to_numpy(), tokens["position"].to_numpy(), stack.limit)
+        columns += [stack.kl_N, response_N.to_numpy(), tokens["position"].to_numpy()]
+        found = suspicions(*columns, stack.error, stack.limit)
     except DvpError as error:
         raise DvpError(f"{stack.engine}: {error}") from None
     return Numbers(
         engine=stack.engine,
         kl=stack.kl()[0],
+        error=stack.error,
         limit=stack.limit,
         noise=noise,
         ess={length: float(np.exp(length * (2 * first - second))) for length in LENGTHS},
-        kept=kept,
+        kept=forecast(values_N, probability_N, rules, LENGTHS),
         outside=outside,
         suspicions=found,
         left_out=stack.left_out,
@@ -146,21 +140,26 @@ def dispersion(stack: Stack) -> float:
 
 def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
     """What the terminal has, too: a row an engine, and its advice."""
-    headings = ["engine", "KL per token", *CONTROLS.values(), "limit"]
+    headings = ["engine", "KL per token", *CONTROLS.values(), "beyond its weights", "limit"]
     headings += ["worst token", f"MIS at {LENGTHS[-1]:,}", "outside V_S", "needs"]
     rows, intervals = [], []
     for stack, own in zip(stacks, found, strict=True):
         floor = [f"{own.noise[control]:.2g}" if own.noise else EMPTY for control in CONTROLS]
-        numbers = [f"{own.kl:.2g}", *floor, EMPTY if own.limit is None else f"{own.limit:.2g}"]
+        numbers = [
+            f"{own.kl:.2g}",
+            *floor,
+            *(EMPTY if value is None else f"{value:.2g}" for value in (own.error, own.limit)),
+        ]
         numbers += [f"{np.abs(stack.log_ratio_N).max():.2g}", percent(own.kept["MIS"][LENGTHS[-1]])]
         outside = percent(max(own.outside.values())[0]) if own.outside else EMPTY
         rows.append([stack.engine, *numbers, outside, verdict(own)])
         intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
     note = (
-        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. itself: "
-        "the trainer against itself, in bf16 or in another batch shape. limit: what precision explains. worst token: "
-        "|log p − log q|. MIS: share of responses that it would keep. outside V_S: share of the KL, at the ρ with most "
-        "of it."
+        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
+        "itself: the trainer's own noise, in bf16 and in another batch shape; a finer engine than bf16, such as fp16, "
+        "can lie far below the first. beyond its weights: KL from the trainer's forward pass with the engine's own "
+        "rounded weights; limit: ten times what its other rounding makes of that pass. worst token: |log p − log q|. "
+        "MIS: share of responses that it would keep. outside V_S: share of the KL, at the ρ with most of it."
     )
     return Formatted(title, headings, rows, [*(" ".join(advice(own)) for own in found), note])
 

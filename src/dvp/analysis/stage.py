@@ -176,12 +176,14 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
 
     stacks, about = [], {}
     for engine in engines:
-        record = read_json(output / engine / "mismatch.json", "folder", "limit", "about")
+        record = read_json(output / engine / "mismatch.json", "folder", "error", "limit", "about")
         tables = {name: pd.read_parquet(output / engine / f"{name}.parquet") for name in mismatch_page.READ}
         tokens, tokenizer = tables.pop(TOKENS), AutoTokenizer.from_pretrained(record["folder"])
         text = {token: tokenizer.decode([token]) for token in tokens["token"].unique()}
         stacks.append(
-            mismatch_page.Stack(engine, tokens.assign(text=tokens["token"].map(text)), record["limit"], tables)
+            mismatch_page.Stack(
+                engine, tokens.assign(text=tokens["token"].map(text)), record["error"], record["limit"], tables
+            )
         )
         about |= record["about"]
     _write_page(experiment, stacks, f"{about['model']}: engine against trainer", about, output)
@@ -190,7 +192,6 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
 def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[str, str] | None = None) -> None:
     """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
     from dvp.analysis.mismatch_page import Stack
-    from dvp.analysis.suspicions import LARGEST_KL
     from dvp.measurement.rollouts import read_rollouts
 
     read = read_rollouts(file)
@@ -202,7 +203,7 @@ def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[s
         "vocabulary": "the sampled tokens alone: KL is k3, r − log r − 1",
     }
     names = [", ".join(filter(None, [file.stem, one.name])) for one in read]
-    stacks = [Stack(name, one.tokens, LARGEST_KL, left_out=one.left_out) for name, one in zip(names, read, strict=True)]
+    stacks = [Stack(name, one.tokens, left_out=one.left_out) for name, one in zip(names, read, strict=True)]
     _write_page(experiment, stacks, f"{file.name}: engine against trainer", about, output)
 
 

@@ -33,9 +33,11 @@ GROWS = 3.0
 SHIFTED = 0.1
 FEWEST = 3  # tokens that have a fill value
 RULES = (
-    "Engine error: the KL is above what precision explains: this engine's, the limit of dvp preflight; of a file or a "
-    f"server, {LARGEST_KL:g} nats. It grows with position if the second half of the responses has more than "
+    "Engine error: with the engine's own weights the trainer still differs from it by more than the engine's other "
+    "rounding explains, the limit of dvp preflight; of a file or a server, whose weights are not known, the KL is "
+    f"above {LARGEST_KL:g} nats. It grows with position if the second half of the responses has more than "
     f"{GROWS:g} times the KL of the first; columns are shifted if it is a tenth one position off.",
+    f"Too coarse: the engine has no error, and its KL is above {LARGEST_KL:g} nats all the same.",
     "Another scale: whichever of log p and log q is regressed on the other, the slope is above 1 by more than "
     f"{SLOPE:g} and a quarter of the variance around the line, at {100 * CONFIDENCE:g} % confidence.",
     f"Another distribution: the mean of p/q is not 1, at {100 * CONFIDENCE:g} % confidence and by more than "
@@ -52,6 +54,7 @@ def suspicions(
     kl_N: np.ndarray,
     response_N: np.ndarray,
     position_N: np.ndarray,
+    error: float | None = None,
     limit: float | None = None,
 ) -> list[str]:
     """Say what is implausible about log-probs of sampled tokens, a sentence or two each: number, cause, what to do.
@@ -60,7 +63,8 @@ def suspicions(
         log_q_N, log_p_N: by engine and trainer, nats, finite.
         kl_N: the KL at each position, or what estimates it, nats.
         response_N, position_N: which response, and where in it.
-        limit: the largest KL that precision explains, nats per token; None leaves that test out.
+        error: KL of the engine from the trainer's forward pass with the engine's own weights; None if not known.
+        limit: the largest error that the engine's other rounding explains, nats per token; None if not known.
 
     Raises:
         DvpError: both sides have the same numbers, so that nothing was measured.
@@ -76,7 +80,7 @@ def suspicions(
         _filled(log_p_N, log_q_N, "trainer", "engine"),
         _scaled(log_q_N, log_p_N),
         _offset(log_ratio_N),
-        _too_far(log_q_N, log_p_N, kl_N, response_N, position_N, limit),
+        _too_far(log_q_N, log_p_N, kl_N, response_N, position_N, error, limit),
     ]
     return [sentence for sentence in found if sentence]
 
@@ -161,19 +165,30 @@ def _too_far(
     kl_N: np.ndarray,
     response_N: np.ndarray,
     position_N: np.ndarray,
+    error: float | None,
     limit: float | None,
 ) -> str:
-    kl = kl_N.mean()
-    if limit is None or kl <= limit:
+    kl, known = kl_N.mean(), error is not None
+    if kl <= LARGEST_KL and not (known and error > limit):
         return ""
+    if known and error <= limit:
+        return (
+            f"The engine is too coarse for this model: KL {kl:.2g} nats per token, {LARGEST_KL:g} at most, of which "
+            f"only {error:.2g} is not its weights' rounding. Take 8-bit weights, bfloat16 or float16."
+        )
     same_N = response_N[1:] == response_N[:-1]
     shifted = [
         _k3(ratio_N[same_N]) for ratio_N in (log_p_N[1:] - log_q_N[:-1], log_p_N[:-1] - log_q_N[1:]) if same_N.any()
     ]
+    off = (
+        f"with its own weights the trainer is off it by {error:.2g} nats per token, and its other rounding explains "
+        f"{limit:.2g}"
+        if known
+        else f"KL {kl:.2g} nats per token, and no precision that people run explains more than {LARGEST_KL:g}"
+    )
     sentence = (
-        f"This is an engine error: KL {kl:.2g} nats per token, and precision explains {limit:.2g} nats at most. The "
-        "engine computes another model than the trainer, or has other weights (another checkpoint, stale ones, without "
-        "the adapter); a correction would only hide that."
+        f"This is an engine error: {off}. The engine computes another model than the trainer, or has other weights "
+        "(another checkpoint, stale ones, without the adapter); a correction would only hide that."
     )
     if shifted and min(shifted) < SHIFTED * kl:
         return f"{sentence} With one column shifted by a position it is {min(shifted):.2g}: align them."

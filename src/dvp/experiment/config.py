@@ -85,6 +85,16 @@ class Experiment(Strict):
     deepspeed: dict[str, Any] = {}
     """What the file named by training.deepspeed holds; filled in when the experiment is resolved."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_of_base(cls, value: Any) -> Any:
+        """Fill in `training.deepspeed`."""
+        base, training = (value.get(key) if isinstance(value, dict) else None for key in ("base", "training"))
+        if isinstance(training, dict) and isinstance(base, dict) and training.get("deepspeed") is None:
+            file = "zero1" if base.get("kind") == "trained" else "zero1_bf16"
+            return value | {"training": training | {"deepspeed": file}}
+        return value
+
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
         """That every name leads somewhere."""
@@ -312,6 +322,21 @@ class Experiment(Strict):
     def trainer_dtype(self) -> str:
         """The type in which the trainer multiplies matrices; its weights and optimiser are fp32 in either case."""
         return "bfloat16" if "torch_autocast" in self.deepspeed else "float32"
+
+    def swallowed_updates(self, stored: str | None, engines: Iterable[str]) -> str | None:
+        """Say in a line which engines round away an fp32 trainer's updates of a base stored in 16 bits, if any do.
+
+        stored: the dtype in the base's config.json.
+        """
+        coarse = sorted({name for name in engines if self.engines[name].dtype != "float32"})
+        if not coarse or self.trainer_dtype != "float32" or stored not in ("bfloat16", "float16"):
+            return None
+        return (
+            f"warning: the base is stored in {stored}, the trainer computes in fp32, and of its updates the engine "
+            f"({', '.join(coarse)}) gets only what survives rounding to 16 bits: at first nearly nothing, so that the "
+            "mismatch grows from step to step; take `training: {deepspeed: zero1_bf16}` or an fp32 engine "
+            "(docs/your_model.md)"
+        )
 
     @property
     def points(self) -> list[GridPoint]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -183,7 +184,18 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         raise DvpError(f"{path}: training.deepspeed: {file} does not exist")
     options = read_json(file)
     parse(_DeepSpeed, options, file)
-    return value, experiment.model_copy(update={"deepspeed": options})
+    experiment = experiment.model_copy(update={"deepspeed": options})
+    if isinstance(experiment.base, LocalBase) and not extended_by:
+        engines = [point.engine for point in experiment.points]
+        if said := experiment.swallowed_updates(stored_dtype(Path(experiment.base.path)), engines):
+            print(f"{path}: {said}", file=sys.stderr)
+    return value, experiment
+
+
+def stored_dtype(model: Path) -> str | None:
+    """The dtype in a model's config.json; None where it has none."""
+    config = read_json(model / "config.json")
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def _merged(below: Any, above: Any) -> Any:

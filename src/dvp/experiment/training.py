@@ -37,8 +37,9 @@ class EngineConfig(Strict):
     """Of weights and activations."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Of keys and values; auto is `dtype`. vLLM rounds them to the nearest number on a GPU, toward zero on a CPU."""
-    weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int3"] = "none"
-    """Matrices are rounded through this format, one scale an output row, before they enter the engine."""
+    weight_rounding: Literal["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4_g128", "int4", "int3"] = "none"
+    """Matrices are rounded to nearest through this format before they enter the engine, which then multiplies in
+    `dtype`. One scale an output row; int4_g128: one for every 128 weights of a row, as AWQ and GPTQ have."""
     quantization: Literal["fp8"] | None = optional()
     """fp8: on a GPU vLLM multiplies in 8 bits; it rounds weights as it loads them, with a scale each, and activations
     as they come."""
@@ -127,8 +128,10 @@ class TrainingConfig(Strict):
     """Machines."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: a quarter more arithmetic, the memory of one layer."""
-    deepspeed: Name
-    """A file of config/deepspeed, without .json."""
+    deepspeed: Name | None = None
+    """A file of config/deepspeed, without .json. If none is named: zero1, or zero1_bf16 where the base is not trained
+    here: its weights are most likely stored in 16 bits, and a 16-bit engine sees little of what fp32 makes of
+    them."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """Of the trainer's logits. auto: as it multiplies, bf16 under `torch_autocast`. float32: the sums of the head's
     products are not rounded, though their factors still are bf16."""

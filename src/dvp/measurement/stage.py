@@ -147,7 +147,7 @@ def mismatch_of_model(
     import vllm
 
     from dvp.measurement.mismatch import measure_mismatch
-    from dvp.training.agreement import KL_LIMITS, kl_of_noise, precision_class
+    from dvp.training.agreement import TOKENS, compare, shortest
 
     config = experiment.engines[engine]
     measurement = Measurement(policy="base", engine=engine, seed=settings["seed"])
@@ -169,8 +169,10 @@ def mismatch_of_model(
             f"{key} {value}" for key, value in config.model_dump(exclude_defaults=True).items()
         ),
     }
-    limit = KL_LIMITS[precision_class(config, "float32")] + kl_of_noise(config)
-    write_json(place / "mismatch.json", result | {"folder": str(folder), "limit": limit, "about": about})
+    prompts, tokens = shortest(fixed.problems.prompts), min(TOKENS, settings["response_tokens"])
+    held = compare(network, running, config, prompts, seed=measurement.seed, tokens=tokens, bf16=False)
+    found = {"error": held.error, "limit": held.limit}
+    write_json(place / "mismatch.json", result | found | {"folder": str(folder), "about": about})
 
 
 def rollouts_of_server(

@@ -8,23 +8,23 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from dvp.analysis.forecast import forecast
+from dvp.analysis.mismatch_advice import percent
 from dvp.core.batch import Batch
 from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import DvpError
+from dvp.measurement.mismatch import MIS
 from dvp.preflight.report import Verdict
 from dvp.training import ranks
-from dvp.training.agreement import KL_LIMITS, Compared, distance, own_logits
+from dvp.training.agreement import Compared, own_logits
 from dvp.training.backend import Trainer
 
 FORWARD_LIMIT = 1e-3
 """Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped
 differs by tenths."""
-WORST_TOKEN, TIMES_ITSELF = 1e-4, 10.0
-"""Nats that the worst token of an fp32 engine may be off an fp32 trainer, and how many times what the trainer is off
-itself in another batch shape, whichever is more. KL, which goes with the square, misses products in TF32: of errors of
-1e-3 nats it has 1e-6."""
 MOVED_SHARE = 0.1
 """Of what training has changed: how far a reloaded engine may be from a fresh one. One that kept its old weights is off
 by all of it."""
@@ -32,6 +32,8 @@ SAME_ENGINE = 1e-3
 """Nats that two engines of the same weights may differ by in any case."""
 POSITIONS = 32
 """Tokens of a response at which trainer and engine are compared."""
+KEPT = 0.05
+"""Share of responses below which the forecast for MIS is a warning."""
 
 
 def check_compilers() -> None:
@@ -48,7 +50,7 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
     """The trainer's log-probs of the prompts' own tokens, in fp32, against the model's own forward pass."""
     batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
     ours_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]
-    log_p_NV = normalised(own_logits(trainer, batch, bf16=False) / temperature)
+    log_p_NV = normalised(own_logits(trainer.policy.model, batch) / temperature)
     tokens_N = batch.tokens_BT[:, 1:][batch.response_BT[:, 1:]].to(log_p_NV.device)
     theirs_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1).cpu()
     largest = max(ranks.gather((ours_N - theirs_N).abs().max().item()))
@@ -59,20 +61,21 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
     )
 
 
-def check_mismatch(engine: Compared, noise: Compared, kind: str, of_noise: float = 0.0) -> Verdict:
-    """KL over the whole vocabulary; the trainer's own noise is what no engine could do better than.
-
-    of_noise : what the engine may have on top (`kl_of_noise`).
-    """
-    limit, measured, own = KL_LIMITS[kind] + of_noise, distance(*engine), distance(*noise)
-    worst = max(WORST_TOKEN, TIMES_ITSELF * own["worst_token"]) if kind == "exact" and not of_noise else None
+def check_mismatch(compared: Compared, longest: int) -> Verdict:
+    """Judge engine beside trainer, and forecast what MIS keeps of responses of `longest` tokens."""
+    law_N = compared.log_ratio_N.numpy()
+    kept = forecast(law_N, np.full(len(law_N), 1 / len(law_N)), {"MIS": MIS}, [longest])["MIS"][longest]
+    problem, few = (
+        compared.problem(),
+        "" if kept >= KEPT else ": WARNING, a finer engine or shorter responses leave more",
+    )
     return Verdict(
-        measured["kl"] <= limit and (worst is None or measured["worst_token"] <= worst),
-        f"KL {measured['kl']:.2g} nats per token at {len(engine[0])} positions, {limit:g} are allowed to an "
-        f"engine that is {kind}{' and has noise' if of_noise else ''}; worst token {measured['worst_token']:.2g} nats"
-        f"{'' if worst is None else f', {worst:.2g} are allowed'}; "
-        f"the trainer against itself, in another batch shape, KL {own['kl']:.2g}",
-        {**measured, "limit": limit, "worst_limit": worst, "positions": len(engine[0]), "noise": own},
+        problem is None,
+        problem
+        or f"engine and trainer are apart by KL {compared.kl:.2g} nats per token at {compared.positions} positions; of "
+        f"that {compared.error:.2g} are not of its weights' rounding, {compared.limit:.2g} are allowed; MIS would keep "
+        f"{percent(kept)} of responses of {longest:,} tokens{few}",
+        {name: getattr(compared, name) for name in ("kl", "error", "limit", "rounding", "positions")} | {"mis": kept},
     )
 
 

@@ -17,10 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from dvp.core.batch import Batch
 from dvp.core.importance import ImportanceRule
 from dvp.core.safe_vocabulary import SafeVocabulary
-from dvp.core.vocabulary_mismatch import normalised
 from dvp.errors import Stopped
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
@@ -37,7 +35,7 @@ from dvp.preflight.report import SAMPLING, Report, Verdict, check_steps
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.vllm import needs_processor, prove_safe_vocabulary
 from dvp.training import checkpoint, ranks
-from dvp.training.agreement import compare, kl_of_noise, own_logits, precision_class, shortest
+from dvp.training.agreement import compare, shortest
 from dvp.training.backend import TAG
 from dvp.training.loop import Loop, run_loop
 from dvp.training.stage import make_engine, set_up
@@ -210,20 +208,16 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     with report.asking("forward") as answer:
         answer(check_forward(loop.trainer, prompts, experiment.training.temperature))
     with report.asking("mismatch") as answer:
-        compared, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
-        alone = [  # the trainer against itself in another batch shape
-            normalised(own_logits(loop.trainer, Batch.collate([prompt], [response], pad=0), loop.trainer.bf16)).cpu()
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        noise = compared[0], torch.cat(alone)
-        configured = experiment.engines[engine]
-        kind = precision_class(configured, experiment.trainer_dtype)
-        answer(check_mismatch(compared, noise, kind, kl_of_noise(configured)))
+        configured, model = experiment.engines[engine], loop.trainer.policy.model
+        options = {"seed": loop.run.seed, "tokens": POSITIONS, "bf16": loop.trainer.bf16}
+        compared = compare(model, loop.engine, configured, prompts, **options)
+        answer(check_mismatch(compared, experiment.training.max_response_tokens))
     before_NV = next_tokens(loop.engine, prompts)
     if ranks.is_main():
         save_file({"log_probs": before_NV}, work / BEFORE)
         report.note(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    del compared, alone, noise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what training would not have taken
     ranks.gather(None)
 
 

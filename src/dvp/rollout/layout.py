@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dvp.files import read_json
@@ -36,16 +36,21 @@ def read_layout(model: Path) -> Layout:
     names: dict[int, list[str]] = {}
     for name, parameter in made.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    head = made.get_output_embeddings()
     return Layout(
         shared={first: others for first, *others in names.values() if others},
-        matrices={
-            f"{name}.weight": isinstance(module, Conv1D)
-            for name, module in made.named_modules()
-            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-        },
+        matrices=matrices(made),
         prefix=made.base_model_prefix,
     )
+
+
+def matrices(model: PreTrainedModel) -> dict[str, bool]:
+    """Name the weights of a model's linear layers but the head; see Layout.matrices."""
+    head = model.get_output_embeddings()
+    return {
+        f"{name}.weight": isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+    }
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -15,7 +15,7 @@ dvp.rollout.vllm.configure_environment.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,10 @@ import torch
 import vllm
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -248,17 +251,40 @@ def take_sets(worker: Any) -> dict[Response, KeptSets]:
     return next(one for one in processors if isinstance(one, SafeVocabularyProcessor)).take_sets()
 
 
-def fill_with_nan(worker: Any) -> None:
-    """Every parameter, so that `first_nan` finds one that the next weights leave out."""
-    with torch.no_grad():
-        for parameter in worker.model_runner.model.parameters():
-            parameter.fill_(torch.nan)
+def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Replace the weights of this worker's model.
+
+    Returns the first layer that did not get all of its values, and how many it lacks; None if none lacks any. vLLM
+    itself keeps a layer's old values, or leaves what the memory held, and says nothing.
+    """
+    model, lacking = worker.model_runner.get_model(), []
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loaded = type(model).load_weights(model, weights)
+        lacking.extend(_lacking(model))  # before vLLM forgets what each layer got
+        return loaded
+
+    model.load_weights = load
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    return lacking[0] if lacking else None
 
 
-def first_nan(worker: Any) -> str | None:
-    """The name of a parameter that has one."""
-    parameters = worker.model_runner.model.named_parameters()
-    return next((name for name, parameter in parameters if parameter.isnan().any()), None)
+def _lacking(model: torch.nn.Module) -> Iterator[str]:
+    """Name the layers whose parameters got fewer values in this load than they have, but for a vocabulary's padding."""
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        # vLLM has forgotten the counts of layers that are complete; scales of an attention's cache are in no model.
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        values = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
+        if isinstance(layer, VocabParallelEmbedding):
+            shard, (rows, width) = layer.shard_indices, layer.weight.shape
+            values -= (rows - (shard.org_vocab_end_index - shard.org_vocab_start_index)) * width
+        if info.load_numel < values:
+            yield f"{name}: {values - info.load_numel:,} of {values:,} values"
 
 
 def round_cache(worker: Any, form: str) -> None:

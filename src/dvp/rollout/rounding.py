@@ -2,16 +2,23 @@
 
 import torch
 
-INTEGER_BITS = {"int8": 8, "int4": 4, "int3": 3}
+INTEGER_BITS = {"int8": 8, "int4": 4, "int3": 3, "int4_g128": 4}
+GROUPS = {"int4_g128": 128}
+"""Weights that share a scale, of one output; a whole row of the others."""
 FLOAT_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CACHE_TYPES = FLOAT_TYPES | {"fp8": torch.float8_e4m3fn}
 
 
 def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """Round a matrix (rows, columns) through `form`, symmetrically, with one scale an output row.
+    """Round a matrix (rows, columns) through `form`, symmetrically, with one scale an output row or group of columns.
 
-    Returns a tensor of the same shape and dtype. The largest magnitude of each row is representable.
+    Returns a tensor of the same shape and dtype. The largest magnitude of each row or group is representable.
     """
+    groups = weight.split(GROUPS.get(form, weight.shape[1]), dim=1)
+    return torch.cat([_rounded(group, form) for group in groups], dim=1)
+
+
+def _rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
     scale_R1 = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).float()
     integer = form in INTEGER_BITS
     largest = 2 ** (INTEGER_BITS[form] - 1) - 1 if integer else torch.finfo(FLOAT_TYPES[form]).max
@@ -20,14 +27,21 @@ def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
     return (rounded / largest * scale_R1).to(weight.dtype)
 
 
+def round_matrix(weight: torch.Tensor, form: str, by_column: bool) -> torch.Tensor:
+    """Round a linear layer's matrix through `form`; `by_column` if a column, and not a row, makes an output."""
+    return round_weight(weight.T, form).T if by_column else round_weight(weight, form)
+
+
 def round_cached(values: torch.Tensor, form: str) -> torch.Tensor:
-    """What vLLM's 8-bit cache of a CPU makes of keys or values: cut toward zero in `form`, without a scale.
+    """What vLLM's 8-bit cache makes of keys or values, without a scale: cut toward zero on a CPU, nearest on a GPU.
 
     Returns a tensor of the same shape and dtype. What is larger than the format can hold becomes its largest number.
     """
     dtype = CACHE_TYPES[form]
     largest = torch.finfo(dtype).max
     nearest = values.float().clamp(-largest, largest).to(dtype)
+    if values.is_cuda:
+        return nearest.to(values.dtype)
     # One step down in the byte is one step toward zero: sign and magnitude are apart.
     beyond = nearest.float().abs() > values.float().abs()
     return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(dtype).to(values.dtype)

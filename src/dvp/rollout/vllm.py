@@ -27,7 +27,7 @@ from dvp.experiment.training import EngineConfig
 from dvp.hub import go_offline
 from dvp.rollout.engine import Completion, Engine, Sampling
 from dvp.rollout.layout import Layout, read_layout, weight_files
-from dvp.rollout.rounding import round_weight
+from dvp.rollout.rounding import round_matrix
 
 CONTROL = 0.3  # as ρ or as mass budget, prunes at nearly any position
 PREFILL_TOKENS = 8192  # prefilled at once
@@ -319,23 +319,18 @@ class VllmEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
 
-        Raises DvpError if vLLM does not take a weight; or if the engine slept without its weights and `weights` leave
-        one of them out, or hold a NaN.
+        Raises DvpError if vLLM does not take a weight, or if a layer of its model did not get all of its values. So
+        nothing of the old weights is left, whatever the precision and however little they have changed.
         """
         from dvp.rollout import private
 
         asleep, self._asleep = self._asleep, None
-        discarded = asleep == 2
         if asleep is not None:
             self.llm.wake_up(tags=["weights"])
-        if discarded:
-            # vLLM has restored buffers (rotary tables, scales of a quantised cache), and only warns of a parameter that
-            # gets no value.
-            self.llm.collective_rpc(private.fill_with_nan)
         # One after the other: a trainer on many GPUs never holds all of its weights in one place.
         prepared = _prepared(weights, self._config.weight_rounding, self._layout)
         try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": prepared})
+            found = self.llm.collective_rpc(private.load_weights, args=(prepared,))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise DvpError(
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
@@ -344,11 +339,9 @@ class VllmEngine:
             # Only now: the trainer's gathered weights had the cache's room until here.
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        for name in self.llm.collective_rpc(private.first_nan) if discarded else []:
-            if name is not None:
-                raise DvpError(
-                    f"the engine's weight {name} is NaN after loading: it was left out, or is NaN in training"
-                )
+        for lacking in found:
+            if lacking is not None:
+                raise DvpError(f"not all weights reached the engine: its layer {lacking} were left out")
 
     def _wake(self) -> None:
         if self._asleep == 2:
@@ -416,7 +409,7 @@ def _prepared(
         if form == "none" or by_column is None:
             yield name, value
         else:
-            yield name, round_weight(value.T, form).T if by_column else round_weight(value, form)
+            yield name, round_matrix(value, form, by_column)
         # vLLM packs the head of a tied model on its own and would silently keep the old one.
         for other in layout.shared.get(known, ()):
             yield other, value

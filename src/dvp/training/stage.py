@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Run
+from dvp.experiment.loading import stored_dtype
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import only_writer, sha256_file
 from dvp.gpus import claim
@@ -182,6 +184,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     from dvp.data.reward import Grader
     from dvp.rollout.turns import ToolEngine
     from dvp.tools import make_tool
+    from dvp.training import ranks
     from dvp.training.backend import Trainer
     from dvp.training.loop import Loop
     from dvp.training.responses import ResponseRecorder
@@ -198,6 +201,9 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     torch.manual_seed(run.seed)
     trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)
     longest = max(map(len, prompts)) + settings.max_response_tokens
+    said = experiment.swallowed_updates(stored_dtype(directory.base), [run.engine])
+    if said and ranks.is_main():
+        print(said, file=sys.stderr, flush=True)
     engine = make_engine(experiment, run, directory.base, min(longest, trainer.context))
     if experiment.tools:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)

@@ -5,7 +5,7 @@ STAGE_VERSIONS = {
     "prepare": 4,
     "base": 1,
     "preflight": 3,
-    "train": 8,
+    "train": 9,
     "convert": 2,
     "evaluate": 4,
     "mismatch": 3,

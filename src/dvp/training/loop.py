@@ -67,6 +67,7 @@ def run_loop(
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
+    loop.restored = len(rows)
     for row in rows:
         loop.observe(row)
         on_step(row)
@@ -173,6 +174,8 @@ class Loop:
         self.engine = engine
         self.recorder = recorder
         self.stop = StopRequest()
+        self.restored = 0
+        """Steps that a checkpoint had, when training went on from there."""
         self.ids = list(problems["id"])
         places = [
             f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)

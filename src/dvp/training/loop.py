@@ -47,6 +47,8 @@ UPDATE_METRICS = (
     *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
     *("otb_signal", "otb_power", "otb_noise"),
 )
+NOISE_RESPONSES = 16
+"""Responses of which the trainer's own noise is measured: every one would take longer than the rest of a step."""
 
 
 def run_loop(
@@ -192,6 +194,7 @@ class Loop:
         times.append(time.perf_counter())
 
         rollout = self.problems.graded(rows, completions)
+        rollout = replace(rollout, batch=self.trainer.sharing_prompts(rollout.batch))
         times.append(time.perf_counter())
 
         metrics = self.learn(step, rows, rollout)
@@ -309,9 +312,11 @@ class Loop:
         At another batch shape, and in bf16 (in fp32, if it trains in bf16).
         """
         noise = {}
+        rows_b = torch.arange(min(NOISE_RESPONSES, len(rollout.rewards_B)))
+        rollout = rollout.rows(rows_b)
         for kind, options in {"shape": {"tokens": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
             again_BT = self.score(rollout, **options)["log_prob"]
-            values = mismatch_metrics(statistics["log_prob"] - again_BT, rollout.batch.response_BT)
+            values = mismatch_metrics(statistics["log_prob"][rows_b] - again_BT, rollout.batch.response_BT)
             noise |= {f"self_noise_{name}_{kind}": value for name, value in values.items()}
         return noise
 

@@ -136,3 +136,18 @@ def test_snakemake_finds_the_plugin_and_counts_its_jobs(tmp_path):
         ["[0/2] touching b", "[1/2] touching a"],
     )
     assert [line for line in lines if re.match(r"\[2/2\] done in \d+ s: touching", line)]
+
+
+@pytest.mark.parametrize("shell", ["bash -c 'echo a: step 21/40 >&2; kill -9 $$' 2>&1 | tee {log}", "kill -9 $$"])
+def test_a_job_killed_for_memory_says_how_to_go_on(tmp_path, shell):
+    (tmp_path / "Snakefile").write_text(
+        "shell.prefix('set -o pipefail; ')\nrule all:\n    input: 'a'\n"
+        f"rule train:\n    output: 'a'\n    log: 'log'\n    message: 'training a'\n    shell: {shell!r}\n"
+    )
+    command = [sys.executable, "-m", "snakemake", "--cores", "1", "--logger", "dvp"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (line,) = [line for line in done.stderr.splitlines() if "training a; " in line]
+    assert line.startswith("[0/1] killed: training a; out of memory? ")
+    assert ('It had reached "a: step 21/40". ' in line) == ("tee" in shell)
+    assert "Run the same again to continue" in line
+    assert "CalledProcessError" not in done.stderr

@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 from statistics import fmean
 
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter
@@ -26,6 +27,9 @@ CHATTER = ("Building DAG of jobs", "Select jobs to execute", "Assuming unrestric
 REFUSED = re.compile(
     r"InputFunctionException in rule \w+ .*?\n  (?:DvpError|WorkflowError):\s+(.*?)\nWildcards:", re.DOTALL
 )
+# The kernel ends the largest process where memory runs out: the status of a shell whose command was killed, and what
+# Snakemake says where the shell itself was.
+KILLED = re.compile(r"returned non-zero exit status 137\.|died with <Signals\.SIGKILL")
 SILENT = (
     *(LogEvent.JOB_INFO, LogEvent.JOB_STARTED, LogEvent.JOB_FINISHED, LogEvent.PROGRESS, LogEvent.SHELLCMD),
     *(LogEvent.RULEGRAPH, LogEvent.WORKFLOW_STARTED, LogEvent.RESOURCES_INFO),
@@ -50,6 +54,7 @@ class LogHandler(LogHandlerBase):
         self._running: dict[int, tuple[str, str, float]] = {}  # rule, name and start by job
         self._waiting: Counter[str] = Counter()
         self._taken: dict[str, list[float]] = defaultdict(list)  # seconds of each rule's jobs
+        self._killed: list[str] = []  # errors, each with its job's command; the job's own record follows
         self._most_running = 1
         self._total = self._done = 0
 
@@ -75,11 +80,15 @@ class LogHandler(LogHandlerBase):
             self._taken[rule].append(record.created - started)
             self._say(f"done in {duration(record.created - started)}: {name}{self._outlook(record.created)}")
         elif event == LogEvent.JOB_ERROR:
+            killed = bool(record.shellcmd) and any(record.shellcmd in message for message in self._killed)
             if record.jobid in self._running:  # it may be tried again
                 rule, name, _ = self._running.pop(record.jobid)
                 self._waiting[rule] += 1
-                self._say(f"failed: {name}")
-            self._own.emit(record)
+                self._say(f"killed: {name}; out of memory? {_reached(record.log)}" if killed else f"failed: {name}")
+            if not killed:
+                self._own.emit(record)
+        elif event == LogEvent.ERROR and KILLED.search(record.getMessage()):
+            self._killed.append(record.getMessage())
         elif event not in SILENT and not str(record.msg).startswith(CHATTER):
             self._own.emit(record)
 
@@ -107,3 +116,11 @@ class LogHandler(LogHandlerBase):
     def _say(self, line: str) -> None:
         self._own.stream.write(f"[{self._done}/{self._total}] {line}\n")
         self._own.flush()
+
+
+def _reached(logs: list[str]) -> str:
+    """Say where a killed job's log ends, and what to do."""
+    lines = [line for log in logs if Path(log).is_file() for line in Path(log).read_text(errors="replace").split("\n")]
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    where = f'It had reached "{readable(last)}". ' if last else ""
+    return f"{where}Run the same again to continue: what is finished stays, training goes on from its last checkpoint"

@@ -9,7 +9,7 @@ from made_up_results import Results, main_table, make_experiment, training_part
 
 from dvp.analysis import shown
 from dvp.analysis.load import evaluation_path
-from dvp.analysis.points import where_of
+from dvp.analysis.points import point_name, where_of
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
@@ -79,6 +79,18 @@ def test_change_against_a_score_of_zero_is_undefined(experiment, results):
     frame = table.frame()
     assert frame[["change_percent", "change_percent_low", "change_percent_high"]].isna().all(axis=None)
     assert {row[6] for row in table.formatted().rows} == {"–", "reference"}
+
+
+def test_a_run_that_learned_nothing_is_named(experiment, results):
+    point = GridPoint(method="rloo", engine="fp32", rho=None)
+    for seed in experiment.seeds:
+        rows = results.metrics(point.run(seed), np.random.default_rng(0))
+        results.write_training(point.run(seed), [row | {"skipped": True} for row in rows])
+    notes = [note for note in main_table(experiment, results.folder).notes if note.startswith("No signal")]
+    assert notes == [
+        f"No signal: every step of {point_name(experiment, point)} was skipped (all rewards of each group were "
+        "equal, or every other response was rejected). The weights did not change: these are scores of the base model."
+    ]
 
 
 def test_mismatch_by_hand(experiment, results):

@@ -1,5 +1,6 @@
 """Micro-batches by tokens, and values put back where they belong."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,31 @@ def test_only_rows_that_are_asked_for_are_there():
     parts = batch_of([(2, 3), (1, 1), (2, 6), (1, 2)]).micro_batches(10, torch.tensor([3, 0, 1]))
     assert [part.tolist() for part in parts] == [[0, 3], [1]]
     assert batch_of([(2, 3)]).micro_batches(10, torch.tensor([], dtype=torch.int64)) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 6), min_size=1, max_size=5)), min_size=1), st.data()
+)
+def test_rows_that_share_their_prompts_keep_to_the_tokens(groups, data):
+    pairs = [([number + 3] * prompt, [2] * own) for number, (prompt, each) in enumerate(groups) for own in each]
+    tokens = data.draw(st.integers(1, 40))
+    batch = Batch.collate(*map(list, zip(*pairs, strict=True)), pad=0).sharing_prompts(10**6, tokens)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(pairs))), unique=True, min_size=1).map(sorted))
+    asked = data.draw(st.sampled_from([1, tokens]))  # 1: each by itself
+    parts = batch.micro_batches(asked, torch.tensor(chosen))
+    assert sorted(torch.cat(parts).tolist()) == chosen
+    for part in parts:
+        units = batch.rows(part).units()
+        assert len(part) == 1 or len(units) * max(length for length, _ in units) <= asked
+        assert [row for _, rows in units for row in rows] == list(range(len(part)))
+        assert all(len({tuple(pairs[part[row]][0]) for row in rows}) == 1 for _, rows in units)
+
+
+@pytest.mark.parametrize(("response", "shared"), [(1, True), (20, True), (300, False)])
+def test_long_responses_do_not_share_a_prompt(response, shared):
+    """Each pair of tokens of a shared row costs: 8 responses of 300 tokens after 70, in a model of width 96."""
+    batch = batch_of([(70, response)] * 8).sharing_prompts(width=96, tokens=4096)
+    assert (batch.shared_B2 is not None) == shared
 
 
 def test_a_batch_with_answers_of_a_tool_keeps_them_as_context():

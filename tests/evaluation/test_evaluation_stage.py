@@ -51,7 +51,7 @@ def sampled(monkeypatch) -> list[str]:
             raise DvpError("chains_2 fails")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "samples.parquet").write_text(f"{task} sampled as number {len(asked)}")
-        return {"metrics": {"avg@2": {"value": len(asked) / 10}}}
+        return {"samples": 20, "metrics": {"pass@1": {"value": len(asked) / 10}}}
 
     monkeypatch.setattr(evaluation, "sampling", lambda *_: sample)
     return asked
@@ -76,6 +76,16 @@ def test_a_task_that_fails_keeps_no_other_from_being_done(directory, sampled):
     assert list(again.files)[-1] == "evals/base/chains_3/scores.json"
     evaluate(directory, "chains_3")  # asked for by name
     assert sampled == ["chains_2", "chains_3"]
+
+
+@pytest.mark.parametrize(("right", "said"), [(0.0, "none"), (0.05, None), (1.0, "all")])
+def test_a_base_that_gives_no_signal_is_named(directory, sampled, monkeypatch, capsys, right, said):
+    sample = evaluation.sampling()
+    scores = {"samples": 20, "metrics": {"pass@1": {"value": right}}}
+    monkeypatch.setattr(evaluation, "sampling", lambda *_: lambda *asked: sample(*asked) and scores)
+    evaluate(directory, "chains_3")
+    warning = f"warning: of the base model's 20 samples of chains_3 {said} are right: if training's problems are alike"
+    assert (warning in capsys.readouterr().err) == (said is not None)
 
 
 @pytest.mark.parametrize("damage", ["samples", "key", "missing"])

@@ -547,6 +547,20 @@ def test_a_weight_that_is_left_out_is_named(fp32, changed, left_out, lacking):
     fp32.load_weights(changed.named_parameters())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU, where the engine's memory is the trainer's")
+def test_freed_memory_does_not_outlast_a_sleep(fp32):
+    def resident():
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    kept = blocks[::2]
+    blocks.clear()  # every second one: holes, none of which is at the heap's end
+    before = resident()
+    fp32.sleep(keep_weights=True)
+    assert before - resident() > 100 * 2**20
+    assert all(block.eq(1).all() for block in kept)
+
+
 def test_an_engine_that_was_not_started_for_a_rule_refuses_it(fp32, monkeypatch):
     monkeypatch.setattr(fp32, "_by_state", False)
     with pytest.raises(DvpError, match=r"the engine was not started for MassBudget\(budget=0.1\)"):

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,8 @@ from dvp.training.backend import Trainer
 from dvp.training.checkpoint import MODEL, PROBE
 from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES, ResponseRecorder, read_responses
-from dvp.training.rollouts import prompt_rows
+from dvp.training.rollouts import Problems, prompt_rows
+from dvp.training.stage import reporter, why_skipped
 
 pytestmark = pytest.mark.slow
 SETTINGS = {
@@ -425,6 +427,41 @@ def test_a_run_that_was_cut_off_continues_exactly(make_loop, tmp_path, settings,
         assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3 / 2, 1e-3 / 4])
     expected = dict(whole.trainer.weights())
     assert all(torch.equal(value, expected[name]) for name, value in resumed.trainer.weights())
+
+
+class Clock:
+    """Stands in the place of `time`; each step of a loop takes 30 s."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def of(self, loop):
+        step = loop.step
+        loop.step = lambda number: (step(number), setattr(self, "now", self.now + 30.0))[0]
+        return loop
+
+
+def test_the_time_left_leaves_out_steps_of_before(make_loop, tmp_path, monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("dvp.progress.time", clock)
+    run_loop(clock.of(make_loop(steps=2)), tmp_path, tmp_path / "c", lambda row: None)
+    resumed = clock.of(make_loop(steps=6))
+    run_loop(resumed, tmp_path, tmp_path / "c", reporter(resumed, Mock()))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "step" in line and "reward" in line]
+    left = [line.split("s/step  ")[1] if "left" in line else None for line in lines]
+    assert left == [None, "60 s left", "30 s left", "0 s left"]
+
+
+def test_a_skipped_step_says_why(make_loop, tmp_path, monkeypatch, capsys):
+    unequal = make_loop(method="rloo_mis", distance=1.0)
+    assert why_skipped(unequal.step(1)) == "skipped: every response is rejected"
+    loop = make_loop(steps=1)
+    assert why_skipped(loop.step(1)) == ""
+    monkeypatch.setattr(Problems, "reward", lambda *_: 0.0)
+    run_loop(loop, tmp_path, tmp_path / "c", reporter(loop, Mock()))
+    assert "s/step  skipped: all rewards of each group are equal\n" in capsys.readouterr().err
 
 
 def test_a_run_whose_files_are_deleted_under_it_ends_with_whole_ones(make_loop, tmp_path):

@@ -69,6 +69,45 @@ def test_the_policy_scores_as_the_model_itself(model_type):
     policy.check([*PROMPTS[:1], [7]])  # a prompt of one token too
 
 
+RESPONSES = [[[11, 12, 13, 14], [12], [20, 21, 22]], [[30, 31], [31, 30, 32, 33, 34]]]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "granite"])
+def test_responses_that_share_a_prompt_are_scored_as_rows(model_type):
+    """Log-probs and gradients; what a tool wrote between a model's tokens is context."""
+    model = make(model_type, **SUPPORTED[model_type])
+    pairs = [(prompt, own) for prompt, group in zip(PROMPTS, RESPONSES, strict=True) for own in group]
+    written = [[True, False, False, True], None, [True, False, True], None, None]
+    apart = Batch.collate(*([list(side) for side in zip(*pairs, strict=True)]), pad=0, written=written)
+    policy = Policy(model)
+    policy.check(PROMPTS)
+    assert policy.shares_prompts
+    shared = apart.sharing_prompts(width=1000, tokens=100)
+    assert [(length, rows) for length, rows in shared.units()] == [(6 + 3 + 0 + 2, [0, 1, 2]), (3 + 1 + 4, [3, 4])]
+    found = []
+    for batch in (apart, shared, shared.rows(torch.tensor([4, 0, 2]))):
+        model.zero_grad()
+        log_prob_N = policy(batch, safe=None, temperature=1.0).log_prob
+        (log_prob_N * torch.arange(1.0, len(log_prob_N) + 1)).sum().backward()
+        found.append((log_prob_N, [value.grad.clone() for value in model.parameters()]))
+    (rows_N, of_rows), (shared_N, of_shared), (some_n, _) = found
+    torch.testing.assert_close(shared_N, rows_N, atol=1e-5, rtol=0)
+    torch.testing.assert_close(of_shared, of_rows, atol=1e-4, rtol=1e-4)
+    of_row = rows_N.split(apart.response_BT.sum(dim=1).tolist())
+    torch.testing.assert_close(some_n, torch.cat([of_row[row] for row in (4, 0, 2)]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [("mistral", {"sliding_window": 8}), ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2})],
+    ids=lambda model: model[0],
+)
+def test_a_model_with_other_masks_shares_no_prompt(model):
+    policy = Policy(make(model[0], **model[1]))
+    policy.check(PROMPTS)
+    assert not policy.shares_prompts
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [

@@ -216,7 +216,11 @@ def test_the_error_that_came_first_is_raised_and_no_other():
     )
     for reports, kind, message in (
         ([stopped, bug, known, killed], DvpError, "^no room$"),
-        ([stopped, bug, killed], DvpError, r"^rank 1 was ended by SIGKILL \(Killed\); was there too little memory"),
+        (
+            [stopped, bug, killed],
+            DvpError,
+            r"^rank 1 was ended by SIGKILL \(Killed\); out of memory\? run again to continue",
+        ),
         ([stopped, bug, told], Stopped, "^stopped after step 3$"),
         ([stopped | {"timestamp": 3.0}, bug, aborted], RuntimeError, "^RuntimeError: lost rank 1$"),
         ([told], Stopped, "^stopped by SIGTERM; run again to go on$"),

@@ -29,7 +29,7 @@ from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.training import LAST_STEPS
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import settings_as_read
+from dvp.experiment.grid import GridPoint, settings_as_read
 from dvp.measurement.files import PAIRED, SMALLEST_ESS
 from dvp.progress import setting_as_read
 
@@ -283,8 +283,18 @@ def _about(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any
         ends = sorted({f"{value:.1f}" for value in (min(found), max(found))}, key=float) if found else []
         return " to ".join(ends) or None
 
+    def steps_of(name: str, point: GridPoint) -> float | None:
+        found = lookup(statistics)(name, where_of(experiment, point))
+        return found and found.value
+
     return {
         "experiment": experiment,
+        "unmoved": [
+            point_name(experiment, point)
+            for point in experiment.points
+            if steps_of("skipped_steps", point)
+            and steps_of("skipped_steps", point) == steps_of("training_steps", point)
+        ],
         "evaluation": experiment.evaluation,
         "k": experiment.evaluation.samples_per_problem[experiment.report.task],
         "count": len(experiment.seeds),

@@ -5,11 +5,15 @@ the responses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
 from dvp.core.kept_sets import KeptSets
+
+LONGEST_SHARED = 4096
+"""Tokens of a row in which several responses share their prompt: its attention mask has this many entries squared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +27,8 @@ class Batch:
     in a response, which is context like the prompt. The last token of a response is the model's."""
     kept: tuple[KeptSets, ...] | None = None
     """Of each response the sets that its own tokens were sampled from; None where the engine did not report them."""
+    shared_B2: torch.Tensor | None = None
+    """For each response a number, and the tokens of its prompt: consecutive ones of a number share it (`Shared`)."""
 
     @staticmethod
     def collate(
@@ -50,7 +56,16 @@ class Batch:
     def rows(self, rows_b: torch.Tensor) -> "Batch":
         """These rows only, cut to the longest of them."""
         length = int(self.lengths()[rows_b].max())
-        return Batch(self.tokens_BT[rows_b, :length], self.response_BT[rows_b, :length], self.kept_of(rows_b))
+        return replace(
+            self.whole_rows(rows_b),
+            tokens_BT=self.tokens_BT[rows_b, :length],
+            response_BT=self.response_BT[rows_b, :length],
+        )
+
+    def whole_rows(self, rows_b: torch.Tensor) -> "Batch":
+        """These rows only, at full width."""
+        shared_b2 = None if self.shared_B2 is None else self.shared_B2[rows_b]
+        return Batch(self.tokens_BT[rows_b], self.response_BT[rows_b], self.kept_of(rows_b), shared_b2)
 
     def only(self, counted_BT: torch.Tensor) -> "Batch":
         """The same, but that of a response's own tokens only those of this mask (bool) are scored."""
@@ -58,7 +73,7 @@ class Batch:
             sets.states(counted_T[own_T].nonzero()[:, 0])
             for sets, own_T, counted_T in zip(self.kept, self.response_BT, counted_BT, strict=True)
         )
-        return Batch(self.tokens_BT, self.response_BT & counted_BT, kept)
+        return replace(self, response_BT=self.response_BT & counted_BT, kept=kept)
 
     def kept_of(self, rows_b: torch.Tensor) -> tuple[KeptSets, ...] | None:
         """`kept` of these rows only."""
@@ -74,22 +89,112 @@ class Batch:
     def micro_batches(self, tokens: int, rows_b: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Rows for one pass each: the longest first, those of like length together, so that little is padded.
 
+        Responses that share their prompt are together, as far as one pass has room.
+
         tokens : at most so many positions a pass, padding included; a row that is longer has a pass of its own.
         rows_b : which rows; all if not given.
         """
         rows_b = torch.arange(len(self.tokens_BT)) if rows_b is None else rows_b
-        lengths_b, order_b = self.lengths()[rows_b].sort(descending=True, stable=True)
+        units = []
+        for length, unit in self.whole_rows(rows_b).units():
+            # Of one that has no room the responses go by themselves.
+            units += [(length, unit)] if length <= tokens else [(length, [row]) for row in unit]
+        lengths, order = torch.tensor([length for length, _ in units]).sort(descending=True, stable=True)
         parts, start = [], 0
-        while start < len(order_b):
-            size = max(1, tokens // int(lengths_b[start]))
-            parts.append(rows_b[order_b[start : start + size]])
+        while start < len(units):
+            size = max(1, tokens // int(lengths[start]))
+            chosen = [row for unit in order[start : start + size].tolist() for row in units[unit][1]]
+            parts.append(rows_b[chosen])
             start += size
         return parts
+
+    def units(self) -> list[tuple[int, list[int]]]:
+        """Rows that a model computes as one, and how many tokens that has: each by itself, or those that share."""
+        lengths = self.lengths().tolist()
+        if self.shared_B2 is None:
+            return [(length, [row]) for row, length in enumerate(lengths)]
+        units = []
+        for _, rows in groupby(range(len(lengths)), key=self.shared_B2[:, 0].tolist().__getitem__):
+            unit = list(rows)
+            prompt = int(self.shared_B2[unit[0], 1])
+            # The last token of a response predicts nothing.
+            units.append((prompt + sum(max(lengths[row] - prompt - 1, 0) for row in unit), unit))
+        return units
+
+    def sharing_prompts(self, width: int, tokens: int) -> "Batch":
+        """The same, with prompts to be computed once if that is less work for a model of this width.
+
+        A layer takes about 24 width² operations a token, and 4 width for each pair of tokens: half of the pairs of a
+        row under a causal mask alone, all pairs of a row under another mask.
+
+        tokens : at most so many in a row where responses share.
+        """
+        prompt_B, lengths_B = self.response_BT.int().argmax(dim=1), self.lengths()
+        numbers: list[int] = []
+        before, room = None, 0
+        for row, (prompt, length) in enumerate(zip(prompt_B.tolist(), lengths_B.tolist(), strict=True)):
+            own = length - prompt - 1
+            asked = self.tokens_BT[row, :prompt].tolist()
+            if asked != before or own > room:
+                before, room = asked, min(tokens, LONGEST_SHARED) - prompt
+                numbers.append(row)
+            else:
+                numbers.append(numbers[-1])
+            room -= own
+        shared = replace(self, shared_B2=torch.stack([torch.tensor(numbers), prompt_B], dim=1))
+
+        def work(batch: Batch, seen: float) -> float:
+            return sum(length * (6 * width + seen * length) for length, _ in batch.units())
+
+        return shared if work(shared, 1.0) < work(self, 0.5) else self
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
         kept = None if self.kept is None else tuple(sets.to(device) for sets in self.kept)
-        return Batch(self.tokens_BT.to(device), self.response_BT.to(device), kept)
+        return replace(self, tokens_BT=self.tokens_BT.to(device), response_BT=self.response_BT.to(device), kept=kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A batch with responses behind each other, after a prompt that is there once.
+
+    A token sees the prompt and what is before it in its own response, at the positions of a row by itself: a model of
+    attention alone says the same of it, but for rounding.
+    """
+
+    tokens_RL: torch.Tensor
+    """int64 token ids, without the last of each response, which predicts nothing; padded on the right."""
+    position_RL: torch.Tensor
+    mask_RL: torch.Tensor
+    """bool, (R, 1, L, L): what a token (third dimension) sees."""
+    place_N: torch.Tensor
+    """Where each scored token of the batch, row by row, is predicted: indices into R × L."""
+
+    @staticmethod
+    def of(batch: Batch) -> "Shared":
+        """Lay out a batch whose `shared_B2` is known."""
+        units, lengths = batch.units(), batch.lengths().tolist()
+        longest = max(length for length, _ in units)
+        tokens_RL, position_RL = (torch.zeros((len(units), longest), dtype=torch.long) for _ in range(2))
+        part_RL = torch.full((len(units), longest), -1)  # 0 the prompt, then a number for each response
+        place_BT = torch.zeros(batch.tokens_BT.shape, dtype=torch.long)
+        for number, (_, rows) in enumerate(units):
+            end = begin = int(batch.shared_B2[rows[0], 1])
+            tokens_RL[number, :end] = batch.tokens_BT[rows[0], :end]
+            position_RL[number, :end] = torch.arange(end)
+            part_RL[number, :end] = 0
+            for part, row in enumerate(rows, start=1):
+                own = max(lengths[row] - begin - 1, 0)
+                piece, source = slice(end, end + own), slice(begin, begin + own)
+                tokens_RL[number, piece] = batch.tokens_BT[row, source]
+                position_RL[number, piece] = torch.arange(begin, begin + own)
+                part_RL[number, piece] = part
+                place_BT[row, :begin] = number * longest + torch.arange(begin)
+                place_BT[row, source] = number * longest + torch.arange(end, end + own)
+                end = piece.stop
+        seen_RL = (part_RL[:, None, :] == 0) | (part_RL[:, None, :] == part_RL[:, :, None])
+        mask_RL = (seen_RL & torch.ones(longest, longest, dtype=torch.bool).tril())[:, None]
+        return Shared(tokens_RL, position_RL, mask_RL, place_BT[:, :-1][batch.response_BT[:, 1:]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +211,12 @@ class Rollout:
 
     def rows(self, rows_b: torch.Tensor) -> "Rollout":
         """These responses only, at full width."""
-        batch = Batch(self.batch.tokens_BT[rows_b], self.batch.response_BT[rows_b], self.batch.kept_of(rows_b))
-        return Rollout(batch, self.infer_log_prob_BT[rows_b], self.rewards_B[rows_b], self.truncated_B[rows_b])
+        return Rollout(
+            self.batch.whole_rows(rows_b),
+            self.infer_log_prob_BT[rows_b],
+            self.rewards_B[rows_b],
+            self.truncated_B[rows_b],
+        )
 
 
 def unflatten(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

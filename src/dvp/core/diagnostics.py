@@ -86,10 +86,14 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
     tokens, dropped_B = mask_BT.sum().item(), update.weights.dropped_B
 
+    rewards_PG = rollout.rewards_B.view(-1, update.responses.group_size)
+
     def mean(name: str) -> float:
         return statistics[name][mask_BT].float().mean().item()
 
     return {
+        # Prompts whose responses were not all rewarded alike: by the others the policy learns nothing.
+        "mixed_groups_fraction": (rewards_PG != rewards_PG[:, :1]).any(dim=1).float().mean().item(),
         # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
         # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
         **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT, mask_BT & ~safe_BT),

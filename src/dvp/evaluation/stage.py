@@ -1,5 +1,6 @@
 """The stage `evaluate`."""
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,13 @@ def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: S
         shown |= {"samples_per_problem": shown["samples_per_problem"][task], **sampler.model_dump()}
         stage.tracked.log_params({"evaluation": shown})
         scores = read_json(result, "metrics") if done else sample(task, result.parent)
+        if run is None and (share := scores["metrics"]["pass@1"]["value"]) in (0.0, 1.0):
+            print(
+                f"warning: of the base model's {scores['samples']} samples of {task} {'all' if share else 'none'} are "
+                "right: if training's problems are alike, all rewards of each group are equal, and RL learns nothing; "
+                f"take {'harder' if share else 'easier'} problems, another prompt or another base",
+                file=sys.stderr,
+            )
         stage.tracked.log_result({name: metric["value"] for name, metric in scores["metrics"].items()})
         stage.tracked.log_file(samples)
         if done:

@@ -87,7 +87,7 @@ class Engine(Protocol):
         """
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Leave a GPU's memory to the trainer until the next call, and forget what was computed of prompts.
+        """Leave what memory it can to the trainer until the next call, and forget what was computed of prompts.
 
         Without `keep_weights` the next call must be `load_weights`.
         """

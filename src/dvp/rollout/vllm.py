@@ -65,16 +65,28 @@ def configure_environment(threads: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc reuse large blocks that were freed, where it would give them back to the kernel.
+    """Have glibc reuse large blocks that were freed, where it would give them back to the kernel at once.
 
     A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
     it anew from the kernel took a quarter of the rollout's time. The distributions of a whole response are larger, and
-    given back: among small blocks their holes would stay. Other C libraries have no such setting.
+    given back. What is kept splits into holes that later blocks of other sizes do not fit into: `_return_freed_memory`.
+    Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, size in MALLOC.items():
             mallopt(option, size)
+
+
+def _return_freed_memory() -> None:
+    """Give the kernel every whole page that was freed, wherever glibc keeps it.
+
+    Without, training a model of 135 M parameters held 3 GB of tensors and 8.5 after six steps, 11.7 after 22: updates
+    have other shapes each.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _allow_amx() -> None:
@@ -305,13 +317,15 @@ class VllmEngine:
         return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep. What the cache holds of prompts is forgotten, on a CPU too.
+        """See Engine.sleep. On a CPU the process gives what memory it has freed back to the kernel.
 
         Level 2 discards whatever was allocated while the model was loaded: parameters, which the next load brings;
         buffers, which vLLM copies to the machine's memory and back; and the sampler's tables of requests that are gone.
         """
         if not self._sleeps:
             self.llm.reset_prefix_cache()
+            if not torch.cuda.is_available():
+                _return_freed_memory()
         elif self._asleep is None:
             self._asleep = 1 if keep_weights else 2
             self.llm.sleep(level=self._asleep)

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dvp.core.batch import Batch, unflatten_parts
+from dvp.core.batch import Batch, Shared, unflatten_parts
 from dvp.core.head import OF_TOKENS, TokenStatistics, dense_log_prob, token_statistics
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
@@ -106,6 +107,8 @@ class Policy(torch.nn.Module):
         self._head_dtype = head_dtype
         model.set_output_embeddings(Head(head.weight))
         self.model = model
+        self.shares_prompts = False
+        """Whether `check` found that responses may share their prompt."""
 
     def forward(
         self,
@@ -146,11 +149,17 @@ class Policy(torch.nn.Module):
         """The hidden states before the response tokens, and these tokens, row by row."""
         # The places of a batch on the host are known before the model runs: the host need not wait for a device.
         device = self.model.device
-        places_N = batch.response_BT[:, 1:].flatten().nonzero()[:, 0].to(device)
+        scored_N = batch.response_BT[:, 1:].flatten().nonzero()[:, 0].to(device)
         tokens_BT = batch.tokens_BT.to(device)
-        # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
-        hidden_BTH = self.model.base_model(tokens_BT[:, :-1], use_cache=False).last_hidden_state
-        return hidden_BTH.flatten(0, 1)[places_N], tokens_BT[:, 1:].flatten()[places_N]
+        if batch.shared_B2 is None:
+            # Right padding under a causal mask: no real position sees a pad, so no attention mask is needed.
+            inputs, options, places_N = tokens_BT[:, :-1], {}, scored_N
+        else:
+            shared = Shared.of(batch)
+            inputs, places_N = shared.tokens_RL.to(device), shared.place_N.to(device)
+            options = {"attention_mask": shared.mask_RL.to(device), "position_ids": shared.position_RL.to(device)}
+        hidden_BTH = self.model.base_model(inputs, use_cache=False, **options).last_hidden_state
+        return hidden_BTH.flatten(0, 1)[places_N], tokens_BT[:, 1:].flatten()[scored_N]
 
     @torch.no_grad()
     def check(self, prompts: list[list[int]]) -> None:
@@ -175,6 +184,29 @@ class Policy(torch.nn.Module):
                 f"nats, at most {OWN_TOLERANCE:g} is allowed: the model does something between its layers and its "
                 "logits that the trainer does not know"
             )
+        self.shares_prompts = self._attends_alone() and self._is_indifferent(prompts)
+
+    def _attends_alone(self) -> bool:
+        """Whether the model's settings name no layer but those of whole attention, whose masks we may make."""
+        config = self.model.config.get_text_config()
+        windows = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+        other = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        return not (windows or other or getattr(config, "attention_chunk_size", None))
+
+    def _is_indifferent(self, prompts: list[list[int]]) -> bool:
+        """Whether it says the same of two responses to a prompt, token ids, that share it as of each by itself."""
+        # Of the length that `check` cuts them to, where they have it.
+        half = min(map(len, prompts)) // 2
+        parts = [(prompt[:half], prompt[half:]) for prompt in prompts for _ in range(2)]
+        responses = [response[:: 1 - 2 * (number % 2)] for number, (_, response) in enumerate(parts)]
+        apart = Batch.collate([prompt for prompt, _ in parts], responses, pad=0)
+        numbers = torch.arange(len(prompts)).repeat_interleave(2)
+        shared = replace(apart, shared_B2=torch.stack([numbers, torch.full_like(numbers, half)], dim=1))
+        try:
+            each = [self(batch, safe=None, temperature=1.0).log_prob for batch in (apart, shared)]
+        except (TypeError, ValueError, RuntimeError):  # its forward pass takes no such mask, or no positions
+            return False
+        return (each[0] - each[1]).abs().max().item() <= OWN_TOLERANCE
 
 
 def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> dict[str, Any]:
@@ -312,6 +344,12 @@ class Trainer:
         self.bf16: bool = self._engine.torch_autocast_enabled()
         self._temperature = config.temperature
         self._tokens = config.tokens_per_micro_batch
+
+    def sharing_prompts(self, batch: Batch) -> Batch:
+        """The same, with prompts to be computed once each if the model can and it is less work. By all ranks."""
+        if not all(ranks.gather(self.policy.shares_prompts)):
+            return batch
+        return batch.sharing_prompts(self.policy.model.config.get_text_config().hidden_size, self._tokens)
 
     @torch.no_grad()
     def score(

@@ -209,7 +209,7 @@ def torchrun(logs: Path, arguments: list[str]) -> int:
 def _ended(rank: int, number: signal.Signals) -> dict:
     if number in STOP_SIGNALS:  # before it could say so
         return {"kind": "told", "signal": number, "message": f"stopped by {number.name}; run again to go on"}
-    remedy = "; was there too little memory?" if number == signal.SIGKILL else ""
+    remedy = "; out of memory? run again to continue from the last checkpoint" if number == signal.SIGKILL else ""
     killed = number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
     message = f"rank {rank} was ended by {number.name} ({signal.strsignal(number)}){remedy}"
     return {"kind": "killed" if killed else "ended", "signal": None, "message": message}

@@ -48,6 +48,8 @@ UPDATE_METRICS = (
     *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
     *("otb_signal", "otb_power", "otb_noise"),
 )
+NOISE_RESPONSES = 16
+"""Responses of which the trainer's own noise is measured: every one would take longer than the rest of a step."""
 
 
 def run_loop(
@@ -68,6 +70,7 @@ def run_loop(
     config, stop = loop.config, loop.stop
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
+    loop.restored = len(rows)
     for row in rows:
         loop.observe(row)
         on_step(row)
@@ -173,6 +176,8 @@ class Loop:
         self.engine = engine
         self.recorder = recorder
         self.stop = StopRequest()
+        self.restored = 0
+        """Steps that a checkpoint had, when training went on from there."""
         self.ids = list(problems["id"])
         places = [
             f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)
@@ -189,6 +194,7 @@ class Loop:
         times.append(time.perf_counter())
 
         rollout = self.problems.graded(rows, completions)
+        rollout = replace(rollout, batch=self.trainer.sharing_prompts(rollout.batch))
         times.append(time.perf_counter())
 
         metrics = self.learn(step, rows, rollout)
@@ -306,9 +312,11 @@ class Loop:
         At another batch shape, and in bf16 (in fp32, if it trains in bf16).
         """
         noise = {}
+        rows_b = torch.arange(min(NOISE_RESPONSES, len(rollout.rewards_B)))
+        rollout = rollout.rows(rows_b)
         for kind, options in {"shape": {"tokens": 1}, "bf16": {"bf16": not self.trainer.bf16}}.items():
             again_BT = self.score(rollout, **options)["log_prob"]
-            values = mismatch_metrics(statistics["log_prob"] - again_BT, rollout.batch.response_BT)
+            values = mismatch_metrics(statistics["log_prob"][rows_b] - again_BT, rollout.batch.response_BT)
             noise |= {f"self_noise_{name}_{kind}": value for name, value in values.items()}
         return noise
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from dvp.gpus import claim
 from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
 from dvp.tracking.record import COLLAPSED
+from dvp.tracking.stage import StageRun
 from dvp.training import launch
 
 if TYPE_CHECKING:
@@ -109,19 +111,8 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
         if loop.safe.engine is not None:
             prove_safe_vocabulary(loop.engine, loop.problems.prompts[:PROBE_PROMPTS], loop.safe.engine)
 
-        # Every step's row goes to MLflow and, now and then, to the terminal.
-        progress = Progress(run.path, settings.steps)
-
-        def on_step(row: dict) -> None:
-            if stage is None:
-                return
-            stage.tracked.log_step(row["step"], row)
-            details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
-            if progress.step(row["step"], details):
-                stage.tracked.flush()
-
         checkpoints = checkpoint.folder_of(folder / "checkpoints", config_hash, data_files, base_files)
-        final, rows = run_loop(loop, folder, checkpoints, on_step)
+        final, rows = run_loop(loop, folder, checkpoints, reporter(loop, stage and stage.tracked))
         if stage is None:
             return
         shutil.copyfile(final / PROBE, folder / PROBE)
@@ -149,6 +140,37 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
                 "files": {name: sha256_file(folder / name) for name in ("metrics.jsonl", RESPONSES, PROBE)},
             }
         )
+
+
+def reporter(loop: "Loop", tracked: StageRun | None) -> Callable[[dict], None]:
+    """Make what is called with each row of a run: it goes to MLflow and, now and then, to the terminal.
+
+    tracked : None on a rank that does not report.
+    """
+    progress = Progress(loop.run.path, loop.config.steps)
+
+    def on_step(row: dict) -> None:
+        if tracked is None:
+            return
+        tracked.log_step(row["step"], row)
+        if row["step"] <= loop.restored:
+            return  # how long it took says nothing of the steps to come
+        details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
+        if progress.step(row["step"], f"{details}  {why}" if (why := why_skipped(row)) else details):
+            tracked.flush()
+
+    return on_step
+
+
+def why_skipped(row: dict) -> str:
+    """Say why a step (a row of metrics.jsonl) changed no weights; nothing of one that did."""
+    if not row["skipped"]:
+        return ""
+    if row["mixed_groups_fraction"] == 0.0:
+        return "skipped: all rewards of each group are equal"
+    if row["masked_fraction"] == 1.0:
+        return "skipped: every response is rejected"
+    return "skipped: every response is rejected whose group has unequal rewards"
 
 
 def sequences(training: TrainingConfig, engine: EngineConfig) -> int:

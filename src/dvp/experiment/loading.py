@@ -122,7 +122,7 @@ def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
     The local files that it names must be there: Snakemake would take results made of earlier ones for results of these.
     One that says `extends: OTHER` is that experiment, which may extend another one in turn, with its own
     keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
-    null takes a key away.
+    null takes a key away. What the other one says of itself is not inherited (`_say_anew`).
     """
     return _load(name, config, ())[1]
 
@@ -149,7 +149,9 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     if "deepspeed" in value:
         raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
     if "extends" in value:  # mistakes of the parent are reported in its own name
-        value = _merged(_load(value.pop("extends"), config, (*extended_by, name))[0], value)
+        parent, own = value.pop("extends"), value
+        inherited = _load(parent, config, (*extended_by, name))[0]
+        value = _say_anew(_merged(inherited, own), own, inherited)
     resolved, of_catalogue = dict(value), {}
     for table in TABLES:
         own = value.get(table, {})
@@ -190,6 +192,41 @@ def _merged(below: Any, above: Any) -> Any:
     gone = {key for key in below if key in above and above[key] is None}
     merged = below | {key: _merged(below.get(key), value) for key, value in above.items()}
     return {key: value for key, value in merged.items() if key not in gone}
+
+
+def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
+    """Replace what an extended experiment says of itself and its extension does not say again.
+
+    The description never holds for both. The scale is made from the settings where the base model, the problems or the
+    lengths differ; declarations are dropped where the base model or the problems do.
+
+    Args:
+        value: the merged mapping of the extension, perhaps with mistakes.
+        own: the keys that the extension's file gives.
+        inherited: the valid mapping of the extended experiment.
+    """
+    train = _at(value, "data", "train")
+    subject = [("base", "kind"), ("base", "path"), ("data", "train"), ("sources", train, "path")]
+    lengths = [("base", "architecture"), ("training", "steps"), ("training", "max_response_tokens")]
+    other = [key for key in (*subject, *lengths) if _at(value, *key) != _at(inherited, *key)]
+    if "description" not in own:
+        given = ", ".join(key for key in own if key != "name")
+        value = value | {"description": f"{inherited['name']} with other {given}."}
+    if "scale" not in own and other:
+        model, steps = _at(value, "base", "path") or "A model made here", _at(value, "training", "steps")
+        scale = f"{model} on {train}, {steps} steps, responses of up to {_at(value, *lengths[-1])} tokens; "
+        value = value | {"scale": f"{scale}the papers train billions of parameters on competition mathematics."}
+    report = value.get("report")
+    if set(other) & set(subject) and isinstance(report, dict) and _at(own, "report", "declarations") is None:
+        value = value | {"report": {key: told for key, told in report.items() if key != "declarations"}}
+    return value
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """Return the value at a path of keys; None where the path ends early."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 class _Zero(Strict, extra="allow"):

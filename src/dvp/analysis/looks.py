@@ -9,6 +9,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import BASE, policy_label
+from dvp.core.importance import ImportanceRule
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.methods import Method
@@ -70,10 +71,9 @@ def family(method: Method) -> str:
         return "other advantage or loss"
     if method.mask is not None or method.learning_rate_decay is not None:
         return "mask or decay"
-    if correction == type(correction)():
+    if correction == ImportanceRule():
         return "no correction"
-    name = f"{correction.level}, {correction.action}"
-    return name if name in FAMILIES else "other correction"
+    return correction.family if correction.family in FAMILIES else "other correction"
 
 
 class Looks:

@@ -232,6 +232,21 @@ def test_a_config_of_another_program_is_not_ours(tmp_path, monkeypatch):
     assert main(["plan"]) == 0
 
 
+def test_the_line_that_says_why_is_the_last(tmp_path):
+    """Whatever a library writes while the interpreter ends, as nanobind does of an engine that has not started."""
+    program = """if True:
+        import os, sys
+        from dvp.cli import main
+        class Library:
+            def __del__(self, write=os.write):
+                write(2, b"leaked 513 functions!")
+        library = Library()
+        sys.exit(main(["nope"]))
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "dvp: No such command 'nope'; see `dvp --help`\n")
+
+
 def test_the_version_is_told(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"dvp {metadata.version('dvp')}, commit ")

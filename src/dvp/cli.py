@@ -3,6 +3,7 @@
 A verb imports its room when it is called, so `dvp --help` and `dvp plan` need no torch.
 """
 
+import atexit
 import gc
 import logging
 import os
@@ -472,6 +473,16 @@ def stoppable() -> None:
 
 _stopped: list[Stopped] = []
 """What `_stop` has raised."""
+_failed: list[int] = []
+"""Exit statuses of what has ended with a line on standard error."""
+
+
+@atexit.register  # before any library is imported, so that it is called after theirs
+def _leave_the_last_word() -> None:
+    """Keep standard error to the line that says why: libraries report their own leaks while the interpreter ends."""
+    if _failed:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -507,6 +518,7 @@ def _run(arguments: list[str]) -> int:
     except (Exception, Stopped, KeyboardInterrupt) as error:
         line, status = _ending(error, name)
         print(f"{name}: {line}", file=sys.stderr)
+        _failed.append(status)
         return status
 
 

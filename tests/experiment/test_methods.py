@@ -76,7 +76,12 @@ EXPERIMENT = """
 name: own
 extends: smoke
 methods:
-  own: {label: own, advantage: half, safe_vocabulary: confident, importance: {kind: smooth}, mask: {kind: tail, probability: 1e-9}}
+  own:
+    label: own
+    advantage: half
+    safe_vocabulary: confident
+    importance: {kind: smooth}
+    mask: {kind: tail, probability: 1e-9}
   own_loss: {label: own loss, advantage: half, safe_vocabulary: confident, loss: squared}
 engines:
   plain: {kind: plain, dtype: float32}

@@ -36,17 +36,22 @@ def environment(wheel, tmp_path_factory):
         # dill, with which TRL's data sets are told apart, takes other folders' modules for a script's own.
         folder = tmp_path_factory.mktemp("environment") / "site-packages"
         shutil.copytree(wheel[0], folder / "dvp")
-        left, there = [*names, *wheel[1][""]], set()
+        left, there = [Requirement(name) for name in (*names, *wheel[1][""])], set()
         while left:
+            asked = left.pop()
             try:
-                found = distribution(left.pop())
+                found = distribution(asked.name)
             except PackageNotFoundError:  # the locks leave out what an engine requires and has no use for here
                 continue
-            if found.metadata["Name"] in there:
+            if (key := (found.metadata["Name"], frozenset(asked.extras))) in there:
                 continue
-            there.add(found.metadata["Name"])
-            wanted = [Requirement(line) for line in found.requires or []]
-            left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+            there.add(key)
+            extras = ["", *asked.extras]
+            left += [
+                one
+                for one in map(Requirement, found.requires or [])
+                if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+            ]
             for top in {Path(file).parts[0] for file in found.files} - {"..", "__pycache__"}:
                 if not (folder / top).exists():
                     (folder / top).symlink_to(found.locate_file(top))

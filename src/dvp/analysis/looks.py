@@ -117,7 +117,10 @@ class Looks:
 
     def name(self, row: Any, columns: Sequence[str]) -> str:
         """What a row is of, as far as these coordinates say it."""
-        return ", ".join(self._named(column, row[column]) for column in columns if row[column] != "none")
+        named = {column: self._named(column, row[column]) for column in columns if row[column] != "none"}
+        if {"policy", "engine"} <= named.keys():  # a policy has the engine of its training in its name
+            named["engine"] = f"measured on {named['engine']}"
+        return ", ".join(named.values())
 
     def _named(self, column: str, value: str) -> str:
         if column == "method":

@@ -240,7 +240,9 @@ def test_the_legend_names_no_line_that_is_outside():
     """tiny's gradient norms are a hundredth of the norm at which they are clipped."""
     experiment = make_experiment()
     low, high = (
-        figures.draw(experiment, [], curves(experiment, "gradient_norm", size * np.ones(12)))["gradient_norm"]
+        figures.draw(experiment, [], curves(experiment, "gradient_norm", size * np.linspace(0.5, 1.0, 12)))[
+            "gradient_norm"
+        ]
         for size in (0.01, 2.0)
     )
     assert not any(label.startswith("clipped at") for label in labels(low))

@@ -55,6 +55,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in session.items), "pytest-xdist groups no tests with this pytest"
 
 
+NEEDED = {
+    "real data": "the real data sets beside the clone (tests/data/conftest.py)",
+    "Slurm's programs": "Slurm and munge (.ci/run names Debian's packages)",
+    "bubblewrap": "Debian's bubblewrap",
+    "chromium": "Debian's chromium",
+    "TRL": "envs/dev.txt",
+    "verl": "verl, for which there is `make test-verl`",
+    "namespaces": "a kernel that lets this user make namespaces",
+    "no right to mount": "the right to mount",
+    "GPU": "a GPU",
+}
+"""What a machine lacks, by a word of the reason for which tests are skipped there."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end, in a line, what would let the skipped tests run."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = "\n".join(str(report.longrepr) for report in skipped)
+    if wanted := [what for word, what in NEEDED.items() if word in reasons]:
+        terminalreporter.write_line(f"to run the {len(skipped)} skipped tests: {'; '.join(wanted)}")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_as_before() -> Iterator[None]:
     """What one file's engines and trainers leave in the process would be another file's, and goes with its maker.

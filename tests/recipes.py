@@ -9,18 +9,48 @@ half_rloo: {label: The documented advantage, advantage: half}
 confident_rloo: {label: The documented rule for ρ, advantage: rloo, safe_vocabulary: confident}
 """
 """Entries of a catalogue of methods that ask for them by name."""
+PIECES = {
+    "half": "core/advantages.py",
+    "Confident": "core/safe_vocabulary.py",
+    "Smooth": "core/importance.py",
+    "TailMask": "core/masks.py",
+    "Squared": "core/objective.py",
+    "PlainEngine": "rollout/plain.py",
+    "DictionaryTool": "tools/dictionary.py",
+    "Dictionary": "experiment/tools.py",
+}
+"""What docs/extend.md defines, by the first name of each block, and the file of src/dvp where it says that it goes."""
+BEFORE = {
+    "Confident": ("Rule = Annotated[", "Rule = Annotated[ConfidentRule | "),
+    "Smooth": (
+        "Correction = ImportanceRule",
+        'Correction = Annotated[ImportanceRule | Smooth, Field(discriminator="kind")]',
+    ),
+    "TailMask": ("Mask = Annotated[", "Mask = Annotated[TailMask | "),
+    "Squared": ("Loss = Annotated[", "Loss = Annotated[Squared | "),
+    "Dictionary": ("Tools = Annotated[", "Tools = Annotated[Dictionary | "),
+}
+"""Which line it changes, in front of which it stands."""
 
 
 def follow(package: Path) -> None:
     """Put the documented code where docs/extend.md says; `package` is a copy of src/dvp."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    advantage, rule = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with (package / "core" / "advantages.py").open("a", encoding="utf-8") as file:
-        file.write(f"\n\n{advantage}")
-    file, union = package / "core" / "safe_vocabulary.py", "Rule = Annotated["
-    rules = file.read_text(encoding="utf-8")
-    assert rules.count(union) == 1
-    file.write_text(rules.replace(union, f"{rule}\n\n{union}ConfidentRule | "), encoding="utf-8")
+    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert [re.search(r"^(?:class|def) (\w+)", piece, re.MULTILINE)[1] for piece in pieces] == [*PIECES]
+    for piece, (name, place) in zip(pieces, PIECES.items(), strict=True):
+        assert f"`src/dvp/{place}`" in text
+        file = package / place
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        if name not in BEFORE:
+            file.write_text(f"{before}\n\n{piece}" if before else piece, encoding="utf-8")
+            continue
+        old, new = BEFORE[name]
+        assert before.count(f"\n{old}") == 1
+        file.write_text(before.replace(f"\n{old}", f"\n{piece}\n\n{new}"), encoding="utf-8")
+    [line] = re.findall(r"`(ENGINES\[.*?)`", text)
+    with (package / "experiment/training.py").open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
 
 
 def declare(folder: Path) -> None:

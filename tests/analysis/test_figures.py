@@ -236,6 +236,25 @@ def test_the_reference_is_black_in_the_panels_of_others():
         assert sum(line.get_color() == "black" for line in bold(axes)) == 1
 
 
+def test_the_legend_names_no_line_that_is_outside():
+    """tiny's gradient norms are a hundredth of the norm at which they are clipped."""
+    experiment = make_experiment()
+    low, high = (
+        figures.draw(experiment, [], curves(experiment, "gradient_norm", size * np.linspace(0.5, 1.0, 12)))[
+            "gradient_norm"
+        ]
+        for size in (0.01, 2.0)
+    )
+    assert not any(label.startswith("clipped at") for label in labels(low))
+    assert f"clipped at {experiment.training.gradient_clipping:g}" in labels(high)
+
+
+def test_a_policy_and_the_engine_that_measures_it_are_told_apart():
+    experiment = make_experiment()
+    where = {"policy": experiment.points[0].path, "engine": "fp32"}
+    assert Looks(experiment).name(where, where) == "after RLOO (naive), fp32, measured on fp32"
+
+
 def test_declarations_are_read_without_matplotlib_and_pandas():
     code = "import sys, dvp.analysis.shown as s; s.shown('figures'); print({'matplotlib', 'pandas'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

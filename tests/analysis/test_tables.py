@@ -10,6 +10,7 @@ from made_up_results import Results, main_table, make_experiment, training_part
 from dvp.analysis import shown
 from dvp.analysis.load import evaluation_path
 from dvp.analysis.points import point_name, where_of
+from dvp.analysis.tables import Column
 from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
@@ -153,3 +154,17 @@ def test_a_mistake_in_a_declaration_is_one_line(tmp_path, monkeypatch, old, new,
     kind = message.partition(".")[0]
     with pytest.raises(DvpError, match=f"^shown.yaml: {re.escape(message)}"):
         shown.shown.__wrapped__(kind)
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "text"),
+    [
+        ("+.1f", -0.04, "+0.0"),
+        (".1f", -0.04, "0.0"),
+        ("+.1f", -0.06, "-0.1"),
+        ("+digits", -0.0, "0"),
+        (".1e", -1e-9, "-1.0e-9"),
+    ],
+)
+def test_what_is_rounded_to_zero_has_no_minus(spec, value, text):
+    assert Column(key="x", interval=spec)._number(value, spec) == text

@@ -129,7 +129,7 @@ def test_all_tasks_have_one_engine_with_room_for_the_longest(monkeypatch, tmp_pa
     monkeypatch.setattr(prompts, "read_problems", lambda _, task: lengths[task])
     monkeypatch.setattr(prompts, "encode_prompts", lambda _, of_task, *__: [[0] * length for length in of_task])
     monkeypatch.setattr(runner, "evaluate", lambda *_, engine, **__: {"engine": engine})
-    monkeypatch.setattr(evaluation, "VllmEngine", lambda *_, **options: started.append(options) or len(started))
+    monkeypatch.setattr(evaluation, "make_engine", lambda *_, **options: started.append(options) or len(started))
     experiment = load_experiment("bias_length")
     sample = evaluation.sampling(experiment, list(lengths), tmp_path, tmp_path / "eval.parquet")
     assert started == []  # nothing may be left to do

@@ -85,9 +85,29 @@ grid: [{{method: rloo, engine: fp32}}, {{method: otb_mass, engine: coarse, rho: 
     assert experiment.methods["otb_mass"].label == "OTB + MIS, mass budget"
 
 
+def test_what_is_said_of_a_model_is_not_said_of_another(config, mine, tmp_path):
+    (tmp_path / "config.json").touch()
+    tiny = load_experiment("tiny", config)
+    same = mine("extends: tiny\nseeds: [3]\nbase: {seed: 1}")
+    assert same.description == "tiny with other seeds, base."
+    assert (same.scale, same.report.declarations) == (tiny.scale, tiny.report.declarations)
+    longer = mine("extends: tiny\ntraining: {steps: 48}")
+    assert "48 steps" in longer.scale
+    assert "32 steps" not in longer.scale
+    assert longer.report.declarations == tiny.report.declarations
+    other = mine(f"extends: tiny\nbase: {{kind: local, path: {tmp_path}}}\nreport: {{reached_within: 1}}")
+    assert str(tmp_path) in other.scale
+    assert "0.5 M" not in other.scale
+    assert (other.report.declarations, other.report.reached_within) == ([], 1)
+    told = mine("extends: smoke\ndata: {train: stories}\nscale: Mine.\nreport: {declarations: [Mine.]}")
+    assert (told.scale, told.report.declarations) == ("Mine.", ["Mine."])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("extends: smoke\nbase: 3", "mine.yaml: base: "),
+        ("extends: smoke\nreport: 3", "mine.yaml: report: "),
         ("extends: nope", "nope.yaml: no such experiment; known are "),
         ("extends: ../x", "mine.yaml: extends: experiment '../x': expected the name of a file in "),
         ("extends: smoke\ntrainin: null", "mine.yaml: trainin: unknown key"),

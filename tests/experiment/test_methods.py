@@ -76,10 +76,19 @@ EXPERIMENT = """
 name: own
 extends: smoke
 methods:
-  own: {label: own, advantage: half, safe_vocabulary: confident}
+  own:
+    label: own
+    advantage: half
+    safe_vocabulary: confident
+    importance: {kind: smooth}
+    mask: {kind: tail, probability: 1e-9}
+  own_loss: {label: own loss, advantage: half, safe_vocabulary: confident, loss: squared}
+engines:
+  plain: {kind: plain, dtype: float32}
 grid:
   - {method: rloo, engine: fp32}
-  - {method: own, engine: coarse, rho: 0.1}
+  - {method: own, engine: plain, rho: 0.1}
+  - {method: own_loss, engine: plain, rho: 0.1}
 bias:
   policies: [base]
   engines: [coarse]
@@ -93,12 +102,17 @@ bias:
 
 
 @pytest.mark.slow
-def test_the_recipes_for_an_advantage_and_a_rule_are_followed(tmp_path, tiny_model):
+def test_the_recipes_with_code_are_followed(tmp_path, tiny_model):
     """docs/extend.md, followed to the letter in a copy of the package: read without torch, trained for two steps."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "config", tmp_path / "config")
     follow(tmp_path / "src" / "dvp")
     (tmp_path / "config" / "experiments" / "own.yaml").write_text(EXPERIMENT)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for command in (["format"], ["check"]):  # of `make format`, then of `make check`
+        ruff = [sys.executable, "-m", "ruff", *command, tmp_path / "src"]
+        done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
     program = Path(__file__).with_name("recipe_process.py")
     done = subprocess.run(
         [sys.executable, program, tiny_model],

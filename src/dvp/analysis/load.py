@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from tokenizers import Tokenizer
 
 from dvp.analysis.parts import several_solutions
 from dvp.analysis.points import BASE
@@ -25,6 +24,9 @@ from dvp.experiment.grid import GridPoint, Measurement, Run, Sampler
 from dvp.files import read_json, sha256_file, verify_checksums
 from dvp.measurement.files import TABLES
 from dvp.tracking.record import read_rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ORIGIN = ("config_hash", "git_commit", "tracking_key")
 _ANSWERS = ("response", "reference", "stated_answer")
@@ -122,8 +124,10 @@ class Reader:
         return {"seed": seed, "source": source} | row, samples.assign(seed=-1 if seed is None else seed)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """The base model's, which all models have."""
+        from tokenizers import Tokenizer
+
         name, config_hash = "tokenizer.json", self.experiment.config_hash("base")
         self._record("base", f"{BASE}/manifest.json", BASE, None, config_hash, [name])
         return Tokenizer.from_file(str(self.folder / BASE / name))

@@ -9,6 +9,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 from dvp.analysis.formats import rho_text
 from dvp.analysis.points import BASE, policy_label
+from dvp.core.importance import ImportanceRule
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 from dvp.experiment.methods import Method
@@ -70,10 +71,9 @@ def family(method: Method) -> str:
         return "other advantage or loss"
     if method.mask is not None or method.learning_rate_decay is not None:
         return "mask or decay"
-    if correction == type(correction)():
+    if correction == ImportanceRule():
         return "no correction"
-    name = f"{correction.level}, {correction.action}"
-    return name if name in FAMILIES else "other correction"
+    return correction.family if correction.family in FAMILIES else "other correction"
 
 
 class Looks:
@@ -117,7 +117,10 @@ class Looks:
 
     def name(self, row: Any, columns: Sequence[str]) -> str:
         """What a row is of, as far as these coordinates say it."""
-        return ", ".join(self._named(column, row[column]) for column in columns if row[column] != "none")
+        named = {column: self._named(column, row[column]) for column in columns if row[column] != "none"}
+        if {"policy", "engine"} <= named.keys():  # a policy has the engine of its training in its name
+            named["engine"] = f"measured on {named['engine']}"
+        return ", ".join(named.values())
 
     def _named(self, column: str, value: str) -> str:
         if column == "method":

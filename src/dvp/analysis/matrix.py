@@ -30,7 +30,7 @@ def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
     probabilities, which no engine samples with.
     """
     method = experiment.methods[point.method]
-    rule, corrected = method.safe_vocabulary, method.importance.level != "none"
+    rule, corrected = method.safe_vocabulary, method.importance.corrects
     if rule is not None and (not rule.engine_at_rho or (corrected and rule.rule == "replay")):
         return None
     return Sampler(engine=experiment.evaluation.engine if corrected else point.engine, rho=point.rho)

@@ -261,6 +261,8 @@ def _by_probability(stacks: list[Stack]) -> str:
         figure.supylabel("|log p − log q| (nats)", fontsize=9)
         for empty in panels[len(stacks) :]:
             empty.set_visible(False)
+        # What is far below most tokens, such as the trainer's noise in another batch shape, takes no decades of theirs.
+        floor = np.quantile(np.abs(np.concatenate([stack.log_ratio_N for stack in stacks])), 0.1) / 3
         for axes, stack in zip(panels, stacks, strict=False):
             chosen = np.random.default_rng(0).permutation(len(stack.tokens))[:DRAWN]
             p_N, size_N = np.exp(stack.tokens["log_p"].to_numpy())[chosen], np.abs(stack.log_ratio_N)[chosen]
@@ -271,8 +273,10 @@ def _by_probability(stacks: list[Stack]) -> str:
                 sums = own.groupby(["p_low", "p_high"])[["infer", "infer_abs_d"]].sum().reset_index()
                 centre = np.sqrt(sums["p_low"].clip(lower=1e-13) * sums["p_high"])
                 size = (sums["infer_abs_d"] / sums["infer"]).replace(0.0, np.nan)
-                axes.plot(centre, size, color=color, linestyle=line, marker="o", markersize=3, label=label)
+                text = label if size.max() > floor else f"{label} (below)"
+                axes.plot(centre, size, color=color, linestyle=line, marker="o", markersize=3, label=text)
             axes.set(xscale="log", yscale="log", title=stack.engine)
+            axes.set_ylim(bottom=floor or None)
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=1 + across, fontsize=8)
         figure.savefig(file, format="png", dpi=110)

@@ -71,6 +71,7 @@ class Panel(Strict):
     scale: float = 1
     log: str = ""
     floor: float | None = None
+    symlog: float | None = None
     limits: list[float] = []
     levels: dict[str, Any] = {}
     seeds: str | None = None

@@ -100,6 +100,8 @@ class Column(ColumnEntry):
             return EMPTY
         value = round(value) if spec == "d" else self.scale * value
         text = FORMATS[spec](value) if spec in FORMATS else f"{value:{spec}}"
+        if re.fullmatch(r"-0(\.0*)?", text):  # what is rounded to 0 is on neither side of it
+            text = text.replace("-", "+" if "+" in spec else "")
         # 1.0e-3, and a 0 that is exact.
         return "0" if re.fullmatch(r"\+?0(\.0*e\+00)?", text) else re.sub(r"e([-+])0(?=\d)", r"e\1", text)
 

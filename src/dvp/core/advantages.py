@@ -18,7 +18,7 @@ ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {}
 """Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
 BY_TOKEN: set[str] = set()
 """The names of those whose values differ between the tokens of a response."""
-NEED_A_GROUP = {"dr_grpo", "grpo", "opo", "reinforce_pp"}
+NEED_A_GROUP: set[str] = set()
 """The names of those that are 0 where a prompt has one response."""
 
 # Both as published: in the divisor of GRPO's standard deviation and of OTB's Σ W.
@@ -36,6 +36,12 @@ def by_token(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Respon
     """Let experiments name an advantage that has one value a token."""
     BY_TOKEN.add(advantage.__name__)
     return by_response(advantage)
+
+
+def compares(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
+    """Refuse an advantage where a prompt has one response, of which it says nothing: it is 0 there."""
+    NEED_A_GROUP.add(advantage.__name__)
+    return advantage
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +91,21 @@ def rloo(responses: Responses) -> torch.Tensor:
     return _constant(responses, torch.where(size_P1 > 1, leave_one_out_PG, _grouped_rewards(responses)))
 
 
+@compares
 @by_response
 def grpo(responses: Responses) -> torch.Tensor:
     """A_i = (R_i − R̄) / (std + 1e-6), std of the group with divisor G − 1; for G = 1, A = 0."""
     return _constant(responses, _over_std(responses, dim=1))
 
 
+@compares
 @by_response
 def dr_grpo(responses: Responses) -> torch.Tensor:
     """A_i = R_i − R̄, which is (G−1)/G times RLOO's; for G = 1, A = 0."""
     return _constant(responses, _centred(responses))
 
 
+@compares
 @by_response
 def opo(responses: Responses) -> torch.Tensor:
     """A_i = R_i − Σ_j len_j R_j / Σ_j len_j, len in model tokens; for G = 1, A = 0.
@@ -111,6 +120,7 @@ def opo(responses: Responses) -> torch.Tensor:
     return _constant(responses, torch.where(total_P1 > 0, relative_PG - baseline_P1, _grouped_rewards(responses)))
 
 
+@compares
 @by_response
 def reinforce_pp(responses: Responses) -> torch.Tensor:
     """REINFORCE++ with group baseline: R_i − R̄, whitened over the batch.

@@ -91,6 +91,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     def mean(name: str) -> float:
         return statistics[name][mask_BT].float().mean().item()
 
+    none_B = torch.zeros_like(update.weights.kept_B)  # a kind of correction may have other rules
     return {
         # Prompts whose responses were not all rewarded alike: by the others the policy learns nothing.
         "mixed_groups_fraction": (rewards_PG != rewards_PG[:, :1]).any(dim=1).float().mean().item(),
@@ -106,8 +107,11 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
         "kept_fraction": update.weights.kept_B.float().mean().item(),
         # By a single ratio, below the veto or outside the trust region.
-        "vetoed_fraction": (dropped_B["veto"] | dropped_B["trust_region"]).float().mean().item(),
-        "filtered_fraction": dropped_B["k3"].float().mean().item(),
+        "vetoed_fraction": (dropped_B.get("veto", none_B) | dropped_B.get("trust_region", none_B))
+        .float()
+        .mean()
+        .item(),
+        "filtered_fraction": dropped_B.get("k3", none_B).float().mean().item(),
         "masked_fraction": (mask_BT & (update.weight_BT == 0)).sum().item() / tokens,
         **({} if batch.kept is None else set_metrics(rollout, statistics)),
     }

@@ -23,7 +23,30 @@ if TYPE_CHECKING:
     from dvp.core.batch import Rollout
 
 
-class ImportanceRule(Strict):
+class CorrectionRule(Strict):
+    """What the rest of the program asks of a kind of correction."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the tokens of a response may have different weights, but for those that are 0."""
+        raise NotImplementedError
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the updates are for the trainer's policy, by weights that are its probability over the engine's."""
+        return True
+
+    @property
+    def family(self) -> str:
+        """Under which colour figures show it: a name in dvp.analysis.looks.FAMILIES, or any other."""
+        return "other correction"
+
+    def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
+        """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T)."""
+        raise NotImplementedError
+
+
+class ImportanceRule(CorrectionRule):
     """How a ratio becomes a weight, and which responses are dropped. `ImportanceRule()` corrects nothing.
 
     Refused are a number out of range and a setting that could have no effect.
@@ -71,8 +94,15 @@ class ImportanceRule(Strict):
 
     @property
     def by_token(self) -> bool:
-        """Whether the tokens of a response may have different weights, but for those that are 0."""
         return self.level == "token"
+
+    @property
+    def corrects(self) -> bool:
+        return self.level != "none"
+
+    @property
+    def family(self) -> str:
+        return f"{self.level}, {self.action}"
 
     def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
         """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).

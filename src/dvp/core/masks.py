@@ -39,7 +39,7 @@ class OffPolicyMask(MaskRule):
     """
 
     by_token = False
-    kind: Literal["off_policy"]
+    kind: Literal["off_policy"] = "off_policy"
     delta: PositiveFloat
     """δ, nats per token."""
 
@@ -61,7 +61,7 @@ class DivergenceMask(MaskRule):
     δ = 0.15.
     """
 
-    kind: Literal["divergence"]
+    kind: Literal["divergence"] = "divergence"
     delta: Annotated[float, Field(gt=0, lt=1)]
     """δ, a probability."""
 
@@ -78,7 +78,7 @@ class SpuriousMask(MaskRule):
     batch. A summary of it names 0.01 and the lowest 5 % as examples.
     """
 
-    kind: Literal["spurious"]
+    kind: Literal["spurious"] = "spurious"
     probability: Annotated[float, Field(gt=0, lt=1)]
     """τ_p."""
     entropy_quantile: Annotated[float, Field(gt=0, le=1)]

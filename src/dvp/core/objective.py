@@ -13,7 +13,7 @@ Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -117,14 +117,9 @@ class Cispo(_Clipped):
 Loss = Annotated[Reinforce | Ppo | Gspo | Cispo, Field(discriminator="kind")]
 """Every kind of loss that an experiment can ask for."""
 
-LOSSES: dict[str, LossRule] = {
-    "reinforce": Reinforce(),
-    "ppo": Ppo(),
-    "clip_higher": Ppo(clip_high=0.28),  # DAPO, arXiv 2503.14476
-    "gspo": Gspo(),
-    "cispo": Cispo(),
-}
-"""The named losses with their published clips; an experiment can change them."""
+LOSSES: dict[str, LossRule] = {kind().kind: kind() for kind in get_args(get_args(Loss)[0])}
+LOSSES["clip_higher"] = Ppo(clip_high=0.28)  # DAPO, arXiv 2503.14476
+"""The losses by name, each kind under its own, with their published clips; an experiment can change them."""
 
 
 @dataclass(frozen=True, eq=False)

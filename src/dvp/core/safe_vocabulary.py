@@ -256,7 +256,7 @@ class Fixed(RhoRule):
 class Margin(RhoRule):
     """One side prunes at ρ, the other at ρ·e^(−2ε̂): it has all that the first has if no logit is off by more than ε̂."""
 
-    rule: Literal["margin"]
+    rule: Literal["margin"] = "margin"
     epsilon: Annotated[float, Field(ge=0)]
     """ε̂, nats."""
     side: Literal["trainer", "engine"] = "trainer"
@@ -271,7 +271,7 @@ class Mass(RhoRule):
     """Each state loses at most δ/T of its probability, T being training.max_response_tokens. Takes no ρ."""
 
     takes_rho = False
-    rule: Literal["mass_budget"]
+    rule: Literal["mass_budget"] = "mass_budget"
     delta: PositiveFloat
     """δ, probability a response may lose; the bias of J is at most R_max times it."""
 
@@ -286,7 +286,7 @@ class TopPRule(RhoRule):
     """The fewest most likely tokens of each state that hold `p` of its probability, on both sides. Takes no ρ."""
 
     takes_rho = False
-    rule: Literal["top_p"]
+    rule: Literal["top_p"] = "top_p"
     p: Annotated[float, Field(gt=0, lt=1)]
     """The probability that is kept, such as 0.99."""
 
@@ -307,7 +307,7 @@ class _OfLogits(RhoRule, SafeVocabulary):
 class TopK(_OfLogits):
     """The k most likely tokens of each state, and those as likely as the last of them, on both sides. Takes no ρ."""
 
-    rule: Literal["top_k"]
+    rule: Literal["top_k"] = "top_k"
     k: Annotated[int, Field(ge=1, le=2**31 - 1)]
     """Tokens kept, such as 32."""
 
@@ -330,7 +330,7 @@ class TopNSigma(_OfLogits):
     those that can be sampled, with a finite logit.
     """
 
-    rule: Literal["top_n_sigma"]
+    rule: Literal["top_n_sigma"] = "top_n_sigma"
     n: PositiveFloat
     """Standard deviations, such as 1."""
 
@@ -369,7 +369,7 @@ class _Ranged(RhoRule):
 class Entropy(_Ranged):
     """log ρ(s) = log ρ + alpha · (target_entropy − H(s)), held within [lowest, highest]."""
 
-    rule: Literal["entropy"]
+    rule: Literal["entropy"] = "entropy"
     alpha: float
     """α, change of log ρ for each nat of entropy."""
     target_entropy: Annotated[float, Field(ge=0)]
@@ -383,7 +383,7 @@ class Feedback(_Ranged):
     """Starts at ρ; `patience` steps with the signal above `high` multiply it by `factor`, below `low` divide it."""
 
     needs_training = True
-    rule: Literal["feedback"]
+    rule: Literal["feedback"] = "feedback"
     signal: Literal["k3", "vetoed_fraction", "tail_mismatch", "reward"]
     """The metric that is watched; the reward of a step's responses is the pass rate of its problems."""
     low: Annotated[float, Field(ge=0)]

@@ -12,7 +12,8 @@ from dvp.experiment.grid import Sampler
 from dvp.experiment.jobs import BASE, Job
 from dvp.files import read_json, sha256_file
 from dvp.gpus import claim
-from dvp.rollout.vllm import VllmEngine, configure_environment
+from dvp.rollout.engine import make_engine
+from dvp.rollout.vllm import configure_environment
 from dvp.stage import Inputs, read_inputs, run_stage
 
 ENGINE_SEQUENCES = 256  # that the engine samples at once
@@ -116,7 +117,7 @@ def sampling(
                 tokenizer, read_problems(eval_parquet, task), experiment.data.chat, "data/eval.parquet"
             )
         )
-        started = VllmEngine(
+        started = make_engine(
             model,
             experiment.engines[sampler.engine],
             max_model_len=min(

@@ -1,11 +1,20 @@
 """Settings of the base model, the one before RL: made here, from the hub, or from a local folder."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dvp.experiment.data import Revision
 from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict
+
+# transformers' names for the keys of an architecture, where they differ from ours.
+CONFIG_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary_size": "vocab_size",
+}
 
 
 class TokenizerConfig(Strict):
@@ -111,7 +120,19 @@ class LocalBase(Strict):
     path: str
     """The folder."""
     architecture: PretrainedArchitecture | None = None
-    """Its sizes, without which there is no plan."""
+    """Its sizes; null: those of its config.json."""
 
 
 Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]
+
+
+def stored_sizes(folder: Path) -> dict[str, Any]:
+    """Read the keys of a PretrainedArchitecture from FOLDER/config.json; None for one that the model has not."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    sizes = {key: getattr(config, CONFIG_NAMES.get(key, key), None) for key in PretrainedArchitecture.model_fields}
+    if sizes["heads"]:  # which many a config.json leaves to be understood
+        sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // sizes["heads"]
+        sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+    return sizes

@@ -1,22 +1,24 @@
 """What there is to run, and what can be set: `dvp list` and `dvp keys`."""
 
+import re
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 
 from dvp.errors import DvpError
-from dvp.experiment.loading import experiment_files, load_experiment
+from dvp.experiment.loading import config_folder, experiment_files, load_experiment
 from dvp.experiment.reference import reference
 
+CELLS, LINK = re.compile(r"(?<!\\)\|"), re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of a Markdown table; in a Markdown text
 REPORT = "report/manifest.json"
 KEPT = Path("results/reference")
 
 
-def experiments(results: Path, config: Path = Path("config")) -> str:
+def experiments(results: Path) -> str:
     """A line for each experiment, by folder: training runs, whether a report is there or kept, and what it asks."""
-    lines = ["runs  report  experiment"]
+    lines, config = ["runs  report  experiment"], config_folder()
     for folder, files in groupby(experiment_files(config).values(), key=lambda file: file.parent):
-        lines += ["", f"{folder}/"]
+        lines += ["", f"{config.name}/{folder.relative_to(config)}/"]
         lines += [_line(file.stem, results, config) for file in files]
     return "\n".join(lines)
 
@@ -29,21 +31,55 @@ def _line(name: str, results: Path, config: Path) -> str:
 
 
 def keys(name: str | None) -> str:
-    """The groups of keys, or what is told of a key or a group. Raises DvpError for one that is not there."""
+    """The groups of keys, or what is told of a key, a group or a named part of a method, in upper or lower case.
+
+    Raises DvpError for one that is not there.
+    """
     sections = dict(section.split("\n\n", 1) for section in reference().split("\n## ")[1:])
     if name is None:
-        return "\n".join(f"{title}: {text.splitlines()[0]}" for title, text in sections.items())
-    found = [sections[name].strip()] if name in sections else []
-    rows = [f"{title}: {row}" for title, text in sections.items() for row in text.splitlines() if row.startswith("| `")]
+        return "\n".join(f"{title}: {_about(text)}".removesuffix(": ") for title, text in sections.items())
+    rows = [
+        (title, [cell.strip().replace("\\|", "|") for cell in CELLS.split(line)[1:-1]])
+        for title, text in sections.items()
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     # Of training.gpus: the rows of `training`, then those of `gpus` in the groups that they link.
-    *above, key = name.split(".")
+    *above, key = name.lower().split(".")
     asked = rows
     for part in above:
-        links = "".join(row for row in asked if f": | `{part}` " in row).lower()
-        asked = [row for row in rows if f"](#{row.split(':')[0].lower()})" in links]
-    found += [row for row in asked if f": | `{key}` " in row]
+        links = "".join(cells[1] for _, cells in asked if _key(cells) == part).lower()
+        asked = [(title, cells) for title, cells in rows if f"](#{title.lower()})" in links]
+    found = [(title, cells) for title, cells in asked if _key(cells) == key]
+    groups = [] if above else [title for title in sections if title.lower() == key]
+    found += [(title, cells) for title, cells in rows if title in groups]
     if not found:
-        known = [*sections, *(row.split("`")[1] for row in rows)]
-        meant = get_close_matches(name, known, n=1)
+        meant = get_close_matches(name, [*sections, *(_key(cells) for _, cells in rows)], n=1)
         raise DvpError(f"keys: no key '{name}'" + (f"; did you mean {meant[0]}?" if meant else ""))
-    return "\n".join(found)
+    return "\n".join([*(_about(sections[title]) for title in groups), *(_told(*row) for row in found)])
+
+
+def _about(section: str) -> str:
+    """What stands above a section's table."""
+    return _plain(section.partition("| ")[0].strip())
+
+
+def _key(cells: list[str]) -> str:
+    """The name that a row tells of: `rho`, and `otb` of the row for `advantage: otb`."""
+    return cells[0].strip("`").rpartition(": ")[2].lower()
+
+
+def _told(title: str, cells: list[str]) -> str:
+    """A row of the reference as lines of text: the key, what it means, and what may be written."""
+    key, *values, meaning = cells
+    if not values:  # of the names that a method may use
+        return _plain(f"{key}: {meaning}")
+    value, default = values
+    return _plain(
+        f"{title}.{key}: {meaning}\n    {value}; {default if default == 'required' else f'default {default}'}"
+    )
+
+
+def _plain(text: str) -> str:
+    """The text without Markdown's links and code."""
+    return LINK.sub(r"\1", text).replace("`", "")

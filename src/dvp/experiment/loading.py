@@ -19,6 +19,7 @@ from dvp.files import read_json, sha256_file, write_text
 from dvp.strict import NAME, Strict, first_problem
 
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
+SHIPPED = Path(__file__).parents[1] / "config"  # in a clone a link to the repository's
 TABLES = ("sources", "engines", "methods")  # that config/catalogue fills
 DEEPEST = 100  # levels of a value; libyaml's recursion would end the process at some ten thousand
 M = TypeVar("M", bound=Strict)
@@ -105,9 +106,16 @@ def parse_experiment(value: dict, where: Path) -> Experiment:
     return parse(Experiment, value, where)
 
 
-def experiment_files(config: Path = Path("config")) -> dict[str, Path]:
+def config_folder() -> Path:
+    """Return the current folder's config/, if it has a catalogue, or else the one that the package brings."""
+    here = Path("config")
+    return here if (here / "catalogue").is_dir() else SHIPPED
+
+
+def experiment_files(config: Path | None = None) -> dict[str, Path]:
     """The experiments by name, of config/experiments and the folders in it. Raises DvpError for a name in two."""
     files: dict[str, Path] = {}
+    config = config or config_folder()
     for file in sorted((config / "experiments").rglob("*.yaml")):
         if file.stem in files:
             raise DvpError(f"{file}: {files[file.stem]} has the same name; expected another one")
@@ -115,17 +123,17 @@ def experiment_files(config: Path = Path("config")) -> dict[str, Path]:
     return files
 
 
-def load_experiment(name: str, config: Path = Path("config")) -> Experiment:
+def load_experiment(name: str, config: Path | None = None) -> Experiment:
     """The experiment NAME.yaml of config/experiments or a folder in it, resolved against config/catalogue.
 
-    Raises DvpError.
+    `config` is `config_folder()` if left out. Raises DvpError.
 
     The local files that it names must be there: Snakemake would take results made of earlier ones for results of these.
     One that says `extends: OTHER` is that experiment, which may extend another one in turn, with its own
     keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
-    null takes a key away.
+    null takes a key away. What the other one says of itself is not inherited (`_say_anew`).
     """
-    return _load(name, config, ())[1]
+    return _load(name, config or config_folder(), ())[1]
 
 
 def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, Experiment]:
@@ -142,7 +150,8 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     path = files.get(name, folder / f"{name}.yaml")
     if name not in files:
         known = ", ".join(sorted(files))
-        raise DvpError(f"{asked}{path}: no such experiment{f'; known are {known}' if known else _elsewhere(path)}")
+        yours = "; yours are read where config/ is" if config == SHIPPED else ""
+        raise DvpError(f"{asked}{path}: no such experiment; known are {known}{yours}")
     value = read_yaml(path)
     if value.get("name") != name or name in RESERVED:
         expected = f"another one than '{name}', which the folder of results has" if name in RESERVED else f"'{name}'"
@@ -150,7 +159,9 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     if "deepspeed" in value:
         raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
     if "extends" in value:  # mistakes of the parent are reported in its own name
-        value = _merged(_load(value.pop("extends"), config, (*extended_by, name))[0], value)
+        parent, own = value.pop("extends"), value
+        inherited = _load(parent, config, (*extended_by, name))[0]
+        value = _say_anew(_merged(inherited, own), own, inherited)
     resolved, of_catalogue = dict(value), {}
     for table in TABLES:
         own = value.get(table, {})
@@ -212,6 +223,41 @@ def _merged(below: Any, above: Any) -> Any:
     return {key: value for key, value in merged.items() if key not in gone}
 
 
+def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
+    """Replace what an extended experiment says of itself and its extension does not say again.
+
+    The description never holds for both. The scale is made from the settings where the base model, the problems or the
+    lengths differ; declarations are dropped where the base model or the problems do.
+
+    Args:
+        value: the merged mapping of the extension, perhaps with mistakes.
+        own: the keys that the extension's file gives.
+        inherited: the valid mapping of the extended experiment.
+    """
+    train = _at(value, "data", "train")
+    subject = [("base", "kind"), ("base", "path"), ("data", "train"), ("sources", train, "path")]
+    lengths = [("base", "architecture"), ("training", "steps"), ("training", "max_response_tokens")]
+    other = [key for key in (*subject, *lengths) if _at(value, *key) != _at(inherited, *key)]
+    if "description" not in own:
+        given = ", ".join(key for key in own if key != "name")
+        value = value | {"description": f"{inherited['name']} with other {given}."}
+    if "scale" not in own and other:
+        model, steps = _at(value, "base", "path") or "A model made here", _at(value, "training", "steps")
+        scale = f"{model} on {train}, {steps} steps, responses of up to {_at(value, *lengths[-1])} tokens; "
+        value = value | {"scale": f"{scale}the papers train billions of parameters on competition mathematics."}
+    report = value.get("report")
+    if set(other) & set(subject) and isinstance(report, dict) and _at(own, "report", "declarations") is None:
+        value = value | {"report": {key: told for key, told in report.items() if key != "declarations"}}
+    return value
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """Return the value at a path of keys; None where the path ends early."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 class _Zero(Strict, extra="allow"):
     stage: Annotated[int, Field(ge=1, le=3)]
     compute_grad_norm: Literal[True] = True  # a step reports it
@@ -257,7 +303,7 @@ def check_settings(settings: dict) -> Settings:
     return checked
 
 
-def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, str]:
+def read_settings(pairs: list[str], config: Path | None = None) -> dict[str, str]:
     """`experiment` and `results` of config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them.
 
     Raises DvpError.
@@ -266,7 +312,7 @@ def read_settings(pairs: list[str], config: Path = Path("config")) -> dict[str, 
         if "=" not in pair:
             raise DvpError(f"--config {pair}: expected KEY=VALUE, such as experiment=tiny")
     given = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
-    file = config / "config.yaml"
+    file = (config or config_folder()) / "config.yaml"
     settings = parse(Settings, read_yaml(file) | given, f"{file} or --config")
     return settings.model_dump(exclude={"evidence"})
 

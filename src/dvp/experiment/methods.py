@@ -44,6 +44,8 @@ class Method(Strict):
         """A bare name says it all (`mis`, `clip_higher`, `fixed`); what stands beside a name changes its settings."""
         key, named = {"importance": ("preset", PRESETS), "loss": ("kind", LOSSES)}.get(info.field_name, ("rule", None))
         value = {key: value} if isinstance(value, str) else value
+        if key == "preset" and isinstance(value, dict) and key not in value:
+            return {"kind": "ratio"} | value
         if named is None or not isinstance(value, dict) or key not in value:
             return value
         name = value[key]

@@ -1,6 +1,6 @@
 """Settings of the tool that a response may call while it is being written."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -10,6 +10,8 @@ Delimiters = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_leng
 
 
 class _Tool(Strict):
+    program: ClassVar[str]
+    """The class that answers calls (dvp.tools.tool), made with these settings: MODULE:CLASS."""
     kind: str
     call: Delimiters = ["<tool>", "</tool>"]
     """What the model writes before and after the text of a call. It stops at the second one and gets the answer."""
@@ -32,6 +34,7 @@ class _Tool(Strict):
 class Calculator(_Tool):
     """Evaluates one expression of numbers, + - * / ^ and parentheses, exactly."""
 
+    program = "dvp.tools.calculator:CalculatorTool"
     kind: Literal["calculator"]
 
 
@@ -43,6 +46,7 @@ class Python(_Tool):
     and CPU time are those of each of its processes.
     """
 
+    program = "dvp.tools.python:PythonTool"
     kind: Literal["python"]
     seconds: PositiveFloat = 10.0
     """Of wall time."""

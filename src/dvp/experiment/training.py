@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dvp.core.safe_vocabulary import SafeVocabularies
 from dvp.strict import LOWEST_TEMPERATURE, LearningRate, Name, Positive, PositiveFloat, Strict, optional
@@ -30,9 +30,21 @@ class Noise(Strict):
     """Only on entries less likely than this share of the likeliest one, at temperature 1; none is all entries."""
 
 
+ENGINES = {"vllm": "dvp.rollout.vllm:VllmEngine"}
+"""The class of each kind of engine (dvp.rollout.engine), as MODULE:CLASS."""
+
+
+def _is_engine(kind: str) -> str:
+    if kind not in ENGINES:
+        raise ValueError(f"no kind of engine is called {kind!r}; known are {', '.join(sorted(ENGINES))}")
+    return kind
+
+
 class EngineConfig(Strict):
     """The inference engine and its precision. The trainer is fp32; what differs here is the mismatch under study."""
 
+    kind: Annotated[str, AfterValidator(_is_engine)] = optional("vllm")
+    """The program."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Of weights and activations."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"

@@ -18,9 +18,8 @@ from dvp.data.verifier import check_reference
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.progress import Progress
-from dvp.rollout.engine import Completion, Engine, Sampling
+from dvp.rollout.engine import Completion, Engine, Sampling, make_engine
 from dvp.rollout.seeds import derived_seed
-from dvp.rollout.vllm import VllmEngine
 from dvp.training.rollouts import Problems, prompt_rows
 
 REFERENCE = -1  # in a seed, where the engine's batches have their number
@@ -92,10 +91,10 @@ class FixedProblems:
         context = AutoConfig.from_pretrained(model).max_position_embeddings
         self.problems.check_context(context, self._training.max_response_tokens)
 
-    def engine(self, name: str, at_once: int, **options: Any) -> VllmEngine:
+    def engine(self, name: str, at_once: int, **options: Any) -> Engine:
         """The policy in an engine of the experiment, which samples `at_once` responses together."""
         threads = torch.get_num_threads()
-        engine = VllmEngine(
+        engine = make_engine(
             self._model,
             self._experiment.engines[name],
             max_model_len=max(map(len, self.prompts)) + self._training.max_response_tokens,

@@ -1,9 +1,11 @@
 """What each job of an experiment costs on one kind of device: amounts of work, put into the roofline of costs.py."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 from dvp.errors import DvpError
-from dvp.experiment.base import TrainedBase
+from dvp.experiment.base import LocalBase, TrainedBase, stored_sizes
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource, HubSource
 from dvp.experiment.grid import GridPoint
@@ -29,6 +31,21 @@ TEXT_BYTES = 4
 """Of a response's token, kept as text."""
 
 
+def _sizes(experiment: Experiment) -> dict[str, Any]:
+    """Return the sizes of the base model: the experiment's, or else those of a local model's config.json."""
+    base = experiment.base
+    sizes = base.architecture.model_dump() if base.architecture else {}
+    if not sizes and isinstance(base, LocalBase):
+        sizes = stored_sizes(Path(base.path))
+    sizes.pop("max_position_embeddings", None)
+    if missing := [key for key, value in sizes.items() if value is None] or ([] if sizes else ["sizes"]):
+        raise DvpError(
+            f"experiment '{experiment.name}': base.architecture: a plan needs {missing[0]} of {base.path}, as its "
+            "config.json has them; see config/experiments/paper/paper_8b.yaml"
+        )
+    return sizes
+
+
 class Estimate:
     """Seconds and bytes of an experiment's jobs."""
 
@@ -47,12 +64,7 @@ class Estimate:
         self.experiment, self.device, self.response_tokens = experiment, device, response_tokens
         self.training = experiment.training_of(point) if point else experiment.training
         base = experiment.base
-        if base.architecture is None:
-            raise DvpError(
-                f"experiment '{experiment.name}': base.architecture: a plan needs the sizes of {base.path}, as its "
-                "config.json has them; see config/experiments/paper/paper_8b.yaml"
-            )
-        sizes = base.architecture.model_dump(exclude={"max_position_embeddings"})
+        sizes = _sizes(experiment)
         made = {"vocabulary_size": base.tokenizer.vocabulary_size} if isinstance(base, TrainedBase) else {}
         self.model = Model(**sizes, **made)
         self._zero: dict = experiment.deepspeed["zero_optimization"]

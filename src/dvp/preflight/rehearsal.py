@@ -38,7 +38,7 @@ from dvp.training import checkpoint, ranks
 from dvp.training.agreement import compare, shortest
 from dvp.training.backend import TAG
 from dvp.training.loop import Loop, run_loop
-from dvp.training.stage import make_engine, set_up
+from dvp.training.stage import run_engine, set_up
 from dvp.training.stopping import StopRequest
 
 LEARNING_RATE = 1e-4
@@ -324,7 +324,7 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
         answer(Verdict(True, says, figures | {"host": peak, "seconds": time.time() - started}))
     with report.asking("synchronise") as answer:
         asked, run = report.read()["asked"], rehearsed_run(experiment, engine)
-        fresh = make_engine(experiment, run, work / MODEL, asked["max_model_len"])
+        fresh = run_engine(experiment, run, work / MODEL, asked["max_model_len"])
         reloaded_NV, before_NV = (load_file(work / name)["log_probs"] for name in (RELOADED, BEFORE))
         answer(check_same_engine(reloaded_NV, next_tokens(fresh, asked["prompts"]), before_NV))
 

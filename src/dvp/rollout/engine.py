@@ -6,12 +6,15 @@ renormalising, because that is the distribution the importance ratios are about.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from dvp.core.kept_sets import KeptSets
 from dvp.core.safe_vocabulary import SafeVocabulary
+from dvp.experiment.training import ENGINES, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Completion:
     transcript: str | None = None
     calls: int = 0
     failed_calls: int = 0
+
+
+def make_engine(model: Path, config: EngineConfig, **options: Any) -> "Engine":
+    """Start an engine of the configuration's kind on a Hugging Face directory; `options` are VllmEngine's."""
+    module, name = ENGINES[config.kind].split(":")
+    return getattr(import_module(module), name)(model, config, **options)
 
 
 class Engine(Protocol):

@@ -11,6 +11,7 @@ from operator import add, mul, sub, truediv
 
 from lark import Lark, LarkError, Transformer, v_args
 
+from dvp.experiment.tools import Calculator
 from dvp.tools.tool import Answer
 
 LONGEST = 200  # characters of an expression
@@ -64,7 +65,7 @@ class _Compute(Transformer):
 class CalculatorTool:
     """A Tool; see the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Calculator) -> None:
         # With LALR the transformer computes while the text is read: no tree, hence no recursion through one.
         self._parser = Lark(GRAMMAR, start="sum", parser="lalr", transformer=_Compute())
 

@@ -1,7 +1,7 @@
 """What the rest of the program knows of a tool: text in, text out.
 
-A new tool is a file here with a class that has `answers`, a strict model of its settings in
-dvp.experiment.tools, and a line in `make_tool`.
+A new tool is a file here with a class that has `answers`, and a strict model of its settings in dvp.experiment.tools,
+which names the class.
 """
 
 from collections.abc import Sequence

@@ -14,14 +14,21 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dvp.core.batch import Batch
 from dvp.data.prompts import read_problems
 from dvp.data.sources import GENERATORS
 from dvp.data.stories import MARK, Story
 from dvp.errors import DvpError
-from dvp.experiment.base import HubBase, LocalBase, PretrainedArchitecture, TrainedBase
+from dvp.experiment.base import (
+    CONFIG_NAMES,
+    HubBase,
+    LocalBase,
+    PretrainedArchitecture,
+    TrainedBase,
+    stored_sizes,
+)
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource
 from dvp.experiment.tools import Tools
@@ -32,13 +39,6 @@ from dvp.training.models import check_model
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-# transformers' names for the keys of an architecture, where they differ from ours.
-CONFIG_NAMES = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "vocabulary_size": "vocab_size",
-}
 MOST_TRIES = 10  # problems that are made for one that is not evaluated
 MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
 
@@ -57,14 +57,11 @@ def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
 
 def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
     """Raise DvpError, naming the first key, unless the model in `folder` has the shape that the experiment states."""
-    config = AutoConfig.from_pretrained(folder)
+    stored = stored_sizes(folder)
     for key, value in expected.model_dump(exclude_none=True).items():
-        name = CONFIG_NAMES.get(key, key)
-        actual = getattr(config, name, None)
-        if key == "head_dim" and actual is None:  # Qwen2's config.json has none
-            actual = config.hidden_size // config.num_attention_heads
-        if actual != value:
-            raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {actual}")
+        if stored[key] != value:
+            name = CONFIG_NAMES.get(key, key)
+            raise DvpError(f"base.architecture.{key}: {value}, but {folder}/config.json has {name} {stored[key]}")
 
 
 def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

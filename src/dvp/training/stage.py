@@ -22,7 +22,7 @@ from dvp.tracking.stage import StageRun
 from dvp.training import launch
 
 if TYPE_CHECKING:
-    from dvp.rollout.vllm import VllmEngine
+    from dvp.rollout.engine import Engine
     from dvp.training.loop import Loop
 
 
@@ -181,12 +181,12 @@ def sequences(training: TrainingConfig, engine: EngineConfig) -> int:
     return -(-training.prompts_per_step // engines) * training.group_size
 
 
-def make_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int) -> "VllmEngine":
-    """The engine that samples in a run, with a model (a Hugging Face directory); without a tool."""
-    from dvp.rollout.vllm import VllmEngine
+def run_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int) -> "Engine":
+    """Start the engine that samples in a run, with a model (a Hugging Face directory); without a tool."""
+    from dvp.rollout.engine import make_engine
 
     settings, safe = experiment.training_of(run), experiment.sides_of(run)
-    return VllmEngine(
+    return make_engine(
         model,
         experiment.engines[run.engine],
         max_model_len=max_model_len,
@@ -226,7 +226,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     said = experiment.swallowed_updates(stored_dtype(directory.base), [run.engine])
     if said and ranks.is_main():
         print(said, file=sys.stderr, flush=True)
-    engine = make_engine(experiment, run, directory.base, min(longest, trainer.context))
+    engine = run_engine(experiment, run, directory.base, min(longest, trainer.context))
     if experiment.tools:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from dvp.data.sources import load
 from dvp.errors import DvpError
+from dvp.experiment.base import HubBase, LocalBase, WheelBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import Columns, FileSource
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Measurement, MismatchConfig
+from dvp.experiment.loading import read_bases
 from dvp.files import atomic_path, write_json
 from dvp.gpus import claim
 from dvp.hub import download
@@ -215,13 +217,18 @@ def _opened(
 ) -> tuple[Path, str, "DataFrame"]:
     """The folder of a user's model, and the different problems of a source or a file, with where they come from.
 
-    model : a folder, or a text that may also be a name on the hub.
+    model : a folder, or a text that may also be a name in config/catalogue/bases.yaml or on the hub.
     """
     _check_engines(experiment, engines)
     # What is on the hub comes first: in an engine's environment there is none.
     folder = Path(model)
-    if isinstance(model, str) and not folder.is_dir():
-        folder = download(model, None, "expected a folder, or the name of a model on the hub")
+    base = None if folder.is_dir() else read_bases().get(str(model))
+    if isinstance(base, LocalBase):
+        folder = Path(base.path)
+    elif isinstance(base, HubBase):
+        folder = download(base.path, base.revision, "expected a model that is there")
+    elif isinstance(model, str) and base is None and not folder.is_dir():
+        folder = download(model, None, "expected a folder, a name in config/catalogue/bases.yaml or one on the hub")
     name = problems or experiment.data.train
     where, source = f"sources.{name}", experiment.sources.get(name)
     if source is None:
@@ -231,7 +238,10 @@ def _opened(
     _claim(experiment, engines, threads)
     from dvp.measurement.problems import rendered
     from dvp.training.models import check_model
+    from dvp.training.wheel import convert_wheel
 
+    if isinstance(base, WheelBase):
+        folder = convert_wheel(base)
     check_model(folder)
     return folder, where, rendered(list({row.problem: row for row in rows}.values()), experiment.data.prompt_template)
 

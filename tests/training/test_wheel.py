@@ -19,6 +19,7 @@ from dvp.experiment.loading import load_experiment
 from dvp.files import sha256_file, verify_checksums
 from dvp.training.base import make_base
 
+pytestmark = pytest.mark.slow
 HIDDEN, WIDE, VOCABULARY, FILE = 64, 96, 400, "tiny_gguf/tiny.Q4_1.gguf"
 MATRICES = {
     "attn_q": (HIDDEN, HIDDEN),

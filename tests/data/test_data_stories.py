@@ -17,7 +17,7 @@ from dvp.experiment.tools import Calculator
 from dvp.tools import make_tool
 from dvp.training.base import segments
 
-STEPS = {"stories": (2, 4), "products": (1, 3), "chains": (7, 13), "tales": (2, 4)}
+STEPS = {"stories": (2, 4), "english_stories": (1, 2), "products": (1, 3), "chains": (7, 13), "tales": (2, 4)}
 MADE = {kind: list(GENERATORS[kind].generate(400, seed=7)) for kind in STEPS}
 LINE = re.compile(r"(?:<<|[\w ]+: |\w+ )?(?P<left>\d+ [-+*] \d+)(?P<word>=| = | is )(?P<right>\d+)(?:>>|\.)")
 TOOLS = Calculator(kind="calculator", call=["[", "]"], answer=["{", "}"])
@@ -85,6 +85,21 @@ def test_careless_solutions_are_consistent_and_graded(kind, rate):
     assert words["is"] == pytest.approx(careless_lines, rel=0.15)
     assert wrong == pytest.approx(words["is"] * (1 if kind == "products" else rate), rel=0.15)
     assert not rate or different > 150
+
+
+@pytest.mark.parametrize(("digits", "largest", "signs"), [(1, 18, {"+"}), (2, 90, {"+", "-"})])
+def test_sums_have_numbers_of_so_many_digits(digits, largest, signs):
+    sums = list(GENERATORS["sums"].generate(400, seed=7, steps=(digits, digits)))
+    for story in sums:
+        left, sign, right = re.fullmatch(r"What is (\d+) ([-+]) (\d+)\?", story.problem).groups()
+        value = int(left) + int(right) if sign == "+" else int(left) - int(right)
+        assert len(left) == digits
+        assert 1 <= value <= largest
+        assert story.answer == str(value)
+        assert steps(story.solution) == [(f"{left} {sign} {right}", "=", value)]
+        assert grade(story.solution, story.answer)
+        assert grade(f"{left} {sign} {right} = {value}\n#### {value}\n", story.answer)
+    assert {story.problem.split()[3] for story in sums} == signs
 
 
 def test_the_calculator_says_what_a_product_says():

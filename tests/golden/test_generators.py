@@ -9,6 +9,8 @@ from dvp.data.sources import GENERATORS
 
 SHA256 = {
     "stories": "32a710a9846d7a1d1822a19e573d4ca06084a959547ceaa9ed37fd1317265560",
+    "english_stories": "9a1461a597f5c2985c75ad8a40e47003072cc831a803410696e4f5ae67a7ffd3",
+    "sums": "20fc8f7ac84b24a0f7023e7527cee975394d57d9eae4a32112dd043b29aaf1ec",
     "products": "dfcf72e39ac2ded9f8922232858ceb919eb07accddbaa98b5ad97bc56712a56c",
     "chains": "f47c416be4fb2e895152b94eabe476358cb80f2529830687bf23a60fd2d16565",
     "tales": "1926f80a36106f55f67788e02e72e6906a81f8282cb9e44d941df0812d13c465",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dvp.core import vocabulary_mismatch as apart
 from dvp.core.importance import ImportanceRule
 from dvp.core.safe_vocabulary import FixedRho, safe_mask
 from dvp.core.vocabulary_mismatch import normalised
@@ -97,11 +98,11 @@ def test_kl_is_the_sum_over_the_vocabulary_and_keeps_small_values():
     log_p, log_q = pair(0.5)
     for row in range(POSITIONS):
         q, p = log_q[row].exp(), log_p[row].exp()
-        assert mismatch.kl(log_q, log_p)[row].item() == pytest.approx((q * (q / p).log()).sum().item(), rel=1e-9)
+        assert apart.kl(log_q, log_p)[row].item() == pytest.approx((q * (q / p).log()).sum().item(), rel=1e-9)
     log_p, log_q = pair(1e-9)
     d = log_q - log_p
     second_order = 0.5 * (log_p.exp() * d**2).sum(-1)
-    assert torch.allclose(mismatch.kl(log_q, log_p), second_order, rtol=0.05, atol=0)
+    assert torch.allclose(apart.kl(log_q, log_p), second_order, rtol=0.05, atol=0)
 
 
 def test_safe_sets_and_what_pruning_does_to_a_response():
@@ -161,7 +162,7 @@ def test_what_is_outside_a_safe_vocabulary_against_plain_python():
             score = q[a] * sum(((a == b) - p[b]) ** 2 for b in range(VOCABULARY))
             expected["squared_score"] += score
             expected["squared_score_outside"] += score if a in outside else 0.0
-    assert mismatch.outside(log_p, log_q, safe) == pytest.approx(expected)
+    assert apart.outside(log_p, log_q, safe) == pytest.approx(expected)
 
 
 def test_the_mismatch_of_a_responses_beginnings():
@@ -169,7 +170,7 @@ def test_the_mismatch_of_a_responses_beginnings():
     tokens = torch.tensor([3, 1, 4, 1, 5])
     lengths = [1, 2, 4, 9]
     bounds = {"lower": 0.5, "upper": 2.0}
-    log_ratio, kl = (log_p - log_q).gather(1, tokens[:, None])[:, 0], mismatch.kl(log_q, log_p)
+    log_ratio, kl = (log_p - log_q).gather(1, tokens[:, None])[:, 0], apart.kl(log_q, log_p)
     rule = ImportanceRule(level="sequence", action="mask", veto=0.3, **bounds)
     rows = mismatch.prefixes(log_ratio, kl, lengths, rule)
     assert [row["length"] for row in rows] == lengths
@@ -178,7 +179,7 @@ def test_the_mismatch_of_a_responses_beginnings():
             math.exp((log_p[t, tokens[t]] - log_q[t, tokens[t]]).item()) for t in range(min(row["length"], len(tokens)))
         ]
         assert row["log_ratio"] == pytest.approx(sum(map(math.log, ratios)))
-        assert row["kl"] == pytest.approx(mismatch.kl(log_q, log_p)[: row["length"]].sum().item())
+        assert row["kl"] == pytest.approx(apart.kl(log_q, log_p)[: row["length"]].sum().item())
         assert row["kept"] == float(0.5 <= math.prod(ratios) <= 2.0 and min(ratios) >= 0.3)
     assert {row["kept"] for row in rows} == {0.0, 1.0}
     two, eight = mismatch.prefixes(log_ratio[:1].expand(8), kl[:1].expand(8), [2, 8], ImportanceRule())

@@ -28,6 +28,7 @@ from dvp.analysis.shown import ColumnEntry, shown
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.analysis.training import LAST_STEPS
 from dvp.evaluation import bootstrap
+from dvp.experiment.base import WheelBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, settings_as_read
 from dvp.measurement.files import PAIRED, SMALLEST_ESS
@@ -269,6 +270,8 @@ def _notes(
         return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph.strip()]
 
     own = [f"Scale: {experiment.scale}", *experiment.report.declarations] if experiment else []
+    if experiment and isinstance(experiment.base, WheelBase):
+        own.append(f"Base model: {experiment.base.credit}")
     return [*paragraphs("sentences"), *own, *paragraphs("notes")]
 
 

@@ -6,6 +6,8 @@ known up to a constant: ε_max is that of the constant which makes it smallest, 
 Shape suffixes: N positions, V vocabulary.
 """
 
+import math
+
 import torch
 
 from dvp.errors import DvpError
@@ -42,3 +44,27 @@ def kl_terms(log_q_NV: torch.Tensor, log_p_NV: torch.Tensor) -> torch.Tensor:
     """Σ over the vocabulary is KL(q‖p), as Σ (p − q) = 0; each term keeps the digits of a ratio near 1 and is ≥ 0."""
     log_ratio_NV = log_p_NV - log_q_NV
     return log_q_NV.exp() * (log_ratio_NV.expm1() - log_ratio_NV)
+
+
+@torch.no_grad()
+def outside(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, safe_NV: torch.Tensor) -> dict[str, float]:
+    """How much of the mismatch, and of the gradient, is outside a safe vocabulary S (docs/method.md, "Diagnostics").
+
+    No row of S, bool, is empty. Returns sums over the positions:
+        kl: KL(q‖p), nats.
+        kl_outside: KL(q‖p) − q(S) KL(q_S‖p_S), with q_S and p_S restricted to S and renormalised. By the chain rule
+            it is the KL divergence of whether a token is in S, and of which one where it is not; never negative.
+        squared_score: Σ_a q(a) ‖∇_z log p(a)‖² = Σ_a q(a) (1 − 2 p(a) + Σ p²), the power of a sampled token's
+            gradient with respect to the logits, before any advantage; squared_score_outside: its terms outside S.
+    """
+    q_NV, p_NV = log_q_NV.exp(), log_p_NV.exp()
+    log_q_S, log_p_S = (log_NV.masked_fill(~safe_NV, -math.inf).log_softmax(dim=-1) for log_NV in (log_q_NV, log_p_NV))
+    inside_N = q_NV.where(safe_NV, 0.0).sum(dim=-1) * kl_terms(log_q_S, log_p_S).where(safe_NV, 0.0).sum(dim=-1)
+    kl_N = kl(log_q_NV, log_p_NV)
+    score_NV = q_NV * (1 - 2 * p_NV + p_NV.square().sum(dim=-1, keepdim=True))
+    return {
+        "kl": kl_N.sum().item(),
+        "kl_outside": (kl_N - inside_N).clamp(min=0.0).sum().item(),  # rounding may take it below
+        "squared_score": score_NV.sum().item(),
+        "squared_score_outside": score_NV[~safe_NV].sum().item(),
+    }

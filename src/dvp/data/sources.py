@@ -21,6 +21,8 @@ from dvp.strict import control_character
 
 GENERATORS = {
     "stories": stories.STORIES,
+    "english_stories": stories.ENGLISH_STORIES,
+    "sums": stories.SUMS,
     "products": stories.PRODUCTS,
     "chains": stories.CHAINS,
     "tales": stories.TALES,

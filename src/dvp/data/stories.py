@@ -33,6 +33,12 @@ chains: a long horizon of small sums. Three people change a number in turn, for 
     Doriko 14 - 2 = 12.
     Kuku 12 - 4 = 8.
     […]
+
+For pretrained models, in plain English: english_stories are stories of one or two steps with common names and things;
+sums are single sums and differences of numbers of one or two digits.
+
+    Anna has 9 apples. Tom gives Anna 5 more. How many apples does Anna have?
+    What is 34 + 12?
 """
 
 import random
@@ -106,6 +112,40 @@ class Lexicon:
 NAMES = Lexicon(300, ending="", capital=True, seed=1)
 THINGS = Lexicon(400, ending="ns", capital=False, seed=2)
 PLACES = Lexicon(150, ending="k", capital=True, seed=3)
+ENGLISH_NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Frank",
+    "Grace",
+    "Henry",
+    "Julia",
+    "Kate",
+    "Leo",
+    "Maria",
+    "Nora",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tom",
+)
+ENGLISH_THINGS = (
+    "apples",
+    "books",
+    "pencils",
+    "coins",
+    "eggs",
+    "shells",
+    "cards",
+    "stamps",
+    "cookies",
+    "oranges",
+    "buttons",
+    "cups",
+)
+ENGLISH_PLACES = ("London", "Paris", "Rome", "Boston", "Berlin", "Madrid", "Dublin", "Oslo", "Vienna")
 
 
 @cache  # made when they are first asked for: many take two seconds
@@ -183,10 +223,12 @@ class Plot(NamedTuple):
     """An operation and its number, for a value."""
     step: str
     """A line of the solution: value, operation, number, result."""
+    cast: Callable[[random.Random], dict]
+    """Draws its words: person, other, things, place."""
 
     def write(self, rng: random.Random, steps: int) -> Story:
         """A story; a product is the first step of those that begin with one."""
-        words, lines = _cast(rng), []
+        words, lines = self.cast(rng), []
         if self is PRODUCT:
             words |= {"a": rng.randint(12, 99), "b": rng.randint(12, 99)}
             value, steps = words["a"] * words["b"], steps - 1
@@ -207,6 +249,12 @@ def _cast(rng: random.Random) -> dict:
     """The words of a story: two people, things and a place."""
     person, other = _people(rng, 2)
     return {"person": person, "other": other, "things": THINGS.draw(rng), "place": PLACES.draw(rng)}
+
+
+def _english_cast(rng: random.Random) -> dict:
+    """The words of a story in plain English."""
+    person, other = rng.sample(ENGLISH_NAMES, 2)
+    return {"person": person, "other": other, "things": rng.choice(ENGLISH_THINGS), "place": rng.choice(ENGLISH_PLACES)}
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
@@ -252,6 +300,7 @@ STORY = Plot(
     questions=_QUESTIONS,
     change=_small_change,
     step="{} {} {} = {}.",
+    cast=_cast,
 )
 PRODUCT = Plot(
     starts=("{person} has {a} boxes of {b} {things}.", "{person} finds {a} bags of {b} {things} in {place}."),
@@ -263,6 +312,7 @@ PRODUCT = Plot(
     questions=_QUESTIONS[:2],
     change=_large_change,
     step="<<{} {} {}={}>>",
+    cast=_cast,
 )
 _ACTS = {"+": ("gives", "brings", "adds"), "-": ("takes", "wants", "loses")}
 
@@ -288,6 +338,19 @@ def _chain(rng: random.Random, rounds: int) -> Story:
     return Story(problem, "\n".join([*lines, f"Answer: {values[-1]}"]), str(values[-1]))
 
 
+def _sum(rng: random.Random, digits: int) -> Story:
+    """A sum of two numbers of one digit; or a sum or difference of numbers up to 60."""
+    left, sign, right = rng.randint(1, 9), "+", rng.randint(1, 9)
+    if digits == 2:
+        sign = rng.choice("+-")
+        left = rng.randint(10, 60)
+        right = rng.randint(1, 30 if sign == "+" else left - 1)
+    value = apply(left, sign, right)
+    return Story(f"What is {left} {sign} {right}?", f"{left} {sign} {right} = {value}.\nAnswer: {value}", str(value))
+
+
+SUMS = Generator(_sum, (1, 2), careless)
+ENGLISH_STORIES = Generator(STORY._replace(cast=_english_cast).write, (1, 2), careless)
 STORIES = Generator(STORY.write, (2, 4), careless)
 TALES = replace(STORIES, words=1)
 WIDE_TALES = replace(STORIES, words=16)

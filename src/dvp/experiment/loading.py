@@ -11,7 +11,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from dvp.errors import DvpError
-from dvp.experiment.base import LocalBase
+from dvp.experiment.base import Bases, LocalBase, Pretrained
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource
 from dvp.experiment.training import BF16_AUTOCAST
@@ -158,6 +158,12 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         raise DvpError(f"{path}: name: expected {expected}, as the file is called, found {value.get('name')!r}")
     if "deepspeed" in value:
         raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
+    if isinstance(value.get("base"), str):
+        base = read_bases(config).get(value["base"])
+        if base is None:
+            known = ", ".join(sorted(read_bases(config)))
+            raise DvpError(f"{path}: base: '{value['base']}' is not in config/catalogue/bases.yaml; known are {known}")
+        value["base"] = base.model_dump(mode="json", exclude_unset=True)
     if "extends" in value:  # mistakes of the parent are reported in its own name
         parent, own = value.pop("extends"), value
         inherited = _load(parent, config, (*extended_by, name))[0]
@@ -207,6 +213,12 @@ def stored_dtype(model: Path) -> str | None:
     """The dtype in a model's config.json; None where it has none."""
     config = read_json(model / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
+
+
+def read_bases(config: Path = Path("config")) -> dict[str, Pretrained]:
+    """The base models that config/catalogue/bases.yaml names. Raises DvpError."""
+    file = config / "catalogue" / "bases.yaml"
+    return parse(Bases, {"bases": read_yaml(file)}, file).bases
 
 
 def _merged(below: Any, above: Any) -> Any:

@@ -40,6 +40,7 @@ def editor_schema() -> dict[str, Any]:
     del schema["properties"]["deepspeed"]  # filled in
     extends = "The experiment that has every key which this file leaves out."
     schema["properties"]["extends"] = {"type": "string", "description": extends}
+    _or(schema["properties"]["base"], {"type": "string"})  # by name
     groups = schema["$defs"]
     for group in ("GridEntry", "Estimators"):  # one or many
         for value in groups[group]["properties"].values():

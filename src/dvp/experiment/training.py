@@ -130,6 +130,9 @@ class TrainingConfig(Strict):
     """Optimiser steps per rollout batch, each on as many of its prompts."""
     synchronise_every: Positive = 1
     """Steps after which the engine gets the trainer's weights; above 1 it samples from stale ones."""
+    drift_every: Positive | None = optional()
+    """Steps after which, and after the first one, it is measured how far trainer and engine have moved since the start
+    of the run, and from each other; docs/method.md names the metrics. null: never."""
     keep_responses: KeepResponses = KeepResponses()
     """Which responses are kept token by token."""
     max_prompt_tokens: Positive | None = None

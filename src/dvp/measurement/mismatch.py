@@ -22,7 +22,7 @@ from dvp.core.batch import Batch
 from dvp.core.diagnostics import mismatch_metrics
 from dvp.core.importance import PRESETS
 from dvp.core.safe_vocabulary import FixedRho, SafeVocabulary, safe_mask, with_margin
-from dvp.core.vocabulary_mismatch import epsilon, kl, normalised
+from dvp.core.vocabulary_mismatch import epsilon, kl, normalised, outside
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Measurement, parse_rho
 from dvp.measurement.files import D_EDGES, ENGINE, SOURCES, TABLES, TOKENS, write_tables
@@ -36,7 +36,6 @@ from dvp.measurement.vocabulary_mismatch import (
     bounds,
     by_gap,
     histogram,
-    outside,
     prefixes,
     safe_sets,
 )

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from dvp.data.sources import load
 from dvp.errors import DvpError
+from dvp.experiment.base import HubBase, LocalBase, WheelBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import Columns, FileSource
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Measurement, MismatchConfig
+from dvp.experiment.loading import read_bases
 from dvp.files import atomic_path, write_json
 from dvp.gpus import claim
 from dvp.hub import download
@@ -98,11 +100,11 @@ def bias_of_model(
     if experiment.bias is None:
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
     started = time.time()
-    _, where, read = _opened(model, [engine], experiment, problems and str(problems), threads)
+    folder, where, read = _opened(model, [engine], experiment, problems and str(problems), threads)
     from dvp.measurement.bias import measure_bias
     from dvp.measurement.problems import FixedProblems
 
-    fixed = FixedProblems(experiment, model, read, where=where, count=experiment.bias.problems, seed=seed)
+    fixed = FixedProblems(experiment, folder, read, where=where, count=experiment.bias.problems, seed=seed)
     measured = measure_bias(experiment, fixed, engine, str(model))
     about = {"model": str(model), "engine": engine, "experiment": experiment.name, "seed": seed, **measured.summary}
     about |= {"files": measured.write(output), "git_commit": git_commit()}
@@ -123,7 +125,8 @@ def mismatch_of_model(
 
     A process holds one engine: of several each is measured by this program, called anew.
 
-    model : a Hugging Face directory, or a name on the hub, whose newest revision is taken.
+    model : a Hugging Face directory, a name in config/catalogue/bases.yaml, or one on the hub, whose newest revision is
+        taken.
     experiment : whose prompts are used, and problems unless others are given.
     problems : a source of the catalogue, or a file.
     settings : count (of problems), responses (to each), response_tokens, rho (a list) and seed.
@@ -154,10 +157,12 @@ def mismatch_of_model(
     running, network = fixed.engine(engine, settings["responses"]), fixed.network()
     place = output / engine
     result = measure_mismatch(experiment, measurement, fixed.ids, fixed.problems, network, running, place)
+    named = None if folder == Path(model) else read_bases().get(model)
     versions = {"vLLM": vllm, "transformers": transformers, "torch": sys.modules["torch"]}
     about = {
         "model": model,
         "revision": folder.name if folder != Path(model) else "a local folder",
+        **({"credit": named.credit} if isinstance(named, WheelBase) else {}),
         "architecture": f"{type(network).__name__}, {network.num_parameters():,} parameters",
         "device": device(),
         "engine": ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),
@@ -217,13 +222,18 @@ def _opened(
 ) -> tuple[Path, str, "DataFrame"]:
     """The folder of a user's model, and the different problems of a source or a file, with where they come from.
 
-    model : a folder, or a text that may also be a name on the hub.
+    model : a folder, or a text that may also be a name in config/catalogue/bases.yaml or on the hub.
     """
     _check_engines(experiment, engines)
     # What is on the hub comes first: in an engine's environment there is none.
     folder = Path(model)
-    if isinstance(model, str) and not folder.is_dir():
-        folder = download(model, None, "expected a folder, or the name of a model on the hub")
+    base = None if folder.is_dir() else read_bases().get(str(model))
+    if isinstance(base, LocalBase):
+        folder = Path(base.path)
+    elif isinstance(base, HubBase):
+        folder = download(base.path, base.revision, "expected a model that is there")
+    elif isinstance(model, str) and base is None and not folder.is_dir():
+        folder = download(model, None, "expected a folder, a name in config/catalogue/bases.yaml or one on the hub")
     name = problems or experiment.data.train
     where, source = f"sources.{name}", experiment.sources.get(name)
     if source is None:
@@ -233,7 +243,10 @@ def _opened(
     _claim(experiment, engines, threads)
     from dvp.measurement.problems import rendered
     from dvp.training.models import check_model
+    from dvp.training.wheel import convert_wheel
 
+    if isinstance(base, WheelBase):
+        folder = convert_wheel(base)
     check_model(folder)
     return folder, where, rendered(list({row.problem: row for row in rows}.values()), experiment.data.prompt_template)
 

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from dvp.errors import DvpError
-from dvp.experiment.base import TrainedBase
+from dvp.experiment.base import TrainedBase, WheelBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.folder import RESULTS
@@ -108,7 +108,7 @@ def make_plan(
     """The plan as JSON-able numbers: hours, bytes, seconds of a step.
 
     folder : results/E, read for recorded times; it need not exist.
-    gpu : a name of costs.DEVICES; by default a CPU for a base that the pipeline trains itself, else an H200.
+    gpu : a name of costs.DEVICES; by default a CPU for a base that is trained here or from a wheel, else an H200.
     gpus : how many may be used at once; by default as many as the largest job takes.
     price : money for a GPU-hour.
     response_tokens : mean length of a response; by default half of the longest.
@@ -116,8 +116,8 @@ def make_plan(
     """
     if experiment.replicates:
         raise DvpError(f"{experiment.name}: trains nothing itself; expected one of {', '.join(experiment.replicates)}")
-    # A base that the pipeline trains itself is made for a CPU.
-    device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase) else "h200")]
+    # A base that the pipeline trains itself, or that fits into a wheel, is made for a CPU.
+    device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase | WheelBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
     estimates = {point.path: Estimate(experiment, device, response_tokens, point) for point in experiment.points}

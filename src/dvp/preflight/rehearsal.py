@@ -209,7 +209,8 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
         answer(check_forward(loop.trainer, prompts, experiment.training.temperature))
     with report.asking("mismatch") as answer:
         configured, model = experiment.engines[engine], loop.trainer.policy.model
-        options = {"seed": loop.run.seed, "tokens": POSITIONS, "bf16": loop.trainer.bf16}
+        tokens = min(POSITIONS, loop.config.max_response_tokens)  # the engine has room for no more
+        options = {"seed": loop.run.seed, "tokens": tokens, "bf16": loop.trainer.bf16}
         compared = compare(model, loop.engine, configured, prompts, **options)
         answer(check_mismatch(compared, experiment.training.max_response_tokens))
     before_NV = next_tokens(loop.engine, prompts)

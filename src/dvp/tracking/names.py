@@ -14,6 +14,7 @@ GROUPS = (
     ("time", r"seconds(?:_\w+)?|tokens_per_second"),
     ("mismatch", r"(?:unpruned_)?(?:k3|ess)|k1|chi2|max_abs_log_ratio|ratio_.+|tail_mismatch"),
     ("self_noise", r"self_noise_(.+)"),
+    ("drift", r"drift_(.+)"),
     ("safe", r"rho|safe_size|(?:outside|left)_safe_fraction|(?:engine_)?pruned_.+|set_overlap_mean|sets_bytes"),
     ("correction", r"(?:kept|vetoed|filtered|masked)_fraction"),
     ("otb", r"otb_(.+)"),

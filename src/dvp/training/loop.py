@@ -40,6 +40,7 @@ from dvp.rollout.turns import turn_metrics
 from dvp.training import checkpoint, ranks
 from dvp.training.agreement import Agreement
 from dvp.training.backend import Trainer
+from dvp.training.drift import Drift
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows, with_sets
 from dvp.training.stopping import Abandoned, StopRequest
@@ -68,6 +69,8 @@ def run_loop(
     all checkpoints are damaged; if engine and trainer do not agree (see `Agreement`).
     """
     config, stop = loop.config, loop.stop
+    if loop.drift is not None:
+        loop.drift.start()  # the weights are still those of the base model
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
     loop.restored = len(rows)
@@ -185,6 +188,7 @@ class Loop:
         self.problems = Problems(places, list(problems["answer"]), prompts, pad, grader)
         self.problems.check_context(engine.max_model_len, self.config.max_response_tokens)
         self.agreement = Agreement(trainer, engine, prompts, run.seed, experiment.engines[run.engine])
+        self.drift = Drift(trainer, engine, prompts, pad, run.seed) if self.config.drift_every else None
 
     def step(self, step: int) -> dict:
         """One step (1-based); returns its row of metrics.jsonl."""
@@ -218,6 +222,8 @@ class Loop:
             **dict(zip(("seconds_rollout", "seconds_reward", "seconds_update", "seconds_sync"), seconds, strict=True)),
             "seconds": times[-1] - times[0],
         }
+        if self.drift is not None and (step == 1 or step % self.config.drift_every == 0):
+            row |= self.drift.measure()
         # Times differ between ranks; what is decided from a row must not.
         row = ranks.gather(row)[0]
         if metrics["updates"] and step % self.config.synchronise_every == 0:

@@ -49,10 +49,10 @@ class Stack:
     """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
     limit: float | None = None
     """See Numbers."""
-    left_out: str = ""
-    """See Numbers."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     """`histogram`, `noise` and `safe_sets` of the measurement where the whole vocabulary was compared, else none."""
+    left_out: str = ""
+    """See Numbers."""
 
     @property
     def log_ratio_N(self) -> np.ndarray:

@@ -50,10 +50,10 @@ class Stack:
     """See Numbers."""
     limit: float | None = None
     """See Numbers."""
-    left_out: str = ""
-    """See Numbers."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     """`histogram`, `noise` and `safe_sets` of the measurement where the whole vocabulary was compared, else none."""
+    left_out: str = ""
+    """See Numbers."""
 
     @property
     def log_ratio_N(self) -> np.ndarray:

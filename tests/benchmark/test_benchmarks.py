@@ -83,6 +83,7 @@ def measuring(tmp_path, root):
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_case_of_a_gpu_runs_at_tiny_sizes(measuring):
     process, file = measuring()
     assert process.wait() == 0

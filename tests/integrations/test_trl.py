@@ -114,6 +114,7 @@ def ours(tiny_model, weights, made, *, rho, importance, advantage):
     return loss.detach(), gradients, (~now.target_in_safe).sum().item()
 
 
+VOCABULARY = 400  # of the tiny model: its longest sum, and the one that every gradient comes through
 CASES = {
     "dvp": (None, None, "dr_grpo"),
     "dvp_mis": ("mis", None, "dr_grpo"),

@@ -10,7 +10,7 @@ from dvp.errors import DvpError
 from dvp.experiment.base import LocalBase
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import FileSource
-from dvp.experiment.loading import load_experiment
+from dvp.experiment.loading import load_experiment, read_bases
 
 CONFIG = Path(__file__).parents[2] / "config"
 
@@ -134,3 +134,21 @@ def test_a_mistake_of_the_parent_is_reported_in_the_parents_file(config, write):
     write("mine", "extends: middle\ntraining: {steps: 1}")
     with pytest.raises(DvpError, match=r"/middle\.yaml: training\.steps: "):
         load_experiment("mine", config)
+
+
+def test_a_base_by_name_is_the_catalogues(mine, write, config):
+    base = read_bases(config)["smollm2"]
+    assert mine("extends: tiny\nbase: smollm2").base == base
+    write("parent", "extends: tiny\nbase: smollm2")
+    assert mine("extends: parent\nbase: {version: 0.1.3}").base == base.model_copy(update={"version": "0.1.3"})
+    with pytest.raises(
+        DvpError, match=r"/mine\.yaml: base: 'smolm' is not in config/catalogue/bases\.yaml; known are smollm2$"
+    ):
+        mine("extends: tiny\nbase: smolm")
+
+
+def test_a_fault_of_the_bases_names_their_file(mine, config):
+    file = config / "catalogue/bases.yaml"
+    file.write_text(file.read_text().replace("kind: wheel", "kind: trained"))
+    with pytest.raises(DvpError, match=rf"^{re.escape(str(file))}: bases\.smollm2: "):
+        mine("extends: tiny\nbase: smollm2")

@@ -28,7 +28,7 @@ RESTART = 24 * 3600
 """Seconds after which a scheduler ends a training job, which writes its last step and goes on in another."""
 BF16 = EngineConfig(dtype="bfloat16")
 TEXT_BYTES = 4
-"""Of a response's token, kept as text."""
+"""Of a token, as text."""
 
 
 def _sizes(experiment: Experiment) -> dict[str, Any]:
@@ -70,7 +70,8 @@ class Estimate:
         self._zero: dict = experiment.deepspeed["zero_optimization"]
         self.checkpoint_bytes = costs.checkpoint_bytes(self.model, self._zero["stage"])
         generated = isinstance(experiment.sources[experiment.data.train], GeneratedSource)
-        self._prompt_tokens = STORY_TOKENS if generated else PROMPT_TOKENS
+        examples = len(experiment.data.prompt_template.replace("{problem}", "")) // TEXT_BYTES
+        self._prompt_tokens = STORY_TOKENS + examples if generated else PROMPT_TOKENS
 
     def lengths(self, longest: int | None = None) -> Lengths:
         """Of sequences whose responses have at most `longest` tokens, by default as in training."""

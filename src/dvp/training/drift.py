@@ -32,7 +32,7 @@ class Drift:
 
     def start(self) -> None:
         """Draw the beginnings of responses and measure where the run starts. By all ranks, before any update."""
-        tokens = min(TOKENS, self._engine.max_model_len - max(map(len, self._contexts)) - 1)
+        tokens = min(TOKENS, self._engine.max_model_len - max(map(len, self._contexts)))
         seeds = [derived_seed(self._seed, 0, index) for index in range(len(self._contexts))]
         groups = self._engine.generate(self._contexts, Sampling(max_tokens=tokens), seeds)
         responses = [completions[0].token_ids for completions in groups]

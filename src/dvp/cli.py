@@ -276,6 +276,7 @@ def evaluate(config: Config, run: RunPath, task: Annotated[str | None, TASK] = N
 
 PROBLEMS = _path("FILE", ".parquet, .jsonl or .json: problem and answer", show_default="what the experiment trains on")
 ENGINES = _option("NAME", "of config/catalogue; may be given several times", show_default="bf16")
+SERVER = _option("URL", "a running server of the model, vLLM's or SGLang's; its key is read from VLLM_API_KEY")
 RHOS = _option("RHO", "of a safe vocabulary; may be given several times", show_default="0.01 and exp(-13)")
 Drawing = Annotated[int, _option("N", "draws problems and responses", min=0, max=LARGEST_SEED)]
 
@@ -288,7 +289,7 @@ def mismatch(
         str | None, _option("MODEL", "a Hugging Face directory, or a name in config/catalogue/bases.yaml or on the hub")
     ] = None,
     engine: Annotated[list[str] | None, ENGINES] = None,
-    server: Annotated[str | None, _option("URL", "a running server of the model, vLLM's or SGLang's")] = None,
+    server: Annotated[str | None, SERVER] = None,
     experiment: Annotated[str, _option("NAME", "whose problems and prompts are used")] = "mismatch",
     problems: Annotated[str | None, _option("SOURCE", "of config/catalogue, or a file: problem and answer")] = None,
     rho: Annotated[list[str] | None, RHOS] = None,

@@ -21,7 +21,7 @@ KL, RESPONSES, TOKENS = 1e-4, 40, 200
 def few(request, monkeypatch):
     """Responses are simulated in number only where a forecast is compared with its formula."""
     if "forecasts" not in request.node.name and "not_sampled" not in request.node.name:
-        monkeypatch.setattr(mismatch_page, "SIMULATED", 20)
+        monkeypatch.setattr("dvp.analysis.forecast.SIMULATED", 20)
 
 
 @pytest.fixture(scope="module")

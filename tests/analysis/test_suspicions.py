@@ -159,7 +159,7 @@ FILES = {
 def test_the_verb_doubts_its_file(tmp_path, monkeypatch, capsys, root, row, status, says):
     """Before any advice, which is then not given."""
     monkeypatch.chdir(root)
-    monkeypatch.setattr("dvp.analysis.mismatch_page.SIMULATED", 2)
+    monkeypatch.setattr("dvp.analysis.forecast.SIMULATED", 2)
     file, out = tmp_path / "dump.jsonl", tmp_path / "out"
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
     assert main(["diagnose-rollouts", str(file), "--output", str(out)]) == status

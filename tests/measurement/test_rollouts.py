@@ -140,7 +140,7 @@ def test_first_and_last_step_of_each_mode_stand_alone(tmp_path):
 def test_ids_that_are_equal_as_numbers_stay_different(tmp_path, suffix):
     file, ids = tmp_path / f"dump.{suffix}", ["01", "1", "1.0"]
     write(file, [{"uid": name, "rollout_log_probs": [-1.0], "old_log_probs": [-1.1]} for name in ids])
-    assert read_rollouts(file)["problem"].tolist() == ids
+    assert read_rollouts(file)[0].tokens["problem"].tolist() == ids
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_on_an_exact_engine_replayed_sets_are_the_trainers_own(make_loop, traine
     assert (replayed["set_overlap"][mask_BT] == 1).all()
     assert (independent["pruned_mass"][mask_BT] > 0).any()
     for name in ("pruned_log_prob", "pruned_entropy", "pruned_mass", "safe_size"):
-        torch.testing.assert_close(replayed[name], independent[name], rtol=1e-5, atol=1e-6, msg=name)
+        # A log-softmax is off by some ε of the logits, which are below 20, however small it is itself.
+        torch.testing.assert_close(replayed[name], independent[name], rtol=1e-5, atol=8 * 20 * 2**-23, msg=name)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_serializer
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
@@ -92,6 +92,15 @@ class Strict(BaseModel):
     def changed(self, **changes: Any) -> Self:
         """A copy with other values for some of the keys, validated as a whole."""
         return type(self).model_validate(self.model_dump() | changes)
+
+
+class Tagged(Strict):
+    """One of several models that its `kind` or `rule` tells apart: written out even where defaults are left out."""
+
+    @model_serializer(mode="wrap")
+    def _with_tag(self, handler: Any) -> dict[str, Any]:
+        tags = {key: getattr(self, key) for key in ("kind", "rule") if key in type(self).model_fields}
+        return tags | handler(self)
 
 
 def first_problem(

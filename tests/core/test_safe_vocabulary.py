@@ -359,3 +359,9 @@ def test_feedback_against_counting_runs(values, patience):
     # A resumed run replays its rows.
     fed(resumed, values[: len(values) // 2])
     assert history[len(values) // 2 :] == fed(resumed, values[len(values) // 2 :])
+
+
+def test_a_rule_of_one_name_need_not_be_told_it():
+    rule = TopK(k=2)
+    assert safe_mask(torch.tensor([[1.0, 3.0, 2.0]]), rule).tolist() == [[False, True, True]]
+    assert rule.model_dump(exclude_defaults=True) == {"rule": "top_k", "k": 2}  # of which config hashes are made

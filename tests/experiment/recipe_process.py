@@ -18,7 +18,6 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from dvp.analysis.looks import family  # noqa: E402
-from dvp.analysis.matrix import own_sampler  # noqa: E402
 from dvp.experiment.grid import Run  # noqa: E402
 from dvp.experiment.tools import Dictionary  # noqa: E402
 from dvp.measurement.gradients import Estimator  # noqa: E402
@@ -73,8 +72,6 @@ for run in experiment.runs[1:]:
     assert any(row["gradient_norm"] for row in rows)
 assert type(loop.safe.trainer).__name__ == "Confident"
 assert Estimator(experiment, "own", "0.1").safe.engine == loop.safe.engine
-assert (
-    own_sampler(experiment, experiment.points[1]).engine == "fp32"
-)  # a correction's updates are for the trainer's policy
+assert experiment.methods["own"].importance.corrects
 assert family(experiment.methods["own"].model_copy(update={"advantage": "rloo", "mask": None})) == "other correction"
 print(f"{len(rows)} steps")

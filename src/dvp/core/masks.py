@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dvp.core.lazy import no_grad, torch
-from dvp.strict import PositiveFloat, Strict
+from dvp.strict import PositiveFloat, Tagged
 
 if TYPE_CHECKING:
     from dvp.core.batch import Rollout
 
 
-class MaskRule(Strict):
+class MaskRule(Tagged):
     """Settings of a mask."""
 
     by_token: ClassVar[bool] = True

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from dvp.core.lazy import no_grad, torch
 from dvp.errors import DvpError
-from dvp.strict import Positive, PositiveFloat, Strict
+from dvp.strict import Positive, PositiveFloat, Tagged
 
 Rho = Annotated[float, Field(gt=0, lt=1)]
 
@@ -211,7 +211,7 @@ class SafeVocabularies:
             self._steps = 0
 
 
-class RhoRule(Strict):
+class RhoRule(Tagged):
     """Settings of a rule for ρ, and the safe vocabularies that they make."""
 
     takes_rho: ClassVar[bool] = True

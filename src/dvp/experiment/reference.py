@@ -70,7 +70,7 @@ def _section(title: str, group: dict) -> str:
         [
             f"`{key}`",
             _value(value),
-            _default(value) if key not in group.get("required", ()) else "required",
+            "required" if key in group.get("required", ()) or "const" in value else _default(value),
             _text(value),
         ]
         for key, value in group["properties"].items()

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from dvp.core.lazy import torch
 from dvp.core.limits import LOG_RATIO_CLAMP
-from dvp.strict import Fraction, Strict
+from dvp.strict import Fraction, Tagged
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Tokens:
     """bool: a token of the response that is not rejected."""
 
 
-class LossRule(Strict):
+class LossRule(Tagged):
     """Which loss, and how far π_θ/π_old may go from 1."""
 
     has_ratio: ClassVar[bool] = True

@@ -1,14 +1,38 @@
-"""The package is to be halved: it has fewer lines than before, and is to have fewer still."""
+"""Count the package's lines of code, so that what is added takes something away."""
 
+import ast
+import io
 import subprocess
+import tokenize
 
-MOST = 23_870
+MOST = 17_600
+"""Lowered as the number falls. 13,500 is the goal."""
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 
 
-def test_src_does_not_grow(root):
-    """Lines of src. The number is lowered at every step on the way to 15,000; what must raise it takes its own away."""
-    files = subprocess.run(
-        ["git", "ls-files", "src/*.py"], cwd=root, check=True, capture_output=True, text=True
-    ).stdout.split()
-    lines = sum(len((root / file).read_bytes().splitlines()) for file in files)
-    assert 0 < lines <= MOST
+def lines_of_code(text: str) -> int:
+    """Count the lines of a module without blank ones, comments and docstrings."""
+    documented = set()
+    for node in ast.walk(ast.parse(text)):
+        for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                documented.update(range(statement.lineno, statement.end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {line for one in tokens if one.type not in NO_CODE for line in range(one.start[0], one.end[0] + 1)}
+    return len(code - documented)
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code():
+    assert (
+        lines_of_code('"""A module."""\n\n# a comment\nx = (\n    1,\n)\n\n\ndef f():\n    """Say."""\n    return x\n')
+        == 5
+    )
+
+
+def test_the_package_does_not_grow(root):
+    listed = subprocess.run(["git", "ls-files", "src/dvp/*.py"], cwd=root, check=True, capture_output=True, text=True)
+    assert 0 < sum(lines_of_code((root / file).read_text(encoding="utf-8")) for file in listed.stdout.split()) <= MOST

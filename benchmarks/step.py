@@ -228,6 +228,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     wrong_PG = rollout.rewards_B.reshape(-1, settings.group_size) == 0
     mixed_B = wrong_PG.any(dim=1).repeat_interleave(settings.group_size)
     rollout = replace(rollout, rewards_B=rollout.rewards_B * mixed_B)
+    apart, rollout = rollout, replace(rollout, batch=full.trainer.sharing_prompts(rollout.batch))
     updates = {name: loop.prepare(rollout, loop.score(rollout)) for name, loop in loops.items()}
     useful_B = {name: update.coefficients().any(dim=1) for name, update in updates.items()}
     advantage_BT = updates["mis"].advantage_BT
@@ -241,7 +242,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     norms = {}
     for name, update in _rotated(
         {
-            "plain transformers": partial(rival.update, rollout, updates["plain"].coefficients()),
+            "plain transformers": partial(rival.update, apart, updates["plain"].coefficients()),
             "plain": partial(_learn, plain, rollout),
             "full": partial(full.learn, step, rows, rollout),
             "scoring": partial(mis.score, rollout),
@@ -262,8 +263,8 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
         return own / tokens[name] + seconds[f"update, {name}"] / tokens["full"]
 
     print(f"round {step}: {tokens['full']} tokens, {sum(seconds.values()):.1f} s", file=sys.stderr)
-    lengths_B = rollout.batch.lengths()
-    passes = rollout.batch.micro_batches(settings.tokens_per_micro_batch)
+    lengths_B = apart.batch.lengths()
+    passes = apart.batch.micro_batches(settings.tokens_per_micro_batch)
     computed = sum(len(rows_b) * int(lengths_B[rows_b].max()) for rows_b in passes)
     two, one = "update, two passes", "update, one pass"
     return {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.core.batch import Shared
 from dvp.core.length_decay import LearningRateShare, LengthDecay
 from dvp.errors import DvpError
 from dvp.experiment.grid import Run
@@ -131,7 +132,9 @@ def dense_log_probs(model, prompt, response, rho=None):
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def build_loop(model, root, method="rloo", rho=None, distance=0.0, tools=None, engine=None, options=None, **settings):
+def build_loop(
+    model, root, method="rloo", rho=None, distance=0.0, tools=None, engine=None, options=None, shares=False, **settings
+):
     """A loop on the tiny model with real DeepSpeed; `engine` is made from its Hugging Face model."""
     experiment = load_experiment("smoke", root / "config")
     training = TrainingConfig(**(SETTINGS | settings))
@@ -141,6 +144,7 @@ def build_loop(model, root, method="rloo", rho=None, distance=0.0, tools=None, e
     experiment = experiment.model_copy(update={"training": training, "methods": methods, "tools": tools})
     file = json.loads((root / "config/deepspeed" / f"{training.deepspeed}.json").read_text())
     trainer = Trainer(model, training, file | (options or {}))
+    trainer.policy.shares_prompts = shares
     served, tokenizer = reference_of(model), AutoTokenizer.from_pretrained(model)
     made = engine(served) if engine else ScriptedEngine(served, distance=distance)
     if tools:
@@ -266,6 +270,16 @@ def test_two_optimiser_steps_on_one_rollout(make_loop, tiny_model, method, rho, 
     assert torch.cat([one.flatten() for one in far]).double().mean() < 1e-3
 
 
+def test_a_step_is_the_same_where_responses_share_their_prompt(make_loop, monkeypatch):
+    apart, shared = make_loop(), make_loop(shares=True)
+    laid_out = []
+    monkeypatch.setattr(Shared, "of", lambda batch, of=Shared.of: laid_out.append(batch) or of(batch))
+    expected, found = apart.step(1), shared.step(1)
+    assert any(len(rows) > 1 for batch in laid_out for _, rows in batch.units())
+    for name in ("k1", "k3", "entropy", "gradient_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+
+
 def test_how_the_scoring_rounds_clips_nothing_before_the_weights_have_moved(make_loop):
     """In bf16 two passes over other micro-batches differ by more than GSPO's bounds, and the policy is the same."""
     loop = make_loop({"advantage": "dr_grpo", "loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}})
@@ -379,6 +393,7 @@ FEEDBACK = {"rule": "feedback", "signal": "k3", "low": 1e-9, "high": 1e-6, "fact
 DECAY = {"growth": 1e-9, "patience": 1, "factor": 0.5, "every": 1, "lowest": 0.2}
 CONTINUED = {
     "plain": {},
+    "shared prompts": {"shares": True},
     "tools": {"tools": CALCULATOR, **LONG_ENOUGH, "method": "otb_mis", "distance": 0.01},
     "stale engine, two minibatches, feedback on rho": {
         "method": {"advantage": "otb", "safe_vocabulary": FEEDBACK | {"lowest": 1e-6, "highest": 0.1}},

@@ -106,7 +106,8 @@ class TrainingConfig(Strict):
     group_size: Positive
     """Responses per prompt."""
     tokens_per_micro_batch: Positive
-    """Tokens per forward pass of one GPU: prompts and responses of like length, with what is padded between them."""
+    """Tokens per forward pass of one GPU: prompts and responses of like length, with what is padded between them.
+    A prompt that its responses share, as they do where that is less work, counts once."""
     learning_rate: LearningRate
     """AdamW's."""
     adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.99]

@@ -41,10 +41,10 @@ def main() -> None:
     engine = VllmEngine(model, config, max_model_len=64, max_num_seqs=8, seed=0)
     compare, worst = agreement.compare, []
 
-    def measured(*arguments):
-        (train_NV, infer_NV), responses = compare(*arguments)
-        worst.append(((train_NV - infer_NV).abs() * train_NV.exp()).sum(1).max().item())
-        return (train_NV, infer_NV), responses
+    def measured(*arguments, **options):
+        compared = compare(*arguments, **options)
+        worst.append(compared.log_ratio_N.view(-1, agreement.DRAWN).abs().mean(1).max().item())
+        return compared
 
     agreement.compare = measured
     held = agreement.Agreement(trainer, engine, PROMPTS, 0, config)

@@ -86,7 +86,7 @@ grid: [{{method: rloo, engine: fp32}}, {{method: otb_mass, engine: coarse, rho: 
 
 
 def test_what_is_said_of_a_model_is_not_said_of_another(config, mine, tmp_path):
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     tiny = load_experiment("tiny", config)
     same = mine("extends: tiny\nseeds: [3]\nbase: {seed: 1}")
     assert same.description == "tiny with other seeds, base."

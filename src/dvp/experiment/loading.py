@@ -215,9 +215,9 @@ def stored_dtype(model: Path) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def read_bases(config: Path = Path("config")) -> dict[str, Pretrained]:
-    """The base models that config/catalogue/bases.yaml names. Raises DvpError."""
-    file = config / "catalogue" / "bases.yaml"
+def read_bases(config: Path | None = None) -> dict[str, Pretrained]:
+    """Read the base models that config/catalogue/bases.yaml names. Raises DvpError."""
+    file = (config or config_folder()) / "catalogue" / "bases.yaml"
     return parse(Bases, {"bases": read_yaml(file)}, file).bases
 
 

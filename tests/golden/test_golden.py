@@ -39,6 +39,7 @@ from dvp.data.verifier import grade
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.loading import load_experiment, parse_experiment, write_resolved
+from dvp.experiment.training import EngineConfig
 from dvp.files import sha256_json
 from dvp.measurement.bias import _fill
 from dvp.measurement.estimator_bias import STATISTICS, gradient_statistics
@@ -229,6 +230,7 @@ def set_up_run(root, tiny_model, tmp_path, monkeypatch):
 def test_train_and_convert(set_up_run, tiny_model, tmp_path):
     """Two steps with an engine that is off by 0.05 nats per token, and the model that they end in."""
     loop, given = set_up_run
+    loop.agreement._config = EngineConfig(dtype="float32")  # what the scripted engine is, whatever the run's rounds
     before = {name: value.clone() for name, value in loop.trainer.weights()}
     _, rows = run_loop(loop, tmp_path, tmp_path / "checkpoints", lambda row: None)
     numbers = {

@@ -1,5 +1,6 @@
-"""What a job of Slurm's has of its node: cores, and a disk of its own for what compilers keep."""
+"""What a process has of its node: memory, and in a job of Slurm's cores and a disk for what compilers keep."""
 
+import ctypes
 import os
 import tempfile
 from pathlib import Path
@@ -42,3 +43,14 @@ def keep_caches_here() -> None:
         raise DvpError(f"{folder}: belongs to another user; expected one of yours: set TMPDIR")
     for name in CACHES:
         os.environ.setdefault(name, str(folder / name.partition("_")[0].lower()))
+
+
+def return_freed_memory() -> None:
+    """Give the kernel every whole page that was freed, wherever glibc keeps it.
+
+    Without, training a model of 135 M parameters held 3 GB of tensors and 8.5 after six steps, 11.7 after 22: updates
+    have other shapes each.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -69,24 +69,13 @@ def _keep_freed_memory() -> None:
 
     A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
     it anew from the kernel took a quarter of the rollout's time. The distributions of a whole response are larger, and
-    given back. What is kept splits into holes that later blocks of other sizes do not fit into: `_return_freed_memory`.
+    given back. What is kept splits into holes in which later blocks do not fit: see `dvp.node.return_freed_memory`.
     Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, size in MALLOC.items():
             mallopt(option, size)
-
-
-def _return_freed_memory() -> None:
-    """Give the kernel every whole page that was freed, wherever glibc keeps it.
-
-    Without, training a model of 135 M parameters held 3 GB of tensors and 8.5 after six steps, 11.7 after 22: updates
-    have other shapes each.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _allow_amx() -> None:
@@ -325,7 +314,7 @@ class VllmEngine:
         if not self._sleeps:
             self.llm.reset_prefix_cache()
             if not torch.cuda.is_available():
-                _return_freed_memory()
+                node.return_freed_memory()
         elif self._asleep is None:
             self._asleep = 1 if keep_weights else 2
             self.llm.sleep(level=self._asleep)

@@ -21,6 +21,7 @@ from statistics import fmean
 import pandas as pd
 import torch
 
+from dvp import node
 from dvp.core.advantages import ADVANTAGES, otb_variance_readouts
 from dvp.core.batch import Rollout, unflatten
 from dvp.core.collapse import CollapseDetector
@@ -287,6 +288,8 @@ class Loop:
         if ranks.is_main():
             asked = [(self.ids[row], self.problems.answers[row]) for row in rows for _ in range(self.config.group_size)]
             self.recorder.record(step, asked, rollout, statistics, update)
+        if self.trainer.device.type == "cpu":
+            node.return_freed_memory()  # scoring has left holes in which the update's blocks do not fit
         return metrics | self._update(rollout, statistics)
 
     def score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:

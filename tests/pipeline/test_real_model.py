@@ -21,7 +21,7 @@ EXPERIMENT = {
     "preflight": "always",
     "mismatch": None,
     "data": {"held_out": 8},
-    "training": {"steps": 2, "prompts_per_step": 2, "warmup_steps": 0, "checkpoint_every": 2, "drift_every": 1},
+    "training": {"steps": 2, "prompts_per_step": 4, "warmup_steps": 0, "checkpoint_every": 2, "drift_every": 1},
     "evaluation": {"samples_per_problem": {"held_out": 1}},
     "report": {"reference": "dvp_mis"},
     "grid": [{"method": "dvp_mis", "engine": "bf16", "rho": "exp(-13)"}],
@@ -62,8 +62,8 @@ def test_rl_moves_it_and_the_mismatch_is_that_of_bf16(folder):
     rows = [json.loads(line) for line in (folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(1e-6 < row["k3"] < 1e-2 for row in rows)
-    assert rows[0]["drift_trainer"] > 0
     assert any(row["updates"] for row in rows)
+    assert rows[-1]["drift_trainer"] > 0
     responses = pd.read_parquet(folder / "runs" / RUN / "responses.parquet")
     assert responses["reward"].nunique() == 2  # the base model is right now and then
 

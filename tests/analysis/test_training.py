@@ -96,3 +96,24 @@ def test_the_end_of_training_by_hand(tmp_path):
     # 0.75, 0.70 and 0.65 on the logit scale: a standard error of 0.05 / sqrt(3), and t of two degrees of freedom.
     odds = 0.70 / 0.30 * np.exp(4.302653 * 0.05 / 3**0.5 / (0.70 * 0.30))
     assert own["kept"].high == pytest.approx(odds / (1 + odds), rel=1e-5)
+
+
+def test_how_far_both_moved_is_there_by_step(tmp_path):
+    experiment = make_experiment(seeds=[3], training__steps=19)
+
+    class Drifting(Results):
+        def metrics(self, run, rng):
+            """Measured at steps 1 and 10; not in the others' rows."""
+            rows = super().metrics(run, rng)
+            for step in (1, 10):
+                for name in ("trainer", "engine", "apart", "share"):
+                    rows[step - 1] |= {f"drift_{name}": 0.01 * step, f"drift_{name}_se": 0.001}
+            return rows
+
+    found, _ = training_part(experiment, Drifting(experiment, tmp_path).folder)
+    point = experiment.points[0]
+    apart = [
+        one for one in found if one.name == "drift_apart" and one.where.items() >= where_of(experiment, point).items()
+    ]
+    assert [(one.where["seed"], one.where["step"], one.value) for one in apart] == [("3", "1", 0.01), ("3", "10", 0.1)]
+    assert (apart[1].low, apart[1].high) == pytest.approx((0.1 - 0.00196, 0.1 + 0.00196), abs=1e-6)

@@ -23,6 +23,7 @@ from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, parse_rho
+from dvp.measurement.files import NORMAL_95
 
 LAST_STEPS = 10
 # Over the last steps, last_NAME: how those of a run become one number, and its unit.
@@ -39,6 +40,13 @@ AT_THE_END = {
     "sets_bytes": ("mean", "bytes"),
     "tokens_per_second": ("mean", "tokens/s"),
 }
+DRIFT = {
+    "drift_trainer": "nats per token",
+    "drift_engine": "nats per token",
+    "drift_apart": "nats per token",
+    "drift_share": "ratio",
+}
+"""Measured every training.drift_every steps, with standard errors (dvp.training.drift)."""
 _OF_PRUNED = ("outside_safe_fraction", "pruned_mass_mean")
 _BETWEEN = {
     "full": "between the full policies; ",
@@ -159,6 +167,11 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
     for run in runs.itertuples():
         step = math.nan if run.collapsed_at is None else run.collapsed_at
         yield bare("collapsed_at", step, "step", "not defined where it did not", seed=str(run.seed))
+    for name, unit in DRIFT.items():
+        for row in own[own[name].notna()].to_dict("records") if name in own else ():
+            value, reach = row[name], NORMAL_95 * row[f"{name}_se"]
+            of_step = where | {"seed": str(row["seed"]), "step": str(row["step"])}
+            yield Statistic(name, of_step, value, value - reach, value + reach, unit, "over contexts, one run", sources)
     collapsed = sum(step is not None for step in runs["collapsed_at"])
     yield bare("collapsed_runs", collapsed, "runs", f"of {len(runs)}")
     how = f"Clopper-Pearson, {collapsed} of {len(runs)} seeds"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dvp
 from dvp.experiment.loading import load_experiment
-from dvp.experiment.training import TrainingConfig
+from dvp.experiment.training import EngineConfig, Noise, TrainingConfig
 
 assert Path(dvp.__file__).is_relative_to(Path.cwd())
 experiment = load_experiment("own")
@@ -40,7 +40,9 @@ settings = {
     "checkpoint_every": 2,
     "deepspeed": "zero1",
 }
-experiment = experiment.model_copy(update={"training": TrainingConfig(**settings)})
+noisy = EngineConfig(dtype="float32", noise=Noise(sigma=0.05))  # what the engine below is, whatever a run asks for
+engines = {name: config if name == "plain" else noisy for name, config in experiment.engines.items()}
+experiment = experiment.model_copy(update={"training": TrainingConfig(**settings), "engines": engines})
 options = json.loads(Path("config/deepspeed/zero1.json").read_text())
 tokenizer = AutoTokenizer.from_pretrained(model)
 engine = NoisyEngine(AutoModelForCausalLM.from_pretrained(model), tokenizer, sigma=0.05, answers=True)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from dvp.core.kept_sets import KeptSets
 from dvp.errors import DvpError
 from dvp.experiment.loading import load_experiment
+from dvp.experiment.training import EngineConfig, Noise
 from dvp.measurement.gradients import Estimator, Gradients, position_parts
 from dvp.training.backend import Trainer
 from dvp.training.loop import Loop
@@ -29,7 +30,11 @@ EXPERIMENT = load_experiment("smoke_methods", ROOT / "config")
 # Updates so small that the policy stays where it is: all methods share one trainer, and a policy that has learnt to be
 # right always has no gradient.
 SMALL = {"prompts_per_step": 2, "tokens_per_micro_batch": 128, "max_response_tokens": 6, "learning_rate": 1e-9}
-EXPERIMENT = EXPERIMENT.model_copy(update={"training": EXPERIMENT.training.changed(**SMALL, deepspeed="zero1")})
+SIGMA = 0.05
+# Whatever a run asks for, its engine here is exact but for noise.
+NOISY = dict.fromkeys(EXPERIMENT.engines, EngineConfig(dtype="float32", noise=Noise(sigma=SIGMA)))
+CHANGED = {"training": EXPERIMENT.training.changed(**SMALL, deepspeed="zero1"), "engines": NOISY}
+EXPERIMENT = EXPERIMENT.model_copy(update=CHANGED)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def make_loop(tiny_model, trainer):
     def make(run) -> Loop:
         model = reference_of(tiny_model)
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        engine = NoisyEngine(model, tokenizer, sigma=0.05, answers=True)
+        engine = NoisyEngine(model, tokenizer, sigma=SIGMA, answers=True)
         recorder = ResponseRecorder(EXPERIMENT.training.keep_responses, EXPERIMENT.training.steps, tokenizer)
         engine.load_weights(trainer.weights())
         problems = pd.DataFrame({"id": range(6), "answer": ["7"] * 6})

@@ -81,8 +81,6 @@ def _need(numbers: Numbers) -> list[str]:
         sentences.append(
             f"Of the responses of {LENGTHS[-1]:,} tokens {percent(1 - kept)} have a token outside TRM's bounds: {few}."
         )
-    if not found.startswith("MIS"):
-        sentences.append("A finer engine would do more than any correction.")
     return sentences
 
 

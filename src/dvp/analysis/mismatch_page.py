@@ -155,7 +155,7 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
         rows.append([stack.engine, *numbers, outside, verdict(own)])
         intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
     note = (
-        f"KL(q‖p) of engine q and fp32 trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
+        f"KL(q‖p) of engine q and trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
         "itself: the trainer's own noise, in bf16 and in another batch shape; a finer engine than bf16, such as fp16, "
         "can lie far below the first. beyond its weights: KL from the trainer's forward pass with the engine's own "
         "rounded weights; limit: ten times what its other rounding makes of that pass. worst token: |log p − log q|. "

@@ -90,3 +90,11 @@ def test_values_made_in_parts_are_put_where_they_belong(shapes, tokens):
     parts = batch.micro_batches(tokens)
     values = [expected_BT[rows][batch.response_BT[rows]] for rows in parts]
     assert torch.equal(unflatten_parts(parts, values, batch.response_BT), expected_BT)
+
+
+def test_a_long_row_beside_shared_ones_needs_no_mask():
+    """It has a pass of its own kind, in which attention is causal: else its mask alone would be its length squared."""
+    pairs = [*[([3] * 9, [2, 2])] * 4, ([4] * 5, [2] * 30)]
+    batch = Batch.collate(*map(list, zip(*pairs, strict=True)), pad=0).sharing_prompts(10**6, 40)
+    parts = [batch.rows(part) for part in batch.micro_batches(1000)]
+    assert [(len(part.tokens_BT), part.shared_B2 is None) for part in parts] == [(1, True), (4, False)]

@@ -41,8 +41,7 @@ settings = {
     "deepspeed": "zero1",
 }
 noisy = EngineConfig(dtype="float32", noise=Noise(sigma=0.05))  # what the engine below is, whatever a run asks for
-engines = {name: config if name == "plain" else noisy for name, config in experiment.engines.items()}
-experiment = experiment.model_copy(update={"training": TrainingConfig(**settings), "engines": engines})
+experiment = experiment.model_copy(update={"training": TrainingConfig(**settings)})
 options = json.loads(Path("config/deepspeed/zero1.json").read_text())
 tokenizer = AutoTokenizer.from_pretrained(model)
 engine = NoisyEngine(AutoModelForCausalLM.from_pretrained(model), tokenizer, sigma=0.05, answers=True)
@@ -55,7 +54,7 @@ assert make_tool(Dictionary(kind="dictionary")).answers(["abc"])[0].text == "cba
 
 
 def trained(run: Run) -> Loop:
-    return Loop(
+    loop = Loop(
         experiment,
         run,
         pd.DataFrame({"id": range(4), "answer": ["7"] * 4}),
@@ -65,6 +64,8 @@ def trained(run: Run) -> Loop:
         engine,
         ResponseRecorder(experiment.training.keep_responses, experiment.training.steps, tokenizer),
     )
+    loop.agreement._config = noisy
+    return loop
 
 
 for run in experiment.runs[1:]:

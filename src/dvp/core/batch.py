@@ -65,6 +65,8 @@ class Batch:
     def whole_rows(self, rows_b: torch.Tensor) -> "Batch":
         """These rows only, at full width."""
         shared_b2 = None if self.shared_B2 is None else self.shared_B2[rows_b]
+        if shared_b2 is not None and len(shared_b2[:, 0].unique()) == len(shared_b2):
+            shared_b2 = None  # each by itself, so that attention needs no mask but the causal one
         return Batch(self.tokens_BT[rows_b], self.response_BT[rows_b], self.kept_of(rows_b), shared_b2)
 
     def only(self, counted_BT: torch.Tensor) -> "Batch":
@@ -99,13 +101,13 @@ class Batch:
         for length, unit in self.whole_rows(rows_b).units():
             # Of one that has no room the responses go by themselves.
             units += [(length, unit)] if length <= tokens else [(length, [row]) for row in unit]
-        lengths, order = torch.tensor([length for length, _ in units]).sort(descending=True, stable=True)
-        parts, start = [], 0
-        while start < len(units):
-            size = max(1, tokens // int(lengths[start]))
-            chosen = [row for unit in order[start : start + size].tolist() for row in units[unit][1]]
-            parts.append(rows_b[chosen])
-            start += size
+        parts = []
+        for alone in (True, False):  # a pass of rows that share has a mask as large as its longest row squared
+            left = sorted((unit for unit in units if (len(unit[1]) == 1) is alone), key=lambda unit: -unit[0])
+            while left:
+                size = max(1, tokens // left[0][0])
+                parts.append(rows_b[[row for _, rows in left[:size] for row in rows]])
+                left = left[size:]
         return parts
 
     def units(self) -> list[tuple[int, list[int]]]:
@@ -165,8 +167,8 @@ class Shared:
     tokens_RL: torch.Tensor
     """int64 token ids, without the last of each response, which predicts nothing; padded on the right."""
     position_RL: torch.Tensor
-    mask_RL: torch.Tensor
-    """bool, (R, 1, L, L): what a token (third dimension) sees."""
+    part_RL: torch.Tensor
+    """int64: 0 for the prompt, then a number for each response of the row; -1 for padding."""
     place_N: torch.Tensor
     """Where each scored token of the batch, row by row, is predicted: indices into R × L."""
 
@@ -176,7 +178,7 @@ class Shared:
         units, lengths = batch.units(), batch.lengths().tolist()
         longest = max(length for length, _ in units)
         tokens_RL, position_RL = (torch.zeros((len(units), longest), dtype=torch.long) for _ in range(2))
-        part_RL = torch.full((len(units), longest), -1)  # 0 the prompt, then a number for each response
+        part_RL = torch.full((len(units), longest), -1)
         place_BT = torch.zeros(batch.tokens_BT.shape, dtype=torch.long)
         for number, (_, rows) in enumerate(units):
             end = begin = int(batch.shared_B2[rows[0], 1])
@@ -192,9 +194,13 @@ class Shared:
                 place_BT[row, :begin] = number * longest + torch.arange(begin)
                 place_BT[row, source] = number * longest + torch.arange(end, end + own)
                 end = piece.stop
-        seen_RL = (part_RL[:, None, :] == 0) | (part_RL[:, None, :] == part_RL[:, :, None])
-        mask_RL = (seen_RL & torch.ones(longest, longest, dtype=torch.bool).tril())[:, None]
-        return Shared(tokens_RL, position_RL, mask_RL, place_BT[:, :-1][batch.response_BT[:, 1:]])
+        return Shared(tokens_RL, position_RL, part_RL, place_BT[:, :-1][batch.response_BT[:, 1:]])
+
+    def mask(self, device: torch.device) -> torch.Tensor:
+        """Make the attention mask on a device: bool, (R, 1, L, L), what a token (third dimension) sees."""
+        part_RL = self.part_RL.to(device)
+        seen_RLL = (part_RL[:, None, :] == 0) | (part_RL[:, None, :] == part_RL[:, :, None])
+        return seen_RLL.tril()[:, None]
 
 
 @dataclass(frozen=True, eq=False)

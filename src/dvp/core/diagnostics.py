@@ -87,6 +87,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     tokens, dropped_B = mask_BT.sum().item(), update.weights.dropped_B
 
     rewards_PG = rollout.rewards_B.view(-1, update.responses.group_size)
+    first_P1 = rewards_PG.gather(1, (~rewards_PG.isnan()).long().argmax(dim=1, keepdim=True))
 
     def mean(name: str) -> float:
         return statistics[name][mask_BT].float().mean().item()
@@ -94,7 +95,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     none_B = torch.zeros_like(update.weights.kept_B)  # a kind of correction may have other rules
     return {
         # Prompts whose responses were not all rewarded alike: by the others the policy learns nothing.
-        "mixed_groups_fraction": (rewards_PG != rewards_PG[:, :1]).any(dim=1).float().mean().item(),
+        "mixed_groups_fraction": ((rewards_PG != first_P1) & ~rewards_PG.isnan()).any(dim=1).float().mean().item(),
         # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
         # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
         **mismatch_metrics(log_ratio_BT, mask_BT & safe_BT, mask_BT & ~safe_BT),

@@ -157,7 +157,7 @@ class Policy(torch.nn.Module):
         else:
             shared = Shared.of(batch)
             inputs, places_N = shared.tokens_RL.to(device), shared.place_N.to(device)
-            options = {"attention_mask": shared.mask_RL.to(device), "position_ids": shared.position_RL.to(device)}
+            options = {"attention_mask": shared.mask(device), "position_ids": shared.position_RL.to(device)}
         hidden_BTH = self.model.base_model(inputs, use_cache=False, **options).last_hidden_state
         return hidden_BTH.flatten(0, 1)[places_N], tokens_BT[:, 1:].flatten()[scored_N]
 

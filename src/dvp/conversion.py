@@ -1,8 +1,8 @@
-"""The stage `convert`: a run's weights → a Hugging Face directory, and the proof that nothing changed on the way.
+"""Run the stage `convert`: write a run's weights as a Hugging Face directory and prove that nothing changed.
 
-Training wrote the weights as safetensors, with their SHA-256: the same file becomes the model's. What no checksum
-finds, such as another architecture or a head that was not tied, the log-probs do: the written model, read back as any
-user would, gives the tokens of fixed prompts those that the trainer gave them, within what rounding explains.
+Training wrote the weights as safetensors, with their SHA-256: the same file becomes the model's. A checksum does not
+detect another architecture or a head that was not tied, so log-probs are compared as well: the written model, loaded as
+any user would load it, must give the tokens of fixed prompts the trainer's log-probs, within rounding.
 """
 
 import os
@@ -28,9 +28,10 @@ SAME_DEVICE, OTHER_DEVICE = 8, 64
 
 
 def convert(config: Path, path: str, threads: int) -> None:
-    """The weights that a run had after a step, or at its end → models/RUN/ with conversion.json, the proof.
+    """Write the model that a run had after a step, or at its end, to models/RUN/, with conversion.json as the proof.
 
     path : of the run, or of the run after a step: RUN/step~16.
+    Raises DvpError as `run_stage` and `write_model`, or if the step's weights were not kept.
     """
     torch.set_num_threads(threads)
     directory = ExperimentDir(config)
@@ -49,7 +50,7 @@ def convert(config: Path, path: str, threads: int) -> None:
 
 
 def _kept(result: Path, step: int | None) -> Path:
-    """The weights that a training run kept of a step, None for the last. Raises DvpError."""
+    """Return the folder of the weights that a training run kept of a step, None for the last step. Raises DvpError."""
     record = read_json(result, "steps", "kept")
     step, kept = step or record["steps"], record["kept"]
     if str(step) not in kept:
@@ -58,7 +59,7 @@ def _kept(result: Path, step: int | None) -> Path:
 
 
 def write_model(weights: Path, base: Path, folder: Path, temperature: float) -> dict:
-    """Write the model of verified weights to `folder` and prove it.
+    """Write verified weights as a Hugging Face model to `folder` and prove that it scores as the trainer did.
 
     weights : what training kept of a step (`keep_weights` in dvp.training.checkpoint).
     base : the Hugging Face directory that gives architecture and tokenizer.
@@ -108,7 +109,7 @@ def write_model(weights: Path, base: Path, folder: Path, temperature: float) -> 
 
 
 def tolerance(config: PretrainedConfig, device: str) -> float:
-    """How much rounding may change a token's log-prob, in nats, between the trainer in fp32 and this process.
+    """Return how much rounding may change a token's log-prob, in nats, between the trainer in fp32 and this process.
 
     device : cpu or cuda, the trainer's.
 
@@ -117,7 +118,7 @@ def tolerance(config: PretrainedConfig, device: str) -> float:
     order 1. That is 1e-6 for a model of 2 layers of 64 and 3e-5 for one of 36 layers of 4,096, where 3e-5 to 9e-5 were
     measured (root mean square, random weights) and 2e-4 to 6e-4 for the worst of some thousand tokens. On another kind
     of device every sum has another order: 64 times that is allowed, 6 for the worst token and 10 for the wider logits
-    of a trained model. On the same kind the same programs run, and only the batch may be cut otherwise: 8 times.
+    of a trained model. On the same kind the same programs run, and only the batch may be split differently: 8 times.
     """
     text = config.get_text_config()
     times = SAME_DEVICE if device == "cpu" else OTHER_DEVICE
@@ -125,7 +126,7 @@ def tolerance(config: PretrainedConfig, device: str) -> float:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under a second name, so that weights take their space once; a copy where there can be none."""
+    """Give a file a second name, so that weights take their space once; copy it where links are impossible."""
     try:
         os.link(source, target)
     except OSError:

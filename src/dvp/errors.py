@@ -1,4 +1,4 @@
-"""The exceptions that a user sees as a single line."""
+"""Define the exceptions that a user sees as a single line, and recognise a full or failing disk."""
 
 import errno
 import os
@@ -7,9 +7,9 @@ import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-WRITING = "writing "  # begins the note, on an exception, of what was being written
+WRITING = "writing "  # begins an exception's note that names the file being written
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-# How libraries that make an error of their own of the system's say it: in its words, by its number, in SQLite's words.
+# Libraries wrap the system's error in their own: its message has the system's words, its number, or SQLite's words.
 _SAID = {
     code: re.compile(rf"(?i){re.escape(os.strerror(code))}|\b(?:errno|os error)\W{{0,2}}{code}\b")
     for code in _OF_A_DISK
@@ -25,9 +25,9 @@ class DvpError(Exception):
 
 
 class Stopped(SystemExit):
-    """Work that a stop signal cut short. `dvp` prints the message and exits with 128 + the signal's number.
+    """The exit of work that a stop signal cut short. `dvp` prints the message and exits with 128 + the signal's number.
 
-    A SystemExit, so that no `except Exception` holds it up.
+    It is a SystemExit, so that no `except Exception` catches it.
     """
 
     def __init__(self, message: str, number: int):
@@ -39,9 +39,9 @@ class Stopped(SystemExit):
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """What a disk refused, `PATH: No space left on device`, if an exception comes of that; PATH where it is known.
+    """Return what the disk refused, as `PATH: No space left on device`, if that caused the exception; else None.
 
-    The exception may be of any class, and may have come of another one.
+    The chain of exceptions is searched, as libraries wrap the system's error. PATH is left out where it is not known.
     """
     chain = [error]
     while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, one writer, checksums, strict reads."""
+"""Write and read files that are either whole or absent: atomic writes, one writer, checksums, strict reads."""
 
 import hashlib
 import json
@@ -15,24 +15,24 @@ from filelock import FileLock, Timeout
 
 from dvp.errors import WRITING, DvpError
 
-_UMASK = os.umask(0o022)  # to be read it must be set
+_UMASK = os.umask(0o022)  # the umask can only be read by setting it
 os.umask(_UMASK)
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_json(value: object) -> str:
-    """Hex SHA-256 of a JSON-able value, independent of key order."""
+    """Return the SHA-256 of a JSON-able value, in hex, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`, which is gone in the end. An exception is told `path`."""
+    """Yield a temporary path beside `path` and delete it at the end; an exception gets a note that names `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(temporary)
     try:
@@ -48,10 +48,11 @@ def _aside(path: Path) -> Iterator[Path]:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; move it to `path` only when the block ends without an exception.
 
-    The block creates a file or a directory there. A directory replaces an older one. An exception is told `path`.
+    The block creates a file or a directory there. A directory replaces an older one. An exception gets a note that
+    names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(f".{escape(path.name)}.*.old"):  # of a process that was killed between two renames
+    for old in path.parent.glob(f".{escape(path.name)}.*.old"):  # left by a process that was killed between two renames
         _remove(old) if path.exists() else os.replace(old, path)
     with _aside(path) as temporary:
         yield temporary
@@ -64,14 +65,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(path, old)
         os.replace(temporary, path)
         _remove(old)
-        sync(path.parent)  # the rename itself
+        sync(path.parent)  # the rename itself must reach the disk, too
 
 
 @contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, whose files replace those of `folder` when the block ends without an exception.
 
-    Each of them is moved in one step. Folders within `folder` stay: others may be writing there.
+    Each file is moved in one step. Folders within `folder` stay, as other processes may be writing there.
     """
     with _aside(folder) as temporary:
         temporary.mkdir(parents=True)
@@ -89,7 +90,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, unbuffered: where the disk is full, this call raises OSError, and no later one does."""
+    """Append a line without buffering, so that a full disk raises OSError in this call and not in a later one."""
     data = f"{line}\n".encode()
     with open(path, "ab", buffering=0) as file:
         while data:
@@ -98,11 +99,11 @@ def append_line(path: Path, line: str) -> None:
 
 @contextmanager
 def only_writer(folder: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of a folder, which goes when the process ends, however it ends.
+    """Hold a folder's lock during the block; the lock is released when the process ends, however it ends.
 
-    A job may outlive the Snakemake that started it, and two checkouts may share their results.
-    Raises DvpError if another process holds it; `doing` says of that process what it is doing there. Also if there can
-    be no such folder, or nothing can be written there.
+    Needed because a job may outlive the Snakemake that started it, and two checkouts may share their results.
+    doing : what the process that holds the lock is doing there, for the message.
+    Raises DvpError if another process holds the lock, or if the folder cannot be made or written to.
     """
     lock = FileLock(folder / ".lock")
     try:
@@ -125,7 +126,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def dump_json(value: object) -> str:
-    """Readable JSON; NaN and infinities are refused (they are not JSON)."""
+    """Return readable JSON. Raises ValueError for NaN and infinities, which are not JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
 
 
@@ -135,10 +136,14 @@ def write_json(path: Path, value: object) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text says. Raises ValueError, with one line, for one that is not valid or cannot be kept as it is."""
+    """Parse a JSON text strictly.
+
+    Raises ValueError, in one line, for invalid JSON, duplicate keys, unpaired surrogates, too deep nesting or too long
+    integers.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_once_each)
-        if "\\u" in text:  # only an escape can say half a character
+        if "\\u" in text:  # only an escape can spell an unpaired surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -148,7 +153,7 @@ def parse_json(text: str) -> Any:
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        # Python's own words go on about its settings.
+        # The rest of Python's message is about its own settings.
         raise ValueError(str(error).partition(";")[0]) from None
     return value
 
@@ -175,9 +180,9 @@ def read_json(path: Path, *required: str) -> dict:
 
 
 def checksums(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """SHA-256 of every file below `folder`, by relative path; names that begin with a dot are left out.
+    """Return the SHA-256 of every file below `folder`, by relative path, without names that begin with a dot.
 
-    known : those that need not be computed again, nor be seen here yet, if another machine has written the file.
+    known : checksums that are not computed again; a file that another machine wrote need not be visible here yet.
     """
     names = [
         str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")
@@ -200,13 +205,13 @@ def verify_checksums(folder: Path, expected: dict[str, str]) -> None:
 
 
 def _sha256_files(files: list[Path]) -> list[str]:
-    """Of each file, several at a time: a thread hashes one or two gigabytes a second, and a checkpoint may have 100."""
+    """Hash files in parallel: a thread hashes one or two gigabytes per second, and a checkpoint may have 100."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(sha256_file, files))
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, written to the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,9 +220,9 @@ def sync(path: Path) -> None:
 
 
 def _finish(path: Path) -> None:
-    """What a file needs before it gets its name: to be on the disk; and the permissions that the umask gives to any.
+    """Flush a file to the disk before it gets its name, and give it the permissions of the umask.
 
-    safetensors makes its files for their owner alone.
+    safetensors makes files that only their owner can read.
     """
     if path.is_file() and path.stat().st_mode & 0o777 == 0o600:
         path.chmod(0o666 & ~_UMASK)

@@ -1,6 +1,6 @@
-"""Which GPUs a job takes: where nobody hands them out, every job of a machine would take the first ones.
+"""Claim GPUs for a job: without a scheduler, every job of a machine would use the first ones.
 
-A lock for each GPU, which goes when the job's process has ended, and those that `held` was passed on to.
+Each GPU has a lock, which is released when the job's process and all processes that were given `held` have ended.
 """
 
 import fcntl
@@ -21,17 +21,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CLAIMED = "DVP_CLAIMED_GPUS"
 PAUSE = 1.0
 held: list[int] = []
-"""For subprocess.Popen's `pass_fds`: a process of a job that outlives this one keeps the GPUs as well."""
+"""The locks' descriptors, for subprocess.Popen's `pass_fds`: a child that outlives this process keeps the GPUs."""
 
 
 def claim(count: int) -> None:
-    """Have this process, and those that it starts, see `count` GPUs that no other job of this user has, once there are.
+    """Wait for `count` GPUs that no other job of this user has, and show only those to this process and its children.
 
-    Nothing happens where torch cannot use GPUs or is shown none, in an allocation of Slurm's with just as many, and in
-    a process that was started by one that has claimed. An allocation with more of them is a machine of its own.
-    To be called before anything asks CUDA for its devices: it would not look again.
+    Does nothing where torch has no CUDA or no GPU is visible, or in a child of a process that has claimed. A Slurm
+    allocation with exactly `count` GPUs is used as it is; one with more is treated as a machine of its own.
+    Call this before anything asks CUDA for its devices: CUDA looks only once.
 
-    Raises DvpError where there are fewer GPUs, CUDA cannot use them, or no lock can be written.
+    Raises DvpError if there are fewer GPUs, if torch cannot use them, or if no lock can be written.
     """
     visible = [] if CLAIMED in os.environ else _visible()
     if not visible:
@@ -51,7 +51,7 @@ def claim(count: int) -> None:
 def _claim(visible: list[str], count: int, allocation: str | None) -> None:
     if len(visible) < count:
         raise DvpError(f"expected {count} GPUs, found {len(visible)} ({VISIBLE}, or nvidia0, nvidia1, … in {DEVICES})")
-    # Within an allocation the first GPU is called 0, whichever it is.
+    # Each Slurm allocation numbers its GPUs from 0, so it has locks of its own.
     folder = Path(tempfile.gettempdir()) / f"dvp-gpus-{os.getuid()}" / (allocation or platform.node())
     told = False
     while not (taken := _take(visible, count, folder)):
@@ -66,26 +66,29 @@ def _claim(visible: list[str], count: int, allocation: str | None) -> None:
 
 
 def _visible() -> list[str]:
-    """What CUDA will show, as CUDA_VISIBLE_DEVICES names it; found without CUDA."""
+    """Return the GPUs that CUDA will show, as CUDA_VISIBLE_DEVICES names them, without initialising CUDA."""
     import torch
 
     devices = len(list(DEVICES.glob("nvidia[0-9]*"))) if torch.version.cuda else 0
     if VISIBLE not in os.environ:
         return [str(index) for index in range(devices)]
     names = [name.strip() for name in os.environ[VISIBLE].split(",")] if devices else []
-    # CUDA shows what stands before the first name that it does not know.
+    # CUDA ignores every name from the first unknown one on.
     return list(takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name in map(str, range(devices)), names))
 
 
 def _take(visible: list[str], count: int, folder: Path) -> dict[str, int]:
-    """The first `count` free ones, each with its lock's descriptor; none where there are fewer."""
+    """Lock the first `count` free GPUs; return each lock's descriptor by GPU, none if fewer are free.
+
+    Raises DvpError if no lock can be written.
+    """
     taken: dict[str, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Of two jobs that try at once, each would see as taken what the other gives back.
+        # Two jobs that try at once could each see as taken what the other is about to give back.
         with FileLock(folder / "trying.lock"):
             for name in visible:
-                # Not filelock's, as its descriptor cannot be passed on.
+                # Not a FileLock, whose descriptor cannot be passed to a child process.
                 lock = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

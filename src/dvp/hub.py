@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub."""
+"""Download models from the Hugging Face hub, or keep libraries from asking it."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from dvp.errors import DvpError
 
 
 def download(model: str, revision: str | None, otherwise: str) -> Path:
-    """The folder of a model at a revision (by default the newest one): its last part is the commit.
+    """Download a model at a revision (None: the newest) and return its folder, whose name is the commit.
 
-    Raises DvpError, which ends with what to do `otherwise`.
+    Raises DvpError, whose message ends with `otherwise`: what to do instead.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -24,7 +24,7 @@ def download(model: str, revision: str | None, otherwise: str) -> Path:
 
 
 def go_offline() -> None:
-    """Let libraries of this process, and those that it starts, ask the hub nothing from now on.
+    """Keep libraries of this process, and of those that it starts, from asking the hub anything from now on.
 
     A value of HF_HUB_OFFLINE that the user has set stays.
     """
@@ -32,4 +32,4 @@ def go_offline() -> None:
 
     if "HF_HUB_OFFLINE" not in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True  # the variable was read when it was imported, which may be long ago
+        constants.HF_HUB_OFFLINE = True  # it read the variable at import, which may be long ago

@@ -1,4 +1,4 @@
-"""What a process has of its node: memory, and in a job of Slurm's cores and a disk for what compilers keep."""
+"""Use a node's resources: CPU threads and a local disk for compilers' caches in a Slurm job, and freed memory."""
 
 import ctypes
 import os
@@ -12,15 +12,15 @@ CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def is_rank() -> bool:
-    """Whether this process is one of the ranks that torchrun started (dvp.training.launch)."""
+    """Return whether torchrun started this process as one of its ranks (dvp.training.launch)."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def cores(asked: int) -> int:
-    """CPU threads of a process: of a job of Slurm's on a node with GPUs, all cores that it may use; else those `asked`.
+    """Return the number of CPU threads to use: in a Slurm job on a node with GPUs all available cores, else `asked`.
 
-    On GPUs Snakemake's threads count GPUs (slurm/config.yaml). Without one, the number of threads is part of a result:
-    it decides the order of sums. A rank is told its share.
+    On GPUs Snakemake's threads count GPUs (slurm/config.yaml). Without one, the number of threads decides the order of
+    sums and is part of a result, so it stays as asked. A rank is told its share.
     """
     if "SLURM_JOB_ID" in os.environ and not is_rank() and any(gpus.DEVICES.glob("nvidia[0-9]*")):
         return len(os.sched_getaffinity(0))
@@ -28,10 +28,10 @@ def cores(asked: int) -> int:
 
 
 def keep_caches_here() -> None:
-    """Have a job of Slurm's keep what it compiles on the node, where the user has not said where.
+    """Put compilers' caches on the node's own disk in a Slurm job, unless the user has set where they go.
 
     The default is the home directory: often NFS, with a quota, and all ranks of all jobs write there at once.
-    Raises DvpError for a folder of somebody else's, as code in it would be run.
+    Raises DvpError if the folder belongs to another user, as code in it would be run.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return
@@ -46,10 +46,10 @@ def keep_caches_here() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the kernel every whole page that was freed, wherever glibc keeps it.
+    """Return every whole free page of glibc's heap to the kernel.
 
-    Without, training a model of 135 M parameters held 3 GB of tensors and 8.5 after six steps, 11.7 after 22: updates
-    have other shapes each.
+    Updates allocate other shapes each time, which fragments the heap: without this, training a model of 135 M
+    parameters with 3 GB of tensors held 8.5 GB after six steps and 11.7 GB after 22.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Progress of long work as lines, which read the same on a terminal, in a log file, and from a cluster's job."""
+"""Print progress of long work as lines that read the same on a terminal, in a log file and in a cluster's job."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ _SHORT = {"group_size": "G"}
 
 
 def readable(text: str) -> str:
-    """A text with the paths of runs and measurements in it as a person would write them.
+    """Rewrite the paths of runs and measurements in a text as a person would write them.
 
     `training method~dvp_mis/engine~coarse/rho~exp-13/seed~0` becomes `training dvp_mis · coarse · ρ e⁻¹³ · seed 0`.
     Settings between ρ and seed follow: `…/rho~none/group_size~4/seed~0` becomes `… · G 4 · seed 0`.
@@ -26,18 +26,18 @@ def readable(text: str) -> str:
 
 
 def rho_as_read(rho: str) -> str:
-    """ρ for a person: e⁻¹³ for exp(-13), which is exp-13 in a path; other values as they are written."""
+    """Format ρ for a person: e⁻¹³ for exp(-13), which is exp-13 in a path; other values as they are written."""
     exponent = re.fullmatch(r"exp(-[\d.]+)", re.sub("[()]", "", rho))
     return f"e{exponent[1].translate(_SUPERSCRIPT)}" if exponent else rho
 
 
 def setting_as_read(key: str, value: str = "") -> str:
-    """A training setting as a person would write it: `G 4`, `learning rate 0.0001`; without a value its name alone."""
+    """Format a training setting for a person: `G 4`, `learning rate 0.0001`; without a value, its name alone."""
     return f"{_SHORT.get(key, key.replace('_', ' '))} {value}".rstrip()
 
 
 def duration(seconds: float, *, rough: bool = False) -> str:
-    """`50 s`, `2 min 10 s`, `3 h 05 min`; a rough one as `7 min`."""
+    """Format seconds as `50 s`, `2 min 10 s` or `3 h 05 min`; with `rough`, minutes without seconds (`7 min`)."""
     total = round(seconds)
     if total < 60:
         return f"{max(total, 1)} s"
@@ -48,7 +48,7 @@ def duration(seconds: float, *, rough: bool = False) -> str:
 
 
 class Progress:
-    """Prints `name: step 12/40  details  34 s left` at most every few seconds, and at the last step."""
+    """A printer of `name: step 12/40  details  34 s left`, at most every few seconds, and at the last step."""
 
     def __init__(self, name: str, steps: int, every_seconds: float = 10.0):
         self._name, self._steps, self._every = readable(name), steps, every_seconds
@@ -56,7 +56,7 @@ class Progress:
         self._first: tuple[int, float] | None = None
 
     def step(self, step: int, details: str) -> bool:
-        """Say that `step` (1-based) is done; whether a line was printed."""
+        """Report that `step` (1-based) is done; return whether a line was printed."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)

@@ -1,4 +1,4 @@
-"""From which code, commit and device a result comes. It is recorded, and decides nothing: see dvp.versions."""
+"""Record which commit and device a result comes from. Nothing is decided by this: see dvp.versions."""
 
 import platform
 import subprocess
@@ -13,9 +13,9 @@ VECTORS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by the ke
 
 @cache
 def git_commit() -> str:
-    """The commit of the source tree, with `+changes` if files differ from it; "unknown" outside a checkout of dvp.
+    """Return the source tree's commit, with `+changes` if files differ from it; "unknown" outside a checkout of dvp.
 
-    An installed package may lie within a repository that is somebody else's: only one that tracks this file counts.
+    An installed package may lie within somebody else's repository: only one that tracks this file counts.
     """
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
@@ -26,7 +26,7 @@ def git_commit() -> str:
 
 
 def device() -> str:
-    """What computes here, as each rounds in its own way: a GPU's name, or the processor's with its widest vectors."""
+    """Return the name of the GPU, or else of the processor with its widest vectors: each rounds in its own way."""
     # A stage that has not imported torch computes with no GPU.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -36,7 +36,7 @@ def device() -> str:
 
 @cache
 def processor() -> str:
-    """The processor's name, and of x86 the widest vectors: they decide how sums are rounded and what vLLM can do."""
+    """Return the processor's name and, on x86, its widest vectors: they decide how sums round and what vLLM can do."""
     found = {}
     for line in PROCESSORS.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")

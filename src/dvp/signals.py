@@ -1,20 +1,20 @@
-"""A stop signal whose exception Python drops comes again.
+"""Send a stop signal again after Python has dropped the exception of its handler.
 
-What a signal's handler raises within a callback for an object that goes (of a weak reference, or __del__) does not get
-through: Python hands it to sys.unraisablehook, which prints a traceback, and the process goes on as if nobody had told
-it to stop.
+An exception that a signal handler raises while a weak reference's callback or a `__del__` runs does not propagate:
+Python hands it to sys.unraisablehook, which prints a traceback, and the process continues as if nobody had told it to
+stop.
 """
 
 import signal
 import threading
 
 PAUSE = 0.2
-"""Seconds, after which the hook has ended: what is raised within it is dropped as well."""
+"""Seconds to wait until the hook has ended: an exception that is raised within it is dropped as well."""
 _again: list[threading.Timer] = []
 
 
 def send_again(number: int) -> None:
-    """For a hook: send the signal to the main thread once more, in a moment, unless `heard` is called before."""
+    """Send the signal to the main thread again in a moment, unless `heard` is called before; for use in a hook."""
     heard()
     timer = threading.Timer(PAUSE, signal.pthread_kill, (threading.main_thread().ident, number))
     timer.daemon = True
@@ -23,6 +23,6 @@ def send_again(number: int) -> None:
 
 
 def heard() -> None:
-    """Send nothing any more."""
+    """Cancel every signal that was to be sent again."""
     while _again:
         _again.pop().cancel()

@@ -1,4 +1,4 @@
-"""What every stage has in common: its inputs are verified, it has an MLflow run, its small JSON file comes last.
+"""Run a stage: verify its inputs, record it as an MLflow run, and write its small JSON file last.
 
 A stage that is killed has no JSON file, so it is never taken for a finished one. The file carries the stage's
 config_hash, commit and the key of its MLflow run, which the next stage links to.
@@ -22,15 +22,15 @@ from dvp.tracking.record import KEY
 from dvp.tracking.stage import StageRun, stage_run
 
 Inputs = Mapping[str, Path | list[Path]]
-"""By stage, the JSON files of the stages that a stage reads the output of."""
+"""The JSON files of the stages whose output a stage reads, by stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage at work: its MLflow run, and the JSON file that it ends with."""
+    """A stage at work, with its MLflow run and the JSON file that it ends with."""
 
     folder: Path
-    """The experiment's own, results/E."""
+    """The experiment's own folder, results/E."""
     result: Path
     tracked: StageRun
     config_hash: str
@@ -48,7 +48,7 @@ class Stage:
         self.tracked.log_file(self.result)
 
     def is_done(self) -> bool:
-        """Whether the JSON file is of this very work, and its files are as they were written."""
+        """Return whether the JSON file was written by this very work and its files are unaltered."""
         with contextlib.suppress(DvpError, OSError):
             record = read_json(self.result, KEY, "files")
             verify_checksums(self.result.parent, record["files"])
@@ -56,15 +56,15 @@ class Stage:
         return False
 
     def reuse(self) -> bool:
-        """Whether another experiment of the same results has done this work; if so, its files are copied.
+        """Copy the files of another experiment that has done this work; return whether there was one.
 
-        A stage's key names its version, its settings and the contents of its inputs: files of the same key are the
-        ones that would be made here. A run may have another path there, as a training setting is part of a path only
-        where a grid gives it. The JSON file keeps commit and seconds of the work itself, and says in `reused_from`
-        where it was done.
+        A stage's key names its version, its settings and the contents of its inputs, so files of the same key are the
+        ones that would be made here. The run may have another path there, because a training setting is part of a path
+        only where a grid gives it. The JSON file keeps the commit and seconds of the original work, and names its
+        source in `reused_from`.
         """
         for other, theirs in self.tracked.alike():
-            # A file that cannot be read is of no use, and for one that cannot be written the work itself will say so.
+            # A file that cannot be read is of no use; what cannot be written, the stage's own work will report.
             with contextlib.suppress(DvpError, OSError):
                 there = other / list(theirs.files)[-1]
                 record = read_json(there, KEY, "files")
@@ -101,13 +101,12 @@ def run_stage(
     task: str | None = None,
     metrics: Path | None = None,
 ) -> Iterator[Stage]:
-    """A stage while it works; its MLflow run ends with the block, as failed if that raises.
+    """Yield a stage at work; its MLflow run ends with the block, as failed if the block raises.
 
     where : the experiment's folder, or the folder of a stage that reads several experiments.
     result : the JSON file that `finish` writes.
-    verify : whether the files that `inputs` list must be as they were written; without it, the stage checks what it
-        reads itself.
-    run, task : path of the run, and what of it the stage works on, as the MLflow run says.
+    verify : whether to check settings and checksums of the inputs; without it, the stage checks what it reads itself.
+    run, task : path of the run, and what the stage works on in it, for the MLflow run.
     metrics : the metrics.jsonl that has every row given to `log_step`.
     Raises DvpError, before anything is written, for an input that is missing, altered or of other settings.
     """
@@ -130,7 +129,7 @@ def run_stage(
 
 
 def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: Inputs) -> dict:
-    """The policy that a stage makes or works on, as its MLflow run shows it."""
+    """Return how the MLflow run shows the policy that a stage makes or works on; empty without one."""
     if isinstance(where, Path) or (run is None and stage != "base" and "base" not in inputs):
         return {}
     policy = None if run is None else where.experiment.job("convert", run).run
@@ -143,10 +142,12 @@ def _policy(where: ExperimentDir | Path, stage: str, run: str | None, inputs: In
 def read_inputs(
     where: ExperimentDir | Path, inputs: Inputs, run: str | None = None, *, verify: bool = True
 ) -> dict[str, list[dict]]:
-    """The content of the inputs' JSON files, made under the settings of now, their own files as they were written.
+    """Read the JSON files of a stage's inputs and return their contents by stage.
 
-    run : path of the run that the inputs are of.
-    Raises DvpError if they are not.
+    run : path of the run that the inputs belong to.
+    verify : whether to check that they were written under the current settings, and that the files they list are
+        unaltered.
+    Raises DvpError if a file is missing or a check fails.
     """
     records: dict[str, list[dict]] = {}
     for stage, paths in inputs.items():

@@ -1,4 +1,4 @@
-"""What all typed, strict models of the configuration have in common."""
+"""Define the base classes and field types that all typed, strict models of the configuration share."""
 
 import re
 import unicodedata
@@ -16,11 +16,11 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LOWEST_TEMPERATURE = 0.01
-"""Of sampling; vLLM takes a lower one for this one."""
+"""The lowest sampling temperature: vLLM raises a lower one to this."""
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 
-# What no text holds, and what is left of a LaTeX command whose one backslash was read as an escape: a tab and `imes`.
+# Control characters, and the remains of a LaTeX command whose single backslash was read as an escape: a tab and `imes`.
 # A line may begin with `u`, and `an` may follow a tab: `\nu` is not recognised, and `\tan` only by what comes after it.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
@@ -32,7 +32,7 @@ _CONTROL = re.compile(
 
 
 def control_character(text: str) -> str | None:
-    """What is wrong with a text that has one."""
+    """Describe the first control character in a text, and what was expected instead; None if there is none."""
     if (found := _CONTROL.search(text)) is None:
         return None
     after = text[found.end() :][:20]
@@ -58,7 +58,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 def distinct(values: list) -> list:
-    """The list. Raises ValueError for what it has twice, also a number in two spellings."""
+    """Return the list. Raises ValueError if it has a value twice, even as a number in two spellings."""
     meant = [getattr(value, "value", value) for value in values]
     for place, value in enumerate(values):
         if meant[place] in meant[:place]:
@@ -73,12 +73,12 @@ OneOrMany = Annotated[Several[T], BeforeValidator(lambda value: value if isinsta
 
 
 def optional(default: Any = None) -> Any:
-    """A key that is written down only where it is not as by default."""
+    """Declare a key that is written out only if it differs from its default."""
     return Field(default, exclude_if=lambda value: value == default)
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
+    """A model that refuses unknown keys, does not coerce values, allows only finite numbers, and cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -90,12 +90,12 @@ class Strict(BaseModel):
     )
 
     def changed(self, **changes: Any) -> Self:
-        """A copy with other values for some of the keys, validated as a whole."""
+        """Return a copy with other values for some of the keys, validated as a whole."""
         return type(self).model_validate(self.model_dump() | changes)
 
 
 class Tagged(Strict):
-    """One of several models that its `kind` or `rule` tells apart: written out even where defaults are left out."""
+    """One of several models distinguished by `kind` or `rule`, which is written out even if defaults are left out."""
 
     @model_serializer(mode="wrap")
     def _with_tag(self, handler: Any) -> dict[str, Any]:
@@ -106,10 +106,11 @@ class Tagged(Strict):
 def first_problem(
     error: ValidationError, value: dict, model: type[Strict], more: tuple[str, ...] = ()
 ) -> tuple[tuple, str]:
-    """The key's path, and one line: the path, what was expected, what was found.
+    """Return the path of the first invalid key, and one line: the path, what was expected, what was found.
 
-    An unknown key comes before all else, as it may be the missing one, misspelt. `model` has refused `value`;
-    `more` are keys that a file may have beside the model's.
+    An unknown key comes before all else, as it may be the missing one, misspelt.
+    value : what `model` refused.
+    more : keys that a file may have beside the model's.
     """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
@@ -132,7 +133,7 @@ def first_problem(
 
 
 def _as_written(problem: Any, value: Any) -> tuple:
-    """The path as it is in the file: pydantic adds a source's `kind`, or a `rule`, as a step of its own."""
+    """Return a problem's path as it is in the file, without the `kind` or `rule` that pydantic adds as a step."""
     kept = []
     for part in problem["loc"]:
         if (isinstance(value, list) and isinstance(part, int)) or (isinstance(value, dict) and part in value):

@@ -1,6 +1,6 @@
-"""What the rest of the program knows of an inference engine.
+"""Define the interface of an inference engine.
 
-An engine samples responses and says with which log-probabilities it sampled them: after temperature, masking and
+An engine samples responses and reports the log-probabilities with which it sampled them: after temperature, masking and
 renormalising, because that is the distribution the importance ratios are about.
 """
 
@@ -19,13 +19,17 @@ from dvp.experiment.training import ENGINES, EngineConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `safe_vocabulary` is None for the full vocabulary; `n` responses are drawn per prompt.
+    """Options for sampling.
 
-    With `report_sets` every completion carries the sets that its tokens were sampled from; that needs a safe
-    vocabulary, and an engine that was started for it. With `whole_vocabulary` it carries the log-probabilities of all
-    tokens at each of its positions. With `to_the_end` a response goes on after an end-of-sequence token, until it has
-    `max_tokens`. One that writes the text `stop` ends with the token that completes it. `limits` says for each prompt
-    how many tokens its responses may have, where that is not `max_tokens` for all of them.
+    max_tokens : most tokens of a response.
+    n : responses per prompt.
+    safe_vocabulary : None for the full vocabulary.
+    report_sets : every completion carries the sets that its tokens were sampled from; that needs a safe vocabulary, and
+        an engine that was started for it.
+    whole_vocabulary : every completion carries the log-probabilities of all tokens at each of its positions.
+    to_the_end : a response continues after an end-of-sequence token, until it has `max_tokens`.
+    stop : a response that writes this text ends with the token that completes it.
+    limits : most tokens of a response for each prompt, where that is not `max_tokens` for all of them.
     """
 
     max_tokens: int
@@ -46,12 +50,12 @@ class Completion:
 
     token_ids : its tokens; the end-of-sequence token is the last one when `finish_reason` is "stop".
     log_probs : log q of each token that the model wrote, after temperature, masking and renormalising.
-    text : the tokens decoded, special tokens left out. Of a response with a tool (dvp.rollout.turns): what the model
-        wrote outside its calls, which is what it states.
+    text : the tokens decoded, special tokens left out. With a tool (dvp.rollout.turns): the text outside its calls,
+        which is what the model states.
     finish_reason : "stop" (the model ended its response), "length" (cut off) or "string" (it wrote `Sampling.stop`).
     vocabulary_log_probs_TV : log q of every token at each position, float32, −inf where pruned; None if not asked for.
     kept : the set that each token which the model wrote was sampled from, with log Z'; None if not asked for.
-    written : for each token whether the model wrote it; None if it wrote all of them.
+    written : whether the model wrote each token; None if it wrote all of them.
     transcript : with a tool, all tokens decoded; else None.
     calls, failed_calls : calls of a tool that were answered, and those of them that were mistakes.
     """
@@ -75,28 +79,28 @@ def make_engine(model: Path, config: EngineConfig, **options: Any) -> "Engine":
 
 
 class Engine(Protocol):
-    """An inference engine. One file in dvp/rollout each; see vllm.py."""
+    """An inference engine; each has one file in dvp/rollout, such as vllm.py."""
 
     max_model_len: int
     """Prompt and response together have at most this many tokens."""
     ranks: int
-    """How many consecutive ranks one engine spans; they all make the same calls."""
+    """Number of consecutive ranks that one engine spans; they all make the same calls."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
-        """`sampling.n` responses for each prompt (token ids), the same for the same seed, whatever shares the batch.
+        """Sample `sampling.n` responses for each prompt (token ids); the seed decides them, whatever shares the batch.
 
         Raises DvpError, naming the prompt's index, when prompt and response cannot fit into `max_model_len`.
         """
 
     def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
-        """Log-probabilities (V,) float32 with which the engine would sample the token after `prompt`, at temperature 1.
+        """Return the log-probabilities, (V,) float32, of sampling each token after `prompt` at temperature 1.
 
         `rule` is the safe vocabulary, None for the full one; −inf where it masks. The logits behind two calls with the
         same prompt are bit-identical, whatever the rule.
         """
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Leave what memory it can to the trainer until the next call, and forget what was computed of prompts.
+        """Free what memory it can for the trainer until the next call, and forget what was computed for prompts.
 
         Without `keep_weights` the next call must be `load_weights`.
         """

@@ -1,4 +1,4 @@
-"""What must be known of a model's weights to hand them over: their files, which share a tensor, which are matrices."""
+"""Describe a model's weights so that they can be handed over: their files, which share a tensor, which are matrices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +17,20 @@ class Layout:
     """The weights of an architecture, by their names in the Hugging Face model."""
 
     shared: dict[str, list[str]]
-    """Further names of a weight, such as that of a tied head."""
+    """Other names of a weight, such as that of a tied head, by its first name."""
     matrices: dict[str, bool]
-    """Those of the linear layers but the head; whether a column, and not a row, makes an output (GPT-2's Conv1D)."""
+    """Weights of the linear layers but the head; True if a column, not a row, makes an output (GPT-2's Conv1D)."""
     prefix: str
-    """What files may leave out at the beginning of a name."""
+    """The beginning of a name that files may leave out."""
 
     def known(self, name: str) -> str:
-        """The model's name of a weight that a file has."""
+        """Return the model's own name for a weight's name in a file."""
         longer = f"{self.prefix}.{name}"
         return longer if longer in self.shared or longer in self.matrices else name
 
 
 def read_layout(model: Path) -> Layout:
-    """The layout of a Hugging Face directory, by its architecture; no weights are read."""
+    """Return the layout of a Hugging Face directory, by its architecture; no weights are read."""
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     names: dict[int, list[str]] = {}
@@ -44,7 +44,7 @@ def read_layout(model: Path) -> Layout:
 
 
 def matrices(model: PreTrainedModel) -> dict[str, bool]:
-    """Name the weights of a model's linear layers but the head; see Layout.matrices."""
+    """Return the weights of a model's linear layers but the head, by name; see Layout.matrices."""
     head = model.get_output_embeddings()
     return {
         f"{name}.weight": isinstance(module, Conv1D)
@@ -54,7 +54,7 @@ def matrices(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The files that hold a model's weights: those that its index names, if there is one."""
+    """Return the files that hold a model's weights: those that its index names, if there is one."""
     if (model / INDEX).is_file():
         return [model / name for name in sorted(set(read_json(model / INDEX, "weight_map")["weight_map"].values()))]
     return sorted(model.glob("*.safetensors"))

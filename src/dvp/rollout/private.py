@@ -1,4 +1,4 @@
-"""What is private in vLLM, in the version that it is known of: logits processors, and what is done within its workers.
+"""Use what is private in one version of vLLM: logits processors, and functions that run within its workers.
 
 NoiseProcessor adds Gaussian noise to the logits, new at every position: the engine of the paper's Proposition 4.3. With
 z the logits before temperature, the engine samples from, and reports, softmax((z + σ ξ) / T) with ξ ~ N(0, 1)
@@ -6,11 +6,11 @@ independent for each entry, position and response; or with σ = 0 where an entry
 request's seed and the position in the response, so that the same request gives the same response, whatever else is in
 the batch.
 
-SafeVocabularyProcessor applies a safe vocabulary that vLLM has not: one whose ρ depends on the state, or whose sets are
-to be reported. A fixed ρ alone needs none of this: it is vLLM's own min_p.
+SafeVocabularyProcessor applies a safe vocabulary that vLLM does not have: one whose ρ depends on the state, or whose
+sets are reported. A fixed ρ alone needs none of this: it is vLLM's own min_p.
 
-Both need vLLM's V1 model runner. `record_rows` keeps whole distributions in either runner, which vLLM hands out only as
-Python lists: 112 bytes an entry, where a tensor has four. Import this only after
+Both need vLLM's V1 model runner. `record_rows` keeps whole distributions with either runner; vLLM itself returns them
+only as Python lists, 112 bytes per entry where a tensor has four. Import this only after
 dvp.rollout.vllm.configure_environment.
 """
 
@@ -43,33 +43,36 @@ VERSION = "0.32."
 NOISE, RULE, REPORTED, RECORDED = "noise", "safe_vocabulary", "report_sets_as", "record_rows_as"
 
 MASKS_HELD = 2**28
-"""Entries of safe sets that a device holds as masks, a byte each, before they are copied from it."""
+"""Mask entries of safe sets (one byte each) that the device collects before they are copied to the host."""
 
 Response = tuple[int, int]
-"""The number of its prompt, and its seed."""
+"""A response's key: the number of its prompt, and its seed."""
 
 
 def check_version() -> None:
-    """Raise DvpError for a vLLM whose insides may be others."""
+    """Check that vLLM has the version whose internals are used here. Raises DvpError."""
     if not vllm.__version__.startswith(VERSION):
         raise DvpError(f"vLLM is {vllm.__version__}; expected {VERSION}x, as in the lock (envs/): others differ within")
 
 
 class NoiseProcessor(AdapterLogitsProcessor):
-    """Adds the noise that a request asks for; called before temperature."""
+    """A logits processor that adds the noise that a request asks for, before temperature."""
 
     def is_argmax_invariant(self) -> bool:
-        """Noise may change the most likely entry."""
+        """Return False: noise may change the most likely entry."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable | None:
-        """What is done to a request's row; `output` are the tokens that it has so far."""
+        """Return a function of a request's tokens so far and its logits (V,) that adds noise; None without noise."""
         noise = (params.extra_args or {}).get(NOISE)
         return noise and (lambda output, logits_V: with_noise(logits_V, noise, params.seed, len(output)))
 
 
 def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -> torch.Tensor:
-    """z + σ ξ at a position (0 is the first) of the response that is sampled with this seed, fp32."""
+    """Return z + σ ξ, (V,) fp32, at a position (0 is the first) of the response that is sampled with this seed.
+
+    With `noise.below`, only entries that are less likely than that, relative to the most likely one, get noise.
+    """
     generator = torch.Generator(logits_V.device).manual_seed(derived_seed(seed, position))
     noise_V = noise.sigma * torch.randn(logits_V.shape, generator=generator, device=logits_V.device)
     if noise.below is not None:
@@ -78,33 +81,33 @@ def with_noise(logits_V: torch.Tensor, noise: Noise, seed: int, position: int) -
 
 
 class SafeVocabularyProcessor(LogitsProcessor):
-    """Sets the logits of the entries outside a request's safe vocabulary to −inf, and remembers the sets if asked to.
+    """A logits processor that sets entries outside a request's safe vocabulary to −inf and, if asked, keeps the sets.
 
     It comes after temperature, where min_p does, because it leaves the argmax alone. `apply` does not wait for the
     device: what it needs from Python is copied there when requests change, and masks are copied back many at a time.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
-        # By row the rule, the response if its sets are to be reported, and its tokens so far, a list that vLLM extends.
+        # By row: the rule; the response, if its sets are to be reported; its tokens so far, a list that vLLM extends.
         self._requests: dict[int, tuple[SafeVocabulary, Response | None, list[int]]] = {}
         self._device = device
-        # By rule its rows; the places of those whose sets are to be reported, and each such response with its tokens.
+        # Per rule: its rows; which of them are to have their sets reported; each such response with its tokens so far.
         self._groups: list[tuple[SafeVocabulary, torch.Tensor, torch.Tensor, list[tuple[Response, list[int]]]]] = []
-        # A step of the engine each: its responses with the position that they are at, and their sets, first as masks.
+        # Per step of the engine: its responses, each with its position, and their sets, at first as masks.
         self._masks: list[tuple[list[tuple[Response, int]], torch.Tensor, torch.Tensor]] = []
         self._sets: list[tuple[list[tuple[Response, int]], KeptSets]] = []
 
     def is_argmax_invariant(self) -> bool:
-        """The most likely entry is always safe."""
+        """Return True: the most likely entry is always safe."""
         return True
 
     @staticmethod
     def rule(params: SamplingParams) -> SafeVocabulary | None:
-        """What a request asks for."""
+        """Return the safe vocabulary that a request asks for; None if it asks for none."""
         return (params.extra_args or {}).get(RULE)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See LogitsProcessor.update_state: requests enter, leave and change rows."""
+        """Follow requests that enter, leave and change rows; see LogitsProcessor.update_state."""
 
         def entry(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple | None:
             asked, rule = params.extra_args or {}, self.rule(params)
@@ -125,7 +128,7 @@ class SafeVocabularyProcessor(LogitsProcessor):
             self._groups.append((rule, rows, places, [of_rule[place][1:] for place in asked]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask the rows (one a request) of the requests that have a rule, in place."""
+        """Mask the logits of requests that have a rule, in place; one row per request, (N, V)."""
         for rule, rows, places, asked in self._groups:
             logits_NV = logits[rows]
             safe_NV = safe_mask(logits_NV, rule)
@@ -148,10 +151,10 @@ class SafeVocabularyProcessor(LogitsProcessor):
             self._masks.clear()
 
     def take_sets(self) -> dict[Response, KeptSets]:
-        """Of every response since the last call the sets of its positions, from the first one on."""
+        """Return the sets of every response since the last call, one per position, in the order of positions."""
         self._copy_masks()
         every = KeptSets.cat([sets for _, sets in self._sets])
-        # The last one counts: vLLM may come to a position again, when it goes on with a request that it had put off.
+        # The last one counts: vLLM may repeat a position when it resumes a request that it had preempted.
         states: dict[Response, dict[int, int]] = {}
         for state, (response, position) in enumerate(place for places, _ in self._sets for place in places):
             states.setdefault(response, {})[position] = state
@@ -162,25 +165,25 @@ class SafeVocabularyProcessor(LogitsProcessor):
 
 
 class _Recorder:
-    """Stands in the place of a sampler's `sample`, and copies what requests that ask for it are sampled from.
+    """A replacement for a sampler's `sample` that also copies the distributions of requests that ask for it.
 
-    That is what vLLM reports of a token, after temperature, processors and pruning (`processed_logprobs`).
+    They are what vLLM reports for a token, after temperature, processors and pruning (`processed_logprobs`).
     """
 
     def __init__(self, runner: Any):
         self.rows: dict[Response, torch.Tensor] = {}
         self.lengths: dict[Response, int] = {}
         self._runner, self._sampler = runner, runner.sampler
-        # V2 keeps no parameters of its requests.
+        # The V2 runner does not keep its requests' parameters.
         self._params: dict[int, SamplingParams] = {}
 
     def add_request(self, index: int, params: SamplingParams) -> Any:
-        """V2: a request, and its place in the runner's tables."""
+        """Note the parameters of a request by its index in the V2 runner's tables, and add it."""
         self._params[index] = params
         return type(self._sampler).add_request(self._sampler, index, params)
 
     def sample(self, logits: torch.Tensor, *metadata: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """V1, whose sampler returns log-probabilities."""
+        """Sample and keep the log-probabilities that the V1 runner's sampler returns."""
         sampled, log_prob_NV = type(self._sampler).sample(self._sampler, logits, *metadata, **options)
         batch = self._runner.input_batch
         places = [
@@ -191,7 +194,10 @@ class _Recorder:
         return sampled, log_prob_NV
 
     def sample_v2(self, logits: torch.Tensor, *metadata: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """V2, whose sampler returns logits. Its metadata: the third are the requests' places, the last their tokens."""
+        """Sample and keep the logits that the V2 runner's sampler returns, as log-probabilities.
+
+        metadata : the third entry has the requests' indices, the last one their numbers of tokens, prompt included.
+        """
         sampled, logits_NV = type(self._sampler).sample(self._sampler, logits, *metadata, **options)
         prompts = self._runner.req_states.prompt_len.np
         places = [
@@ -204,10 +210,13 @@ class _Recorder:
         return sampled, logits_NV
 
     def _keep(self, places: list[tuple[SamplingParams | None, int]], log_prob_NV: torch.Tensor) -> None:
-        """By row its request, and how many tokens it has so far; below 0 in the midst of its prompt.
+        """Copy the rows of requests that are recorded.
 
-        vLLM may come to a position again, when it goes on with a request that it had put off, or after another part of
-        a prompt: the last time counts. What it samples beyond a response's end has room.
+        places : by row, its request's parameters and the number of tokens of its response so far, below 0 within the
+            prompt.
+
+        The last row of a position counts: vLLM may repeat one when it resumes a request that it had preempted, or after
+        another part of a prompt. Rows that it samples beyond a response's end are kept as well.
         """
         for row, (params, position) in enumerate(places):
             number = None if params is None else (params.extra_args or {}).get(RECORDED)
@@ -215,18 +224,18 @@ class _Recorder:
                 continue
             response = (number, params.seed)
             if response not in self.rows:
-                # The system gives memory to what is written, and not before: most responses end early.
+                # Memory is only taken as it is written to, and most responses end early.
                 with torch.inference_mode(False):
                     self.rows[response] = torch.empty(params.max_tokens, log_prob_NV.shape[1])
             self.rows[response][position] = log_prob_NV[row]
             self.lengths[response] = max(position + 1, self.lengths.get(response, 0))
 
 
-# --- within a worker: sent by LLM.collective_rpc ---
+# The functions below run within a worker, sent there by LLM.collective_rpc.
 
 
 def record_rows(worker: Any) -> None:
-    """From here on keep the distributions that requests with RECORDED are sampled from, until `take_rows`."""
+    """Keep the distributions that requests with RECORDED are sampled from, from now until `take_rows`."""
     sampler, recorder = worker.model_runner.sampler, _Recorder(worker.model_runner)
     if hasattr(sampler, "add_request"):
         sampler.add_request, sampler.sample = recorder.add_request, recorder.sample_v2
@@ -235,9 +244,9 @@ def record_rows(worker: Any) -> None:
 
 
 def take_rows(worker: Any) -> dict[Response, np.ndarray]:
-    """Of every response its log-probabilities, (T, V) fp32; T may be beyond its end.
+    """Stop recording and return the log-probabilities of every response, (T, V) fp32; T may be beyond its end.
 
-    As arrays: of a part of a tensor, another process would be sent the whole.
+    They are arrays because another process would be sent the whole tensor instead of the part.
     """
     own = vars(worker.model_runner.sampler)
     own.pop("add_request", None)
@@ -246,16 +255,16 @@ def take_rows(worker: Any) -> dict[Response, np.ndarray]:
 
 
 def take_sets(worker: Any) -> dict[Response, KeptSets]:
-    """`SafeVocabularyProcessor.take_sets`."""
+    """Return the sets that this worker's SafeVocabularyProcessor has kept; see its `take_sets`."""
     processors = worker.model_runner.input_batch.logitsprocs.all
     return next(one for one in processors if isinstance(one, SafeVocabularyProcessor)).take_sets()
 
 
 def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Replace the weights of this worker's model.
+    """Replace the weights of this worker's model and check that every layer got all of its values.
 
-    Returns the first layer that did not get all of its values, and how many it lacks; None if none lacks any. vLLM
-    itself keeps a layer's old values, or leaves what the memory held, and says nothing.
+    Returns the first layer that did not, and how many values it lacks; None if none lacks any. vLLM itself keeps such a
+    layer's old values, or leaves what the memory held, and says nothing.
     """
     model, lacking = worker.model_runner.get_model(), []
 
@@ -273,10 +282,10 @@ def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> st
 
 
 def _lacking(model: torch.nn.Module) -> Iterator[str]:
-    """Name the layers whose parameters got fewer values in this load than they have, but for a vocabulary's padding."""
+    """Yield each layer that got fewer values in this load than its parameters have, a vocabulary's padding aside."""
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        # vLLM has forgotten the counts of layers that are complete; scales of an attention's cache are in no model.
+        # vLLM drops the counts of complete layers; the scales of an attention's cache are in no model.
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         values = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
@@ -290,7 +299,7 @@ def _lacking(model: torch.nn.Module) -> Iterator[str]:
 def round_cache(worker: Any, form: str) -> None:
     """Round all keys and values before attention stores them and computes with them.
 
-    Raises DvpError for a model of which no layer has them: nothing would be rounded.
+    Raises DvpError for a model of which no layer has keys and values, as nothing would be rounded.
     """
 
     def rounded(layer: torch.nn.Module, inputs: tuple) -> tuple:

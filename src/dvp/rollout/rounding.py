@@ -1,16 +1,16 @@
-"""Quantisation as a rounding: of weights, or keys and values, to what a low-precision format can hold."""
+"""Round weights, keys and values to the numbers that a low-precision format can represent."""
 
 import torch
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int3": 3, "int4_g128": 4}
 GROUPS = {"int4_g128": 128}
-"""Weights that share a scale, of one output; a whole row of the others."""
+"""Number of an output's weights that share a scale; in other formats all of them do."""
 FLOAT_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CACHE_TYPES = FLOAT_TYPES | {"fp8": torch.float8_e4m3fn}
 
 
 def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """Round a matrix (rows, columns) through `form`, symmetrically, with one scale an output row or group of columns.
+    """Round a matrix (rows, columns) to `form`, symmetrically, with one scale per row or per group (GROUPS).
 
     Returns a tensor of the same shape and dtype. The largest magnitude of each row or group is representable.
     """
@@ -28,20 +28,23 @@ def _rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def round_matrix(weight: torch.Tensor, form: str, by_column: bool) -> torch.Tensor:
-    """Round a linear layer's matrix through `form`; `by_column` if a column, and not a row, makes an output."""
+    """Round a linear layer's matrix to `form`; `by_column` if a column, not a row, makes an output.
+
+    Returns a tensor of the same shape and dtype.
+    """
     return round_weight(weight.T, form).T if by_column else round_weight(weight, form)
 
 
 def round_cached(values: torch.Tensor, form: str) -> torch.Tensor:
-    """What vLLM's 8-bit cache makes of keys or values, without a scale: cut toward zero on a CPU, nearest on a GPU.
+    """Round keys or values as vLLM's 8-bit cache does, without a scale: toward zero on a CPU, to nearest on a GPU.
 
-    Returns a tensor of the same shape and dtype. What is larger than the format can hold becomes its largest number.
+    Returns a tensor of the same shape and dtype. A value beyond the format's range becomes its largest number.
     """
     dtype = CACHE_TYPES[form]
     largest = torch.finfo(dtype).max
     nearest = values.float().clamp(-largest, largest).to(dtype)
     if values.is_cuda:
         return nearest.to(values.dtype)
-    # One step down in the byte is one step toward zero: sign and magnitude are apart.
+    # The sign is a bit of its own, so one less in the byte is one step toward zero.
     beyond = nearest.float().abs() > values.float().abs()
     return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(dtype).to(values.dtype)

@@ -1,9 +1,9 @@
-"""Responses in turns: the model writes until it calls a tool, gets the answer, and goes on.
+"""Sample responses in turns: the model writes until it calls a tool, gets the answer, and continues.
 
-It stands between an engine and whoever samples, training and evaluation alike, and is itself an Engine. Token ids are
-joined, never text: the model sees exactly the ids that it wrote, and a tool's answer is encoded by itself. All open
-responses go on together, and the engine's prefix cache keeps what they have so far. A turn's seed follows from the
-response's, so a rollout can be repeated as far as the tool answers the same.
+ToolEngine wraps an engine, for training and evaluation alike, and is itself an Engine. Token ids are joined, never
+text: the model sees exactly the ids that it wrote, and a tool's answer is encoded by itself. All open responses
+continue together, and the engine's prefix cache keeps what they have so far. A turn's seed follows from the response's,
+so a rollout can be repeated as far as the tool answers the same.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,15 @@ class ToolEngine:
     """An Engine whose responses may call a tool."""
 
     def __init__(self, engine: Engine, tool: Tool, settings: Tools, tokenizer: Any):
-        """`tokenizer` is the model's, of transformers."""
+        """Wrap an engine; `tokenizer` is the model's, of transformers."""
         self.engine, self.tool = engine, tool
         self._settings, self._tokenizer = settings, tokenizer
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
-        """See Engine.generate. `sampling.max_tokens` is of a whole response, answers included.
+        """Sample as Engine.generate, with calls answered.
 
-        What has no end (`to_the_end`) or is measured position by position (`whole_vocabulary`) calls no tool.
+        `sampling.max_tokens` limits a whole response, answers included. With `to_the_end` or `whole_vocabulary` no tool
+        is called.
         """
         if sampling.to_the_end or sampling.whole_vocabulary:
             return self.engine.generate(prompts, sampling, seeds)
@@ -58,7 +59,7 @@ class ToolEngine:
         return [[self._joined(response) for response in group] for group in groups]
 
     def _answered(self, responses: "list[_Response]", max_tokens: int) -> "list[_Response]":
-        """Answer the call at the end of each response; those that have room for the answer and more."""
+        """Append the tool's answer to each response with room for it and a further token; return those responses."""
         opening, closing = self._settings.call
         found = [response.parts[-1].text.partition(closing)[0].rpartition(opening) for response in responses]
         answers = iter(self.tool.answers([call for _, begun, call in found if begun]))
@@ -72,10 +73,10 @@ class ToolEngine:
         return with_room
 
     def _joined(self, response: "_Response") -> Completion:
-        """The whole response; one whose last call has no answer was cut off."""
+        """Join a response's turns and answers; one whose last call has no answer was cut off ("length")."""
         opening, closing = self._settings.call
         turns, answers = response.parts[::2], response.parts[1::2]
-        # The token that completes a call may have text behind it. A statement does not go on over a call.
+        # The token that completes a call may have text behind it. Lines keep a statement from running across a call.
         texts = (turn.text.partition(closing) for turn in turns)
         kept = [turn.kept for turn in turns if turn.kept is not None]
         return Completion(
@@ -93,7 +94,10 @@ class ToolEngine:
         )
 
     def _encoded(self, text: str) -> list[int]:
-        """Token ids of an answer between its delimiters; a control token that it spells is plain text."""
+        """Return an answer's token ids with its delimiters; a control token that it spells is plain text.
+
+        The middle of an answer that is longer than `max_answer_tokens` is replaced by GAP.
+        """
         before, after = (self._ids(delimiter) for delimiter in self._settings.answer)
         ids, most = self._ids(text, split_special_tokens=True), self._settings.max_answer_tokens
         if len(ids) > most:
@@ -106,7 +110,7 @@ class ToolEngine:
         return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
     def __getattr__(self, name: str) -> Any:
-        """The rest is the engine's."""
+        """Return any other attribute of the engine."""
         return getattr(self.engine, name)
 
 
@@ -125,18 +129,18 @@ class _Response:
 
     @property
     def calls(self) -> bool:
-        """Whether its last turn ended in a call."""
+        """Return whether the last turn ended in a call."""
         return self.parts[-1].finish_reason == "string"
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """What responses did with their tool.
+    """Summarise how responses used their tool.
 
     Returns:
-        turns_mean: turns of a response, one more than its calls.
+        turns_mean: turns per response, one more than its calls.
         failed_calls_fraction: calls that were mistakes; 0 without a call.
         called_fraction: responses with a call.
-        tool_tokens_mean: tokens of a response that the model did not write.
+        tool_tokens_mean: tokens per response that the model did not write.
     """
     calls = sum(completion.calls for completion in completions)
     tokens = sum(len(completion.token_ids) - len(completion.log_probs) for completion in completions)

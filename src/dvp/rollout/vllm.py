@@ -1,8 +1,8 @@
-"""vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
+"""Run vLLM as the engine: its CPU build on a laptop, its CUDA build on a GPU, the same code.
 
-The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), on several ranks
-one in each; on a GPU it sleeps, its memory free for the trainer, between rollouts. It reports log-probabilities after
-temperature, pruning and renormalising (`processed_logprobs`; vLLM's default is before all three).
+The engine lives in the trainer's process (no second copy of Python, weights handed over in memory), one per rank. On a
+GPU it sleeps between rollouts, its memory free for the trainer. It reports log-probabilities after temperature, pruning
+and renormalising (`processed_logprobs`; vLLM's default is before all three).
 """
 
 import ctypes
@@ -39,12 +39,13 @@ TOLERANCE = 1e-3  # nats; logits of two calls may differ in the last bits of a l
 
 
 def configure_environment(threads: int) -> None:
-    """Set the variables that vLLM reads at import. Call before anything imports vllm.
+    """Set the variables that vLLM reads at import; call this before anything imports vllm.
 
+    threads : CPU threads of the process.
     Variables that the user has set stay as they are. Raises DvpError as `keep_caches_here`.
     """
-    # Engines on several GPUs start a process for each. A fork of this one could not use CUDA: to ask whether there is a
-    # GPU, as below and in torch, is enough to have begun with it.
+    # Engines on several GPUs start a process for each. A fork of this one could not use CUDA, because asking whether
+    # there is a GPU, as below and in torch, has already initialised it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -65,12 +66,12 @@ def configure_environment(threads: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc reuse large blocks that were freed, where it would give them back to the kernel at once.
+    """Have glibc reuse large freed blocks instead of returning them to the kernel at once.
 
-    A decoding step of 128 responses makes and frees some 32 MB over a vocabulary of 16,384 tokens. To get every page of
-    it anew from the kernel took a quarter of the rollout's time. The distributions of a whole response are larger, and
-    given back. What is kept splits into holes in which later blocks do not fit: see `dvp.node.return_freed_memory`.
-    Other C libraries have no such setting.
+    A decoding step of 128 responses allocates and frees some 32 MB over a vocabulary of 16,384 tokens. To get every
+    page of it anew from the kernel took a quarter of the rollout's time. The distributions of a whole response are
+    larger, and are returned. The kept memory splits into holes in which later blocks do not fit: see
+    `dvp.node.return_freed_memory`. Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -79,9 +80,9 @@ def _keep_freed_memory() -> None:
 
 
 def _allow_amx() -> None:
-    """Ask the kernel for AMX. Linux gives its tiles only to a process that has asked.
+    """Ask the kernel for AMX, whose tiles Linux gives only to a process that has asked.
 
-    vLLM's CPU attention in bf16 uses them where the processor has them, does not ask, and dies of an illegal
+    vLLM's CPU attention in bf16 uses them where the processor has them, but does not ask, and dies of an illegal
     instruction if nothing else in the process has. Elsewhere this changes nothing.
     """
     initialize = getattr(torch.cpu, "_init_amx", None)
@@ -90,10 +91,11 @@ def _allow_amx() -> None:
 
 
 def cache_dtype(config: EngineConfig) -> str:
-    """What vLLM's cache is of: `auto`, with keys and values rounded before they enter it, where it cannot be of 8 bits.
+    """Return the dtype of vLLM's cache: the configured one, or `auto` on a CPU that cannot read 8 bits.
 
-    vLLM's CPU attention reads 8 bits by AVX-512 alone, which few laptops have. It computes with them as the engine's
-    dtype, so that rounded ones of that dtype are the same numbers, of twice the size or more.
+    vLLM's CPU attention reads 8 bits only with AVX-512, which few laptops have. It computes with them in the engine's
+    dtype, so keys and values that are rounded to 8 bits before they enter a cache of that dtype are the same numbers,
+    at twice the size or more.
     """
     if torch.cuda.is_available() or "AVX512" in torch.backends.cpu.get_cpu_capability():
         return config.kv_cache_dtype
@@ -101,11 +103,10 @@ def cache_dtype(config: EngineConfig) -> str:
 
 
 def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int) -> int:
-    """Bytes of a cache on a CPU in which so many sequences have room at their longest; CPU_CACHE if that is less.
+    """Return the bytes of a CPU cache in which so many sequences have room at their longest, at most CPU_CACHE.
 
     Where config.json does not say how many heads share keys and values, none do: the cache is then larger than needed.
-
-    To clear a gigabyte takes vLLM seconds: a fifth of what the evaluation of a tiny model costs.
+    The size matters, as vLLM takes seconds to clear a gigabyte: a fifth of what the evaluation of a tiny model costs.
     """
     from transformers import AutoConfig
 
@@ -119,7 +120,7 @@ def _cache_bytes(model: Path, config: EngineConfig, sequences: int, longest: int
 
 
 def needs_processor(rule: SafeVocabulary | None) -> bool:
-    """Whether vLLM needs a logits processor of ours for it: a fixed ρ is its own min_p."""
+    """Return whether a rule needs a logits processor of ours; a fixed ρ does not, as it is vLLM's own min_p."""
     return rule is not None and not isinstance(rule, FixedRho)
 
 
@@ -127,7 +128,7 @@ class VllmEngine:
     """An Engine (see engine.py) over vllm.LLM."""
 
     _asleep: int | None = None
-    """vLLM's level of sleep: 1 keeps the weights in the machine's memory, 2 nowhere."""
+    """vLLM's level of sleep: 1 keeps the weights in the machine's memory, 2 nowhere; None while awake."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class VllmEngine:
         rules: Iterable[SafeVocabulary | None] = (),
         report_sets: bool = False,
     ):
-        """Start the engine on a Hugging Face directory. One engine a process.
+        """Start the engine on a Hugging Face directory. One engine per process.
 
         max_model_len : most tokens of prompt and response together.
         max_num_seqs : most responses sampled at once.
@@ -156,7 +157,7 @@ class VllmEngine:
         go_offline()  # the model is a folder
         logging.getLogger("vllm").setLevel(logging.ERROR)
         _allow_amx()
-        # What was imported lives for ever. vLLM looks for garbage several times while it starts, there too.
+        # vLLM collects garbage several times while it starts; it need not search what was imported.
         gc.freeze()
         options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
         if config.head_dtype != "auto":
@@ -175,7 +176,7 @@ class VllmEngine:
             raise DvpError(f"weight_rounding: {config.weight_rounding}: {model} has no linear layer to round")
         beside_trainer = torch.distributed.is_initialized()
         if beside_trainer:
-            # vLLM then splits the trainer's ranks into groups of its own; alone it would take rank 0 for itself.
+            # vLLM then splits the trainer's ranks into groups; with another executor it would be rank 0 on every rank.
             options["distributed_executor_backend"] = "external_launcher"
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -186,7 +187,7 @@ class VllmEngine:
             # do; its CUDA generator can, and V2 draws a token's noise from seed, position and token alone.
             options["enable_chunked_prefill"] = True
             if config.kv_cache_dtype != "auto" and torch.cuda.get_device_capability()[0] != HOPPER:
-                # vLLM would take FlashInfer, which compiles its kernels by an nvcc that need not be there.
+                # vLLM would choose FlashInfer, which compiles its kernels with nvcc, and that may not be installed.
                 options["attention_backend"] = "TRITON_ATTN"
         try:
             self.llm = LLM(
@@ -214,7 +215,7 @@ class VllmEngine:
             print(f"note: without AVX-512 vLLM has no 8-bit cache; {kept}", file=sys.stderr)
             self.llm.collective_rpc(private.round_cache, args=(config.kv_cache_dtype,))
         if config.weight_rounding != "none":
-            # vLLM has read the weights as they are. Each of its processes reads them again for itself.
+            # vLLM has loaded the weights unrounded. Each of its processes reads them again and rounds them.
             self.llm.collective_rpc(_reload_rounded, args=(str(model), config.weight_rounding, self._layout))
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
@@ -240,8 +241,8 @@ class VllmEngine:
                 ignore_eos=sampling.to_the_end,
                 seed=seed % 2**62,  # vLLM adds the response's index
                 logprobs=0,  # of the sampled token only
-                # vLLM would make an object, and a text, of each number, and each response's text token by token: a
-                # quarter of the time of a small model's rollout. It looks for `stop` in that text.
+                # By default vLLM makes an object and a text for each number, and decodes responses token by token: a
+                # quarter of the time of a small model's rollout. Only to find `stop` does it need that text.
                 flat_logprobs=True,
                 detokenize=sampling.stop is not None,
                 stop=sampling.stop,
@@ -269,7 +270,7 @@ class VllmEngine:
         ]
 
     def _completion(self, output: Any, rows_TV: np.ndarray | None, kept: KeptSets | None) -> Completion:
-        """A completion from an output with flat log-probabilities."""
+        """Make a Completion from vLLM's output with flat log-probabilities."""
         token_ids, reported = list(output.token_ids), output.logprobs
         return Completion(
             token_ids=token_ids,
@@ -281,15 +282,16 @@ class VllmEngine:
             # An end-of-sequence token is named by its id.
             finish_reason="string" if isinstance(output.stop_reason, str) else output.finish_reason,
             vocabulary_log_probs_TV=None if rows_TV is None else torch.from_numpy(rows_TV[: len(token_ids)]),
-            # What was looked at ahead of the end, or beyond it, was not sampled.
+            # Sets that were reported beyond the response's end belong to no sampled token.
             kept=None if kept is None else kept.states(torch.arange(len(token_ids))),
         )
 
     def _arguments(self, rule: SafeVocabulary | None, report_as: int | None, extra: dict[str, Any]) -> dict[str, Any]:
-        """What SamplingParams needs for a rule and the noise. Raises DvpError for a rule that vLLM would ignore.
+        """Return the arguments of SamplingParams for a rule and the noise.
 
         report_as : the prompt's number, under which its responses' sets are reported; None if they are not.
-        extra : what else is asked of what stands in private.py.
+        extra : further entries of `extra_args`, which private.py reads.
+        Raises DvpError for a rule that vLLM would ignore.
         """
         from dvp.rollout.private import NOISE, REPORTED, RULE
 
@@ -298,7 +300,7 @@ class VllmEngine:
         arguments: dict[str, Any] = {}
         if self._config.noise is not None:
             extra = extra | {NOISE: self._config.noise}
-        # What is proved must be what samples, also where nothing is reported.
+        # The code that `prove_safe_vocabulary` checks must be the code that samples, even if nothing is reported.
         if needs_processor(rule) or (rule is not None and self._reports_sets):
             extra |= {RULE: rule} if report_as is None else {RULE: rule, REPORTED: report_as}
         elif rule is not None:
@@ -306,7 +308,7 @@ class VllmEngine:
         return arguments | ({"extra_args": extra} if extra else {})
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep. On a CPU the process gives what memory it has freed back to the kernel.
+        """Sleep as Engine.sleep says; on a CPU, return freed memory to the kernel.
 
         Level 2 discards whatever was allocated while the model was loaded: parameters, which the next load brings;
         buffers, which vLLM copies to the machine's memory and back; and the sampler's tables of requests that are gone.
@@ -320,7 +322,7 @@ class VllmEngine:
             self.llm.sleep(level=self._asleep)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights. Rounds the matrices of the blocks if the configuration asks for it.
+        """Replace every weight as Engine.load_weights says; round the blocks' matrices if the configuration says so.
 
         Raises DvpError if vLLM does not take a weight, or if a layer of its model did not get all of its values. So
         nothing of the old weights is left, whatever the precision and however little they have changed.
@@ -330,7 +332,7 @@ class VllmEngine:
         asleep, self._asleep = self._asleep, None
         if asleep is not None:
             self.llm.wake_up(tags=["weights"])
-        # One after the other: a trainer on many GPUs never holds all of its weights in one place.
+        # A generator, as a trainer on many GPUs never holds all of its weights in one place.
         prepared = _prepared(weights, self._config.weight_rounding, self._layout)
         try:
             found = self.llm.collective_rpc(private.load_weights, args=(prepared,))
@@ -339,7 +341,7 @@ class VllmEngine:
                 f"vLLM does not take the trainer's weights ({' '.join(str(error).split())[:300]})"
             ) from error
         if asleep is not None:
-            # Only now: the trainer's gathered weights had the cache's room until here.
+            # Only now, as the trainer's gathered weights have used the cache's memory until here.
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         for lacking in found:
@@ -356,7 +358,7 @@ class VllmEngine:
     def log_probs(self, prompt: list[int], rule: SafeVocabulary | None) -> torch.Tensor:
         """See Engine.log_probs."""
         self._wake()
-        # A prompt of which the cache holds a part is computed in another shape, which rounds otherwise.
+        # A prompt that is partly in the cache is computed in another shape, which rounds differently.
         self.llm.reset_prefix_cache()
         sampling = Sampling(max_tokens=1, safe_vocabulary=rule, whole_vocabulary=True)
         values_TV = self.generate([prompt], sampling, [0])[0][0].vocabulary_log_probs_TV
@@ -365,11 +367,11 @@ class VllmEngine:
 
 
 def prove_safe_vocabulary(engine: Engine, prompts: list[list[int]], rule: SafeVocabulary) -> None:
-    """Refuse an engine that would not sample from the safe vocabulary, or would report other log-probabilities.
+    """Check that an engine samples from the safe vocabulary and reports the log-probabilities of doing so.
 
     At each prompt, with a control of the same kind that must prune and with the run's own rule, what the engine reports
     must be its full distribution restricted to the rule's set and renormalised, to 1e-3 nats.
-    Raises DvpError.
+    Raises DvpError if it is not.
     """
     for prompt in prompts:
         _prove_at(engine, prompt, rule)
@@ -400,9 +402,9 @@ def _prove_at(engine: Engine, prompt: list[int], rule: SafeVocabulary) -> None:
 def _prepared(
     weights: Iterable[tuple[str, torch.Tensor]], form: str, layout: Layout
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as the engine gets them: rounded, but for embeddings, head, norms and biases (common practice).
+    """Yield the weights as the engine gets them: rounded, except embeddings, head, norms and biases (common practice).
 
-    Raises DvpError at their end if a matrix was not among them.
+    Raises DvpError at the end if a matrix that is to be rounded was not among them.
     """
     left = set(layout.matrices)
     for name, weight in weights:

@@ -1,12 +1,12 @@
-"""Engine and trainer side by side, at positions of sampled responses.
+"""Compare engine and trainer at positions of sampled responses.
 
-Two questions are kept apart. Does the engine compute the trainer's model? It is held against a forward pass of the
-trainer that has the engine's own weights (dvp.training.engine_rounding); what it may be off is measured on the same
-model, as what its other rounding does there. And how far are engine and trainer apart? That is the mismatch, whatever
-its size; above TOO_COARSE it leaves nothing to train with.
+Two questions are kept apart. Does the engine compute the trainer's model? It is compared with a forward pass of the
+trainer that has the engine's own weights (dvp.training.engine_rounding); how much it may differ is measured on the same
+model, as the effect of the engine's other rounding. And how far are engine and trainer apart? That is the mismatch,
+whatever its size; above TOO_COARSE there is nothing left to train with.
 
 A preflight asks at many positions. Every run asks at a few: when it starts, and when the first new weights have
-arrived. That each weight arrives is seen whenever weights are loaded (VllmEngine.load_weights).
+arrived. That each weight arrives is checked whenever weights are loaded (VllmEngine.load_weights).
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ from dvp.training.backend import Trainer
 from dvp.training.engine_rounding import engine_rounding
 
 TOO_COARSE = 0.5
-"""Nats a token. What engines that people run have lies below 0.05, also where the model is small."""
+"""The largest KL to train with, in nats per token. Engines in real use have below 0.05, with small models, too."""
 TIMES, FLOOR = 10.0, 1e-9
-"""Limits of what an engine may be off the forward pass with its weights: so many times what its other rounding and
-another order of summation make of it, and nats a token in any case."""
+"""Limit of an engine's KL from the forward pass with its weights: TIMES the KL that its other rounding and another
+order of summation cause, plus FLOOR in nats per token."""
 DRAWN = 1000
-"""Tokens that are drawn from the engine's distribution at each position, so that rare ones are among them."""
+"""Tokens to draw from the engine's distribution at each position: enough that rare ones are among them."""
 PROMPTS, TOKENS = 8, 4
-"""Prompts that every run is asked at, and tokens of a response to each."""
+"""Prompts at which every run compares engine and trainer, and tokens of the response to each."""
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, batch: Batch, *, bf16: bool = False) -> torch.Tensor:
-    """The logits (N, V) of the response tokens by the model's own forward pass, with all that it does to them.
+    """Return the logits (N, V), float32, of the response tokens by the model's own forward pass, nothing left out.
 
-    By all ranks, each with a batch of its own.
+    All ranks call this, each with a batch of its own.
     """
     batch = batch.to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
@@ -48,7 +48,7 @@ def own_logits(model: PreTrainedModel, batch: Batch, *, bf16: bool = False) -> t
 
 
 def kl_of_noise(engine: EngineConfig) -> float:
-    """The most that an engine's own noise adds to the KL on average, nats per token: σ².
+    """Return the most that an engine's own noise adds to the KL on average, nats per token: σ².
 
     With δ = σ ξ on the logits, KL(q‖p) = E_q[δ] − log E_p[e^δ]. The mean of the second term is ≥ 0 (Jensen), that of
     the first σ² E[1 − Σ_a q_a²] (Stein), at most σ²; noise on some entries alone has less.
@@ -57,33 +57,36 @@ def kl_of_noise(engine: EngineConfig) -> float:
 
 
 def shortest(prompts: list[list[int]]) -> list[list[int]]:
-    """Prompts of real problems, short ones: logits of the whole vocabulary at each of their tokens are held at once."""
+    """Return the shortest of some prompts: logits of the whole vocabulary at each of their tokens are held at once.
+
+    They are PROMPTS of the first 100.
+    """
     return sorted(prompts[:100], key=len)[:PROMPTS]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """An engine beside a trainer at N positions of its responses; KL in nats per token, means over all ranks."""
+    """The comparison of an engine with a trainer at N positions; KL in nats per token, means over all ranks."""
 
     kl: float
     """KL(engine‖trainer): the mismatch."""
     error: float
     """KL of the engine from the trainer's forward pass in fp32 with the engine's own weights."""
     rounding: float
-    """KL of that pass with the engine's other rounding, and in another batch shape, from the same one."""
+    """KL of that pass, with the engine's other rounding added and in another batch shape, from itself without them."""
     positions: int
     config: EngineConfig
     architecture: str
     log_ratio_N: torch.Tensor
-    """log p − log q of trainer p and engine q for tokens that were drawn from q, so many a position, this rank's."""
+    """log p − log q of trainer p and engine q for tokens drawn from q, DRAWN per position, on this rank only."""
 
     @property
     def limit(self) -> float:
-        """Of the error."""
+        """Return the largest error that rounding and the engine's own noise explain, in nats per token."""
         return TIMES * self.rounding + FLOOR + kl_of_noise(self.config)
 
     def problem(self) -> str | None:
-        """Say in a line why nothing can be trained with this engine, if that is so."""
+        """Return, in one line, why nothing can be trained with this engine; None if it can be used."""
         if not self.error <= self.limit:
             return (
                 f"vLLM computes another {self.architecture} than transformers with the same weights: KL "
@@ -109,11 +112,13 @@ def compare(
     tokens: int,
     bf16: bool,
 ) -> Compared:
-    """Hold an engine against the trainer's model at so many tokens after each prompt, which the engine samples.
+    """Compare an engine with the trainer's model at the `tokens` tokens that the engine samples after each prompt.
 
-    They are of its full distribution, at temperature 1. Nothing that training computes depends on this. By all ranks.
+    They are sampled from its full distribution at temperature 1. Nothing that training computes depends on this. All
+    ranks call this.
 
-    bf16: whether the trainer multiplies in it.
+    prompts : token ids.
+    bf16 : whether the trainer multiplies in bf16.
     """
     sampling = Sampling(max_tokens=tokens, whole_vocabulary=True, to_the_end=True)
     seeds = [derived_seed(seed, 0, index) for index in range(len(prompts))]
@@ -147,15 +152,21 @@ def compare(
 
 
 class Agreement:
-    """Whether a run's engine computes its trainer's model, at first and after the first new weights."""
+    """A check that a run's engine computes its trainer's model, at the start and after the first new weights."""
 
     def __init__(self, trainer: Trainer, engine: Engine, prompts: list[list[int]], seed: int, config: EngineConfig):
-        """The engine is asked with its full distribution, without a tool."""
+        """Set up the check at the shortest of `prompts` (token ids).
+
+        The engine will sample from its full distribution; one with a tool does not call it.
+        """
         self._trainer, self._engine, self._prompts, self._seed = trainer, engine, shortest(prompts), seed
         self._config, self._again = config, True
 
     def check(self) -> None:
-        """At the start of a run, with the trainer's weights in the engine. By all ranks. Raises DvpError."""
+        """Compare the two at the start of a run, with the trainer's weights in the engine. All ranks call this.
+
+        Raises DvpError if nothing can be trained with this engine.
+        """
         room = self._engine.max_model_len - max(map(len, self._prompts))
         problem = compare(
             self._trainer.policy.model,
@@ -170,7 +181,10 @@ class Agreement:
             raise DvpError(problem)
 
     def check_again(self) -> None:
-        """After new weights have arrived; later calls do nothing. By all ranks. Raises DvpError."""
+        """Repeat the check after the first new weights; later calls do nothing.
+
+        All ranks call this. Raises DvpError as `check`.
+        """
         if self._again:
             self._again = False
             self.check()

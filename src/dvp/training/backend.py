@@ -1,4 +1,4 @@
-"""DeepSpeed as the trainer: fp32 weights, AdamW, ZeRO stage from config/deepspeed.
+"""Train with DeepSpeed: fp32 weights, AdamW, ZeRO stage from config/deepspeed.
 
 The policy that DeepSpeed wraps returns statistics of the sampled tokens instead of logits, so that no step ever holds
 the logits of a whole batch. On several ranks (dvp.training.ranks) all of them call the same methods in the same order.
@@ -31,7 +31,7 @@ from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
 from dvp.training.rollouts import with_sets
 
-CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # what the policy is held against the model's own forward pass with
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # prompts, and tokens of each, in `Policy.check`
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
 OWN_TOLERANCE = 1e-3
 TAG = "deepspeed"
@@ -46,16 +46,16 @@ def attention(
     *args,
     **options,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`; in fp32 each of the H heads has its own copy of one of K keys and values.
+    """Compute attention as transformers' `sdpa`; in fp32, repeat the K keys and values for each of the H heads.
 
     Of PyTorch's kernels on CUDA the flash kernel takes no fp32, and the memory-efficient one no keys and values that
-    several heads share (`enable_gqa`, which transformers asks for). What is left computes a number for every pair of
-    tokens: 11 GB for 32 heads and 9,215 tokens, several times over.
+    several heads share (`enable_gqa`, which transformers asks for). The kernel that is left computes a number for every
+    pair of tokens: 11 GB for 32 heads and 9,215 tokens, several times over.
     """
     groups = query_BHTD.shape[1] // key_BKTD.shape[1]
     if groups > 1 and key_BKTD.dtype == torch.float32 and not torch.is_autocast_enabled(key_BKTD.device.type):
         key_BKTD, value_BKTD = repeat_kv(key_BKTD, groups), repeat_kv(value_BKTD, groups)
-        # By the module transformers would see heads that share, and ask for `enable_gqa`.
+        # Given the real module, transformers would see that heads share keys, and ask for `enable_gqa`.
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(module, query_BHTD, key_BKTD, value_BKTD, *args, **options)
 
@@ -65,7 +65,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class Head(torch.nn.Module):
-    """The language-model head as a module that returns statistics: ZeRO-3 gathers a weight for its own module only."""
+    """The language-model head as a module that returns statistics: ZeRO-3 gathers a weight only for its own module."""
 
     def __init__(self, weight_VH: torch.nn.Parameter):
         super().__init__()
@@ -74,9 +74,9 @@ class Head(torch.nn.Module):
     def forward(
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor | None = None, **options
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The fields of TokenStatistics; a plain tuple, in which DeepSpeed finds the tensors for its hooks.
+        """Return the fields of TokenStatistics as a plain tuple, in which DeepSpeed finds the tensors for its hooks.
 
-        Without targets, what the model's own forward pass expects of its head: the product.
+        Without targets, return the product that the model's own forward pass expects of its head: logits (N, V).
         """
         if targets_N is None:
             return torch.nn.functional.linear(hidden_NH, self.weight)
@@ -87,12 +87,12 @@ class Head(torch.nn.Module):
 class Policy(torch.nn.Module):
     """A causal language model whose forward scores given responses.
 
-    Its logits are a multiple of the head's product: the scale that Granite, Cohere and others apply is found by trying,
-    as the names and the meanings of such settings differ from model to model. A bias and soft-capping are refused.
+    Its logits are a multiple of the head's product. The scale that Granite, Cohere and others apply is measured, as the
+    names and meanings of such settings differ from model to model. A bias and soft-capping are refused.
     """
 
     def __init__(self, model: PreTrainedModel, *, head_dtype: Literal["auto", "float32"] = "auto"):
-        """Takes `model` over: its head is replaced by one of the same name and weight, so that no logits come out.
+        """Take over `model`: its head is replaced by one of the same name and weight, so that no logits come out.
 
         head_dtype : see TrainingConfig.head_dtype.
         Raises DvpError, naming the model's class, if its logits are anything but a multiple of the head's product.
@@ -118,7 +118,7 @@ class Policy(torch.nn.Module):
         temperature: float,
         coefficient_N: torch.Tensor | None = None,
     ) -> TokenStatistics:
-        """Statistics of the response tokens, flattened row by row (N = number of response tokens)."""
+        """Return statistics of the response tokens, flattened row by row (N = number of response tokens)."""
         hidden_NH, targets_N = self.scored(batch)
         return TokenStatistics(
             *self.model.get_output_embeddings()(
@@ -136,18 +136,18 @@ class Policy(torch.nn.Module):
     def dense_log_prob(
         self, batch: Batch, *, safe: SafeVocabulary | EngineSets | None, temperature: float
     ) -> torch.Tensor:
-        """log p^mp of the response tokens alone, (N,), so that gradients of it can be vectorised; of few tokens."""
+        """Return log p^mp (N,) of the response tokens so that its gradients can be vectorised; for few tokens only."""
         hidden_NH, targets_N = self.scored(batch)
         options = _sets(batch, safe, hidden_NH.device) | {"temperature": temperature / self._logit_scale}
         return dense_log_prob(hidden_NH, self.model.get_output_embeddings().weight, targets_N, **options)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """The model's logits (N, V) of some hidden states."""
+        """Return the model's logits (N, V) of hidden states (N, H)."""
         return self.model.get_output_embeddings()(hidden_NH) * self._logit_scale
 
     def scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states before the response tokens, and these tokens, row by row."""
-        # The places of a batch on the host are known before the model runs: the host need not wait for a device.
+        """Return the hidden states (N, H) before the response tokens, and these tokens (N,), row by row."""
+        # Found on the host before the model runs, so that the host need not wait for the device.
         device = self.model.device
         scored_N = batch.response_BT[:, 1:].flatten().nonzero()[:, 0].to(device)
         tokens_BT = batch.tokens_BT.to(device)
@@ -163,9 +163,10 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, prompts: list[list[int]]) -> None:
-        """Hold the policy against the model's own forward pass, which scores each prompt (token ids) by itself.
+        """Compare the policy with the model's own forward pass, which scores each prompt (token ids) by itself.
 
-        Raises DvpError if the log-prob of any of their first tokens differs by more than OWN_TOLERANCE nats.
+        Sets `shares_prompts`. Raises DvpError if the log-prob of any of the prompts' first tokens differs by more than
+        OWN_TOLERANCE nats.
         """
         # A prompt of one token would have nothing to score.
         prompts = [(prompt + prompt)[:CHECKED_TOKENS] for prompt in prompts[:CHECKED_PROMPTS]]
@@ -187,15 +188,15 @@ class Policy(torch.nn.Module):
         self.shares_prompts = self._attends_alone() and self._is_indifferent(prompts)
 
     def _attends_alone(self) -> bool:
-        """Whether the model's settings name no layer but those of whole attention, whose masks we may make."""
+        """Return whether all layers have full attention by the model's settings, so that our own masks suit them."""
         config = self.model.config.get_text_config()
         windows = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
         other = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
         return not (windows or other or getattr(config, "attention_chunk_size", None))
 
     def _is_indifferent(self, prompts: list[list[int]]) -> bool:
-        """Whether it says the same of two responses to a prompt, token ids, that share it as of each by itself."""
-        # Of the length that `check` cuts them to, where they have it.
+        """Return whether two responses to a prompt (token ids) score the same when they share it as each by itself."""
+        # Each prompt's first half is the shared prompt; its second half, as it is and reversed, the two responses.
         half = min(map(len, prompts)) // 2
         parts = [(prompt[:half], prompt[half:]) for prompt in prompts for _ in range(2)]
         responses = [response[:: 1 - 2 * (number % 2)] for number, (_, response) in enumerate(parts)]
@@ -210,7 +211,7 @@ class Policy(torch.nn.Module):
 
 
 def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.device) -> dict[str, Any]:
-    """What the head needs for a safe vocabulary: the engine's sets to replay, or in scoring to compare, are some of it.
+    """Return the head's options for a safe vocabulary, with the engine's sets to replay or, in scoring, to compare.
 
     Raises DvpError if sets that are replayed are missing.
     """
@@ -224,7 +225,7 @@ def _sets(batch: Batch, safe: SafeVocabulary | EngineSets | None, device: torch.
 
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
-    """What the model multiplies its head's logits by. Raises DvpError if it does anything else to them."""
+    """Measure the factor by which the model multiplies its head's logits. Raises DvpError if it does more to them."""
     known_V = torch.ones(len(weight_VH))  # on the CPU, also where the model has shapes alone (dvp.training.models)
     known_V[1::2] = 64.0  # far into any soft-capping
     width = model.get_input_embeddings().weight.shape[1]
@@ -240,9 +241,9 @@ def _logit_scale(model: PreTrainedModel, weight_VH: torch.Tensor) -> float:
 
 
 def _on_host(state: Any) -> Any:
-    """A copy of a state in the machine's memory, plain values in place of enums; what shares memory does there, too."""
+    """Copy a state into the machine's memory, with plain values in place of enums; shared memory stays shared."""
     storages: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Any] = {}  # deepcopy's memo: by id what is copied already
+    copies: dict[int, Any] = {}  # deepcopy's memo: the copies made so far, by the id of the original
 
     def copy_tensors(value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -253,7 +254,7 @@ def _on_host(state: Any) -> Any:
             made.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
             copies[id(value)] = made.requires_grad_(value.requires_grad)
         elif isinstance(value, Enum):
-            # Python 3.11.2 pickles one as a call of getattr, which is refused when the checkpoint is read.
+            # Python 3.11.2 pickles an enum as a call of getattr, which is refused when the checkpoint is read.
             copies[id(value)] = value.value
         elif isinstance(value, dict | list | tuple):
             for part in value.values() if isinstance(value, dict) else value:
@@ -264,17 +265,17 @@ def _on_host(state: Any) -> Any:
 
 
 class Trainer:
-    """The policy under DeepSpeed: scores, accumulates gradients, steps, saves, and hands its weights out."""
+    """The policy under DeepSpeed: it scores, accumulates gradients, steps, saves, and hands its weights out."""
 
     def __init__(self, base: Path, config: TrainingConfig, options: dict[str, Any], prompts: Sequence[list[int]] = ()):
         """Load the model of `base` in fp32 and wrap it; `options` are DeepSpeed's own (a file of config/deepspeed).
 
-        prompts : token ids that the policy is held against the model's own forward pass with.
+        prompts : token ids for `Policy.check`, which is left out without any.
         Raises DvpError as `Policy` and its `check`.
         """
         on_gpu = torch.cuda.is_available()
-        # A process that torchrun has not started is alone. Port 0: the store that listens takes a free one. One that
-        # was looked for before could be gone by then, as two trainings that start at the same moment have shown.
+        # A process that torchrun did not start is alone. With port 0 the store takes a free port when it starts to
+        # listen. A port chosen earlier may be taken by then, as it was when two trainings started at the same moment.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for key, value in (alone if on_gpu else alone | {"DS_ACCELERATOR": "cpu"}).items():
             os.environ.setdefault(key, value)
@@ -283,17 +284,17 @@ class Trainer:
 
         logger.setLevel(logging.ERROR)
         if not on_gpu:
-            # It serves inference only; and a process that is killed while it is built or looked up leaves a lock behind
-            # for which every later one of this user waits for ever. On a GPU DeepSpeed does not look for it, and to ask
-            # for this table would have it look for CUDA's compiler, once for each of its kernels.
+            # This kernel serves inference only, and a process that is killed while building or looking for it leaves a
+            # lock behind for which every later process of this user waits for ever. On a GPU DeepSpeed does not look
+            # for it, and asking for this table would make it look for CUDA's compiler once for each of its kernels.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         local_rank, backend = int(os.environ["LOCAL_RANK"]), "nccl" if on_gpu else "gloo"
         if on_gpu:
             torch.cuda.set_device(local_rank)
         if not dist.is_initialized():
-            # DeepSpeed takes over what is there. Its own group would be bound to this GPU, and each of the fifty or so
-            # that vLLM makes be split off it at once, by all ranks together; most are never used. A group that is not
-            # bound makes its communicator when it is first used.
+            # DeepSpeed takes over an existing group. Its own would be bound to this GPU, and each of the fifty or so
+            # that vLLM makes would be split off it at once, by all ranks together; most are never used. A group that is
+            # not bound makes its communicator when it is first used.
             dist.init_process_group(backend, timeout=launch.WAIT)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
         known = AutoConfig.from_pretrained(base)
@@ -303,7 +304,7 @@ class Trainer:
             # Straight to where it is checked and trained: no rank holds it in fp32 in the machine's memory.
             device_map={"": torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")},
             attn_implementation=ATTENTION if on_gpu else None,
-            # Every engine is without, and the ratio to its policy is one of two policies without.
+            # No dropout: engines have none, and the importance ratio is one of two policies without it.
             **{name: 0.0 for name, rate in known.to_dict().items() if "drop" in name and isinstance(rate, float)},
         )
         if config.gradient_checkpointing:
@@ -318,7 +319,7 @@ class Trainer:
             betas=tuple(config.adam_betas),
             weight_decay=config.weight_decay,
         )
-        # ZeRO-3 gathers a layer at once: hooks on each of its parts would take an update's CPU time twice.
+        # ZeRO-3 gathers a layer at once: hooks on each of its parts would double the CPU time of an update.
         set_z3_leaf_modules(self.policy, [GradientCheckpointingLayer], raise_if_not_found=False)
         warmup = config.warmup_steps
         self._learning_rate_share = 1.0
@@ -331,7 +332,7 @@ class Trainer:
             optimizer=optimizer,
             lr_scheduler=self._schedule,
             config={
-                "train_micro_batch_size_per_gpu": 1,  # what a pass holds is ours to say
+                "train_micro_batch_size_per_gpu": 1,  # micro-batches are formed here, not by DeepSpeed
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": config.gradient_clipping,
                 "zero_allow_untested_optimizer": True,
@@ -346,7 +347,10 @@ class Trainer:
         self._tokens = config.tokens_per_micro_batch
 
     def sharing_prompts(self, batch: Batch) -> Batch:
-        """The same, with prompts to be computed once each if the model can and it is less work. By all ranks."""
+        """Return the batch, with each prompt to be computed once if the model can and it is less work.
+
+        All ranks call this.
+        """
         if not all(ranks.gather(self.policy.shares_prompts)):
             return batch
         return batch.sharing_prompts(self.policy.model.config.get_text_config().hidden_size, self._tokens)
@@ -360,10 +364,11 @@ class Trainer:
         tokens: int | None = None,
         bf16: bool | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The fields of TokenStatistics at every response token of the batch, each (B, T), 0 elsewhere.
+        """Return TokenStatistics' fields for every response token, each (B, T), 0 elsewhere, without gradients.
 
-        Without gradients; so many tokens at a time, multiplied in bf16 or in fp32, both as in training if not asked
-        for. Each rank scores its share and gets all.
+        tokens : of a micro-batch, at most; as in training if not given.
+        bf16 : whether to multiply in bf16 rather than fp32; as in training if not given.
+        Each rank scores its share and gets all.
         """
         parts = batch.micro_batches(tokens or self._tokens)
         # Under ZeRO-3 every forward pass is one of all ranks.
@@ -388,8 +393,8 @@ class Trainer:
     ) -> None:
         """Accumulate the gradient of `loss(statistics of the batch)`; `last` marks the step's final micro-batch.
 
-        The losses of all ranks add up; all make equally many calls.
-        coefficient_N : of each response token, where the loss is the statistics' `objective`.
+        The losses of all ranks add up; all ranks make equally many calls.
+        coefficient_N : one for each response token, where the loss is the statistics' `objective`.
         """
         self._engine.set_gradient_accumulation_boundary(last)
         if coefficient_N is not None:
@@ -401,7 +406,7 @@ class Trainer:
         self._engine.step()
 
     def scale_learning_rate(self, share: float) -> None:
-        """From the next update on take this share of the learning rate, warm-up included."""
+        """Use this share of the learning rate from the next update on, warm-up included."""
         self._learning_rate_share = share
         [rate], [function], step = self._schedule.base_lrs, self._schedule.lr_lambdas, self._schedule.last_epoch
         for group in self._schedule.optimizer.param_groups:
@@ -409,16 +414,16 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Return the learning rate of the next update."""
         return self._schedule.optimizer.param_groups[0]["lr"]
 
     @property
     def gradient_norm(self) -> float:
-        """Global norm of the last step's gradient, before clipping."""
+        """Return the global norm of the last step's gradient, before clipping."""
         return float(self._engine.get_global_grad_norm())
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every parameter, named as in the Hugging Face model.
+        """Yield name and value of every parameter, named as in the Hugging Face model.
 
         Under ZeRO-3 they are gathered one by one, on all ranks; none is kept.
         """
@@ -429,10 +434,10 @@ class Trainer:
                 yield name, parameter.detach()
 
     def parts(self, folder: Path) -> list[tuple[Path, Callable[[], None]]]:
-        """DeepSpeed's checkpoint (weights, optimiser, schedule) as it is now, to be written below rank 0's `folder`.
+        """Copy DeepSpeed's checkpoint (weights, optimiser, schedule) as it is now, to be written to rank 0's `folder`.
 
-        Returns this rank's files, each with a call that writes it: from a copy in the machine's memory, so that a
-        thread may, while training goes on.
+        Returns this rank's files, each with a call that writes it from its copy in the machine's memory, so that a
+        thread can do so while training continues.
         """
         found: list[tuple[Path, Callable[[], None]]] = []
         writer = self._engine.checkpoint_engine
@@ -445,7 +450,7 @@ class Trainer:
         return found
 
     def load(self, folder: Path) -> None:
-        """Read what `parts` wrote; the caller has verified the files. Raises DvpError."""
+        """Read the checkpoint that `parts` wrote; the caller has verified its files. Raises DvpError without one."""
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise DvpError(f"{folder}: DeepSpeed finds no checkpoint here")

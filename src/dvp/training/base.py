@@ -1,8 +1,8 @@
-"""The base model: a tiny Qwen3 that the pipeline trains itself, or a model that exists already.
+"""Make the base model: a tiny Qwen3 that the pipeline trains itself, or a model that exists already.
 
 The tiny model is warm-started on worked solutions, a share of which is careless on purpose: it can do the task but
-samples slips, so that RL has something to elicit. Whatever made it, the output is an ordinary Hugging Face directory
-that transformers and vLLM both load.
+samples slips, so that RL has something to elicit. In every case the output is an ordinary Hugging Face directory that
+transformers and vLLM both load.
 """
 
 import math
@@ -41,8 +41,8 @@ from dvp.training.wheel import convert_wheel
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-MOST_TRIES = 10  # problems that are made for one that is not evaluated
-MICRO_BATCH_TOKENS = 2048  # in one pass of the warm start
+MOST_TRIES = 10  # problems generated per problem wanted, as those that are evaluated are left out
+MICRO_BATCH_TOKENS = 2048  # per pass of the warm start
 
 
 def make_base(experiment: Experiment, data: Path, folder: Path) -> dict:
@@ -67,7 +67,10 @@ def _check_architecture(expected: PretrainedArchitecture, folder: Path) -> None:
 
 
 def train_tokenizer(documents: Iterator[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with digits on their own. Raises DvpError if the documents cannot fill the vocabulary."""
+    """Train a byte-level BPE tokenizer with each digit on its own.
+
+    Raises DvpError if the documents cannot fill the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -126,9 +129,9 @@ def _train(experiment: Experiment, base: TrainedBase, data: Path, folder: Path) 
 
 
 def _fresh(source: GeneratedSource, base: TrainedBase, evaluated: set[str]) -> list[Story]:
-    """Stories for the tokenizer and the warm start, none of which is an evaluation problem.
+    """Generate stories for the tokenizer and the warm start, none of which is an evaluation problem.
 
-    Raises DvpError if almost no other problem comes up.
+    Raises DvpError if too few of the generated problems are not evaluated.
     """
     wanted = max(base.tokenizer.documents, base.warm_start.steps * base.warm_start.batch_size)
     # Another stream than the experiment's problems, which use source.seed itself.
@@ -150,9 +153,9 @@ def _warm_start(
     tokenizer: PreTrainedTokenizerFast,
     stories: list[Story],
 ) -> float:
-    """Supervised steps on prompt + worked solution, loss on the solution; returns the mean loss of the last 20."""
+    """Train the model on prompt + worked solution, loss on the solution; return the mean loss of the last 20 steps."""
     settings = base.warm_start
-    # Made on the CPU: it begins with the same weights everywhere.
+    # The model was made on the CPU, so that it starts with the same weights everywhere.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     careless = GENERATORS[experiment.sources[base.source].generator].careless
@@ -198,9 +201,10 @@ def _warm_start(
 
 
 def segments(solution: str, tools: Tools | None) -> list[tuple[str, bool]]:
-    """A worked solution as it is written with a tool, in parts that are encoded each by itself; and who writes them.
+    """Split a worked solution, as written with a tool, into parts that are encoded separately, each with who writes it.
 
     That is True for the model, and False for an answer of the tool with its delimiters, as dvp.rollout.turns puts them.
+    Without a tool there is one part.
     """
     if tools is None:
         return [(MARK.sub(r"\1 = \2.", solution), True)]
@@ -215,7 +219,7 @@ def segments(solution: str, tools: Tools | None) -> list[tuple[str, bool]]:
 def _encoded(
     solutions: list[list[tuple[str, bool]]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Token ids of solutions in segments, ended each, and which of them the model writes."""
+    """Return the token ids of solutions in segments, each ended, and which of them the model writes."""
     ids = iter(tokenizer([text for parts in solutions for text, _ in parts])["input_ids"])
     tokens, written = [], []
     for parts in solutions:

@@ -1,16 +1,17 @@
-"""Checkpoints that are whole or absent, and are verified before a byte of them is unpickled.
+"""Write checkpoints that are whole or absent, and verify them before a byte of them is unpickled.
 
 A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
 of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
 one intact.
 
-The weights of a step that is evaluated, the last one among them, are kept beside the checkpoints, in a folder
-`weights-000016`: as safetensors, a third or a quarter of a checkpoint, with a probe: what the trainer says of fixed
-prompts, which the converted model must say too. No training goes on from them, and they stay when checkpoints go.
+A checkpoint holds no state of a random generator, and no position in the data, because training has none: the order of
+the problems and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the
+trainer's forward pass has no dropout. Feedback and collapse follow from the metrics.
 
-It holds no state of a random generator, and no place in the data, because training has none: the order of the problems
-and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the trainer's
-forward pass has no dropout. Feedback and collapse follow from the metrics.
+The weights of a step that is evaluated, the last one among them, are kept beside the checkpoints, in a folder
+`weights-000016`: as safetensors, a third or a quarter of a checkpoint, with a probe: the trainer's log-probs of fixed
+prompts, which the converted model must reproduce. Training never resumes from them, and they stay when checkpoints are
+deleted.
 """
 
 import os
@@ -52,12 +53,13 @@ ALLOWED_GLOBALS = {
 
 
 def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str, str]) -> Path:
-    """Where below `folder` a run keeps its checkpoints: by settings, data, base model and version of the stage.
+    """Return where below `folder` a run keeps its checkpoints: by settings, data, base model and version of the stage.
 
-    `settings` is the config hash; data and base model are given by the checksums of their files. If there are none to
-    continue, each folder of others is named on standard error, with what it differs in. The number of ranks is no part
-    of it: `restore` refuses another one. The caller holds the run's lock; all ranks call this, once they know of each
-    other.
+    settings : the config hash.
+    data, base : checksums of the files of data and base model.
+    Rank 0 writes what the checkpoints belong to beside that folder, as JSON. If there are none to continue, it names
+    each folder of others on standard error, with what it differs in. The number of ranks is no part of the name:
+    `restore` refuses another one. The caller holds the run's lock; all ranks call this, once they know of each other.
     """
     belongs_to = {
         "settings": settings,
@@ -78,12 +80,14 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
 
 
 class Saving:
-    """The checkpoint of a step, while threads of all ranks write it; training may go on."""
+    """A checkpoint that threads of all ranks are writing; training may continue meanwhile."""
 
     def __init__(self, folder: Path, step: int, trainer: Trainer, growing: list[Path]):
-        """Begin to write it below `folder`, with copies of the files that grow, metrics.jsonl among them.
+        """Begin to write the checkpoint of `step` below `folder`, with copies of the `growing` files.
 
-        The caller holds the run's lock, and finishes it before the next one. All ranks call this and `finish`.
+        growing : metrics.jsonl among them.
+        The caller holds the run's lock, and calls `finish` before it begins the next one. All ranks call this and
+        `finish`.
         Raises DvpError, with all older ones in place, if the weights are not finite or nothing can be written.
         """
         self._began = time.perf_counter()
@@ -103,12 +107,12 @@ class Saving:
                     script.unlink()
         self._written = ThreadPoolExecutor(1).submit(_write_parts, parts)
         self.seconds = 0.0
-        """What it has taken, once it is finished; other work meanwhile not counted."""
+        """Seconds that it took, once it is finished, other work meanwhile not counted."""
 
     def finish(self) -> Path:
-        """Wait until it is whole, then delete all but the newest KEEP_CHECKPOINTS. Returns its path.
+        """Wait until the checkpoint is whole, delete all but the newest KEEP_CHECKPOINTS, and return its path.
 
-        Raises DvpError, with all older ones in place, if it cannot be written.
+        Damaged ones are deleted as well. Raises DvpError, with all older ones in place, if it cannot be written.
         """
         with _telling(self._path, self._half):
             own, ended = self._written.result()
@@ -129,13 +133,14 @@ class Saving:
 
 
 def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[int]]) -> Path:
-    """Write the weights of `step` below `folder`, fp32, by their names in the Hugging Face model, and their probe.
+    """Write the weights of `step` below `folder`, in fp32 and by their Hugging Face names, with their probe.
 
-    That is the log-prob of all tokens of `prompts` (token ids) but their first ones, by the live trainer in fp32.
+    The probe is the log-prob of all tokens of `prompts` (token ids) but their first ones, by the live trainer in fp32.
+    Weights that are there already are written again. All ranks call this, and rank 0 holds all weights; the caller
+    holds the run's lock.
 
-    Returns their path. All ranks call this, and rank 0 holds all weights; the caller holds the run's lock. Weights that
-    are there are written again.
-    Raises DvpError if they are not finite or cannot be written.
+    Returns the folder that was written.
+    Raises DvpError if the weights are not finite or cannot be written.
     """
     _check_finite(trainer, step)
     # A prompt of one token would have nothing to score.
@@ -158,7 +163,7 @@ def keep_weights(folder: Path, step: int, trainer: Trainer, prompts: list[list[i
 
 
 def _check_finite(trainer: Trainer, step: int) -> None:
-    """Raise DvpError, naming a parameter, if one has a NaN. By all ranks."""
+    """Check that all weights are finite. All ranks call this. Raises DvpError, naming the step and a parameter."""
     broken = [name for name, value in trainer.weights() if not value.isfinite().all()]
     if broken:
         # A step measures before it updates: what the last update broke would be seen in the next step only.
@@ -168,26 +173,26 @@ def _check_finite(trainer: Trainer, step: int) -> None:
 
 
 def _close(folder: Path, path: Path, step: int, sums: dict[str, str]) -> None:
-    """state.json and the manifest of what is in `folder`, which will be `path`; `sums` are known already."""
+    """Write state.json and the manifest of `folder`, which will become `path`; `sums` are checksums known already."""
     write_json(folder / STATE, {"step": step, "ranks": ranks.count(), "fingerprint": path.parent.name})
     write_json(folder / MANIFEST, {"files": checksums(folder, known=sums)})
 
 
 def _remove_abandoned(path: Path) -> None:
-    """What a killed process left half-written of this kind."""
+    """Delete what a killed process left half-written of this kind (checkpoints or kept weights)."""
     for abandoned in path.parent.glob(f".{path.name.partition('-')[0]}-*"):
         shutil.rmtree(abandoned)
 
 
 @contextmanager
 def _telling(path: Path, half: Path | None = None) -> Iterator[None]:
-    """Say in a line what the disk refuses of `path`, and leave nothing of it: not `half` either."""
+    """Turn a write error into a one-line DvpError and delete `half`, the partial checkpoint, if there is one."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         if half is not None and ranks.is_main():
             shutil.rmtree(half, ignore_errors=True)
-        # torch's own way to say that a file cannot be written; any other may be the end of another rank.
+        # This is how torch reports a file that cannot be written; any other error may come from another rank's end.
         if not ranks.is_main() or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
             raise
         free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free"
@@ -198,12 +203,12 @@ def _telling(path: Path, half: Path | None = None) -> Iterator[None]:
 
 
 def kept_weights(folder: Path, step: int) -> Path:
-    """Where below `folder` the weights of a step are kept."""
+    """Return the folder below `folder` where the weights of a step are kept."""
     return folder / f"{KEPT}{step:06d}"
 
 
 def _write_parts(parts: list[tuple[Path, Callable[[], None]]]) -> tuple[dict[str, str], float]:
-    """Write this rank's files to the disk: their SHA-256, by name, and when the last one was there."""
+    """Write this rank's files to the disk; return their SHA-256 by name, and the time when the last one was written."""
     sums = {}
     while parts:
         file, write = parts.pop()
@@ -214,11 +219,13 @@ def _write_parts(parts: list[tuple[Path, Callable[[], None]]]) -> tuple[dict[str
 
 
 def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
-    """Load the newest whole checkpoint below `folder` into the trainer: its path and its metrics; None without any.
+    """Load the newest whole checkpoint below `folder` into the trainer.
 
     A damaged one is named on standard error and set aside until another one has been written. All ranks call this, and
     each verifies its own files.
-    Raises DvpError if all are damaged, or the newest is of another number of ranks; they stay as they are.
+    Returns the checkpoint's path and its metrics.jsonl as text; None if there is no checkpoint.
+    Raises DvpError if all are damaged, or if the newest whole one was written by another number of ranks; then nothing
+    is moved.
     """
     damaged: dict[Path, DvpError] = {}
     for path in reversed(ranks.gather(checkpoints(folder))[0]):
@@ -247,7 +254,7 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
 
 
 def _verified(path: Path) -> dict | DvpError:
-    """The state of a checkpoint, or what is wrong with this rank's part of it."""
+    """Return the state of a checkpoint, or the error in this rank's part of it."""
     try:
         return verify(path, _is_mine)
     except DvpError as error:
@@ -255,21 +262,21 @@ def _verified(path: Path) -> dict | DvpError:
 
 
 def _is_mine(name: str) -> bool:
-    """Whether a file is this rank's to verify; what is no rank's is rank 0's."""
+    """Return whether this rank verifies a file; rank 0 verifies those that belong to no rank."""
     of_rank = OF_RANK.search(name)
     return (int(of_rank[1]) if of_rank else 0) % ranks.count() == ranks.rank()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints below `folder`, oldest first."""
+    """Return the complete checkpoints below `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6}", path.name))
 
 
 def verify(path: Path, mine: Callable[[str], bool] = lambda name: True) -> dict:
-    """Check every file of a checkpoint, or of a step's kept weights, that is `mine` by its name; returns its state.
+    """Check the files of a checkpoint, or of a step's kept weights, whose names are `mine`; return its state.
 
-    Raises DvpError, naming the file, if one is missing, was altered, is of another run, or holds code that a
-    checkpoint has no need of.
+    Raises DvpError, naming the file, if one is missing, was altered, belongs to another run, or holds code that a
+    checkpoint does not need.
     """
     listed = read_json(path / MANIFEST, "files")["files"]
     try:

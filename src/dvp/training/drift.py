@@ -1,4 +1,4 @@
-"""How far updates have moved trainer and engine from the start of a run, and how far apart they are by then.
+"""Measure how far updates have moved trainer and engine from the start of a run, and how far apart the two are.
 
 An engine whose weights have 16 bits does not see an update that is smaller than their rounding, and the mismatch then
 grows by what the trainer has moved. Measured at fixed contexts, over the whole vocabulary.
@@ -16,22 +16,22 @@ from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Trainer
 
 CONTEXTS, TOKENS, TOGETHER = 32, 16, 8
-"""Contexts of different prompts, the longest response in one, and contexts in a forward pass of the trainer."""
+"""Contexts, each of another prompt; most response tokens in one; contexts per forward pass of the trainer."""
 LOG_RHO = -13.0
-"""Of the safe vocabulary outside which a share of the KL is given."""
+"""log ρ of the safe vocabulary for `drift_apart_outside`."""
 
 
 class Drift:
-    """The probe of a run: prompts, each with the beginning of a response, after which both say what comes next."""
+    """Fixed contexts at which trainer and engine are compared: prompts, each with the beginning of a response."""
 
     def __init__(self, trainer: Trainer, engine: Engine, prompts: list[list[int]], pad: int, seed: int):
-        """Take some of a run's prompts (token ids); nothing is computed yet."""
+        """Choose some of a run's prompts (token ids); nothing is computed yet."""
         self._trainer, self._engine, self._pad, self._seed = trainer, engine, pad, seed
         rows = np.random.default_rng([seed, 0]).permutation(len(prompts))[:CONTEXTS]
         self._contexts = [prompts[row] for row in rows]
 
     def start(self) -> None:
-        """Draw the beginnings of responses and measure where the run starts. By all ranks, before any update."""
+        """Draw the beginnings of responses and measure where the run starts. All ranks call this, before any update."""
         tokens = min(TOKENS, self._engine.max_model_len - max(map(len, self._contexts)))
         seeds = [derived_seed(self._seed, 0, index) for index in range(len(self._contexts))]
         groups = self._engine.generate(self._contexts, Sampling(max_tokens=tokens), seeds)
@@ -76,7 +76,7 @@ class Drift:
 
     @torch.no_grad()
     def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs (N, V) of trainer and engine after each context, float64; the trainer's as it multiplies."""
+        """Return log-probs (N, V) of trainer and engine after each context, float64; the trainer's as it multiplies."""
         policy, device = self._trainer.policy, self._trainer.device
         whole = Batch.collate(self._contexts, [[self._pad]] * len(self._contexts), self._pad)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._trainer.bf16):

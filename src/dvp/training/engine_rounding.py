@@ -1,4 +1,4 @@
-"""The engine's rounding on the trainer's model, so that a forward pass has the engine's own weights.
+"""Apply the engine's rounding to the trainer's model, so that a forward pass has the engine's own weights.
 
 Modules get their rounded weights one at a time while they run. No second copy of the model is held, and ZeRO-3 gathers
 and releases the layers as it always does.
@@ -61,7 +61,7 @@ def engine_rounding(model: PreTrainedModel, config: EngineConfig, *, activations
         try:
             yield
         finally:
-            for parameter, data in own.items():  # of a pass that failed
+            for parameter, data in own.items():  # left over from a pass that failed
                 parameter.data = data
 
 
@@ -70,14 +70,14 @@ def _named(hook: Any, name: str) -> Any:
 
 
 def _to(output: Any, dtype: torch.dtype) -> Any:
-    """Tensors of a module's output, rounded to a type; other outputs as they are."""
+    """Round the tensors of a module's output to a dtype and convert them back; return other outputs as they are."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output.to(dtype).to(output.dtype)
     return type(output)(_to(part, dtype) for part in output) if type(output) is tuple else output
 
 
 class _RoundedCache(TorchFunctionMode):
-    """Rounds keys and values wherever attention is computed."""
+    """A mode in which keys and values are rounded wherever attention is computed."""
 
     def __init__(self, form: str):
         super().__init__()

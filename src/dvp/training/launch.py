@@ -1,7 +1,7 @@
-"""Starting a run on several ranks: torchrun on every node, srun to start it there, and one line if it fails.
+"""Start a run on several ranks: torchrun on every node, started there by srun, and a one-line error if a rank fails.
 
-`dvp train` starts itself again as the ranks. torchrun ends all of them when one has failed, and would say so in thirty
-lines; instead each rank writes why it failed into torchrun's folder of logs, and the one that failed first is heard.
+`dvp train` starts itself again as the ranks. torchrun ends all of them when one has failed, and would report that in
+thirty lines; instead each rank writes why it failed into torchrun's folder of logs, and the first cause is raised here.
 """
 
 import json
@@ -26,26 +26,27 @@ from dvp.gpus import held
 WAIT = timedelta(minutes=30)
 """The longest that a rank waits for another, which may still be sampling, and torchrun for ranks that are told to stop.
 
-A rank that was told finishes its update and saves: at eight billion parameters 100 GB. torchrun's own 30 s would kill
-it in the middle; whoever has less time to give, as Slurm has, ends the job itself.
+A rank that is told to stop finishes its update and saves: 100 GB at eight billion parameters. torchrun's own 30 s would
+kill it in the middle. A scheduler that gives less time, such as Slurm, ends the job itself.
 """
-REPORT = "error.json"  # torchrun's name for what a rank says of its end
+REPORT = "error.json"  # torchrun's name for a rank's report of its failure
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 OF_JOB = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_TMPDIR")
 KINDS = ("error", "killed", "other", "ended", "told")
-"""Of ends, what is heard before what: an error in the input; a signal that follows from no other rank's end; a bug or a
-stop, which may be of a rank that lost another one; a signal that may follow from that; torchrun's to the others."""
+"""Kinds of reports, in the order in which they are raised: an error in the input; a signal that follows from no other
+rank's end; a bug or a stop, which a rank may report after losing another one; a signal that may follow from that;
+torchrun's signal to the other ranks."""
 
 
 def on_ranks(
     training: TrainingConfig, folder: Path, arguments: list[str], threads: int, work: Callable[[], None]
 ) -> None:
-    """`work` on every rank of `training`: in this process if it is alone or a rank, else in ranks that it starts.
+    """Run `work` on every rank of `training`: in this process if it is alone or a rank, else in ranks that it starts.
 
-    folder : where all nodes can write, for the ranks' reports on their way here.
-    arguments : of `dvp`, that come to this same call in a rank; `--threads` is added.
-    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug; Stopped when they were
-    told to stop, or when this process was, which passes it on.
+    folder : where all nodes can write, for the reports of the ranks.
+    arguments : of `dvp`, that lead to this same call in a rank; `--threads` is added.
+    Raises DvpError with the error of the first rank that failed, RuntimeError if that was a bug; Stopped if the ranks
+    were told to stop, or if this process was, which passes it on.
     """
     if training.ranks == 1:
         work()
@@ -61,9 +62,9 @@ def on_ranks(
 
 
 def leave() -> None:
-    """End a rank that is done, at once.
+    """End this rank, which is done, without an ordinary exit.
 
-    In the ordinary way gloo's threads now and then abort a process ("terminate called without an active exception")
+    In an ordinary exit gloo's threads now and then abort a process ("terminate called without an active exception")
     when another rank ends at the same moment, and torchrun takes the whole run for failed: on a busy machine in 15 of
     24 tries of two ranks.
     """
@@ -74,9 +75,9 @@ def leave() -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """End a rank that fails: tell the launcher why, and leave at once.
+    """Report a failure in the block to the launcher and end this rank at once.
 
-    Leaving in the ordinary way would wait for other ranks, which wait for this one.
+    An ordinary exit would wait for other ranks, which wait for this one.
     """
     try:
         yield
@@ -124,7 +125,10 @@ def _reports(logs: str) -> list[dict]:
 
 
 def raise_first(reports: list[dict]) -> None:
-    """Raise what went wrong first; a rank that loses another one fails as well."""
+    """Choose which error to raise when several ranks have died: the first by KINDS, then by time.
+
+    The others may have failed because they lost that rank. Raises DvpError, Stopped, or RuntimeError for a bug.
+    """
     if not reports:
         raise DvpError("the ranks did not start, or no rank reported an error; expected a line above that says why")
     first = min(reports, key=lambda report: (KINDS.index(report["kind"]), report["timestamp"]))
@@ -137,7 +141,10 @@ def raise_first(reports: list[dict]) -> None:
 
 
 def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[str]:
-    """The processes' command line. Raises DvpError if several nodes are wanted outside a Slurm allocation."""
+    """Return the command line that starts the ranks.
+
+    Raises DvpError if several nodes are wanted outside a Slurm allocation, or if Slurm does not name them.
+    """
     start, rendezvous = [], ["--standalone"]
     if training.nodes > 1:
         job = os.environ.get("SLURM_JOB_ID")
@@ -145,8 +152,8 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
             raise DvpError(
                 f"training.nodes is {training.nodes}: several nodes need a Slurm allocation; SLURM_JOB_ID is not set"
             )
-        # Within a step of the job, as Snakemake's Slurm plugin starts it, the new step has to share what that one has:
-        # --overlap is about all but the memory.
+        # Snakemake's Slurm plugin runs this process in a step of the job, whose resources the new step has to share:
+        # --overlap covers all but the memory.
         step = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1"]
         start = [*step, f"--nodes={training.nodes}", "--ntasks-per-node=1"]
         rendezvous = [f"--nnodes={training.nodes}", "--rdzv-backend=c10d"]
@@ -161,9 +168,9 @@ def command(training: TrainingConfig, logs: Path, arguments: list[str]) -> list[
 
 
 def _rendezvous(job: str, step: list[str]) -> str:
-    """The allocation's first node, and a port that is free there; `step` is how srun starts something in it.
+    """Return the allocation's first node and a port that is free there; `step` is how srun starts something in it.
 
-    The node is asked of Slurm: its plugin for Snakemake hides SLURM_JOB_NODELIST from a job.
+    Slurm is asked for the node, as its plugin for Snakemake hides SLURM_JOB_NODELIST from a job. Raises DvpError.
     """
     try:
         nodes = _answer(["squeue", "--noheader", "--format=%N", "--job", job])
@@ -182,12 +189,19 @@ def _answer(command: list[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what Slurm says of its own step, which would confine another one to this node."""
+    """Return this process's environment without what Slurm says of its own step.
+
+    That would confine a new step to this node.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_JOB}
 
 
 def torchrun(logs: Path, arguments: list[str]) -> int:
-    """A node's torchrun: its exit status, and a report of each rank here that a signal has ended; nothing printed."""
+    """Run a node's torchrun without output and return its exit status, reporting each rank here that a signal ended.
+
+    logs : folder for the reports.
+    arguments : of torchrun.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -207,7 +221,8 @@ def torchrun(logs: Path, arguments: list[str]) -> int:
 
 
 def _ended(rank: int, number: signal.Signals) -> dict:
-    if number in STOP_SIGNALS:  # before it could say so
+    """Return the report of a rank that a signal ended, without its time."""
+    if number in STOP_SIGNALS:  # before the rank could report it
         return {"kind": "told", "signal": number, "message": f"stopped by {number.name}; run again to go on"}
     remedy = "; out of memory? run again to continue from the last checkpoint" if number == signal.SIGKILL else ""
     killed = number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)

@@ -1,4 +1,4 @@
-"""The RL loop: rollouts by the engine, rewards by the verifier, updates by the trainer, weights back to the engine.
+"""Run the RL loop: rollouts by the engine, rewards by the verifier, updates by the trainer, weights back to the engine.
 
 By default each step draws fresh responses from the current weights and takes one optimiser step (fully on-policy):
 whatever differs between trainer and engine then differs because of the engine's numerics. metrics.jsonl is the source
@@ -51,7 +51,7 @@ UPDATE_METRICS = (
     *("otb_signal", "otb_power", "otb_noise"),
 )
 NOISE_RESPONSES = 16
-"""Responses of which the trainer's own noise is measured: every one would take longer than the rest of a step."""
+"""Responses on which the trainer's own noise is measured: all of them would take longer than the rest of a step."""
 
 
 def run_loop(
@@ -64,9 +64,9 @@ def run_loop(
 
     folder : the run's folder, where metrics.jsonl and responses.parquet grow.
     on_step : called with each row, restored ones included.
-    Returns where the final weights are, and all rows. Stopped by a signal, the loop gives up a rollout or finishes an
+    Returns where the final weights are, and all rows. Stopped by a signal, the loop abandons a rollout or finishes an
     update, saves what is done and raises Stopped.
-    Raises DvpError, naming the step, for what goes wrong in one, with the responses up to it beside the checkpoints; if
+    Raises DvpError, naming the step, for an error in one, and leaves the responses up to it beside the checkpoints; if
     all checkpoints are damaged; if engine and trainer do not agree (see `Agreement`).
     """
     config, stop = loop.config, loop.stop
@@ -87,7 +87,7 @@ def run_loop(
         nonlocal saved, saving
         if ranks.is_main():
             loop.recorder.write(responses_file)
-            # Whole, as another Snakemake deletes a run's files before its job learns that the run goes on.
+            # The whole file, as a new Snakemake deletes a run's files before its job learns that the run resumes.
             write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
         saving = checkpoint.Saving(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file])
         saved = len(rows)
@@ -97,7 +97,7 @@ def run_loop(
         if saving is not None:
             last, saving = saving, None
             last.finish()
-            given_up = loop.engine.ranks == 1  # a rollout is, at once
+            given_up = loop.engine.ranks == 1  # then a stop abandons a rollout at once
             seconds_step = max(row["seconds"] - (row["seconds_rollout"] if given_up else 0) for row in rows)
             stop.saved(last.seconds, seconds_step)
 
@@ -112,16 +112,16 @@ def run_loop(
                 # Not among the run's files: Snakemake deletes those of a job that failed.
                 if ranks.is_main() and loop.recorder.rows:
                     loop.recorder.write(checkpoints / RESPONSES)
-                if ranks.count() == 1:  # of several, the others may not come to this
+                if ranks.count() == 1:  # with several, other ranks may not get here
                     finish_saving()
                 raise
-            # Written while this step was taken: its rollout needs little of the machine.
+            # The checkpoint was written during this step, whose rollout needs little of the machine.
             finish_saving()
             if row is not None:
                 _append(metrics_file, row)
                 rows.append(row)
                 on_step(row)
-                # Before the checkpoint: a run that goes on from there has them.
+                # Before the checkpoint, so that a run that resumes from it has these weights.
                 if len(rows) in loop.kept:
                     checkpoint.keep_weights(
                         checkpoints, len(rows), loop.trainer, loop.problems.prompts[: checkpoint.PROBE_PROMPTS]
@@ -129,8 +129,8 @@ def run_loop(
                 if len(rows) % config.checkpoint_every == 0 or len(rows) == config.steps:
                     save()
             if stop.requested() and len(rows) < config.steps:
-                # A run goes on with the engine's weights equal to the trainer's; between two of its updates, a stale
-                # engine's are not.
+                # A run resumes with the trainer's weights in the engine, so it may only be saved where an engine with
+                # stale weights has just got new ones.
                 if len(rows) > saved and len(rows) % config.synchronise_every == 0:
                     save()
                 finish_saving()
@@ -145,7 +145,7 @@ def run_loop(
 
 
 class Loop:
-    """Trains one run; everything that a step needs and nothing that outlives it."""
+    """The training of one run: everything that a step needs and nothing that outlives the run."""
 
     def __init__(
         self,
@@ -159,8 +159,9 @@ class Loop:
         recorder: ResponseRecorder,
         grader: Grader = VERIFIER,
     ):
-        """`problems` are the rows (id, answer) of data/train.parquet that are trained on, `prompts` their token ids.
+        """Set up a run that trains on `problems`, rows (id, answer) of data/train.parquet.
 
+        prompts : the problems' token ids.
         Raises DvpError if a prompt and its response could be longer than the model's context.
         """
         self.config = experiment.training_of(run)
@@ -181,7 +182,7 @@ class Loop:
         self.recorder = recorder
         self.stop = StopRequest()
         self.restored = 0
-        """Steps that a checkpoint had, when training went on from there."""
+        """Steps in the checkpoint from which training resumed; 0 without one."""
         self.ids = list(problems["id"])
         places = [
             f"data/train.parquet: row {row} (id {name})" for row, name in zip(problems.index + 1, self.ids, strict=True)
@@ -192,7 +193,7 @@ class Loop:
         self.drift = Drift(trainer, engine, prompts, pad, run.seed) if self.config.drift_every else None
 
     def step(self, step: int) -> dict:
-        """One step (1-based); returns its row of metrics.jsonl."""
+        """Take one step (1-based) and return its row of metrics.jsonl."""
         times = [time.perf_counter()]
         rows = prompt_rows(len(self.problems.prompts), self.config.prompts_per_step, step, self.run.seed)
         completions = self.sample(step, rows)
@@ -231,7 +232,7 @@ class Loop:
             try:
                 self.agreement.check_again()
             except Exception:
-                # An engine's own processes die of a stop signal, too; the run is checked again when it goes on.
+                # An engine's own processes die of a stop signal, too; the run is checked again when it resumes.
                 if self.stop.signal is None:
                     raise
         self.observe(row)
@@ -239,7 +240,10 @@ class Loop:
         return row | {"collapsed": self.collapse.collapsed_at is not None}
 
     def observe(self, row: dict) -> None:
-        """Let what follows a run from step to step see a finished one: a step of now, or of a checkpoint."""
+        """Update what follows a run from step to step with the row of a finished one, of now or of a checkpoint.
+
+        That is the safe vocabulary, the share of the learning rate and the collapse detector.
+        """
         self.safe.observe(row)
         if self.learning_rate_share is not None:
             self.learning_rate_share.observe(row)
@@ -247,9 +251,11 @@ class Loop:
         self.collapse.observe(row["step"], row)
 
     def sample(self, step: int, rows: list[int]) -> list[list[Completion]]:
-        """The group of responses to each prompt; every engine samples those to its share of the prompts.
+        """Sample the group of responses to each prompt; every engine samples those to its share of the prompts.
 
-        The longest part of a step. The weights are still those of the last one, so it may be given up.
+        This is the longest part of a step, and may be abandoned, as the weights are still those of the last step. The
+        ids of the sets that are reported stay on a rank of the engine that sampled from them.
+        Raises DvpError if the engine fails, Abandoned if the run was told to stop.
         """
         mine = ranks.share(rows, self.engine.ranks)
         sampling = Sampling(
@@ -260,7 +266,7 @@ class Loop:
             report_sets=self.config.sets_reported(self.safe),
         )
         seeds = [derived_seed(self.run.seed, step, row) for row in mine]
-        # The ranks of one engine wait for each other all the time.
+        # Ranks that share an engine wait for each other all the time, so none of them can leave alone.
         with self.stop.abandonable(self.engine.ranks == 1):
             try:
                 completions = self.engine.generate([self.problems.prompts[row] for row in mine], sampling, seeds)
@@ -277,7 +283,7 @@ class Loop:
         return everyone
 
     def learn(self, step: int, rows: list[int], rollout: Rollout) -> dict:
-        """Score, diagnose and record the responses to these problems, and update the weights; returns the metrics."""
+        """Score, diagnose and record the responses to these problems, and update the weights; return the metrics."""
         statistics = self.score(rollout)
         update = self.prepare(rollout, statistics)
         metrics = rollout_metrics(rollout, statistics, update)
@@ -289,15 +295,18 @@ class Loop:
             asked = [(self.ids[row], self.problems.answers[row]) for row in rows for _ in range(self.config.group_size)]
             self.recorder.record(step, asked, rollout, statistics, update)
         if self.trainer.device.type == "cpu":
-            node.return_freed_memory()  # scoring has left holes in which the update's blocks do not fit
+            node.return_freed_memory()  # the update's blocks do not fit into the holes that scoring has left
         return metrics | self._update(rollout, statistics)
 
     def score(self, rollout: Rollout, **options) -> dict[str, torch.Tensor]:
-        """The trainer's statistics of every response token, each (B, T), 0 elsewhere.
+        """Return the trainer's statistics of every response token, each (B, T), 0 elsewhere.
 
-        A pass of its own, although the update's forward pass makes the same numbers again: it says which responses the
-        update needs. MIS rejects so many of any long ones that one pass over all of them would cost more (`make bench`
-        measures both), and OTB needs the weights of the whole group before any gradient.
+        This is a pass of its own, although the update's forward pass computes the same numbers again, because it says
+        which responses the update needs. MIS rejects so many of any long ones that one pass over all of them would cost
+        more (`make bench` measures both), and OTB needs the weights of the whole group before any gradient.
+
+        options : of Trainer.score.
+        Raises DvpError if a log-prob is not finite.
         """
         statistics = self.trainer.score(rollout.batch, self.safe.trainer, **options)
         if not statistics["log_prob"].isfinite().all():
@@ -305,7 +314,7 @@ class Loop:
         return statistics
 
     def prepare(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> Update:
-        """Weights and advantages of some responses, as the method has them."""
+        """Compute weights and advantages of some responses by the run's method."""
         return make_update(
             rollout,
             statistics,
@@ -316,9 +325,9 @@ class Loop:
         )
 
     def _noise(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
-        """The control without which no mismatch can be blamed on the engine: the trainer against itself.
+        """Measure the trainer against itself: the control without which no mismatch can be blamed on the engine.
 
-        At another batch shape, and in bf16 (in fp32, if it trains in bf16).
+        It scores some responses again at another batch shape, and in bf16 (in fp32, if it trains in bf16).
         """
         noise = {}
         rows_b = torch.arange(min(NOISE_RESPONSES, len(rollout.rewards_B)))
@@ -330,15 +339,16 @@ class Loop:
         return noise
 
     def _update(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict:
-        """The step's optimiser steps, each on a minibatch of whole groups that is a batch of its own.
+        """Take the step's optimiser steps, each on a minibatch of whole groups that is a batch of its own.
 
-        A minibatch whose weights or advantages are all zero takes no step. Returns the means over those taken.
+        A minibatch whose weights or advantages are all zero takes no step. Returns metrics, as means over the steps
+        taken.
         """
         responses = torch.arange(len(rollout.rewards_B))
         taken = []
         for index, rows_b in enumerate(responses.split(len(responses) // self.config.minibatches)):
             part = rollout.rows(rows_b)
-            # Without a ratio to the policy of the rollout in the loss, the weights must be those of the policy now.
+            # A loss without a ratio to the rollout's policy needs importance weights of the current policy.
             if index > 0 and not self.loss.has_ratio:
                 old = self.score(part)
             else:
@@ -355,20 +365,20 @@ class Loop:
     def _optimise(
         self, rollout: Rollout, statistics: dict[str, torch.Tensor], safe_before_BT: torch.Tensor, *, moved: bool
     ) -> dict | None:
-        """One optimiser step on some responses; None if nothing would move the weights.
+        """Take one optimiser step on some responses and return its metrics; None if nothing would move the weights.
 
         safe_before_BT : which of their tokens were inside V_S when the whole rollout was scored.
-        moved : the weights have moved since.
+        moved : whether the weights have moved since.
         """
-        # What was scored anew weighs nothing already if it has left V_S since.
+        # Tokens that have left V_S since the rollout was scored: scored anew, they have weight 0 already.
         gone_BT = rollout.batch.response_BT & safe_before_BT & ~statistics["target_in_safe"]
         update = self.prepare(rollout, statistics)
-        # A group whose rewards are all equal, and a rejected response, contribute exactly nothing: left out.
+        # A group whose rewards are all equal, and a rejected response, contribute exactly nothing, and are left out.
         useful_B = ((update.weight_BT != 0) & (update.advantage_BT != 0)).any(dim=1)
         if not useful_B.any():
             return None
         micro_batches = rollout.batch.micro_batches(self.config.tokens_per_micro_batch, useful_B.nonzero()[:, 0])
-        # Every pass is one of all ranks: one that has no micro-batch left takes part with a response that weighs 0.
+        # All ranks take part in every pass: one that has no micro-batch left computes a response of weight 0.
         dealt = ranks.deal([(rows_b, True) for rows_b in micro_batches], (micro_batches[0][:1], False))
         mine = dealt[ranks.rank()]
         whole = replace(rollout.batch, kept=None)
@@ -404,7 +414,7 @@ class Loop:
             "left_safe_fraction": (gone_BT.sum().item() + sum(of_rank["left"] for of_rank in every)) / tokens,
         }
         if self.loss.by_token:
-            # OTB's read-outs are of the mean over all responses.
+            # OTB's read-outs are about the gradient of the mean over all responses.
             mean_norm = norm * update.weights.denominator / len(rollout.rewards_B)
             result |= otb_variance_readouts(update.advantage_BT, update.weight_BT, update.responses, mean_norm)
         return result
@@ -419,9 +429,9 @@ class Loop:
         mask_bT: torch.Tensor,
         now: TokenStatistics,
     ) -> torch.Tensor:
-        """The loss of one micro-batch. To `counts` come its tokens that are clipped, and those that are outside the V_S
-        of now, which has moved with the weights since the scoring.
+        """Return the loss of one micro-batch, and add to `counts` its clipped tokens and those now outside V_S.
 
+        V_S has moved with the weights since the scoring.
         old_bT : log π_old.
         """
         log_prob_bT, safe_bT = (unflatten(values, mask_bT) for values in (now.pruned_log_prob, now.target_in_safe))
@@ -433,13 +443,16 @@ class Loop:
 
 
 def _objective(counts: dict[str, int], now: TokenStatistics) -> torch.Tensor:
-    """The same where its gradient is known; V_S moves with the batch's rounding alone."""
+    """Return the loss of one micro-batch whose gradient is known, and count its tokens outside V_S in `counts`.
+
+    V_S moves with the batch's rounding alone.
+    """
     counts["left"] += (~now.target_in_safe).sum()
     return now.objective
 
 
 def _step(loop: Loop, step: int) -> dict:
-    """A step whose errors name it, and whose numbers are finite."""
+    """Take a step, name it in errors, and check that its numbers are finite. Raises DvpError."""
     try:
         row = loop.step(step)
         for name, value in row.items():
@@ -465,14 +478,14 @@ def _line(row: dict) -> str:
 
 
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
-    """Load the newest whole checkpoint, if any, and put its metrics.jsonl and responses in place; the rows of it."""
+    """Load the newest whole checkpoint, if any, put its metrics.jsonl and responses in place, and return its rows."""
     restored = checkpoint.restore(checkpoints, loop.trainer)
     if restored is None:
         if ranks.is_main():
             metrics_file.unlink(missing_ok=True)
         return []
     path, metrics = restored
-    # The run's own file may be ahead of the checkpoint, or of other settings that were tried in between.
+    # The run's own file may be ahead of the checkpoint, or come from other settings that were tried in between.
     if ranks.is_main():
         write_text(metrics_file, metrics)
         loop.recorder.restore(path / RESPONSES)

@@ -1,6 +1,7 @@
-"""Which models are taken: whole causal language models of text, whose layout trainer and engine both know.
+"""Check that a model can be used: a whole causal language model of text, whose layout trainer and engine both know.
 
-It is told by what a model is, not by its name (docs/your_model.md); what that lets pass, dvp.training.agreement sees.
+It is judged by what it is, not by its name (docs/your_model.md); what is wrong beyond that, dvp.training.agreement
+finds.
 """
 
 import re
@@ -24,9 +25,10 @@ EXPERTS = re.compile(r'"\w*expert\w*": (?:[2-9]|[1-9]\d+)(?![.\d])')  # a key th
 
 
 def check_model(folder: Path) -> None:
-    """Raise DvpError, with what was found and what is expected, unless a model can be trained, served and measured.
+    """Check that a model can be trained, served and measured.
 
-    No weights are read but for their names, types and shapes, and no code of the model's own is run.
+    Raises DvpError, with what was found and what is expected. Only names, types and shapes of the weights are read, and
+    no code of the model's own is run.
     """
     if not (folder / "config.json").is_file():
         raise DvpError(f"{folder}: not a Hugging Face model directory: no config.json, which an adapter has not")
@@ -34,7 +36,7 @@ def check_model(folder: Path) -> None:
     _check_tokenizer(folder, config)
     types = _types(folder)
     try:
-        # Names and shapes alone.
+        # On the meta device only names and shapes are read.
         options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -54,7 +56,7 @@ def check_model(folder: Path) -> None:
 
 
 def _config(folder: Path) -> PretrainedConfig:
-    """The model's configuration. Raises DvpError for another kind of model."""
+    """Read the model's configuration. Raises DvpError for another kind of model."""
     file = folder / "config.json"
     raw = read_json(file)
     kind = str(raw.get("model_type"))
@@ -89,7 +91,10 @@ def _config(folder: Path) -> PretrainedConfig:
 
 
 def _check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
-    """Raise DvpError unless every token that the tokenizer can produce has a row in the model's embedding."""
+    """Check that every token of the tokenizer has a row in the model's embedding, and that one ends a sequence.
+
+    Raises DvpError.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -105,7 +110,7 @@ def _check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _types(folder: Path) -> dict[str, str]:
-    """safetensors' names for the types of all weights. Raises DvpError for a file that is missing or cut off."""
+    """Return safetensors' names for the types of all weights. Raises DvpError for a file that is missing or cut off."""
     types = {}
     for file in weight_files(folder):
         try:
@@ -119,9 +124,9 @@ def _types(folder: Path) -> dict[str, str]:
 
 
 def _check_engine(folder: Path, config: PretrainedConfig) -> None:
-    """Raise DvpError unless vLLM has a model of its own for this architecture.
+    """Check that vLLM has a model of its own for this architecture. Raises DvpError.
 
-    Others it runs through transformers' classes, which it changes for its own use in the trainer's process.
+    It runs others through transformers' classes, which it changes for its own use in the trainer's process.
     """
     from vllm import ModelRegistry
 

@@ -1,7 +1,7 @@
-"""The ranks that train one run together, as torch.distributed knows them; a process that is alone is rank 0 of 1.
+"""Coordinate the ranks that train one run, through torch.distributed; a process that is alone is rank 0 of 1.
 
 Every rank has an engine and a verifier for its share of the prompts, and scores and backpropagates its share of the
-micro-batches. What the shares give is gathered, so that everything computed from a whole batch (weights, advantages,
+micro-batches. The results are gathered, so that everything computed from a whole batch (weights, advantages,
 denominators, diagnostics) is computed by all of them from the same numbers. Rank 0 alone writes files.
 """
 
@@ -15,22 +15,25 @@ T = TypeVar("T")
 
 
 def count() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is."""
+    """Return the number of this rank, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_main() -> bool:
-    """Whether this is the rank that writes files."""
+    """Return whether this is the rank that writes files."""
     return rank() == 0
 
 
 def gather(value: T) -> list[T]:
-    """The value of every rank, in their order. All ranks must call it, in the same place; it waits for the last one."""
+    """Return the value of every rank, in their order.
+
+    All ranks must call this, in the same place; it waits for the last one.
+    """
     if count() == 1:
         return [value]
     values = [None] * count()
@@ -40,12 +43,15 @@ def gather(value: T) -> list[T]:
 
 @cache
 def _over_hosts(backend: str) -> dist.ProcessGroup | None:
-    """The group for pickled objects: NCCL would put those of every rank, sets among them, on each GPU."""
+    """Return the group for pickled objects: NCCL would put those of every rank, sets among them, on each GPU."""
     return None if backend == "gloo" else dist.new_group(backend="gloo")
 
 
 def exchange(outgoing: list[T]) -> list[T]:
-    """What every rank has for this one, in their order; `outgoing` is what this one has for each. By all ranks."""
+    """Return what every rank sends to this one, in their order; `outgoing` is what this one sends to each.
+
+    All ranks must call this.
+    """
     if count() == 1:
         return outgoing
     found: list[T] = []
@@ -58,23 +64,26 @@ def exchange(outgoing: list[T]) -> list[T]:
 
 
 def own(span: int = 1) -> slice:
-    """Which of any items this rank works on; ranks take turns. `span` consecutive ranks work on the same items."""
+    """Return which of any items this rank works on.
+
+    Ranks take turns; `span` consecutive ranks work on the same items.
+    """
     return slice(rank() // span, None, count() // span)
 
 
 def share(items: Sequence[T], span: int = 1) -> list[T]:
-    """Those of the items that this rank works on."""
+    """Return those of the items that this rank works on (see `own`)."""
     return list(items[own(span)])
 
 
 def deal(items: Sequence[T], spare: T) -> list[list[T]]:
-    """The share of every rank, all of one size: `spare` stands where there is no item left."""
+    """Return the share of every rank, all of one size: `spare` stands where there is no item left."""
     size = -(-len(items) // count())
     shares = [list(items[first :: count()]) for first in range(count())]
     return [one + [spare] * (size - len(one)) for one in shares]
 
 
 def join(mine: list[T], items: int, span: int = 1) -> list[T]:
-    """What came of all `items`, in their order, from what came of each rank's `share`; more than that is left out."""
+    """Gather what each rank made of its `share` and return it in the order of all `items`; any more are dropped."""
     gathered = gather(mine)[::span]
     return [gathered[index % len(gathered)][index // len(gathered)] for index in range(items)]

@@ -1,9 +1,9 @@
-"""A few sampled responses of a run, token by token: runs/RUN/responses.parquet.
+"""Record a few sampled responses of a run, token by token: runs/RUN/responses.parquet.
 
-Some responses of every step are taken down as the trainer saw them before the step's first update. Those of every
-`every`-th step, of the first and of the last one are kept, and so are the steps before a collapse, which nobody can
-name beforehand: until there is one, the latest steps are held back. What is kept follows from the number of finished
-steps and the step of the collapse alone, so a run that was cut off and continued ends with the same file.
+Some responses of every step are recorded as the trainer saw them before the step's first update. Kept are those of
+every `every`-th step, of the first and the last one, and of the steps before a collapse. As nobody can foresee a
+collapse, the latest steps are held back until there is one. What is kept follows from the number of finished steps and
+the step of the collapse alone, so a run that was cut off and continued ends with the same file.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ PER_RESPONSE = {
     **{"step": pa.int32(), "index": pa.int32(), "chosen": pa.string(), "problem": pa.string(), "prompt": pa.string()},
     **{"answer": pa.string(), "reward": pa.float32(), "truncated": pa.bool_(), "rejected": pa.string()},
 }
-# Of each token; all lists of a row have the same length.
+# Lists with an entry per token; all lists of a row have the same length.
 PER_TOKEN = {
     "token_id": pa.int32(),
     "text": pa.string(),
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
         *(_list(name, kind) for name, kind in PER_TOKEN.items()),
     ]
 )
-# In a run with a tool: whether the model wrote a token. What a tool's token has no value of is 0.
+# In a run with a tool: whether the model wrote a token. Values that a tool's token does not have are 0.
 WRITTEN = _list("written", pa.bool_())
 FIRST, WORST = "first", "worst"
 # A character is at most four bytes, so at most four tokens.
@@ -61,10 +61,10 @@ REPLACEMENT = "\ufffd"
 
 
 class Pieces:
-    """The text of each token, so that what is recorded can be read without the tokenizer."""
+    """A decoder that gives each token its text, so that what is recorded can be read without the tokenizer."""
 
     def __init__(self, tokenizer: Any):
-        """`tokenizer` is one of transformers."""
+        """Take a tokenizer of transformers."""
         self._tokenizer = tokenizer
         # Some tokenizers drop the space before the first token: each is decoded behind another one.
         self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -72,14 +72,14 @@ class Pieces:
         self._piece = cache(lambda token_id: self._behind_anchor([token_id]))
 
     def text(self, token_ids: list[int]) -> str:
-        """All of them together, special tokens included."""
+        """Decode all tokens together, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def of(self, token_ids: list[int]) -> list[str]:
-        """A text for each token.
+        """Return a text for each token.
 
-        Where a character is spread over several tokens it is the first one's, and the others' text is empty. Bytes
-        that make no character are U+FFFD.
+        A character that is spread over several tokens goes to the first one, and the others' text is empty. Bytes that
+        make no character are U+FFFD.
         """
         pieces: list[str] = []
         while (start := len(pieces)) < len(token_ids):
@@ -99,16 +99,16 @@ class Pieces:
 
 
 class ResponseRecorder:
-    """What is recorded of a run so far. Each step calls `record`, then `settle`; `write` makes it last."""
+    """The responses of a run that are recorded so far. Each step calls `record`, then `settle`; `write` saves them."""
 
     def __init__(self, settings: KeepResponses, steps: int, tokenizer: Any, *, tools: bool = False):
-        """`steps` is the run's last step; `tools` says whether its responses may call one."""
+        """Start with no responses; `steps` is the run's last step, `tools` whether its responses may call one."""
         self._settings = settings
         self._steps = steps
         self._schema = SCHEMA.append(WRITTEN) if tools else SCHEMA
         self._pieces = Pieces(tokenizer)
         self.rows: list[dict[str, Any]] = []
-        """As in SCHEMA, ordered by step and index."""
+        """The recorded responses, as in SCHEMA, ordered by step and index."""
 
     def record(
         self,
@@ -118,11 +118,13 @@ class ResponseRecorder:
         statistics: "dict[str, torch.Tensor]",
         update: "Update",
     ) -> None:
-        """Take down `per_step` responses of a rollout of B.
+        """Record `per_step` responses of a rollout of B.
 
         The first half are its first ones, answers to the same problem if the group is large enough; the others are
-        those with the largest |log p − log q| of a token in the safe vocabulary. `step` is above all that were
-        recorded; `problems` are id and reference answer for each response; the rest is as in dvp.core.update.
+        those with the largest |log p − log q| of a token in the safe vocabulary.
+        step : above all that were recorded.
+        problems : id and reference answer for each response.
+        rollout, statistics, update : as in dvp.core.update.
         """
         mask_BT = rollout.batch.response_BT
         log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
@@ -157,7 +159,7 @@ class ResponseRecorder:
                     "answer": str(answer),
                     "reward": rollout.rewards_B[index].item(),
                     "truncated": bool(rollout.truncated_B[index]),
-                    # The rule that looks first where several dropped it; by its weight, where none did.
+                    # The first of the rules that dropped it; "bounds" if only its weight did.
                     "rejected": next((rule for rule, of_B in weights.dropped_B.items() if of_B[index]), other),
                     "token_id": response,
                     "text": self._pieces.of(response),
@@ -172,7 +174,7 @@ class ResponseRecorder:
             )
 
     def settle(self, step: int, collapsed_at: int | None) -> None:
-        """Forget what need not be kept now that `step` is finished; `collapsed_at` is the step of a collapse so far."""
+        """Drop what need not be kept now that `step` is finished; `collapsed_at` is the step of a collapse so far."""
         self.rows = [row for row in self.rows if self._is_kept(row["step"], step, collapsed_at)]
 
     def _is_kept(self, recorded: int, step: int, collapsed_at: int | None) -> bool:
@@ -189,12 +191,12 @@ class ResponseRecorder:
             pq.write_table(pa.Table.from_pylist(self.rows, schema=self._schema), temporary, compression="zstd")
 
     def restore(self, path: Path) -> None:
-        """Go on from what `write` wrote. Raises DvpError if it is no such file."""
+        """Continue from a file that `write` wrote. Raises DvpError for any other file."""
         self.rows = read_responses(path).to_pylist()
 
 
 def read_responses(path: Path) -> pa.Table:
-    """A responses.parquet, as in SCHEMA and with WRITTEN. Raises DvpError for any other file."""
+    """Read a responses.parquet, as in SCHEMA and with WRITTEN. Raises DvpError for any other file."""
     try:
         table = pq.read_table(path)
         if WRITTEN.name not in table.schema.names:  # of a run without a tool

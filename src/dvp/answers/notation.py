@@ -1,12 +1,12 @@
-r"""How answers are written: brought to one notation, and what their text alone decides.
+r"""Bring answers to one notation, and decide what their text alone decides.
 
-- A percentage is its number: 50\% is 50 and not 0.5. Data sets write either for one and the same answer.
+- A percentage is its number: 50\% is 50 and not 0.5. Data sets write 50\% and 50 for the same answer.
 - A unit may be left out or added, but not exchanged for another: 18 dollars is 18, and not 18 cents. A word that
   changes the value is no unit: 18 thousand, 18 is impossible. Letters outside of \text that make no full word are
-  variables, 3 m n, but for a few after a plain number: 3 cm, 3 lbs, 3 red cars.
-- \textbf{(A)}\ 12 is a choice with its value. It answers either, and another such where both agree.
-- A number with a base as subscript, 52_8, has that base: it answers neither 52_9 nor 52. Digits with no base do answer
-  a reference that has one: such problems say the base, and some data sets leave it out.
+  variables, 3 m n, except for a few after a plain number: 3 cm, 3 lbs, 3 red cars.
+- \textbf{(A)}\ 12 is a choice with its value. It equals the letter, the value, and a choice in which both agree.
+- A number with a base as subscript, 52_8, has that base: it equals neither 52_9 nor 52. Digits with no base do answer a
+  reference that has one: such problems say the base, and some data sets leave it out.
 - 12:30 is a time and no quotient. 5:12 may be a ratio, so its quotient answers it.
 - Words are not products of their letters: CBA is not ABC, and on is not no. A few letters that make no word, as in xy,
   are a product.
@@ -56,7 +56,7 @@ CHARACTERS = str.maketrans(
 )
 _SAME = {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lt": "<", "gt": ">", "ast": "*"}
 _SAME |= {"varnothing": r"\emptyset ", "infinity": r"\infty ", "bigcup": r"\cup "}
-_MEASURED = "[cdkm]?m|ft|in|yd|mi|s|[a-z]{4,}"  # what has squares and cubes, and full words
+_MEASURED = "[cdkm]?m|ft|in|yd|mi|s|[a-z]{4,}"  # units that have squares and cubes, and full words
 _PAIR = r"[(\[][^()\[\],]+,[^()\[\],]+[)\]]"
 _ORDERED, _ORDINAL = r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)\s*", r"\s*(st|nd|rd|th)\s*"
 _STYLE = "mathbf|boldsymbol|bm|mathrm|mathit|mathsf|mathnormal|mathtt|pmb|underline|text|boxed|fbox|ensuremath|emph"
@@ -135,9 +135,9 @@ SHORT = set(
 )
 """Abbreviations and words of up to three letters that begin a unit; others may be a product of variables."""
 _ALONE = {"in", "am", "pm"}
-"""Such only with no word after them: 5 in, but not 101 in binary."""
+"""Units only if no word follows: 5 in, but not 101 in binary."""
 _BEFORE_OTHERS = set(_words("sq cu per red big new old hot ice wet dry"))
-"""Such only with a word after them."""
+"""Beginnings of a unit only if a word follows: 3 red cars."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent"}
 _PRICE = re.compile(r"(?P<sign>-?)\s*\\?(?P<currency>[$€£¥₹])\s*(?=[\d.])")
 _PRICED = re.compile(r"(?P<value>[-+]?[\d.,/]*\d)\s*(?:\\text\s*\{\s*)?\\?(?P<currency>[$€£¥₹¢])\s*\}?")
@@ -148,7 +148,7 @@ _STYLED_CHOICE = re.compile(
     r"(?P<value>(?!.*\([A-J]\))(?!(?:\\text\s*\{\s*)?(?:and|or)\b)[^\s+*/=^_,;].*)",
     re.DOTALL,
 )
-"""One that its style tells from a factor, and its value, which names no other."""
+"""A choice whose style distinguishes it from a factor, and its value, which names no other choice."""
 _LETTER = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])\)?\s*\}?")
 _MODULUS = re.compile(r"\\pmod\s*(\{[^{}]*\}|\d+)$|\(\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod)\s*(\d+)\s*\)$")
 _CHANGES = {
@@ -166,7 +166,7 @@ _CHANGES = {
     ),
 }
 _PARTICIPLE = re.compile(r"[a-z]{2,}[^e]ed")
-"""What was done to a value, doubled or rejected, is no unit of it."""
+"""A participle, as in doubled or rejected, says what was done to a value and is no unit of it."""
 _STATES = re.compile(r"\b(?:is|are|equals)\s*:?\s*$")
 _DENIES = {"not", "no", "never", "neither", "nor", "cannot", "t"}
 _INTRODUCES = {
@@ -192,7 +192,7 @@ _VARIABLES = re.compile(r"[b-df-hj-np-tv-z]+|[a-dx-z]+")
 
 
 def plain(text: str) -> str:
-    r"""One notation for what is written in several: \frac for \dfrac, (3,4) for \left(3,4\right), \mathbf{(3,4)}."""
+    r"""Rewrite a text in one notation: \frac for \dfrac, (3,4) for \left(3,4\right) and \mathbf{(3,4)}."""
     text = text.translate(CHARACTERS)
     text = "".join(_greek(character) if "α" <= character <= "ω" else character for character in text)
     for pattern, replacement in _REWRITTEN:
@@ -209,7 +209,7 @@ def plain(text: str) -> str:
 
 
 def quantity(text: str) -> tuple[str, str]:
-    r"""The value and the unit of a plain text: ("15", "centimeter^2") for 15\text{ cm}^2; ("18", "dollar") for \$18."""
+    r"""Split a plain text into value and unit: ("15", "centimeter^2") for 15\text{ cm}^2; ("18", "dollar") for \$18."""
     if modulus := _MODULUS.search(text):
         return text[: modulus.start()].strip(), "mod " + (modulus[1] or modulus[2]).strip("{} ")
     text = re.sub(r"\(\s*([A-Za-z-]+)\s*\)$", lambda match: _unless_repeated(text, match), text).strip()
@@ -233,53 +233,59 @@ def quantity(text: str) -> tuple[str, str]:
 
 
 def exchanged(unit: str, other: str) -> bool:
-    """Whether two units are different ones; one may be left out, and so may what a rate is of: $15 per hour."""
+    """Return whether two units differ; either may be missing, and "per hour" stands for "dollar per hour"."""
     short, long = sorted((unit, other), key=len)
     return bool(short) and short != long and not (short.startswith("per ") and long.endswith(short))
 
 
 def choice(text: str) -> tuple[str, str]:
-    r"""The letter and the value of a plain text: ("A", "12") for \textbf{(A)}\ 12; ("", text) for others."""
+    r"""Split a plain text into letter and value: ("A", "12") for \textbf{(A)}\ 12; ("", text) if it is no choice."""
     match = _STYLED_CHOICE.fullmatch(text)
     return (match[1], match["value"]) if match else ("", text)
 
 
 def letter(text: str) -> str:
-    r"""The A of a plain text A, (A) or \text{(A)}; nothing for others."""
+    r"""Return the letter of a plain text A, (A) or \text{(A)}; nothing for others."""
     match = _LETTER.fullmatch(text)
     return match[1] if match else ""
 
 
 def cardinal(text: str) -> str:
-    """70 for 70th or 70^{th}; other plain texts as they are. A product may look like it, so ask only for a number."""
+    """Return 70 for 70th or 70^{th}; other plain texts as they are.
+
+    A product may look like an ordinal, so call this only if a number is expected.
+    """
     match = _BARE_ORDINAL.fullmatch(text)
     return (_cardinal(*match.groups()) if match else "") or text
 
 
 def decided(reference: str, answer: str) -> bool | None:
-    """Whether two plain texts are equal, where their text says so; None where mathematics has to say it."""
+    """Return whether two plain texts are equal if their text decides it; None if mathematics has to."""
     verdicts = (decide(reference, answer) for decide in (_same_base, _same_time, _same_word))
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def listed(text: str) -> str:
-    r"""A plain text with \land and \lor for `and` and `or`."""
+    r"""Replace `and` and `or` in a plain text by \land and \lor."""
     return _JOINED.sub(lambda match: {"and": r"\land ", "or": r"\lor "}[match["text"] or match["word"]], text)
 
 
 def has_words(text: str) -> bool:
-    r"""Whether words stand outside of \text, which are no mathematics."""
+    r"""Return whether words, which are no mathematics, stand outside of \text."""
     outside = re.sub(r"\\text\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+", " ", text)
     return any(is_word(run) for run in re.findall(r"[A-Za-z]{3,}", outside) if run not in FUNCTIONS)
 
 
 def is_word(run: str) -> bool:
-    """Whether letters make a word, and no product of variables."""
+    """Return whether letters form a word and not a product of variables."""
     return not (_VARIABLES.fullmatch(run.lower()) and len(run) < 6) and not run.isupper()
 
 
 def introduces(words: str) -> bool:
-    """Whether words before a number only lead to it: the number of ways is, x =; and do not change it: twice, up to."""
+    """Return whether words before a number only lead to it: the number of ways is, x =.
+
+    Words that change it do not: twice, up to.
+    """
     words = re.sub(r"\b[A-Za-z]\s*=", "", words).lower()
     found = set(re.findall(r"[^\W\d_]+", words))
     return found <= _INTRODUCES or (bool(_STATES.search(words)) and not found & _DENIES)
@@ -290,7 +296,7 @@ def _greek(character: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    r"""Without a full stop, quotation marks, and braces or a style around the whole: 70 for \boldsymbol{70}."""
+    r"""Strip a full stop, quotation marks, and braces or a style around the whole: 70 for \boldsymbol{70}."""
     text = text.strip().strip('`"“”‘').strip()
     text = text.removesuffix("\\\\").removesuffix(".").rstrip() if not text.endswith("..") else text
     opening = _WRAPPED.match(text)
@@ -306,19 +312,19 @@ def _unwrapped(text: str) -> str:
 
 
 def _unless_repeated(text: str, match: re.Match) -> str:
-    """Nothing for the (five) of 5 (five)."""
+    """Return nothing for the (five) of 5 (five), other matches as they are."""
     word = match[1].lower()
     return "" if word in _NUMERALS and text[: match.start()].strip() == str(_NUMERALS.index(word)) else match[0]
 
 
 def _cardinal(number: str, ending: str) -> str:
-    """The number of an ordinal with the right ending; nothing for another."""
+    """Return the number of an ordinal with the right ending; nothing for a wrong one."""
     right = "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
     return number if ending == right else ""
 
 
 def _fractions(text: str) -> str:
-    r"""\frac for \over and \binom for \choose, of all that is in their braces, or of the whole text."""
+    r"""Replace \over by \frac and \choose by \binom, with all that is in their braces or in the whole text."""
     while match := _INFIX.search(text):
         start, end = _group(text, match.start())
         name = {"over": "frac", "choose": "binom"}[match[1]]
@@ -328,7 +334,7 @@ def _fractions(text: str) -> str:
 
 
 def _group(text: str, place: int) -> tuple[int, int]:
-    """Start and end of what the braces around a place hold, or of the whole text."""
+    """Return start and end of the content of the braces around a place, or of the whole text."""
     starts, depth = [0], 0
     for brace in _BRACE.finditer(text, 0, place):
         if brace[0] == "{":
@@ -343,7 +349,7 @@ def _group(text: str, place: int) -> tuple[int, int]:
 
 
 def _begins_short(words: str) -> bool:
-    """Whether words after a plain number begin with a SHORT one, and are no product of variables."""
+    """Return whether words after a plain number begin with a SHORT one and are no product of variables."""
     first, *others = re.findall(r"[A-Za-z]+", words.replace(".", ""))
     first = first if first in SHORT else first[0].lower() + first[1:]
     if first in _ALONE:
@@ -358,7 +364,7 @@ def _is_no_unit(word: str) -> bool:
 
 
 def _unit(text: str, power: str | None) -> str:
-    """The unit in one spelling; nothing if the words are none."""
+    """Return the unit in one spelling; nothing if the words are not a unit."""
     words = re.findall("[A-Za-z]+", re.sub(r"/|(?<=\s)an?(?=\s)", " per ", text.replace(".", "")))
     if text.endswith("%") or text == "\\degree":
         return "percent" if text.endswith("%") else "degree"
@@ -375,12 +381,12 @@ def _unit(text: str, power: str | None) -> str:
 
 
 def _canonical(match: re.Match) -> str:
-    """A number with its base as 52_{8}."""
+    """Rewrite a number with its base as 52_{8}."""
     base = _reduced(match["base"]).strip("()").removeprefix("base").lower()
     if base in _NUMERALS:
         base = str(_NUMERALS.index(base))
     digits = re.sub(r"[,\s]", "", match["wrapped"] or match["digits"])
-    # A letter is a digit of a base above ten; of a smaller one it is a name, as in 10C_5.
+    # In a base above ten a letter is a digit; in a smaller one it is a name, as in 10C_5.
     if not base or (not digits.replace(".", "").isdecimal() and not (base.isdecimal() and int(base) > 10)):
         return match[0]
     return f"{digits.lstrip('0') or '0'}_{{{base}}}"
@@ -415,7 +421,10 @@ def _same_time(reference: str, answer: str) -> bool | None:
 
 
 def _same_word(reference: str, answer: str) -> bool | None:
-    """Words in any case, and single letters if one is a choice, (B); letters that may be variables as they stand."""
+    """Compare texts as words in any case, or as choices if one is (B); None if that does not decide.
+
+    Letters that may be variables are compared as they stand.
+    """
     words = [_reduced(_CHOICE.sub(r"(\1)", text)) for text in (reference, answer)]
     bare = [word.strip("()") for word in words]
     if words != bare and all(re.fullmatch("[A-Za-z]", word) for word in bare):
@@ -428,5 +437,5 @@ def _same_word(reference: str, answer: str) -> bool | None:
 
 
 def _reduced(text: str) -> str:
-    r"""Without \text and the like, braces, spaces and dollar signs."""
+    r"""Remove \text and the like, braces, spaces and dollar signs."""
     return _LAYOUT.sub("", _TEXT.sub("", text))

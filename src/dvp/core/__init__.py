@@ -1,8 +1,9 @@
 """The mathematics of the method as pure functions of tensors: no framework, no state.
 
-It needs torch, and pydantic, which checks the settings of its rules for an experiment and for a library's user alike.
+It needs torch, and pydantic, which checks the settings of its rules for experiments and library users alike.
 
-The names of `PUBLIC` are a library (docs/library.md) and are kept. A module is imported when a name of it is asked for.
+The names in `PUBLIC` are a stable library interface (docs/library.md). A module is imported when one of its names is
+first used.
 """
 
 from importlib import import_module

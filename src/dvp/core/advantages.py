@@ -1,7 +1,7 @@
 """Advantages of outcome rewards (docs/method.md, "Advantages").
 
-Every advantage is a function of `Responses` and gives one value a token, so that the loss need not know which one it
-got. All but the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
+Every advantage is a function of `Responses` and returns one value per token, so that the loss treats all alike. All but
+the optimal token baselines (OTB [O], arXiv 2602.07078) are constant over a response.
 
 Shape suffixes: B responses, T token positions, P prompts, G responses to one prompt, K model tokens (the k-th token
 that the model itself wrote, whatever its position).
@@ -15,31 +15,32 @@ from dataclasses import dataclass
 from dvp.core.lazy import no_grad, torch
 
 ADVANTAGES: dict[str, Callable[[Responses], torch.Tensor]] = {}
-"""Each gives (B, T) in the rewards' type and units (if divided by a std: none), 0 where mask_BT is False."""
+"""Advantages by name. Each returns (B, T) in the rewards' type and units (none if divided by a std), 0 where mask_BT
+is False."""
 BY_TOKEN: set[str] = set()
-"""The names of those whose values differ between the tokens of a response."""
+"""Names of the advantages whose values differ between the tokens of a response."""
 NEED_A_GROUP: set[str] = set()
-"""The names of those that are 0 where a prompt has one response."""
+"""Names of the advantages that are 0 if a prompt has a single response."""
 
-# Both as published: in the divisor of GRPO's standard deviation and of OTB's Σ W.
+# Published constants: STD_EPSILON is added to GRPO's standard deviation, ENERGY_EPSILON to OTB's Σ W.
 STD_EPSILON = 1e-6
 ENERGY_EPSILON = 1e-8
 
 
 def by_response(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
-    """Let experiments name an advantage that has one value a response."""
+    """Register an advantage that is constant over a response, under its function's name."""
     ADVANTAGES[advantage.__name__] = advantage
     return advantage
 
 
 def by_token(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
-    """Let experiments name an advantage that has one value a token."""
+    """Register an advantage whose value differs between the tokens of a response."""
     BY_TOKEN.add(advantage.__name__)
     return by_response(advantage)
 
 
 def compares(advantage: Callable[[Responses], torch.Tensor]) -> Callable[[Responses], torch.Tensor]:
-    """Refuse an advantage where a prompt has one response, of which it says nothing: it is 0 there."""
+    """Mark an advantage that is 0 for a single response per prompt, so that experiments refuse it with group_size 1."""
     NEED_A_GROUP.add(advantage.__name__)
     return advantage
 
@@ -49,19 +50,19 @@ class Responses:
     """B graded responses; the G responses to a prompt are consecutive rows."""
 
     rewards_B: torch.Tensor
-    """One float reward a response; NaN where it was not graded. That one is no member of its group: the others have the
-    advantages of a group without it."""
+    """One float reward per response; NaN if it was not graded. Such a response does not count as a member of its group:
+    the others get the advantages of a group without it."""
     mask_BT: torch.Tensor
     """bool, True at the tokens that the model wrote: False at prompt and padding, and in a multi-turn response also
     where the environment wrote. Cleared for a response that was not graded."""
     group_size: int
     """G ≥ 1."""
     proxy_BT: torch.Tensor
-    """w_t of `optimal_token_proxy`, or what it stands for: a token's true squared gradient norm. Any value, NaN too,
+    """w_t of `optimal_token_proxy`, or the true squared gradient norm that it approximates. Any value, NaN included,
     where mask_BT is False."""
     ratio_BT: torch.Tensor
-    """The importance weights r_t that the loss applies, which enter W as squares; ones when there is no correction.
-    Any value, NaN too, where mask_BT is False."""
+    """The importance weights r_t that the loss applies, which enter W squared; ones without a correction. Any value,
+    NaN included, where mask_BT is False."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask_BT", self.mask_BT & ~self.rewards_B.isnan()[:, None])
@@ -69,10 +70,10 @@ class Responses:
 
 @no_grad
 def optimal_token_proxy(log_prob_BT: torch.Tensor, sum_p_squared_BT: torch.Tensor) -> torch.Tensor:
-    """OTB's proxy w_t = 1 − 2p_t(y_t) + Σ_v p_t(v)² of the squared norm of a token's gradient.
+    """Return OTB's proxy w_t = 1 − 2p_t(y_t) + Σ_v p_t(v)² of the squared norm of a token's gradient.
 
-    It is the squared norm in logit space: ∇_z log p(y) = e_y − p, and ‖e_y − p‖² = (1 − p_y)² + Σ_{v≠y} p_v². Computed
-    in this second form, with the sum held between 0 and (1 − p_y)², its largest possible value: the first form
+    It is the squared norm in logit space: ∇_z log p(y) = e_y − p, and ‖e_y − p‖² = (1 − p_y)² + Σ_{v≠y} p_v². The
+    second form is computed, with its sum held between 0 and (1 − p_y)², its largest possible value: the first form
     cancels where p_y → 1, and in float32 gives negative "norms" that can make OTB divide by nothing.
 
     Given log p of the sampled tokens (nats) and Σ_v p(v)² of the same distribution, full or pruned. Returns w in [0, 2)
@@ -116,7 +117,7 @@ def opo(responses: Responses) -> torch.Tensor:
     length_PG = (responses.mask_BT.sum(dim=1) * ~_rejected(responses)).reshape(relative_PG.shape)
     total_P1 = length_PG.sum(dim=1, keepdim=True)
     baseline_P1 = (length_PG * relative_PG).sum(dim=1, keepdim=True) / total_P1.clamp(min=1)
-    # Of a group of which nothing is kept A = R; the loss gives it no weight.
+    # If a whole group was rejected, A = R; the loss gives it weight 0 anyway.
     return _constant(responses, torch.where(total_P1 > 0, relative_PG - baseline_P1, _grouped_rewards(responses)))
 
 
@@ -172,25 +173,26 @@ def otb_leave_one_out(responses: Responses) -> torch.Tensor:
 def otb_variance_readouts(
     advantage_BT: torch.Tensor, weight_BT: torch.Tensor, responses: Responses, gradient_norm: float
 ) -> dict[str, float | None]:
-    """OTB's own variance read-outs (docs/method.md, "Advantages" [O]) of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p.
+    """Return OTB's variance read-outs of ḡ = (1/N) Σ_i ĝ_i, ĝ_i = Σ_t A r ∇log p (docs/method.md, "Advantages" [O]).
 
     Usable with every advantage. N = B: all responses count as independent, so differences between prompts' gradients
     count as noise, and what members of a group share through their baseline does not.
 
     Args:
-        advantage_BT, weight_BT: A and r that the loss applied, r 0 where a mask left out; not that of `responses`.
-        gradient_norm: ‖ḡ‖ in the parameters, before clipping, of the sum over tokens averaged over the N responses;
-            0 for a skipped step. It cannot come from the proxy: each response has logits of its own, so over logits
-            ‖ḡ‖² is mean(A²W)/N whatever the gradients' directions.
+        advantage_BT, weight_BT: A and r that the loss applied, with r 0 where a mask left a token out, unlike that of
+            `responses`.
+        gradient_norm: ‖ḡ‖ in the parameters, before clipping, of the sum over tokens averaged over the N responses; 0
+            for a skipped step. It cannot come from the proxy: each response has logits of its own, so over logits ‖ḡ‖²
+            is mean(A²W)/N whatever the gradients' directions.
 
     Returns:
         otb_signal: ‖ḡ‖².
         otb_power: mean(A²W) = mean_i Σ_t A² r² w, the proxy of mean ‖ĝ_i‖²; for a constant A it is A² W at the last
             token, and for a token-level A the sum stays exact in logit space (verl's metric averages A first).
         otb_noise: (power − signal)/(N − 1); None for N = 1. If power were mean ‖ĝ_i‖² itself, this would be the
-            unbiased estimate of the trace of ḡ's variance. Signal is measured over parameters and power over
-            logits, so they differ by the network's Jacobian: follow it over one run, do not read it as a variance.
-            Not cut at 0: negative says that this scale is far from 1.
+            unbiased estimate of the trace of ḡ's variance. Signal is measured over parameters and power over logits, so
+            they differ by the network's Jacobian: follow it over one run, do not read it as a variance. Not cut at 0: a
+            negative value says that this scale is far from 1.
     """
     energy_BT = advantage_BT.double().square() * weight_BT.double().square() * responses.proxy_BT.double()
     count = len(responses.rewards_B)
@@ -204,36 +206,36 @@ def otb_variance_readouts(
 
 
 def _graded(responses: Responses) -> torch.Tensor:
-    """Which responses have a reward, bool (P, G)."""
+    """Return which responses have a reward, bool (P, G)."""
     return ~responses.rewards_B.reshape(-1, responses.group_size).isnan()
 
 
 def _grouped_rewards(responses: Responses) -> torch.Tensor:
-    """(P, G), 0 where there is none."""
+    """Return the rewards by prompt, (P, G); 0 for ungraded responses."""
     return responses.rewards_B.reshape(-1, responses.group_size).where(_graded(responses), 0.0)
 
 
 def _rejected(responses: Responses) -> torch.Tensor:
-    """Which responses have no token whose r is not 0, bool (B,)."""
+    """Return which responses have no token with r ≠ 0, bool (B,)."""
     return ~(responses.mask_BT & (responses.ratio_BT != 0)).any(dim=1)
 
 
 def _relative(responses: Responses) -> torch.Tensor:
-    """Rewards less the first of their group: exactly 0 if all are equal, which R − R̄ in floats need not be."""
+    """Subtract the group's first reward, (P, G): exactly 0 if all are equal, which R − R̄ in floats need not be."""
     rewards_PG, graded_PG = _grouped_rewards(responses), _graded(responses)
     first_P1 = rewards_PG.gather(1, graded_PG.long().argmax(dim=1, keepdim=True))
     return torch.where(graded_PG, rewards_PG - first_P1, 0.0)
 
 
 def _centred(responses: Responses) -> torch.Tensor:
-    """R_i − R̄, (P, G); 0 where there is no reward."""
+    """Return R_i − R̄, (P, G); 0 for ungraded responses."""
     relative_PG, graded_PG = _relative(responses), _graded(responses)
     mean_P1 = relative_PG.sum(dim=1, keepdim=True) / graded_PG.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(graded_PG, relative_PG - mean_P1, 0.0)
 
 
 def _over_std(responses: Responses, dim: int | tuple[int, ...]) -> torch.Tensor:
-    """R_i − R̄ over its standard deviation along `dim`, (P, G); 0 where there is but one."""
+    """Return R_i − R̄ over its standard deviation along `dim`, (P, G); 0 if only one response is graded."""
     centred_PG = _centred(responses)
     sum_of_squares = centred_PG.square().sum(dim=dim, keepdim=True)
     count = _graded(responses).sum(dim=dim, keepdim=True)
@@ -241,12 +243,12 @@ def _over_std(responses: Responses, dim: int | tuple[int, ...]) -> torch.Tensor:
 
 
 def _constant(responses: Responses, advantage_PG: torch.Tensor) -> torch.Tensor:
-    """One value a response, at its model tokens."""
+    """Spread one value per response over its model tokens, (B, T)."""
     return torch.where(responses.mask_BT, advantage_PG.reshape(-1, 1), 0.0)
 
 
 def _energy(responses: Responses) -> tuple[torch.Tensor, torch.Tensor]:
-    """W aligned on model tokens, (P, G, K), 0 where no longer alive; and which are alive."""
+    """Return W aligned on model tokens, 0 past a response's end, and which tokens exist (bool), both (P, G, K)."""
     mask_BT = responses.mask_BT
     length_B1 = mask_BT.sum(dim=1, keepdim=True)
     alive_BK = torch.arange(mask_BT.shape[1], device=mask_BT.device) < length_B1
@@ -259,7 +261,7 @@ def _energy(responses: Responses) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _at_tokens(responses: Responses, advantage_PGK: torch.Tensor, alive_PGK: torch.Tensor) -> torch.Tensor:
-    """Values aligned on model tokens back at their positions."""
+    """Put values aligned on model tokens back at their positions, (B, T)."""
     mask_BT = responses.mask_BT
     zeros_BT = torch.zeros(mask_BT.shape, dtype=advantage_PGK.dtype, device=mask_BT.device)
     return zeros_BT.masked_scatter(mask_BT, advantage_PGK[alive_PGK])

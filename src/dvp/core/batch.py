@@ -1,4 +1,4 @@
-"""Responses side by side: token ids and masks (Batch), and with what the engine and the verifier say of them (Rollout).
+"""Batches of responses: token ids and masks (Batch), with the engine's log-probs and the rewards (Rollout).
 
 Shape suffixes: B responses, T token positions (prompt, response and padding), N flattened response tokens, b some of
 the responses.
@@ -13,7 +13,7 @@ import torch
 from dvp.core.kept_sets import KeptSets
 
 LONGEST_SHARED = 4096
-"""Tokens of a row in which several responses share their prompt: its attention mask has this many entries squared."""
+"""Most tokens of a row whose responses share a prompt: its attention mask has this many entries squared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +26,10 @@ class Batch:
     """bool, True at the tokens that the model wrote: False at the prompt, at padding, and where a tool's answer stands
     in a response, which is context like the prompt. The last token of a response is the model's."""
     kept: tuple[KeptSets, ...] | None = None
-    """Of each response the sets that its own tokens were sampled from; None where the engine did not report them."""
+    """For each response the sets that its own tokens were sampled from; None if the engine did not report them."""
     shared_B2: torch.Tensor | None = None
-    """For each response a number, and the tokens of its prompt: consecutive ones of a number share it (`Shared`)."""
+    """For each response a group number and the length of its prompt; consecutive responses of one number share their
+    prompt (`Shared`)."""
 
     @staticmethod
     def collate(
@@ -38,10 +39,11 @@ class Batch:
         written: Sequence[list[bool] | None] | None = None,
         kept: Sequence[KeptSets] | None = None,
     ) -> "Batch":
-        """Prompts and responses side by side, padded on the right with `pad`.
+        """Put prompts with their responses side by side, padded on the right with `pad`.
 
-        written : for each response which of its tokens the model wrote; None where it wrote all of them.
-        kept : see the class.
+        Args:
+            written: for each response which of its tokens the model wrote; None if it wrote all of them.
+            kept: see the class.
         """
         length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
         tokens_BT = torch.full((len(prompts), length), pad)
@@ -54,7 +56,7 @@ class Batch:
         return Batch(tokens_BT, response_BT, None if kept is None else tuple(kept))
 
     def rows(self, rows_b: torch.Tensor) -> "Batch":
-        """These rows only, cut to the longest of them."""
+        """Return these rows, cut to the longest of them."""
         length = int(self.lengths()[rows_b].max())
         return replace(
             self.whole_rows(rows_b),
@@ -63,14 +65,14 @@ class Batch:
         )
 
     def whole_rows(self, rows_b: torch.Tensor) -> "Batch":
-        """These rows only, at full width."""
+        """Return these rows at full width."""
         shared_b2 = None if self.shared_B2 is None else self.shared_B2[rows_b]
         if shared_b2 is not None and len(shared_b2[:, 0].unique()) == len(shared_b2):
             shared_b2 = None  # each by itself, so that attention needs no mask but the causal one
         return Batch(self.tokens_BT[rows_b], self.response_BT[rows_b], self.kept_of(rows_b), shared_b2)
 
     def only(self, counted_BT: torch.Tensor) -> "Batch":
-        """The same, but that of a response's own tokens only those of this mask (bool) are scored."""
+        """Return the batch with only those response tokens scored that are in this mask (bool)."""
         kept = self.kept and tuple(
             sets.states(counted_T[own_T].nonzero()[:, 0])
             for sets, own_T, counted_T in zip(self.kept, self.response_BT, counted_BT, strict=True)
@@ -78,28 +80,29 @@ class Batch:
         return replace(self, response_BT=self.response_BT & counted_BT, kept=kept)
 
     def kept_of(self, rows_b: torch.Tensor) -> tuple[KeptSets, ...] | None:
-        """`kept` of these rows only."""
+        """Return `kept` of these rows."""
         return None if self.kept is None else tuple(self.kept[row] for row in rows_b.tolist())
 
     def lengths(self) -> torch.Tensor:
-        """Tokens of each row, prompt and response, (B,)."""
+        """Return the number of tokens of each row, prompt and response, (B,)."""
         # A response is never empty and ends with the model's token, so a row's last True is its last real token.
         return (self.response_BT * torch.arange(1, self.response_BT.shape[1] + 1, device=self.response_BT.device)).amax(
             dim=1
         )
 
     def micro_batches(self, tokens: int, rows_b: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Rows for one pass each: the longest first, those of like length together, so that little is padded.
+        """Split rows into forward passes: the longest first, like lengths together, so that little is padded.
 
-        Responses that share their prompt are together, as far as one pass has room.
+        Responses that share their prompt stay together if one pass has room for them.
 
-        tokens : at most so many positions a pass, padding included; a row that is longer has a pass of its own.
-        rows_b : which rows; all if not given.
+        Args:
+            tokens: most positions per pass, padding included; a longer row gets a pass of its own.
+            rows_b: the rows to split; all by default.
         """
         rows_b = torch.arange(len(self.tokens_BT)) if rows_b is None else rows_b
         units = []
         for length, unit in self.whole_rows(rows_b).units():
-            # Of one that has no room the responses go by themselves.
+            # If a group does not fit into one pass, its responses are placed one by one.
             units += [(length, unit)] if length <= tokens else [(length, [row]) for row in unit]
         parts = []
         for alone in (True, False):  # a pass of rows that share has a mask as large as its longest row squared
@@ -111,7 +114,10 @@ class Batch:
         return parts
 
     def units(self) -> list[tuple[int, list[int]]]:
-        """Rows that a model computes as one, and how many tokens that has: each by itself, or those that share."""
+        """Return the groups of rows that the model computes as one sequence, each with the sequence's tokens.
+
+        A row is a group by itself unless it shares its prompt.
+        """
         lengths = self.lengths().tolist()
         if self.shared_B2 is None:
             return [(length, [row]) for row, length in enumerate(lengths)]
@@ -124,12 +130,13 @@ class Batch:
         return units
 
     def sharing_prompts(self, width: int, tokens: int) -> "Batch":
-        """The same, with prompts to be computed once if that is less work for a model of this width.
+        """Return the batch with shared prompts computed once, if that is less work for a model of this width.
 
-        A layer takes about 24 width² operations a token, and 4 width for each pair of tokens: half of the pairs of a
-        row under a causal mask alone, all pairs of a row under another mask.
+        A layer takes about 24 width² operations per token, and 4 width per pair of tokens: half of a row's pairs under
+        a causal mask, all of them under another mask.
 
-        tokens : at most so many in a row where responses share.
+        Args:
+            tokens: most tokens of a row in which responses share a prompt.
         """
         prompt_B, lengths_B = self.response_BT.int().argmax(dim=1), self.lengths()
         numbers: list[int] = []
@@ -151,17 +158,17 @@ class Batch:
         return shared if work(shared, 1.0) < work(self, 0.5) else self
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
+        """Return the batch on another device."""
         kept = None if self.kept is None else tuple(sets.to(device) for sets in self.kept)
         return replace(self, tokens_BT=self.tokens_BT.to(device), response_BT=self.response_BT.to(device), kept=kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A batch with responses behind each other, after a prompt that is there once.
+    """A batch whose rows hold a prompt once, followed by all the responses that share it.
 
-    A token sees the prompt and what is before it in its own response, at the positions of a row by itself: a model of
-    attention alone says the same of it, but for rounding.
+    A token sees the prompt and the earlier tokens of its own response, at the positions that it has in a row by itself.
+    A model that is attention alone therefore computes the same, up to rounding.
     """
 
     tokens_RL: torch.Tensor
@@ -170,11 +177,11 @@ class Shared:
     part_RL: torch.Tensor
     """int64: 0 for the prompt, then a number for each response of the row; -1 for padding."""
     place_N: torch.Tensor
-    """Where each scored token of the batch, row by row, is predicted: indices into R × L."""
+    """For each scored token of the batch, row by row, the index into R × L at which it is predicted."""
 
     @staticmethod
     def of(batch: Batch) -> "Shared":
-        """Lay out a batch whose `shared_B2` is known."""
+        """Lay out a batch whose `shared_B2` is set."""
         units, lengths = batch.units(), batch.lengths().tolist()
         longest = max(length for length, _ in units)
         tokens_RL, position_RL = (torch.zeros((len(units), longest), dtype=torch.long) for _ in range(2))
@@ -205,7 +212,7 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """B graded responses, the responses to a prompt in consecutive rows."""
+    """B graded responses; the responses to a prompt are consecutive rows."""
 
     batch: Batch
     infer_log_prob_BT: torch.Tensor
@@ -213,10 +220,10 @@ class Rollout:
     rewards_B: torch.Tensor
     """float."""
     truncated_B: torch.Tensor
-    """bool: the response was cut off at its longest."""
+    """bool: the response was cut off at the length limit."""
 
     def rows(self, rows_b: torch.Tensor) -> "Rollout":
-        """These responses only, at full width."""
+        """Return these responses at full width."""
         return Rollout(
             self.batch.whole_rows(rows_b),
             self.infer_log_prob_BT[rows_b],
@@ -226,12 +233,12 @@ class Rollout:
 
 
 def unflatten(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Per-token values back at their positions, (B, T); 0 (False) elsewhere. Carries gradients."""
+    """Put per-token values back at their positions, (B, T); 0 (False) elsewhere. Carries gradients."""
     return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
 
 
 def unflatten_parts(parts: list[torch.Tensor], values: list[torch.Tensor], mask_BT: torch.Tensor) -> torch.Tensor:
-    """Like `unflatten`, of values that were made some rows at a time: `parts` are those rows, `values` theirs."""
+    """Put values computed some rows at a time back like `unflatten`: `parts` are the rows, `values` theirs."""
     values_BT = torch.zeros(mask_BT.shape, dtype=values[0].dtype)
     for rows_b, values_n in zip(parts, values, strict=True):
         values_BT[rows_b] = unflatten(values_n, mask_BT[rows_b])

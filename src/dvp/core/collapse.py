@@ -1,4 +1,4 @@
-"""When did a run collapse? (docs/method.md, "Diagnostics", the last item)."""
+"""Detect when a run collapsed (docs/method.md, "Diagnostics", the last item)."""
 
 import math
 from collections import deque
@@ -8,10 +8,10 @@ FALL, PATIENCE = 0.5, 8
 
 
 class CollapseDetector:
-    """The first step at which the mean reward of `PATIENCE` steps is below `FALL` times the highest such mean before.
+    """A detector of the first step at which the mean reward falls far below its best.
 
-    It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands
-    where it stood.
+    That is: the mean of `PATIENCE` steps is below `FALL` times the highest such mean before. It sees only the metrics
+    of finished steps, so a resumed run that replays the same rows reaches the same state.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Read-outs of the train/inference mismatch (docs/method.md, "Diagnostics").
 
-Every statistic is of the unclamped, untruncated ratios r = exp(log_ratio), in float64, where log_ratio is
-log p − log q of tokens sampled from q, and d = −log_ratio: what the corrections cut off is the very thing to be
-watched.
+Every statistic uses the unclamped, untruncated ratios r = exp(log_ratio), in float64, where log_ratio is log p − log q
+of tokens sampled from q, and d = −log_ratio: these read-outs watch exactly what the corrections cut off.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from dvp.core.update import Update
 
 LOW_RATIO = 1e-4
-# p below which a sampled token counts as one of the tail: there the factor 1 − p of the bounds no longer falls.
+# A sampled token with p below this counts as tail: there the factor 1 − p of the bounds is practically 1.
 TAIL_PROBABILITY = 1e-2
 
 
@@ -35,14 +34,14 @@ def mismatch_metrics(
     Args:
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
         mask_BT: bool, True at the response's tokens that have a ratio.
-        pruned_BT: bool, True at those that p gives nothing to: their log-ratio is not looked at. None: there are none.
-            There is a token of either kind.
+        pruned_BT: bool, True at the response's tokens with p = 0, whose log-ratio is ignored; None: there are none.
+            At least one token must be in one of the two masks.
 
     Returns:
         Token level, over the masked tokens:
             k1: mean(log q − log p) = mean(d), an unbiased estimate of KL(q‖p), of either sign.
-            k3: mean(r − log r − 1), the same, never negative but for rounding; low by the mass that p has where q
-                has none, when both are pruned and V_S is not within V'_S.
+            k3: mean(r − log r − 1), an estimate of it that is never negative but for rounding; too low by the mass
+                that p has where q has none, if both are pruned and V_S is not within V'_S.
             chi2: mean(r²) − 1, over the pruned tokens too, whose r is 0.
             max_abs_log_ratio, ratio_outside_0.9_1.1 (a fraction of the tokens).
         Sequence level, over the sequences that have a token of either kind:
@@ -57,7 +56,7 @@ def mismatch_metrics(
     log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0).double()[sequence_B]
     log_ratio_N = log_ratio_BT[mask_BT[sequence_B]]
 
-    # Of 0 tokens the sums below are 0, whatever they are divided by.
+    # Without tokens the sums below are 0, so the divisor does not matter.
     count, every = max(log_ratio_N.numel(), 1), log_ratio_N.numel() + pruned_BT.sum().item()
     # expm1 keeps the digits of ratios near 1; dividing before the sum, e^700s cannot add up to infinity.
     k3_N = log_ratio_N.clamp(max=MAX_EXPONENT).expm1() - log_ratio_N
@@ -80,7 +79,7 @@ def mismatch_metrics(
 
 
 def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], update: Update) -> dict[str, float]:
-    """All read-outs of a rollout before the trainer moves; `statistics` and `update` as in `make_update`."""
+    """Compute all read-outs of a rollout before the trainer moves; arguments as in `make_update`, and its result."""
     batch = rollout.batch
     mask_BT, safe_BT = batch.response_BT, statistics["target_in_safe"]
     log_ratio_BT = statistics["pruned_log_prob"] - rollout.infer_log_prob_BT
@@ -92,9 +91,9 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
     def mean(name: str) -> float:
         return statistics[name][mask_BT].float().mean().item()
 
-    none_B = torch.zeros_like(update.weights.kept_B)  # a kind of correction may have other rules
+    none_B = torch.zeros_like(update.weights.kept_B)  # other kinds of correction may have other rules
     return {
-        # Prompts whose responses were not all rewarded alike: by the others the policy learns nothing.
+        # Prompts whose responses differ in reward: the policy learns nothing from the others.
         "mixed_groups_fraction": ((rewards_PG != first_P1) & ~rewards_PG.isnan()).any(dim=1).float().mean().item(),
         # Between the policies that were sampled: pruned ones if the run has a safe vocabulary, else full ones. The
         # log-prob of a token outside V_S is a convention; such tokens are counted below, not averaged here.
@@ -107,7 +106,7 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
         "safe_size": mean("safe_size"),
         "outside_safe_fraction": (mask_BT & ~safe_BT).sum().item() / tokens,
         "kept_fraction": update.weights.kept_B.float().mean().item(),
-        # By a single ratio, below the veto or outside the trust region.
+        # Rejected because of a single ratio, below the veto or outside the trust region.
         "vetoed_fraction": (dropped_B.get("veto", none_B) | dropped_B.get("trust_region", none_B))
         .float()
         .mean()
@@ -120,14 +119,14 @@ def rollout_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor], updat
 
 @torch.no_grad()
 def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Read-outs that an engine which reports its sets gives on top (docs/method.md, "log Z' of the engine").
+    """Compute the read-outs that need the engine's sets (docs/method.md, "log Z' of the engine").
 
     Returns:
-        unpruned_k3, unpruned_ess: as in `mismatch_metrics`, of the unpruned p/q, where log q = log q^mp + log Z'. The
-            tokens are those of q^mp: of q outside its sets they say nothing.
+        unpruned_k3, unpruned_ess: as in `mismatch_metrics`, for the unpruned p/q, where log q = log q^mp + log Z'. The
+            tokens are sampled from q^mp and say nothing about q outside its sets.
         engine_pruned_mass_mean: 1 − Z'.
-        set_overlap_mean: |V_S ∩ V'_S| / |V_S ∪ V'_S|, of what the rule gives on either side's logits.
-        sets_bytes: of the ids that are kept for a step.
+        set_overlap_mean: |V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's sets on the trainer's and on the engine's logits.
+        sets_bytes: bytes of the ids that are kept for a step.
     """
     mask_BT, sets = rollout.batch.response_BT, KeptSets.cat(rollout.batch.kept)
     log_q_BT = rollout.infer_log_prob_BT.clone()
@@ -144,9 +143,9 @@ def set_metrics(rollout: Rollout, statistics: dict[str, torch.Tensor]) -> dict[s
 
 @torch.no_grad()
 def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """Mean |d| (nats) of the sampled tokens that the trainer finds unlikely, p < 0.01; 0 if there is none.
+    """Return the mean |d| (nats) of sampled tokens that the trainer finds unlikely, p < 0.01; 0 if there are none.
 
-    Arguments as in `mismatch_metrics`, and log p over the full vocabulary.
+    Arguments as in `mismatch_metrics`; log_prob_BT is log p over the full vocabulary.
     """
     d_N = log_ratio_BT[mask_BT & (log_prob_BT < math.log(TAIL_PROBABILITY))].double().abs()
     return d_N.mean().item() if len(d_N) else 0.0
@@ -154,13 +153,13 @@ def tail_mismatch(log_ratio_BT: torch.Tensor, log_prob_BT: torch.Tensor, mask_BT
 
 @torch.no_grad()
 def pruned_mass_metrics(pruned_mass_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """What pruning removes: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
+    """Estimate what pruning removes: |J_mp − J| ≤ R_max · E[Σ_t (1 − Z_t)] for R in [0, R_max], twice that for ±R_max.
 
-    (docs/method.md, Theory 5.) The expectation is over the trainer's responses, full or pruned. What is measured is the
-    mean over the engine's responses. It is an estimate, as good as the two agree, and not a bound.
+    (docs/method.md, Theory 5.) The bound's expectation is over the trainer's responses, full or pruned; measured is the
+    mean over the engine's responses. It is therefore an estimate, as good as the two agree, and not a bound.
 
-    Of pruned_mass_BT, 1 − Z, any value may stand where mask_BT is False. Returns the mean and the maximum over tokens,
-    and ..._per_response_... of Σ_t (1 − Z_t), over the sequences that have a token.
+    pruned_mass_BT is 1 − Z, with any value where mask_BT is False. Returns its mean and maximum over tokens, and as
+    ..._per_response_... those of Σ_t (1 − Z_t) over the sequences that have a token.
     """
     mass_BT = torch.where(mask_BT, pruned_mass_BT, 0.0).double()[mask_BT.any(dim=1)]
     mass_B = mass_BT.sum(dim=1)

@@ -4,7 +4,7 @@ Implements log p(a) = z_a − logsumexp(z) and log p^mp(a) = z_a − logsumexp_{
 pruning") with the read-outs that OTB and the diagnostics need. The logits of N tokens over V ≈ 150,000 entries do not
 fit in memory at once, so rows go through one buffer in chunks: a matrix product, then the sums of dvp.core.rows. Where
 the loss is a sum of log-probs with known coefficients, each chunk is turned into its gradient at once, in place: three
-products in all. Otherwise the backward pass makes the logits again, a fourth.
+products in all. Otherwise the backward pass recomputes the logits, a fourth product.
 
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
@@ -60,9 +60,9 @@ class TokenStatistics:
     max_logit: torch.Tensor
     """max_a z_a, after temperature."""
     set_overlap: torch.Tensor
-    """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the one it is compared with; 1 where there is none."""
+    """|V_S ∩ V'_S| / |V_S ∪ V'_S| of the rule's own set and the one it is compared with; 1 if there is none."""
     objective: torch.Tensor | None = None
-    """Σ c log p^mp(y) over the targets in V_S, a scalar; where coefficients c were given it alone has a gradient."""
+    """Σ c log p^mp(y) over the targets in V_S, a scalar; if coefficients c were given, it alone has a gradient."""
 
 
 OF_TOKENS = [field.name for field in fields(TokenStatistics) if field.name != "objective"]
@@ -84,30 +84,28 @@ def token_statistics(
 ) -> TokenStatistics:
     """Compute the statistics of the targets under the head z = hidden · weightᵀ / temperature.
 
-    Sums and statistics are fp32 whatever the logits are. One chunk of logits is alive at any time, forward or
-    backward. The backward pass does not make rows without an incoming gradient again. If nothing but the pruned
-    statistics has one, its products leave out what is pruned in all rows of a chunk (up to half a chunk is copied).
-    V_S is constant under the gradient.
+    Sums and statistics are fp32 whatever the logits are. One chunk of logits is alive at any time, forward or backward.
+    The backward pass skips rows without an incoming gradient. If only the pruned statistics have one, its products skip
+    what every row of a chunk prunes (copying up to half a chunk). V_S is constant under the gradient.
 
-    With `kept` all that is said of V_S is said of these sets V'_S instead (mask replay), and `safe` is only compared
-    with them (set_overlap). 1 − Z is then a difference of two fp32 sums, good to about 1e-6
-    and not exactly 0 where nothing is pruned.
+    With `kept`, these sets V'_S take the place of V_S in all statistics (mask replay), and `safe` is only compared with
+    them (set_overlap). 1 − Z is then a difference of two fp32 sums, good to about 1e-6 and not exactly 0 where nothing
+    is pruned.
 
-    A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50)
-    is a mask value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it
-    moves every safe logit, but neither the target's own nor any other pruned one, and sums to −1, not to 0.
-    Such tokens must not reach the loss: see `dvp.core.update.make_update`.
+    A target outside V_S has pruned_log_prob = (max z − 50) − logsumexp_{V_S}(z), finite, where (max z − 50) is a mask
+    value and not a function of any logit. Its gradient with respect to z is therefore −p^mp: it moves every safe logit,
+    but neither the target's own nor any other pruned one, and sums to −1, not to 0. Such tokens must not reach the
+    loss: see `dvp.core.update.make_update`.
 
     Args:
-        hidden_NH: last hidden states, one row a target (leave out prompts and padding); N = 0 is legal and keeps the
+        hidden_NH: last hidden states, one row per target (leave out prompts and padding); N = 0 is legal and keeps the
             graph.
         weight_VH: the head's weight, of the hidden states' type.
         targets_N: int64 token ids in [0, V).
         safe: the rule for V_S; None prunes nothing: pruned_log_prob equals log_prob.
-        kept: sets to renormalise over, one a row, ids below V.
-        compared: sets, one a row, ids below V, that are only compared with V_S (set_overlap); not with `kept`.
-        coefficient_N: c of `TokenStatistics.objective`, constants, if that is all that a gradient is wanted of. Leave
-            out rows of 0.
+        kept: sets to renormalise over, one per row, ids below V.
+        compared: sets, one per row, ids below V, that are only compared with V_S (set_overlap); not with `kept`.
+        coefficient_N: constants c of `TokenStatistics.objective`, if only its gradient is wanted. Leave out rows of 0.
         temperature: sampling temperature, > 0.
         product_dtype: float32 or bfloat16, what hidden states, weight and the logits' gradient are rounded to before
             they are multiplied; None takes the hidden states' own.
@@ -139,10 +137,10 @@ def dense_log_prob(
     kept: KeptSets | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """log p^mp(y) (nats) of the targets from whole logits in fp32, (N,), as plain operations of PyTorch.
+    """Return log p^mp(y) (nats) of the targets, (N,), by plain operations of PyTorch on whole logits in fp32.
 
-    The same as pruned_log_prob of `token_statistics`, whose backward pass cannot be vectorised over gradients. For a
-    few rows: all their logits are held, and their gradients. A target outside V_S has the mask value there too.
+    It equals pruned_log_prob of `token_statistics`, whose backward pass cannot be vectorised over gradients. Use it for
+    few rows: it holds all their logits and gradients. A target outside V_S has the mask value here too.
     """
     logits_NV = torch.nn.functional.linear(hidden_NH, weight_VH).float() / temperature
     shifted_NV = logits_NV - logits_NV.detach().amax(dim=1, keepdim=True)
@@ -158,7 +156,7 @@ def dense_log_prob(
 
 
 class _Options(NamedTuple):
-    """What makes a head beside its tensors; the arguments of `token_statistics`."""
+    """The arguments of `token_statistics` beside the tensors of the product, with defaults filled in."""
 
     safe: SafeVocabulary | None
     kept: KeptSets | None
@@ -171,6 +169,7 @@ class _Options(NamedTuple):
 
     @property
     def prunes(self) -> bool:
+        """Return whether a rule or sets restrict the vocabulary."""
         return (self.safe, self.kept) != (None, None)
 
 
@@ -179,7 +178,7 @@ _Rows.__doc__ = """Of each row TokenStatistics' fields, and what else its gradie
 
 lse is log Σ e relative to the row's maximum, as e is; safe_lse the same over V_S.
 """
-DIFFERENTIABLE, REPORTED = 4, len(OF_TOKENS)  # how many of the first fields have gradients, and are TokenStatistics'
+DIFFERENTIABLE, REPORTED = 4, len(OF_TOKENS)  # leading fields that have gradients, and that are TokenStatistics'
 
 
 class _Head(torch.autograd.Function):
@@ -196,7 +195,7 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         known = coefficient_N is not None
         product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2] if known else (False, False))
-        # To look for what all rows prune takes an answer of the device, for which the host would wait.
+        # Finding the columns that every row prunes would synchronise with the GPU.
         of_safe_alone = options.prunes and not hidden_NH.is_cuda
         chunks = []
         for rows, logits_nV in product.chunks(
@@ -226,13 +225,13 @@ class _Head(torch.autograd.Function):
             return *(made if made is None else made.mul_(outer[-1]) for made in ctx.saved_tensors), None, None, None
         hidden_NH, weight_VH, *of_rows = ctx.saved_tensors
         saved, options = _Rows(*of_rows), ctx.options
-        # Then the gradient is exactly 0 at every token that is pruned.
+        # If only pruned outputs have a gradient, it is exactly 0 at every pruned token.
         of_safe_alone = options.prunes and outer[0] is None and outer[2] is None
         incoming = [
             torch.zeros_like(saved.max_logit) if gradient is None else gradient for gradient in outer[:DIFFERENTIABLE]
         ]
         product = _Product(hidden_NH, weight_VH, options, ctx.needs_input_grad[:2])
-        # Tokens that were rejected have no gradient. Left out they cost nothing, and a NaN in one stays in it.
+        # Leave out rejected tokens, which have no gradient: they cost nothing then, and a NaN in one cannot spread.
         active_N = torch.stack([gradient_N != 0 for gradient_N in incoming]).any(dim=0)
         for rows, logits_nV in product.chunks(active_N.nonzero()[:, 0].split(options.chunk_size)):
             rows_n = _Rows(*(part[rows] for part in saved))
@@ -242,9 +241,9 @@ class _Head(torch.autograd.Function):
 
 
 def _rows(logits_nV: torch.Tensor, target_n: torch.Tensor, options: _Options, rows: torch.Tensor) -> _Rows:
-    """What the rows of a chunk of logits say, `rows` being their numbers."""
+    """Compute the statistics of a chunk of logits; `rows` are the numbers of its rows."""
     log_rho_n = _log_rho(logits_nV, options.safe)
-    # A token that was sampled mostly is the likeliest one.
+    # The sampled token is mostly the likeliest: a good guess of the maximum.
     target_logit_n = logits_nV.gather(1, target_n[:, None])[:, 0].float()
     sums = row_sums(logits_nV, log_rho_n, target_logit_n)
     overlap_n, shift_n = torch.ones_like(target_logit_n), target_logit_n - sums.maximum
@@ -255,7 +254,7 @@ def _rows(logits_nV: torch.Tensor, target_n: torch.Tensor, options: _Options, ro
         over_other, overlap_n = _over_kept(sums, other_n, logits_nV, log_rho_n)
         if options.kept is not None:
             sums, in_safe_n = over_other, other_n.contain(target_n)
-    # Where nothing is pruned the pruned sums are 0, and both forms are bit-identical.
+    # If nothing is pruned, the pruned sums are 0, and full and pruned statistics are bit-identical.
     sum_n = sums.safe_sum + sums.pruned_sum
     lse_n, safe_lse_n = sum_n.log(), sums.safe_sum.log()
     return _Rows(
@@ -280,7 +279,7 @@ def _rows(logits_nV: torch.Tensor, target_n: torch.Tensor, options: _Options, ro
 def _gradient_(
     logits_nV: torch.Tensor, rows_n: _Rows, incoming: Sequence[torch.Tensor], options: _Options, rows: torch.Tensor
 ) -> None:
-    """Overwrite a chunk's logits by their gradient; `incoming` (n,) are those of the first four fields of its rows."""
+    """Overwrite a chunk's logits by their gradient; `incoming`, (n,) each, are those of its rows' first four fields."""
     log_prob_n, pruned_n, entropy_n, pruned_entropy_n = incoming
     coefficients = RowCoefficients(
         *_row_coefficients(log_prob_n, entropy_n, rows_n.lse, rows_n.entropy),
@@ -300,7 +299,7 @@ def _gradient_(
 def _row_coefficients(
     log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, lse_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of the gradient at all tokens but the target, over the full vocabulary or over V_S.
+    """Return A and B of the gradient at all tokens but the target, over the full vocabulary or over V_S.
 
     ∂log p(y)/∂z_a = [a = y] − p_a and ∂H/∂z_a = −p_a (log p_a + H), where p_a = e_a / Σe and log p_a = shift_a − lse.
     """
@@ -311,16 +310,19 @@ def _row_coefficients(
 def _own_gradient(
     log_prob_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor, log_prob_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> torch.Tensor:
-    """What gradients of log p(y) and H are for the target's own logit: g (1 − p_y) − h p_y (log p_y + H)."""
+    """Return the gradient of the target's own logit, g (1 − p_y) − h p_y (log p_y + H).
+
+    g and h are the incoming gradients of log p(y) and H.
+    """
     return -log_prob_grad_N * log_prob_N.expm1() - entropy_grad_N * log_prob_N.exp() * (log_prob_N + entropy_N)
 
 
 def _over_kept(
     sums: RowSums, kept_n: KeptSets, logits_nV: torch.Tensor, log_rho_n: torch.Tensor
 ) -> tuple[RowSums, torch.Tensor]:
-    """A chunk's sums split by the replayed sets instead of by the rule; and how far the two kinds of sets overlap.
+    """Split a chunk's sums by the replayed sets instead of by the rule; return also how far both sets overlap.
 
-    Reads no more of the rows than their sets, which are small.
+    Of each row, only the entries in its set are read, and they are few.
     """
     state_m, id_m = kept_n.entries
     shift_m = logits_nV[state_m, id_m].float() - sums.maximum[state_m]
@@ -345,7 +347,7 @@ def _over_kept(
 def _kept_gradient_(
     logits_nV: torch.Tensor, maximum_n: torch.Tensor, kept_n: KeptSets, coefficients_n: RowCoefficients
 ) -> None:
-    """`row_gradient_` with the replayed sets in the place of the rule's."""
+    """Do the work of `row_gradient_` with the replayed sets instead of the rule's."""
     state_m, id_m = kept_n.entries
     shift_m = logits_nV[state_m, id_m].float() - maximum_n[state_m]
     slope_m, constant_m = coefficients_n.safe_slope[state_m], coefficients_n.safe_constant[state_m]
@@ -357,23 +359,26 @@ def _kept_gradient_(
 
 
 class _Product:
-    """z = scale · hidden · weightᵀ, chunk by chunk through one buffer, and its gradients."""
+    """The product z = scale · hidden · weightᵀ, chunk by chunk through one buffer, and its gradients."""
 
     def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, options: _Options, needed: tuple[bool, bool]):
-        """`needed` : of which of the two the gradient is wanted; `backward` adds to them."""
+        """Prepare the factors; `needed` says which of the two gets a gradient, to which `backward` adds."""
         self.hidden_NH, self.weight_VH = hidden_NH.to(options.product_dtype), weight_VH.to(options.product_dtype)
         self.scale, self.logits_dtype = options.scale, options.logits_dtype
         if not hidden_NH.is_cuda:
-            # Only CUDA has a product whose sums are wider than its factors: the same factors, widened, give the same.
+            # Only CUDA can sum in a wider type than that of the factors. Elsewhere widen them: the result is the same.
             self.hidden_NH, self.weight_VH = self.hidden_NH.to(self.logits_dtype), self.weight_VH.to(self.logits_dtype)
-        # Chunks are added up in fp32, which autograd casts to another type of the weight.
+        # Chunks are added up in fp32; autograd casts the sum to the weight's type.
         self.gradients = (
             torch.zeros_like(hidden_NH) if needed[0] else None,
             torch.zeros_like(weight_VH, dtype=torch.float32) if needed[1] else None,
         )
 
     def chunks(self, groups: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each group of rows, on their device, with its logits, which hold only until the next one is asked for."""
+        """Yield each group of rows with its logits, which are overwritten for the next group.
+
+        `groups` holds row indices, on the rows' device.
+        """
         buffer_nV = self.hidden_NH.new_empty(len(groups[0]), len(self.weight_VH), dtype=self.logits_dtype)
         for rows in groups:
             logits_nV, hidden_nH = buffer_nV[: len(rows)], self.hidden_NH[rows]
@@ -384,14 +389,16 @@ class _Product:
             yield rows, logits_nV
 
     def backward(self, rows: torch.Tensor, gradient_nV: torch.Tensor, entries_n: torch.Tensor | None) -> None:
-        """Add what a chunk's gradient with respect to its logits gives for the rows and for the weight.
+        """Add a chunk's part to the gradients of the hidden states and of the weight.
 
-        entries_n : how many entries of each row have a gradient, if entries without one in any row are to be found and
-            left out.
+        Args:
+            gradient_nV: the gradient with respect to the chunk's logits.
+            entries_n: how many entries of each row have a gradient; if given, columns without one in any row are
+                skipped.
         """
         gradient_nV = gradient_nV.to(self.weight_VH.dtype)
         weight_VH, columns = self.weight_VH, None
-        # Above a half, copying the used ones costs more than it saves.
+        # If more than half are used, copying them costs more than it saves.
         if entries_n is not None and not (2 * entries_n > len(weight_VH)).any():
             used = gradient_nV.any(dim=0).nonzero()[:, 0]
             if 2 * len(used) <= len(weight_VH):
@@ -407,7 +414,7 @@ class _Product:
             wide = {"out_dtype": grad_weight_VH.dtype} if narrow else {}
             torch.addmm(grad_weight_VH, gradient_nV.t(), hidden_nH, alpha=self.scale, out=grad_weight_VH, **wide)
             return
-        # Elsewhere a narrow product comes out narrow: widen a slice of the vocabulary at a time, not a second V × H.
+        # A product of narrow factors is narrow here: widen it by slices of the vocabulary, not as a second V × H.
         for start in range(0, gradient_nV.shape[1], SLICE):
             piece = slice(start, start + SLICE)
             part_vH = (gradient_nV[:, piece].t() @ hidden_nH).to(grad_weight_VH.dtype)

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 class CorrectionRule(Strict):
-    """What the rest of the program asks of a kind of correction."""
+    """The interface of a correction: what the rest of the program asks of it."""
 
     @property
     def by_token(self) -> bool:
-        """Whether the tokens of a response may have different weights, but for those that are 0."""
+        """Return whether the tokens of a response may have different weights, apart from those that are 0."""
         raise NotImplementedError
 
     @property
     def corrects(self) -> bool:
-        """Whether the updates are for the trainer's policy, by weights that are its probability over the engine's."""
+        """Return whether updates are for the trainer's policy: weights are its probability over the engine's."""
         return True
 
     @property
     def family(self) -> str:
-        """Under which colour figures show it: a name in dvp.analysis.looks.FAMILIES, or any other."""
+        """Return the family whose colour it has in figures: a name in dvp.analysis.looks.FAMILIES, or any other."""
         return "other correction"
 
     def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
-        """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T)."""
+        """Return the weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T)."""
         raise NotImplementedError
 
 
@@ -105,7 +105,7 @@ class ImportanceRule(CorrectionRule):
         return f"{self.level}, {self.action}"
 
     def weights(self, rollout: Rollout, statistics: dict[str, torch.Tensor]) -> ImportanceWeights:
-        """The weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).
+        """Return the weights of a rollout's responses, given the trainer's statistics of their tokens, (B, T).
 
         Raises:
             DvpError: as `importance_weights`.
@@ -139,9 +139,9 @@ class ImportanceWeights:
     kept_B: torch.Tensor
     """bool: the sequence has a token that was not rejected, by a ratio of 0 or otherwise. False without tokens."""
     dropped_B: dict[str, torch.Tensor]
-    """By rule ("veto", "trust_region", "k3"), in the order in which they look, bool: it dropped the sequence."""
+    """bool, by rule ("veto", "trust_region", "k3") in the order of application: the rule dropped the sequence."""
     denominator: int
-    """How many responses the loss is averaged over: B, or the number of kept ones. Where it is 0, skip the step."""
+    """Number of responses that the loss is averaged over: B, or that of the kept ones. If it is 0, skip the step."""
 
 
 @no_grad
@@ -150,20 +150,20 @@ def importance_weights(
 ) -> ImportanceWeights:
     """Turn log-ratios into stop-gradient weights.
 
-    Whatever rejects (bounds of `mask`, veto, trust region, K3 filter) looks at the unclamped ratios; for the weights'
-    values log-ratios (a token's, or their sum or mean over the sequence) are clamped to ±20 before exp. Bounds are
-    inclusive. A batch in which everything is rejected is a legal result: all weights 0.
+    Rejection (bounds of `mask`, veto, trust region, K3 filter) uses the unclamped ratios. For the values of weights,
+    log-ratios (a token's, or their sum or mean over the sequence) are clamped to ±20 before exp. Bounds are inclusive.
+    A batch in which everything is rejected is legal: all weights are 0.
 
     Args:
         log_ratio_BT: log p − log q of the sampled tokens (nats); any value, NaN too, where mask_BT is False.
         mask_BT: bool, True at the response's tokens.
-        rule: the correction. With self_normalise the mean is over this call's responses: hand in the whole batch.
-        impossible_BT: bool, True at tokens that p cannot give, those outside V_S: their ratio is 0, whatever number
-            stands for its logarithm, and so are their response's product and geometric mean; its K3 is infinite.
+        rule: the correction. With self_normalise the mean is over this call's responses: pass the whole batch.
+        impossible_BT: bool, True at tokens that p cannot give, those outside V_S. Their ratio is 0, whatever
+            log_ratio_BT says, and so are their response's product and geometric mean; its K3 is infinite.
 
     Raises:
-        DvpError: a log-ratio of the mask is NaN or infinite. Neither policy can give a sampled token such a
-            log-prob, so it is an error of one side and no mismatch to be corrected.
+        DvpError: a log-ratio inside the mask is NaN or infinite. Neither policy can give a sampled token such a
+            log-prob, so one side has an error, which is no mismatch to be corrected.
     """
     bad_BT = mask_BT & ~log_ratio_BT.isfinite()
     if bad_BT.any():
@@ -193,8 +193,8 @@ def importance_weights(
     else:
         log_weight_BT = torch.zeros_like(token_BT)
     accepted_BT = mask_BT & ~torch.stack([*dropped_B.values()]).any(dim=0)[:, None]
-    # A ratio of 0 rejects: clamped, e^−20, it would make its response a member of its group (dvp.core.advantages), and
-    # where there is no other, weights of 0 have no mean to be divided by.
+    # A ratio of 0 rejects. Clamped to e^−20, it would keep its response in its group (dvp.core.advantages). A batch
+    # without other ratios must not be self-normalised: the mean of its weights is 0.
     accepted_BT &= log_weight_BT > -math.inf
     weight_BT = log_weight_BT.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     if rule.action == "truncate":

@@ -1,8 +1,7 @@
-"""torch, imported when it is first used.
+"""Import torch when it is first used.
 
-A method's settings stand beside the mathematics that they set, and reading an experiment, which Snakemake does again
-and again, must not take the seconds that importing torch takes. Modules that use this also put off the evaluation of
-their annotations.
+A method's settings are defined beside its mathematics, and Snakemake reads experiments again and again, which must not
+take the seconds that importing torch takes. Modules that use this also postpone the evaluation of their annotations.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ else:
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """As torch.no_grad() decorates, without importing torch where the function is defined."""
+    """Decorate like torch.no_grad(), without importing torch where the function is defined."""
 
     @wraps(function)
     def without_gradients(*args: P.args, **kwargs: P.kwargs) -> T:

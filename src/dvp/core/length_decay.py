@@ -1,8 +1,8 @@
 """A learning rate that falls once responses grow longer (docs/method.md, "Learning-rate decay by length").
 
-A remedy that takes a collapse for a matter of optimisation and not of numerics (arXiv 2602.01826): a surge of the
-response length is taken as the early sign of it. Known to us through its abstract, which names the trigger and not its
-numbers: when a surge is one, and how the rate falls, are ours.
+This remedy treats collapse as a problem of optimisation and not of numerics (arXiv 2602.01826), and a surge of the
+response length as its early sign. We know only the abstract, which names the trigger but no numbers: what counts as a
+surge, and how the rate falls, are our choices.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class LengthDecay(Strict):
 
 
 class LearningRateShare:
-    """What share of its learning rate a run's next step takes.
+    """The share of its learning rate that a run's next step takes: `value`.
 
-    It sees nothing but the metrics of finished steps, so a resumed run that feeds it the same rows again stands where
-    it stood. Lengths are looked at until the first surge; from there on the rate falls by the step.
+    It sees only the metrics of finished steps, so a resumed run that replays the same rows reaches the same state.
+    Lengths count until the first surge; from then on the rate falls with the steps.
     """
 
     def __init__(self, settings: LengthDecay):

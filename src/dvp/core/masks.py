@@ -1,7 +1,7 @@
 """Tokens that take no part in the update because of the sign of their advantage (docs/method.md, "Masks").
 
-An importance correction (dvp.core.importance) rejects before advantages are made, so that OTB's baseline can leave the
-rejected ones out. A mask looks at the advantage too, and so comes after it: no baseline and no denominator changes.
+An importance correction (dvp.core.importance) rejects before advantages are computed, so that OTB's baseline can leave
+rejected responses out. A mask uses the advantage and so comes after it: it changes no baseline and no denominator.
 
 Shape suffixes: B responses, T tokens.
 """
@@ -26,7 +26,7 @@ class MaskRule(Tagged):
     """Whether it may leave out some tokens of a response and keep others."""
 
     def keeps(self, rollout: Rollout, statistics: dict[str, torch.Tensor], advantage_BT: torch.Tensor) -> torch.Tensor:
-        """Which tokens stay, bool (B, T); anything where no response token is. `statistics`: see `make_update`."""
+        """Return which tokens stay, bool (B, T); any value outside the response. `statistics` as in `make_update`."""
         raise NotImplementedError
 
 

@@ -1,11 +1,11 @@
 """Policy-gradient losses with stop-gradient importance weights (docs/method.md, Theory 4 [P Thm 5.3], and "Losses").
 
-Two ratios are kept apart: the weights correct the engine for the trainer, π_old/π_infer, and are constants
+There are two separate ratios: the weights correct the engine for the trainer, π_old/π_infer, and are constants
 (`dvp.core.importance`); the losses clip what the optimiser changed since the rollout, π_θ/π_old. On the first
 optimiser step on a batch the latter is 1.
 
-Rejected tokens are cut out of the graph and not merely multiplied by zero: 0 · NaN is NaN, in the value and in
-the gradient.
+Rejected tokens are cut out of the graph instead of being multiplied by zero: 0 · NaN is NaN, in the value and in the
+gradient.
 
 Shape suffixes: B responses, T tokens, N flattened tokens, V vocabulary, H hidden, G group.
 """
@@ -24,7 +24,7 @@ from dvp.strict import Fraction, Tagged
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """What a loss is made from, (B, T)."""
+    """The inputs of a loss, each (B, T)."""
 
     log_prob_BT: torch.Tensor
     """log π_θ (nats), with gradient; 0 where not active."""
@@ -37,7 +37,7 @@ class Tokens:
 
 
 class LossRule(Tagged):
-    """Which loss, and how far π_θ/π_old may go from 1."""
+    """Settings of a loss: its kind, and how far π_θ/π_old may move from 1."""
 
     has_ratio: ClassVar[bool] = True
     """Whether it has the ratio to the policy that the rollout was made with."""
@@ -45,7 +45,10 @@ class LossRule(Tagged):
     """Whether the tokens of a response may have different weights and advantages."""
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is summed and maximised, with gradient; and where the ratio was cut: bool, broadcast over the tokens."""
+        """Return the terms that are summed and maximised, with gradient, and where the ratio was cut.
+
+        The latter is bool and broadcasts over the tokens.
+        """
         raise NotImplementedError
 
 
@@ -90,7 +93,7 @@ class Gspo(_Clipped):
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         active_BT = tokens.active_BT
-        # A sequence has one weight and one advantage, which any of its tokens has.
+        # All active tokens of a sequence have the same weight and advantage: take the first one's.
         first_B1 = active_BT.float().argmax(dim=1, keepdim=True)
         coefficient_B1 = tokens.coefficient_BT.gather(1, first_B1)
         log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / active_BT.sum(dim=1, keepdim=True).clamp(min=1)
@@ -143,12 +146,14 @@ def policy_loss(
     mask_BT: torch.Tensor,
     denominator: int,
 ) -> PolicyLoss:
-    """−(1/denominator) Σ_i Σ_t stopgrad(w_it) · ℓ_it over the tokens that are not rejected, with r = π_θ/π_old and
+    """Return the loss −(1/denominator) Σ_i Σ_t stopgrad(w_it) · ℓ_it over the tokens that are not rejected.
+
+    With r = π_θ/π_old:
 
         reinforce  ℓ_it = A_it log π_θ
         ppo        ℓ_it = min(r A, clip(r, 1 − clip_low, 1 + clip_high) A)
         cispo      ℓ_it = stopgrad(clip(r, 1 − clip_low, 1 + clip_high)) · A log π_θ
-        gspo       one term a sequence, as ppo's with s = exp(mean_t log r) for r
+        gspo       one term per sequence, as ppo's with s = exp(mean_t log r) for r
 
     At r = 1 the gradients of reinforce, ppo and cispo are the same. The sum over a sequence is not divided by its
     length: that is ∇log p of the sequence, and any other division would favour short or long answers. Log-ratios are
@@ -157,12 +162,12 @@ def policy_loss(
     Args:
         log_prob_BT: log π_θ of the sampled tokens (nats), with gradient; non-finite values are harmless
             wherever the weight is 0 or the mask is False, here and in the other tensors.
-        old_log_prob_BT: the same under the trainer's weights that the rollout was made with; not used by reinforce.
+        old_log_prob_BT: log π_old of these tokens, under the trainer's weights at the rollout; not used by reinforce.
         weight_BT: importance weights ≥ 0, 0 meaning rejected; no gradient flows through them.
-        advantage_BT: one advantage a token; no gradient flows through them.
+        advantage_BT: one advantage per token; no gradient flows through them.
         mask_BT: bool, True at the response's tokens.
         denominator: `ImportanceWeights.denominator` of the whole batch, since micro-batches and ranks share it; > 0,
-            as a step of which nothing was kept is skipped.
+            as a step that keeps no response is skipped.
 
     For gspo a sequence has one weight (level none, sequence or geometric) and one advantage. Tokens of weight 0 are
     left out of s, so that those outside V_S can be zeroed here too.
@@ -180,7 +185,7 @@ def policy_loss(
 def gradient_at_rollout(
     rule: LossRule, weight_BT: torch.Tensor, advantage_BT: torch.Tensor, mask_BT: torch.Tensor, denominator: int
 ) -> torch.Tensor:
-    """∂ loss / ∂ log π_θ of each token where π_θ = π_old, (B, T): there, and for reinforce anywhere, it is a constant.
+    """Return ∂ loss / ∂ log π_θ of each token at π_θ = π_old, (B, T). For reinforce it is the same at any π_θ.
 
     Arguments as in `policy_loss`.
     """
@@ -192,9 +197,9 @@ def gradient_at_rollout(
 def _clipped_term(
     rule: _Clipped, log_ratio: torch.Tensor, coefficient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """min(r c, clip(r) c) with its gradient in r, and where that is cut off; c is a constant, w · A."""
+    """Return min(r c, clip(r) c) with its gradient in r, and where that is cut off; c = w · A is a constant."""
     ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    # The minimum is the clipped term exactly where going on in the advantage's direction is to be stopped.
+    # The minimum is the clipped term exactly where r has moved past its bound in the advantage's direction.
     stopped = torch.where(
         coefficient > 0, ratio > 1.0 + rule.clip_high, (coefficient < 0) & (ratio < 1.0 - rule.clip_low)
     )

@@ -5,10 +5,10 @@ Everything that the head reports follows from eight sums over a row, and every g
     shift_a = z_a − max z       e_a = exp(shift_a)       a is safe iff shift_a ≥ log ρ
     gradient_a = e_a · (A + B · shift_a + [a is safe] · (C + D · shift_a))
 
-Both are memory-bound: what counts is that a row is read once or twice and that nothing of its size is written but the
-gradient. So there are three forms of one computation, chosen by device and size: a Triton kernel on a GPU
-(rows_triton.py), the functions below compiled by torch where the vocabulary is large, and the functions below on tiles
-that fit a core's cache. All sums are fp32, whatever the logits' type.
+Both are memory-bound: a row should be read only once or twice, and nothing of its size written but the gradient. There
+are three implementations, chosen by device and size: a Triton kernel on a GPU (rows_triton.py), the functions below
+compiled by torch if the vocabulary is large, and the functions below on tiles that fit a core's cache. All sums are
+fp32, whatever the logits' type.
 
 Shape suffixes: N flattened tokens, V vocabulary.
 """
@@ -22,12 +22,12 @@ import torch
 
 # A tile of fp32 logits and its few temporaries stay in a core's L2 cache.
 TILE = 2**16
-# Below this size of the vocabulary compiling (seconds, once a process) costs more than it saves.
+# Below this size of the vocabulary compiling (seconds, once per process) costs more than it saves.
 COMPILED_VOCABULARY = 32_768
 
 
 class RowSums(NamedTuple):
-    """Each (N,) float32; e is relative to the row's maximum, so 1 ≤ safe_sum ≤ V."""
+    """The sums over each row, (N,) float32; e is relative to the row's maximum, so 1 ≤ safe_sum ≤ V."""
 
     maximum: torch.Tensor
     """max_a z_a."""
@@ -36,7 +36,7 @@ class RowSums(NamedTuple):
     safe_sum: torch.Tensor
     """Σ_{a∈V_S} e_a."""
     pruned_sum: torch.Tensor
-    """Σ_{a∉V_S} e_a, summed by itself: as a difference it would lose all digits of a small 1 − Z."""
+    """Σ_{a∉V_S} e_a, summed separately: as a difference it would lose all digits of a small 1 − Z."""
     safe_dot: torch.Tensor
     """Σ_{a∈V_S} e_a · shift_a."""
     pruned_dot: torch.Tensor
@@ -48,7 +48,7 @@ class RowSums(NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """A, B, C and D of the gradient's formula, each (N,) float32."""
+    """The coefficients A, B, C and D of the gradient's formula, each (N,) float32."""
 
     constant: torch.Tensor
     slope: torch.Tensor
@@ -58,12 +58,13 @@ class RowCoefficients(NamedTuple):
 
 @torch.no_grad()
 def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Tensor) -> RowSums:
-    """The sums of each row.
+    """Compute the sums of each row.
 
     Args:
         logits_NV: fp32 or bf16, after temperature, finite.
         log_rho_N: float32, ≤ 0; −inf where nothing is pruned.
-        guess_N: float32, an entry of each row, best the largest: a GPU reads a row of which it is once, others twice.
+        guess_N: float32, an entry of each row, best the largest: a GPU reads a row once if its guess is the largest
+            entry, otherwise twice.
     """
     if logits_NV.is_cuda:
         from dvp.core import rows_triton
@@ -79,7 +80,7 @@ def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Te
 def row_gradient_(
     logits_NV: torch.Tensor, maximum_N: torch.Tensor, log_rho_N: torch.Tensor, coefficients: RowCoefficients
 ) -> None:
-    """Overwrite logits by the gradient of the module's formula, in the logits' type.
+    """Overwrite the logits by the gradient of the module's formula, in the logits' type.
 
     Args:
         logits_NV, log_rho_N: as in `row_sums`.
@@ -134,7 +135,7 @@ def _row_gradient_(
 
 
 def _tiles(logits_NV: torch.Tensor, *columns_N: torch.Tensor):
-    """Rows a few at a time; one tile without rows if there are none."""
+    """Split rows into tiles of a few rows each; one empty tile if there are no rows."""
     rows = max(1, TILE // logits_NV.shape[1])
     return zip(logits_NV.split(rows), *(column_N.split(rows) for column_N in columns_N), strict=True)
 
@@ -145,7 +146,7 @@ def _compiled_for(logits_NV: torch.Tensor, function: Callable) -> Callable | Non
 
 @cache
 def _compiled(function: Callable) -> Callable | None:
-    """The function compiled by torch, or None where that is switched off or cannot be done here."""
+    """Return the function compiled by torch, or None if compiling is switched off or fails here."""
     if torch._dynamo.config.disable:
         return None
     compiled = torch.compile(function, dynamic=True)

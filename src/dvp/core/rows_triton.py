@@ -1,10 +1,12 @@
-"""`dvp.core.rows` as Triton kernels: one program a row, the row read once or twice for the sums, once for the gradient.
+"""Compute `dvp.core.rows` by Triton kernels.
 
-Which tokens are safe is known when the maximum is, and a running maximum could not take back what it counted as safe.
-So the first reading takes an entry for the maximum that mostly is it, and a row in which it is not is read again.
+The sums take one program per row, which reads it once or twice; the gradient reads each row once.
+
+Whether a token is safe depends on the row's maximum, so a running maximum could not take back what it counted as safe.
+The first pass therefore guesses the maximum, mostly right, and a row with a wrong guess is read again.
 
 Block sizes are fixed, not tuned by timing: that would change the order of summation from process to process, and a run
-that resumes would not be bit-identical. Compiled for an H100 (sm_90) the sums take 48 registers a thread, and
+that resumes would not be bit-identical. Compiled for an H100 (sm_90) the sums take 48 registers per thread, and
 five programs of 8 warps share a multiprocessor; blocks of 4,096 would take 172, and one program would fit. On an H200
 other blocks changed the head's time by 6 % or less (results/reference/bench/h200_profile.txt).
 
@@ -22,7 +24,7 @@ GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 
 
 def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Tensor) -> RowSums:
-    """See dvp.core.rows.row_sums."""
+    """Compute dvp.core.rows.row_sums on a GPU."""
     rows, vocabulary = logits_NV.shape
     sums_8N = torch.empty(len(RowSums._fields), rows, dtype=torch.float32, device=logits_NV.device)
     if rows:
@@ -43,7 +45,7 @@ def row_sums(logits_NV: torch.Tensor, log_rho_N: torch.Tensor, guess_N: torch.Te
 def row_gradient_(
     logits_NV: torch.Tensor, maximum_N: torch.Tensor, log_rho_N: torch.Tensor, coefficients: RowCoefficients
 ) -> None:
-    """See dvp.core.rows.row_gradient_."""
+    """Compute dvp.core.rows.row_gradient_ on a GPU."""
     rows, vocabulary = logits_NV.shape
     if rows:
         _gradient_kernel[(rows, triton.cdiv(vocabulary, GRADIENT_BLOCK))](
@@ -85,7 +87,7 @@ def _sums_kernel(logits, guess, log_rho, sums, rows, vocabulary, stride, BLOCK: 
 
 @triton.jit
 def _reading(row_logits, vocabulary, maximum, threshold, BLOCK: tl.constexpr):
-    """The row's true maximum, and its sums if that is `maximum`."""
+    """Read a row once: return its true maximum, and its sums, valid only if that equals `maximum`."""
     # Lanes are added up at the end: fewer roundings than one running sum.
     maxima = tl.full([BLOCK], -float("inf"), tl.float32)
     safe_size = tl.zeros([BLOCK], tl.float32)

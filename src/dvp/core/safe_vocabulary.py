@@ -1,13 +1,13 @@
 """The safe vocabulary V_S(s) = { a : z_a − max_k z_k ≥ log ρ(s) } (docs/method.md, "Dynamic vocabulary pruning").
 
 Equivalently p_a ≥ ρ · p_max: the min-p rule. Engine and trainer apply the same rule, each to its own logits; only
-`EngineSets` replays the engine's. A rule says what ρ is in each state: constant, or the adaptive ones of the paper's
+`EngineSets` replays the engine's sets. A rule says what ρ is in each state: constant, or adaptive as in the paper's
 open question 1.
 
-The gap z_a − max z is rounded to fp32 once and compared as it is. Entries of equal gap therefore stand or fall
+The gap z_a − max z is rounded to fp32 once and compared as it is. Entries of equal gap are therefore kept or pruned
 together, and the set is the same for `logits` as for `logits − max`. A rule that chooses its set by counting (a mass, a
-number of entries) has its threshold half-way between the least likely entry that it keeps and the next one: whoever
-makes the logits again, as the head's backward pass does, gets them with other last bits, and still the same set.
+number of entries) has its threshold half-way between the least likely entry that it keeps and the next one. Recomputed
+logits, as in the head's backward pass, differ in their last bits, and still give the same set.
 
 Shape suffixes: N flattened tokens, V vocabulary, K trials.
 """
@@ -34,7 +34,7 @@ class SafeVocabulary:
     """A rule for ρ(s): a frozen dataclass or strict model, as it is sent to the engine."""
 
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """log ρ(s) of each state, (N,) float32, ≤ 0, constant under the gradient.
+        """Return log ρ(s) of each state, (N,) float32, ≤ 0, constant under the gradient.
 
         `logits_NV` are after temperature (nats), any float type; only their differences matter. −inf is legal for an
         entry that cannot be sampled.
@@ -42,17 +42,17 @@ class SafeVocabulary:
         raise NotImplementedError
 
     def control(self, rho: float) -> SafeVocabulary:
-        """A rule of the same kind that prunes at about `rho`: what an engine is proved with, beside the rule itself."""
+        """Return a rule of the same kind that prunes at about `rho`: a second rule to check an engine with."""
         return replace(self, rho=rho)
 
 
 @no_grad
 def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
-    """Which entries are safe in each state, bool (N, V), of logits after temperature (nats), any float type.
+    """Return which entries are safe in each state, bool (N, V), for logits after temperature (nats), any float type.
 
     The comparison is made in fp32, because in bf16 the steps between logits are coarser than the margins that matter.
-    An entry exactly at the threshold is safe, the most likely one always, so no row is empty. The mask is constant
-    under the gradient (docs/method.md, Theory 4).
+    An entry exactly at the threshold is safe, and the most likely one always is, so no row is empty. The mask is
+    constant under the gradient (docs/method.md, Theory 4).
     """
     gap_NV = _gaps(logits_NV)
     return gap_NV >= rule.log_rho(gap_NV)[:, None]
@@ -60,10 +60,10 @@ def safe_mask(logits_NV: torch.Tensor, rule: SafeVocabulary) -> torch.Tensor:
 
 @no_grad
 def settled(logits_V: torch.Tensor, rule: SafeVocabulary, nats: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entries are safe, and which are not, although every logit may be off by so much: bool (V,) each.
+    """Return which entries stay safe, and which stay unsafe, if every logit may be off by ±nats: bool (V,) each.
 
-    By trial: every logit moves by ±nats, at random; or all above some level one way and all below it the other way,
-    which is what moves an entropy, a mass or the gap to the largest one most.
+    Decided by trial: every logit moves by ±nats at random; or all above some level one way and all below it the other
+    way, which moves an entropy, a mass or the gap to the largest logit most.
     """
     generator = torch.Generator().manual_seed(0)
     gap_V = _gaps(logits_V)
@@ -76,7 +76,7 @@ def settled(logits_V: torch.Tensor, rule: SafeVocabulary, nats: float) -> tuple[
 
 @dataclass(frozen=True)
 class FixedRho(SafeVocabulary):
-    """The same ρ in every state: min-p, the paper's rule."""
+    """Min-p with one ρ for every state, the paper's rule."""
 
     rho: float
 
@@ -91,7 +91,7 @@ class MassBudget(SafeVocabulary):
     With budget = δ/T the bias of J over T tokens is at most R_max · δ (docs/method.md, Theory 5).
 
     Sums run in float64 from the least likely entry up, so 1 − Z is good to a relative 1e-11 at V = 150,000. Entries
-    of equal probability that do not fit into the budget together are all kept. One sort a row: O(V log V).
+    of equal probability that do not fit into the budget together are all kept. One sort per row: O(V log V).
     """
 
     budget: float
@@ -105,10 +105,10 @@ class MassBudget(SafeVocabulary):
     def _log_rho(self, gap_NV: torch.Tensor) -> torch.Tensor:
         sorted_NV = gap_NV.sort(dim=-1).values
         weight_NV = sorted_NV.double().exp_()
-        # A finite logit has some mass, however far below float64's smallest: a budget of 0 prunes none of them.
+        # Give a finite logit a positive mass even if float64 underflows, so that a budget of 0 prunes none of them.
         weight_NV = torch.where(sorted_NV.isinf(), 0.0, weight_NV.clamp_(min=torch.finfo(torch.float64).tiny))
         mass_NV = weight_NV.cumsum_(dim=-1)
-        # Never all V of them, as budget < 1; if the next entry ties with the last one counted, it keeps both.
+        # At most V − 1 entries, as budget < 1. If the last one counted ties with the next entry, both are kept.
         pruned_N1 = (mass_NV <= self.budget * mass_NV[:, -1:]).sum(dim=-1, keepdim=True)
         return _half_way_down(gap_NV, sorted_NV.gather(1, pruned_N1).squeeze(1))
 
@@ -126,38 +126,38 @@ class EntropyScaled(SafeVocabulary):
 
     @no_grad
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """See SafeVocabulary.log_rho. H is that of the full distribution."""
+        """Return log ρ(s) as `SafeVocabulary.log_rho`; H is the entropy of the full distribution."""
         settings = self.settings
         entropy_N = torch.special.entr(logits_NV.float().softmax(dim=-1)).sum(dim=-1)
         log_rho_N = math.log(self.rho) + settings.alpha * (settings.target_entropy - entropy_N)
         return log_rho_N.clamp_(math.log(settings.lowest), math.log(settings.highest))
 
     def control(self, rho: float) -> EntropyScaled:
-        """Still a function of the entropy, but never far below `rho`."""
+        """Return a rule whose ρ(s) still depends on the entropy, but never falls far below `rho`."""
         return EntropyScaled(rho, self.settings.changed(lowest=rho / 3, highest=max(self.settings.highest, rho)))
 
 
 @dataclass(frozen=True)
 class EngineSets:
-    """In the place of the trainer's safe vocabulary: the set that the engine sampled each token from.
+    """Mask replay: in place of a safe vocabulary, the trainer takes the set that the engine sampled each token from.
 
-    Mask replay (docs/method.md, "Mask replay"): the engine reports its sets (dvp.core.kept_sets), and the trainer
-    renormalises over them.
+    The engine reports its sets (dvp.core.kept_sets), and the trainer renormalises over them (docs/method.md, "Mask
+    replay").
     """
 
     rule: SafeVocabulary
-    """The engine's. What it gives on the trainer's own logits is only compared with the engine's sets."""
+    """The engine's rule. Its sets on the trainer's own logits are only compared with the engine's."""
 
 
 def with_margin(rho: float, epsilon: float) -> FixedRho:
-    """The rule of one side beside another side that prunes at ρ: ρ·e^{−2ε̂} (docs/method.md, "Margin").
+    """Return the rule ρ·e^{−2ε̂} for one side if the other one prunes at ρ (docs/method.md, "Margin").
 
     If no logit of the engine is further than `epsilon` nats from the trainer's, the set with the margin contains the
-    other one, up to the rounding of the thresholds in fp32. Which side has it decides what that is good for:
+    other one, up to the rounding of the thresholds in fp32. What follows depends on the side that has the margin:
 
     - the trainer's, as docs/method.md has it: V'_S ⊆ V_S, so no sampled token lies outside V_S. What the engine never
       draws stays a bias of the gradient.
-    - the engine's: V_S ⊆ V'_S, the condition of the constrained gradient's unbiasedness (docs/method.md, Theory 4);
+    - the engine's: V_S ⊆ V'_S, the condition for the constrained gradient to be unbiased (docs/method.md, Theory 4);
       sampled tokens outside V_S have ratio 0.
 
     Raises DvpError for an ε̂ so large that nothing would be pruned at any logits.
@@ -169,10 +169,10 @@ def with_margin(rho: float, epsilon: float) -> FixedRho:
 
 
 class SafeVocabularies:
-    """The safe vocabularies of a run's two sides, as they are at the present step; None restricts nothing.
+    """The safe vocabularies of a run's two sides at the present step; None restricts nothing.
 
     With `feedback` ρ changes between steps: it prunes more while the mismatch is high, less while it is low. It sees
-    nothing but the metrics of finished steps, so a run that goes on from a checkpoint hands them in again.
+    only the metrics of finished steps, so a run that resumes from a checkpoint must replay them.
     """
 
     def __init__(
@@ -188,16 +188,16 @@ class SafeVocabularies:
 
     @property
     def rho(self) -> float | None:
-        """The engine's ρ, None if it has none or one for each state."""
+        """Return the engine's ρ; None if it has none, or one for each state."""
         return self.engine.rho if isinstance(self.engine, FixedRho) else None
 
     @property
     def replayed(self) -> bool:
-        """Whether the trainer needs the engine's sets."""
+        """Return whether the trainer needs the engine's sets."""
         return isinstance(self.trainer, EngineSets)
 
     def observe(self, metrics: dict) -> None:
-        """Take in the metrics of a finished step. A signal that is not a number counts as between the bounds."""
+        """Take in the metrics of a finished step. A signal that is None or NaN counts as between the bounds."""
         settings = self._feedback
         if settings is None:
             return
@@ -221,15 +221,18 @@ class RhoRule(Tagged):
 
     @property
     def engine_at_rho(self) -> bool:
-        """Whether the engine samples by min-p at the grid's ρ all along: then a model can be evaluated so."""
+        """Return whether the engine always samples by min-p at the grid's ρ: then a model can be evaluated so."""
         return False
 
     def safe(self, rho: float | None, max_response_tokens: int) -> SafeVocabulary:
-        """That of either side; `rho` is the grid's, None if the rule takes none. Raises DvpError."""
+        """Return the safe vocabulary of either side; `rho` is the grid's, None if the rule takes none.
+
+        Raises DvpError for values that do not fit together.
+        """
         raise NotImplementedError
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """Those of both sides. Raises DvpError as `safe`."""
+        """Return the safe vocabularies of both sides. Raises DvpError as `safe`."""
         safe = self.safe(rho, max_response_tokens)
         return SafeVocabularies(safe, safe)
 
@@ -315,11 +318,11 @@ class TopK(_OfLogits):
     def log_rho(self, logits_NV: torch.Tensor) -> torch.Tensor:
         gap_NV = _gaps(logits_NV)
         least_N = gap_NV.topk(min(self.k, gap_NV.shape[1]), dim=-1).values[:, -1]
-        # Below them all where fewer than k can be sampled.
+        # If fewer than k entries can be sampled, the threshold is below all of them.
         return _half_way_down(gap_NV, least_N.clamp(min=torch.finfo(torch.float32).min))
 
     def control(self, rho: float) -> TopK:
-        """About ρ is where the second one lies: it prunes everywhere."""
+        """Return a rule with k at most 2, which prunes in every state; `rho` is not used."""
         return self.changed(k=min(self.k, 2))
 
 
@@ -344,7 +347,7 @@ class TopNSigma(_OfLogits):
         return -self.n * (square_NV.sum(dim=-1) / count_N1[:, 0]).sqrt()
 
     def control(self, rho: float) -> TopNSigma:
-        """Entries further than σ below the largest exist in every state but a flat one."""
+        """Return a rule with n at most 1, which prunes in every state that is not flat; `rho` is not used."""
         return self.changed(n=min(self.n, 1.0))
 
 
@@ -411,16 +414,16 @@ Rule = Annotated[Fixed | Margin | Mass | TopPRule | TopK | TopNSigma | Entropy |
 
 
 def _gaps(logits_NV: torch.Tensor) -> torch.Tensor:
-    """z − max z, fp32."""
+    """Return z − max z, fp32."""
     logits_NV = logits_NV.float()
     return logits_NV - logits_NV.amax(dim=-1, keepdim=True)
 
 
 def _half_way_down(gap_NV: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
-    """The threshold that keeps gaps from `least` up and is as far from any gap as can be, (N,).
+    """Return the threshold that keeps gaps from `least_N` up, half-way to the next lower gap, (N,).
 
-    Far below all gaps where the next lower one is −inf or there is none, and `least` itself where fp32 has nothing
-    between the two.
+    It is far below all gaps if the next lower one is −inf or missing, and `least_N` itself if fp32 has nothing in
+    between.
     """
     lower_NV = gap_NV.where(gap_NV < least_N[:, None], -torch.inf)
     lower_N = lower_NV.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)

@@ -1,4 +1,4 @@
-"""What multiplies each token's ∇log p: ratio → weight → advantage → mask → coefficient.
+"""Compute what multiplies each token's ∇log p: ratio → weight → advantage → mask → coefficient.
 
 Training's optimiser steps and the study of the estimators' bias both call `make_update`, so that what is measured is
 what is trained.
@@ -19,18 +19,18 @@ from dvp.core.masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What an optimiser step is made of: a weight and an advantage for each token of some responses."""
+    """The weight and the advantage of each token of some responses, from which an optimiser step is made."""
 
     weights: ImportanceWeights
-    """What the importance correction says."""
+    """Result of the importance correction."""
     weight_BT: torch.Tensor
-    """These weights, but 0 at tokens outside V_S and at what the mask leaves out."""
+    """Those weights, but 0 at tokens outside V_S and at those that the mask leaves out."""
     responses: Responses
-    """What the advantage was made from: weights before the mask."""
+    """Input of the advantage, with the weights before the mask."""
     advantage_BT: torch.Tensor
 
     def coefficients(self) -> torch.Tensor:
-        """What multiplies each token's ∇log p^mp in the policy gradient, (B, T); 0 if nothing was kept."""
+        """Return the factor of each token's ∇log p^mp in the policy gradient, (B, T); 0 if nothing was kept."""
         return self.weight_BT * self.advantage_BT / max(self.weights.denominator, 1)
 
 
@@ -44,20 +44,20 @@ def make_update(
     mask: Mask | None = None,
     squared_norm_BT: torch.Tensor | None = None,
 ) -> Update:
-    """Weights and advantages of some responses: whole groups, as advantages compare their members.
+    """Compute weights and advantages of some responses: whole groups, as advantages compare their members.
 
     Args:
         statistics: the trainer's (fields of dvp.core.head.TokenStatistics) of each response token, (B, T).
         group_size: responses to a prompt.
-        squared_norm_BT: ‖∇ log p^mp(y_t)‖² over the policy's parameters, where it was measured; the advantage then gets
-            it instead of OTB's proxy.
+        squared_norm_BT: measured ‖∇ log p^mp(y_t)‖² over the policy's parameters, which the advantage then uses instead
+            of OTB's proxy; None uses the proxy.
 
     Raises DvpError for a log-ratio that is not finite.
     """
     mask_BT, log_prob_BT = rollout.batch.response_BT, statistics["pruned_log_prob"]
     weights = importance.weights(rollout, statistics)
-    # The engine can sample what the trainer prunes. Such a token's p^mp is a constant over a sum of the safe ones, and
-    # its gradient pushes ALL safe logits: where no importance weight brings it to nothing, this does
+    # The engine can sample what the trainer prunes. Such a token's p^mp is a constant divided by the sum over the safe
+    # ones, so its gradient pushes ALL safe logits. Not every importance weight removes it, so remove it here
     # (docs/method.md, "Dynamic vocabulary pruning").
     weight_BT = torch.where(statistics["target_in_safe"], weights.weight_BT, 0.0) * mask_BT
     proxy_BT = squared_norm_BT

@@ -1,4 +1,4 @@
-"""Colourings of small graphs, from reasoning-gym: no two connected vertices have the same colour. All have several.
+"""Colour small graphs, from reasoning-gym, so that connected vertices differ. Every puzzle has several solutions.
 
     Vertices: [0, 1, 2, 3]
     Edges: [(0, 2), (1, 2), (2, 3)]
@@ -26,7 +26,10 @@ COLORS = 3
 
 
 def generate(count: int, seed: int, steps: Sequence[int] = (5, 6)) -> Iterator[Story]:
-    """Puzzles of steps[0] to steps[1] vertices, coloured one after the other with any colour that neighbours leave."""
+    """Yield `count` puzzles of steps[0] to steps[1] vertices.
+
+    Their solutions colour one vertex after the other, with any colour that its neighbours leave.
+    """
     sizes = dict(zip(("min_num_vertices", "max_num_vertices"), steps, strict=True))
     return generated("graph_color", count, seed, _story, num_colors=COLORS, edge_probability=EDGE, **sizes)
 
@@ -39,10 +42,10 @@ def _story(entry: dict, rng: random.Random) -> Story:
 
 
 def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
-    """Another solution, with "is" for "=", and with probability `error_rate` the colour of a vertex is a neighbour's.
+    """Write another solution, with "is" for "=" and, with probability `error_rate`, a neighbour's colour for a vertex.
 
-    Vertices without a neighbour that is coloured cannot be wrong; one to which its neighbours leave no colour is.
-    What follows goes on from what was written.
+    A vertex without a coloured neighbour cannot be wrong; one whose neighbours leave no colour always is. Later lines
+    build on what was written.
     """
     return _written(_attempt(read(puzzle.answer).metadata["puzzle"], error_rate, rng), "is")
 
@@ -50,12 +53,12 @@ def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
 def _solution(graph: dict, rng: random.Random) -> str:
     while True:
         steps = _attempt(graph, 0.0, rng)
-        if all(color not in taken for _, taken, color in steps):  # else the first ones left a later one no colour
+        if all(color not in taken for _, taken, color in steps):  # otherwise a vertex had no colour left: try again
             return _written(steps, "=")
 
 
 def _attempt(graph: dict, error_rate: float, rng: random.Random) -> list[tuple[int, list[int], int]]:
-    """Each vertex, the colours of its neighbours before it, and its own."""
+    """Return each vertex, the colours of its neighbours before it, and its own, drawn one after the other."""
     colors: dict[int, int] = {}
     steps = []
     for vertex in graph["vertices"]:

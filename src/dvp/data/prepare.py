@@ -1,17 +1,17 @@
-"""From sources to the two tables that training and evaluation read, with an account of every row left out.
+"""Turn sources into the two tables that training and evaluation read, and account for every row left out.
 
 1. Rows of a source with the same text (but for Unicode's composition and white space) are one problem: the first is
-   kept, or none where their answers differ. Nor is one whose answer cannot be read.
+   kept, or none if their answers differ. A problem whose answer cannot be read is left out, too.
 2. Training problems are put in the order of the SHA-256 of their normalised text (NFKC, case, white space): it looks
    random, needs no seed, and does not depend on the order of the source. The first `held_out` become the task
    `held_out`.
 3. A training problem that shares a word n-gram with a problem of any task is contaminated and left out. Words
    are runs of letters and digits of the normalised text: `$x^2$` is `x 2`. A task's problem of fewer than n words is
-   looked for as a whole: a training problem is contaminated that is no more than it, or holds it among other words, the
-   latter from SHORTEST words on. Without n all are compared whole, sign by sign.
+   compared as a whole: a training problem that equals it is contaminated; if it has at least SHORTEST words, so is one
+   that contains it among other words. Without n all problems are compared whole, character by character.
    An n-gram of more than COMMON training problems is a phrase ("can be written as m/n where m and n are
-   relatively prime …") and alone proves nothing; together, half of a problem's n-grams do. Nor does a short problem
-   prove anything that more than COMMON hold ("What is the value of $x$?"), as templates do.
+   relatively prime …"): one alone proves nothing, half of a problem's n-grams together do. A short problem that more
+   than COMMON training problems contain ("What is the value of $x$?"), as templates do, proves nothing either.
 4. `limit` keeps the first that are left.
 """
 
@@ -38,7 +38,7 @@ TRAIN_COLUMNS = ("id", "source", "problem", "answer", "prompt")
 EVAL_COLUMNS = ("task", "id", "problem", "answer", "prompt")
 COMMON = 10
 SHORTEST = 5
-"""Words of a problem that are its own; fewer ("Compute $2 + 2$.") stand in others by chance."""
+"""Fewest words of a short problem that identify it; fewer ("Compute $2 + 2$.") occur in others by chance."""
 _WORD = re.compile(r"\w+")
 
 
@@ -102,12 +102,15 @@ def prepare(
 
 
 def normalised(problem: str) -> str:
-    """The text by which a problem is looked for in others. Different problems may share it: 2² and 22, X and x."""
+    """Return the text by which a problem is looked for in others.
+
+    Different problems may share it: 2² and 22, X and x.
+    """
     return " ".join(unicodedata.normalize("NFKC", problem).casefold().split())
 
 
 def _same(problem: str) -> str:
-    """The text by which two rows are one problem."""
+    """Return the text by which two rows are one problem."""
     return " ".join(unicodedata.normalize("NFC", problem).split())
 
 
@@ -117,7 +120,7 @@ def _order(row: Row) -> tuple[str, str]:
 
 
 def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data: DataConfig) -> tuple[list[Row], dict]:
-    """The distinct problems of a source, their answers checked, and the account of what was dropped."""
+    """Return the distinct problems of a source, their answers checked, and the account of what was dropped."""
     where = f"sources.{name}"
     rows = load(source, where)
     first: dict[str, Row] = {}
@@ -137,7 +140,7 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
         except DvpError as error:
             unreadable.append({"id": row.id, "row": row.number, "answer": row.answer, "reason": str(error)})
             continue
-        other = data.reward is not None  # which references mean the same, only the function knows
+        other = data.reward is not None  # only the user's function knows which references mean the same
         differing = {a: n for a, n in answers[key].items() if a == row.answer or other or not _agree(row.answer, a)}
         if len(differing) > 1:
             if 2 * counts[key] > len(rows) and not isinstance(source, GeneratedSource):
@@ -162,7 +165,7 @@ def _distinct(name: str, source: GeneratedSource | HubSource | FileSource, data:
 
 
 def _shared(problem: str, count: int, rows: int, source: HubSource | FileSource) -> str:
-    """What is wrong where most rows have one problem, as when the column is that of a system message."""
+    """Describe the error that most rows have one problem, as when the column is that of a system message."""
     column = source.columns.problem
     following = re.sub(r"(?<=\.)\d+(?=\.|$)", lambda place: str(int(place[0]) + 1), column, count=1)
     message = f"; if that is a system message, the problem may be in '{following}'" if following != column else ""
@@ -174,7 +177,7 @@ def _shared(problem: str, count: int, rows: int, source: HubSource | FileSource)
 
 
 def left_out(manifest: dict, evaluated: list[str]) -> list[str]:
-    """What a manifest says was left out, a line a source; `evaluated` are the sources that are tasks."""
+    """List what a manifest says was left out, one line per source; `evaluated` are the sources that are tasks."""
     lines = []
     for name, account in manifest["sources"].items():
         conflicts, unreadable = account["conflicting_answers"], account["unreadable_answers"]
@@ -198,7 +201,7 @@ def _named(unreadable: list[dict]) -> str:
 
 
 def _agree(answer: str, other: str) -> bool:
-    """Whether two answers to one problem are no conflict: equal, or solutions of the same puzzle."""
+    """Return whether two answers to one problem agree: equal, or solutions of the same puzzle."""
     if not (puzzles.is_puzzle(answer) and puzzles.is_puzzle(other)):
         return equal(answer, other)
     try:
@@ -217,7 +220,7 @@ def _runs(words: list[str], length: int) -> list[str]:
 
 
 def _ngrams(problem: str, n: int | None) -> list[str]:
-    """The distinct n-grams of a problem's words; of a shorter problem, and without n, the whole, marked as such."""
+    """Return the distinct n-grams of a problem's words; the whole, marked by "= ", if it is shorter or n is None."""
     if n is None:
         return ["= " + normalised(problem)]
     return _runs(_words(problem), n) or ["= " + " ".join(_words(problem))]
@@ -226,7 +229,7 @@ def _ngrams(problem: str, n: int | None) -> list[str]:
 def _decontaminated(
     rows: list[Row], tasks: dict[str, list[Row]], n: int | None
 ) -> tuple[list[Row], list[dict], dict[str, int]]:
-    """The clean rows, an account of the others, and how often each common phrase was found."""
+    """Return the clean rows, an account of the others, and how often each common phrase was found."""
     owners: dict[str, list[tuple[str, str]]] = {}
     sizes: dict[tuple[str, str], int] = {}
     short: set[int] = set()

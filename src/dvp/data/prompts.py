@@ -1,6 +1,6 @@
-"""Problems as `prepare` wrote them, and their prompts as token ids, the same in all stages and on every day.
+"""Read prepared problems and encode their prompts as token ids, the same in all stages and on every day.
 
-Also which part of a response is graded.
+Also says which part of a response is graded.
 """
 
 import sys
@@ -15,22 +15,22 @@ from dvp.errors import DvpError
 from dvp.experiment.data import DataConfig
 
 TODAY = datetime(2024, 7, 26)
-"""What a chat template that reads the clock is told, as prompts must not change from day to day."""
+"""The date given to a chat template that reads the clock, as prompts must not change from day to day."""
 ANOTHER_DAY = datetime(2031, 11, 5, 13, 14, 15)
 THINKING = ("<think>", "</think>")
 
 
 def read_problems(path: Path, task: str | None = None) -> pd.DataFrame:
-    """What `prepare` wrote: the rows of train.parquet, or those of a task of eval.parquet, with their numbers there.
+    """Return the rows of train.parquet, or those of one task of eval.parquet, with their row numbers in the file.
 
-    That the tables are as they were written, a stage has verified by their checksums.
+    The stage has verified the checksums of the files.
     """
     problems = pd.read_parquet(path)
     return problems if task is None else problems[problems["task"] == task]
 
 
 def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: str) -> list[list[int]]:
-    """Token ids of each problem's prompt; warns of a chat template that reads the clock.
+    """Return the token ids of each problem's prompt; warn of a chat template that reads the clock.
 
     Raises DvpError, naming the row of `where` and its id, for what `encode_prompt` refuses, and for two prompts of the
     same token ids that differ in more than white space.
@@ -57,11 +57,11 @@ def encode_prompts(tokenizer: Any, problems: pd.DataFrame, chat: bool, where: st
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt; with `chat`, of the conversation in which it is the user's first message.
+    """Return the token ids of a prompt; with `chat`, of the conversation in which it is the user's first message.
 
-    An end token that the tokenizer puts after every text is left out: the response would begin behind the end.
-    Raises DvpError if the prompt contains a control token of the tokenizer, which would let a problem end its own turn,
-    or if `chat` is asked for and the chat template is missing, fails, leaves out the prompt or ends with the end token.
+    An end token that the tokenizer appends to every text is left out: the response would begin behind the end. Raises
+    DvpError if the prompt contains a control token of the tokenizer, which would let a problem end its own turn, or if
+    `chat` is asked for and the chat template is missing, fails, leaves out the prompt or ends with the end token.
     """
     for token in tokenizer.all_special_tokens:
         if token in prompt:
@@ -80,22 +80,25 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 
 def render(tokenizer: Any, prompt: str, now: datetime = TODAY) -> str:
-    """The text of a conversation from its first message, the prompt, to the response. Raises DvpError if that fails."""
+    """Return the text of a conversation from the prompt, its first message, to the response.
+
+    Raises DvpError if the chat template fails.
+    """
     messages = [{"role": "user", "content": prompt}]
     try:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, strftime_now=now.strftime
         )
-    except Exception as error:  # whatever the template does
+    except Exception as error:  # a template may raise anything
         raise DvpError(f"the chat template fails: {first_line(error)}") from None
 
 
 def before_response(tokenizer: Any, data: DataConfig) -> str | None:
-    """What `verifier.grade` takes as `thinking`, in training, evaluation and measurements alike.
+    """Return the argument `thinking` of `verifier.grade`, for training, evaluation and measurements alike.
 
-    None: all of a response counts. Else only what follows its last </think>; "<think>" if prompts end inside of one,
-    "" if it is the response that opens one.
-    Raises DvpError if it is asked for and the tags are special tokens, which the text of a response does not have.
+    None: all of a response counts. Else only what follows its last </think> does; "<think>" if prompts end inside of
+    one, "" if the response opens it. Raises DvpError if thinking is to be left out and the tags are special tokens,
+    which the text of a response does not have.
     """
     asked = data.answer_after_thinking
     if asked is None:
@@ -112,7 +115,7 @@ def before_response(tokenizer: Any, data: DataConfig) -> str | None:
 
 
 def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:
-    """The indices of the prompts (token ids) of at most `limit` tokens; of all without a limit.
+    """Return the indices of the prompts (token ids) of at most `limit` tokens; all of them without a limit.
 
     Raises DvpError if there is none.
     """
@@ -126,5 +129,8 @@ def short_enough(prompts: list[list[int]], limit: int | None) -> list[int]:
 
 
 def padding_token(tokenizer: Any) -> int:
-    """The id to pad with. Padding is neither attended to nor scored: without a token for it, the end token serves."""
+    """Return the id to pad with: the padding token, or the end token if there is none.
+
+    Padding is neither attended to nor scored, so either serves.
+    """
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

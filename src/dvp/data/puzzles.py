@@ -1,6 +1,6 @@
 """Puzzles of reasoning-gym as problems: any solution that its verifier accepts is right, and there can be many.
 
-The reference of such a problem is not an answer but what the verifier needs, as one line of JSON:
+The reference of such a problem is the input of its verifier instead of an answer, as one line of JSON:
 
     {"reasoning_gym": "shortest_path", "answer": "down right", "metadata": {"matrix": …}}
 """
@@ -17,7 +17,7 @@ from dvp.errors import DvpError
 from dvp.files import parse_json
 
 VERIFIED = ("shortest_path", "graph_color")
-"""Data sets whose verifiers evaluate nothing of what a model wrote (that of countdown, for one, gives it to `eval`)."""
+"""Data sets whose verifiers run no code that a model wrote (that of countdown, for one, passes it to `eval`)."""
 
 _START = re.compile(r'\s*\{\s*"reasoning_gym"')
 
@@ -31,12 +31,12 @@ class Puzzle(NamedTuple):
     metadata: dict[str, Any]
 
     def reference(self) -> str:
-        """The text from which `read` makes it again."""
+        """Return the text that `read` turns into this puzzle again."""
         fields = {"reasoning_gym": self.dataset, "answer": self.answer, "metadata": self.metadata}
         return json.dumps(fields, separators=(", ", ": "))
 
     def solution(self, answer: str) -> str:
-        """What correct answers share that are the same solution: another layout, or more than asked, is none."""
+        """Return a correct answer in a form that is the same for equal solutions, whatever layout or extras it has."""
         if self.dataset == "graph_color":
             colors = json.loads(answer)
             if isinstance(colors, dict):
@@ -44,32 +44,32 @@ class Puzzle(NamedTuple):
         return " ".join(answer.split())
 
     def solved_by(self, answer: str) -> bool:
-        """Whether the verifier gives full marks."""
+        """Return whether the verifier gives full marks."""
         return _dataset(self.dataset).score_answer(answer, self._asdict()) == 1
 
 
 def generated(
     dataset: str, count: int, seed: int, story: Callable[[dict, random.Random], Story], **settings: float
 ) -> Iterator[Story]:
-    """So many puzzles of a data set, as reasoning-gym makes them and `story` tells them.
+    """Yield `count` puzzles of a data set, made by reasoning-gym and turned into stories by `story`.
 
     The same arguments give the same puzzles in every process; a larger count extends a smaller one.
     """
-    import reasoning_gym  # two seconds, for those who have puzzles
+    import reasoning_gym  # takes two seconds, so only if there are puzzles
 
     rng = random.Random(f"{dataset} {seed}")
-    # It adds a puzzle's number to its seed: neighbouring seeds would share all but a few.
+    # reasoning-gym adds a puzzle's number to the seed: neighbouring seeds would share all but a few puzzles.
     for entry in reasoning_gym.create_dataset(dataset, size=count, seed=rng.getrandbits(48), **settings):
         yield story(entry, rng)
 
 
 def is_puzzle(reference: str) -> bool:
-    """Whether a reference is a puzzle's and no mathematical expression."""
+    """Return whether a reference is a puzzle's and not a mathematical expression."""
     return _START.match(reference) is not None
 
 
 def read(reference: str) -> Puzzle:
-    """A puzzle from its reference. Raises DvpError unless it is one of a data set whose verifier can be asked."""
+    """Read a puzzle from its reference. Raises DvpError if it is malformed or no data set in VERIFIED."""
     try:
         found = parse_json(reference)
     except ValueError as error:
@@ -91,20 +91,20 @@ def check(reference: str) -> None:
     puzzle = searched = read(reference)
     try:
         if puzzle.dataset == "shortest_path":
-            # The verifier takes the puzzle's answer at its word: whatever equals it is right, and none may be shorter.
+            # The verifier trusts the puzzle's answer to be a shortest path: compare it with one that is searched here.
             moves = _dataset(puzzle.dataset)._get_answer(_checked_grid(puzzle.metadata.get("matrix")))
             searched = puzzle._replace(answer=" ".join(moves) or "infeasible")
         solved = searched.solved_by(puzzle.answer)
     except DvpError:
         raise
-    except Exception as error:  # of the verifier, which trusts its metadata
+    except Exception as error:  # raised by the verifier, which trusts its metadata
         raise DvpError(f"reasoning-gym cannot verify the puzzle ({type(error).__name__}: {error})") from None
     if not solved:
         raise DvpError(f"the puzzle's own answer {puzzle.answer[:60]!r} does not solve it")
 
 
 def _checked_grid(grid: Any) -> list[list[str]]:
-    """The grid. Raises DvpError unless the verifier can follow any moves on it."""
+    """Return the grid. Raises DvpError unless the verifier can follow any moves on it."""
     rows = grid if isinstance(grid, list) and all(isinstance(row, list) for row in grid) else []
     cells = [cell for row in rows for cell in row]
     whole = rows and len({len(row) for row in rows}) == 1 and all(cell in ("*", "#", "O", "X") for cell in cells)

@@ -17,15 +17,15 @@ from dvp.experiment.data import RewardFunction
 from dvp.files import sha256_file
 
 CORRECT = 1.0
-"""The reward from which on a response counts as correct where scores count correct responses (avg@k, pass@k)."""
+"""The least reward of a response that scores (avg@k, pass@k) count as correct."""
 
 
 @dataclass(frozen=True)
 class Grader:
-    """Rewards responses.
+    """A grader of responses: the verifier, or the user's function.
 
-    thinking : see `dvp.data.prompts.before_response`; the verifier's.
-    own : the user's function in the verifier's place.
+    thinking: argument of the verifier, see `dvp.data.prompts.before_response`.
+    own: the user's function, which replaces the verifier.
     """
 
     thinking: str | None = None
@@ -34,8 +34,8 @@ class Grader:
     def reward(self, response: str, reference: str, *, truncated: bool) -> float:
         """Return the reward of a response; the verifier's is 1 for the right answer, else 0.
 
-        truncated : whether the response was cut off at its length limit, which the verifier looks at.
-        Raises DvpError if the user's function fails, or returns what is no finite number.
+        truncated: whether the response was cut off at its length limit; only the verifier uses it.
+        Raises DvpError if the user's function fails, or returns anything but a finite number.
         """
         if self.own is None:
             return float(grade(response, reference, truncated=truncated, thinking=self.thinking))

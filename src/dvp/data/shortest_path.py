@@ -1,4 +1,4 @@
-"""Shortest paths through a small grid, from reasoning-gym: from * to # on open cells. Many puzzles have several.
+"""Find shortest paths through a small grid, from reasoning-gym: from * to # on open cells. Many puzzles have several.
 
     O O O *
     X O O O
@@ -12,8 +12,8 @@
     2 2 down = 3 2.
     Answer: left down down down
 
-The problem is the grid alone, without reasoning-gym's instructions, which are the same for all. Where nothing leads
-to #, the answer is `infeasible`.
+The problem is the grid alone, without reasoning-gym's instructions, which are the same for all. If no path leads to #,
+the answer is `infeasible`.
 """
 
 import math
@@ -33,7 +33,7 @@ _MOVE = re.compile(r"(\d+ \d+) (\w+) = (\d+ \d+)\.")
 
 
 def generate(count: int, seed: int, steps: Sequence[int] = (4, 5)) -> Iterator[Story]:
-    """Puzzles in grids of steps[0] to steps[1] rows, and columns; solved by any of the shortest paths alike."""
+    """Yield `count` puzzles on grids of steps[0] to steps[1] rows and columns; any shortest path is a solution."""
     fewest, most = steps
     sizes = {"min_rows": fewest, "max_rows": most, "min_cols": fewest, "max_cols": most}
     return generated("shortest_path", count, seed, _story, p_blocked=BLOCKED, **sizes)
@@ -46,9 +46,9 @@ def _story(entry: dict, rng: random.Random) -> Story:
 
 
 def careless(puzzle: Story, error_rate: float, rng: random.Random) -> str:
-    """The worked solution with each direction wrong with probability `error_rate`, and "is" for "=".
+    """Write the worked solution with "is" for "=" and each direction wrong with probability `error_rate`.
 
-    What follows goes on as though the direction had been right; the answer has the directions of the lines above it.
+    Later lines go on as though the direction had been right; the answer repeats the directions of the lines above it.
     """
     names = []
 

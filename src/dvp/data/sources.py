@@ -1,4 +1,4 @@
-"""Reading problems: from the hub, from a file, or generated. The same code maps hub rows and file rows."""
+"""Read problems from the hub, from a file, or from a generator. The same code maps hub rows and file rows."""
 
 import math
 import re
@@ -30,7 +30,7 @@ GENERATORS = {
     "shortest_path": shortest_path,
     "graph_color": graph_color,
 }
-"""What a source can name: each has `generate` and `careless`, see dvp.data.stories."""
+"""Generators by the name that a source gives; each has `generate` and `careless`, see dvp.data.stories."""
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LONGEST_NUMBER = 100  # digits
 _FIELDS = {
@@ -39,12 +39,12 @@ _FIELDS = {
     "solution": (str | None, "a text"),
     "id": (str | int, "a text or a number"),
 }
-"""Of a row's fields the types, and what they are called."""
-# A row is read whole: these bound what a hostile or broken file can make of memory.
+"""For each field of a row its types, and what error messages call them."""
+# A row is read whole: these bound the memory that a hostile or broken file can take.
 LONGEST_LINE = 2**24  # characters
 LARGEST_LIST = 2**28  # bytes
-BLANK = object()  # in place of a row, an empty line
-# What is raised for a damaged file, for text that is not UTF-8 and for times that Python does not have.
+BLANK = object()  # stands for an empty line in place of a row
+# Raised for a damaged file, for text that is not UTF-8 and for times that Python cannot represent.
 _UNREADABLE = (OSError, ValueError, OverflowError, pa.ArrowException)
 
 
@@ -59,17 +59,17 @@ class Row(NamedTuple):
 
 
 def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[Row]:
-    """All rows of a source, duplicates included; `where` (such as `sources.gsm8k`) begins every message.
+    """Return all rows of a source, duplicates included; `where` (such as `sources.gsm8k`) begins every message.
 
-    Answers are brought to the form that the verifier reads but not parsed (dvp.data.prepare does, after
-    deduplication). Raises DvpError, naming the file or data set, and the row and column at fault.
+    Answers are brought to the form that the verifier reads but not parsed (dvp.data.prepare does, after deduplication).
+    Raises DvpError, naming the file or data set, and the row and column at fault.
     """
     if isinstance(source, GeneratedSource):
         generated = GENERATORS[source.generator].generate(source.count, source.seed, source.steps)
         stories = enumerate(generated, start=1)
         return [Row(str(number), story.problem, story.answer, story.solution, number) for number, story in stories]
     name = locate(source, where)
-    # Nothing is shown for what loads in a few seconds.
+    # The bar appears only if loading takes more than a few seconds.
     progress = tqdm(_rows(source, name), desc=f"reading {where}", unit=" rows", delay=3, mininterval=1)
     loaded = list(_mapped(progress, source, name))
     if not loaded:
@@ -78,7 +78,7 @@ def load(source: GeneratedSource | HubSource | FileSource, where: str) -> list[R
 
 
 def locate(source: GeneratedSource | HubSource | FileSource, where: str) -> str:
-    """How messages call the source: by its file, hub name or generator."""
+    """Return what messages call the source: its file, hub name or generator."""
     if isinstance(source, GeneratedSource):
         return f"{where}: {source.generator}"
     if isinstance(source, HubSource):
@@ -110,7 +110,7 @@ def _mapped(rows: Iterable[tuple[int, Any]], source: HubSource | FileSource, nam
 
 
 def _dig(row: dict, path: str, at: str) -> Any:
-    """The value at a dotted path: names reach into objects, numbers into lists."""
+    """Return the value at a dotted path: names reach into objects, numbers into lists. Raises DvpError."""
     if path in row:
         return row[path]
     value: Any = row
@@ -123,7 +123,7 @@ def _dig(row: dict, path: str, at: str) -> Any:
 
 
 def _read(field: str, value: Any, source: HubSource | FileSource) -> str | None:
-    """What a row has in a field. Raises ValueError."""
+    """Return the checked value of a field, None for a missing solution. Raises ValueError."""
     kinds, expected = _FIELDS[field]
     if not isinstance(value, kinds) or isinstance(value, bool) or (value is not None and not str(value).strip()):
         raise ValueError(f"expected {expected}, found {_short(value)}")
@@ -164,7 +164,7 @@ def _short(value: Any) -> str:
 
 
 def _rows(source: HubSource | FileSource, name: str) -> Iterator[tuple[int, Any]]:
-    """Numbered rows. Raises DvpError, naming the row, for what cannot be read."""
+    """Yield numbered rows. Raises DvpError, naming the row, for what cannot be read."""
     readers = {".json": _json_list, ".jsonl": _json_lines, ".parquet": _parquet_rows}
     read = _hub_rows if isinstance(source, HubSource) else readers.get(source.path.suffix)
     if read is None:
@@ -236,13 +236,13 @@ def _hub_rows(source: HubSource) -> Iterator[Any]:
 
 
 def _top_level(source: HubSource | FileSource, present: list[str]) -> list[str]:
-    """The columns to read: those that are named, or all if one is missing (the message then lists them)."""
+    """Return the columns to read: those that are named, or all if one is missing (the message then lists them)."""
     paths = [path for _, path in source.columns if path]
     needed = {path if path in present else path.split(".")[0] for path in paths}
     return sorted(needed) if needed <= set(present) else present
 
 
 def first_line(error: Exception) -> str:
-    """Type and first line of an exception of somebody else's code."""
+    """Return type and first line of an exception from foreign code."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The stage `prepare`."""
+"""Run the stage `prepare`."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from dvp.stage import run_stage
 
 
 def prepare(config: Path) -> None:
-    """Raw problems → data/train.parquet, data/eval.parquet, data/manifest.json."""
+    """Write data/train.parquet, data/eval.parquet and data/manifest.json from the raw problems."""
     directory = ExperimentDir(config)
     experiment, result = directory.experiment, directory.result("prepare")
     with run_stage("prepare", directory, result, experiment.config_hash("prepare"), {}) as stage:

@@ -9,14 +9,14 @@ are positive whole numbers. A story has two to four steps, and a worked solution
     14 - 3 = 11.
     Answer: 11
 
-tales: stories of whose solutions each line begins with a sentence of seven words that tells nothing, each drawn by
-Zipf's law from thousands. What is unlikely there was learned, and is no error of the model. A vocabulary of 16,384
-tokens fills up. wide_tales have sixteen times the words: 60,000 tales fill a vocabulary of 151,936 tokens.
+tales: stories whose solutions begin each line with a meaningless sentence of seven words, each drawn by Zipf's law from
+thousands. Unlikely words there were learned and are no error of the model. A vocabulary of 16,384 tokens fills up.
+wide_tales have sixteen times the words: 60,000 tales fill a vocabulary of 151,936 tokens.
 
     Vemaly the kosuty fanet rimased the gody telanet of the sovet: 9 + 5 = 14.
 
-products: numbers that a tiny model cannot multiply, a task for a calculator. Each step is a mark as GSM8K has them,
-which becomes a call of the tool with its answer, or plain text without one.
+products: numbers that a tiny model cannot multiply, a task for a calculator. Each step is a mark in GSM8K's format,
+which becomes a call of the tool with its answer, or plain text if there is no tool.
 
     Bomira has 37 boxes of 48 tesons. Lavu gives Bomira 212 more. How many tesons are left?
 
@@ -50,9 +50,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 LARGEST = 19
-"""No number of a correct solution exceeds this, but for products."""
+"""No number of a correct solution exceeds this, except in products and in sums of two digits."""
 PEOPLE = 3
-"""Steps of a chain's round."""
+"""People who act in each round of a chain, one step each."""
 MARK = re.compile(r"<<(.+?)=(.+?)>>")
 _STEP = re.compile(r"(.*?)(\d+) ([-+*]) (\d+) = \d+\.")
 _SLIPS = (-2, -1, 1, 2)
@@ -69,13 +69,13 @@ class Story:
 
 @dataclass(frozen=True)
 class Generator:
-    """What writes stories of one kind: `write` one of so many steps."""
+    """A generator of stories of one kind; `write` makes one of so many steps."""
 
     write: Callable[[random.Random, int], Story]
     steps: tuple[int, int]
     careless: Callable[[Story, float, random.Random], str]
     words: int = 0
-    """How many times 13,000 words the sentences of tales are made of."""
+    """Size of the lexicon of tales in units of 13,000 words; 0 for stories without such sentences."""
 
     def generate(self, count: int, seed: int, steps: Sequence[int] | None = None) -> Iterator[Story]:
         """Yield `count` stories of steps[0] to steps[1] steps.
@@ -106,6 +106,7 @@ class Lexicon:
         self.cumulative = list(accumulate(1 / rank for rank in range(1, size + 1)))
 
     def draw(self, rng: random.Random) -> str:
+        """Draw a word."""
         return rng.choices(self.words, cum_weights=self.cumulative)[0]
 
 
@@ -148,15 +149,15 @@ ENGLISH_THINGS = (
 ENGLISH_PLACES = ("London", "Paris", "Rome", "Boston", "Berlin", "Madrid", "Dublin", "Oslo", "Vienna")
 
 
-@cache  # made when they are first asked for: many take two seconds
+@cache  # made on first use, as large ones take two seconds
 def lexicons(times: int) -> tuple[Lexicon, ...]:
-    """Adverbs, adjectives, nouns and verbs."""
+    """Return the lexicons of adverbs, adjectives, nouns and verbs, each of `times` its basic size."""
     kinds = ((1000, "ly", True), (4000, "y", False), (6000, "et", False), (2000, "sed", False))
     return tuple(Lexicon(size * times, *kind, seed) for seed, (size, *kind) in enumerate(kinds, start=4))
 
 
 def sentence(rng: random.Random, times: int) -> str:
-    """Seven words that tell nothing."""
+    """Return a meaningless sentence of seven drawn words."""
     adverb, adjective, noun, verb = (lexicon.draw for lexicon in lexicons(times))
     begin, act = adverb(rng), verb(rng)
     first, second = (f"the {adjective(rng)} {noun(rng)}" for _ in range(2))
@@ -164,17 +165,17 @@ def sentence(rng: random.Random, times: int) -> str:
 
 
 def apply(value: int, sign: str, number: int) -> int:
-    """value + number, value - number or value * number."""
+    """Return value + number, value - number or value * number."""
     return {"+": value + number, "-": value - number, "*": value * number}[sign]
 
 
 def careless(story: Story, error_rate: float, rng: random.Random, habit: float = 1.0) -> str:
-    """The worked solution with each careless step wrong with probability `error_rate`; `habit`: the share of these.
+    """Write the worked solution with a share `habit` of careless steps, each wrong with probability `error_rate`.
 
     A careless writer says "9 + 5 is 14." where a careful one writes "9 + 5 = 14.": how a solution begins tells how it
-    will go, so there is a habit for RL to choose, and not only slips to avoid one by one. A wrong step is off by a
-    little and later steps carry on from what it says; the stated answer is consistent with the lines above it. No
-    number becomes negative. Two slips may cancel each other. What stands before a step stays.
+    will go, so RL can choose a habit instead of only avoiding slips one by one. A wrong step is off by a little and
+    later steps carry on from what it says; the stated answer is consistent with the lines above it. No number becomes
+    negative. Two slips may cancel each other. What stands before a step stays.
     """
     lines = story.solution.splitlines()[:-1]
     steps = {row: step for row, line in enumerate(lines) if (step := _STEP.fullmatch(line))}
@@ -195,7 +196,7 @@ def _stays_positive(value: int, steps: Sequence[tuple[str, int]]) -> bool:
 
 
 def guessed(story: Story, error_rate: float, rng: random.Random) -> str:
-    """A product's solution with each step done in the head, and wrong, with probability `error_rate`.
+    """Write a product's solution with each step guessed, and wrong, with probability `error_rate`.
 
     Such a step says "37 * 48 is 1802.", off by up to a fifth, and later steps carry on from there.
     """
@@ -220,14 +221,14 @@ class Plot(NamedTuple):
     changes: dict[str, Sequence[str]]
     questions: Sequence[str]
     change: Callable[[random.Random, int], tuple[str, int]]
-    """An operation and its number, for a value."""
+    """Draws an operation and its number, given the value so far."""
     step: str
     """A line of the solution: value, operation, number, result."""
     cast: Callable[[random.Random], dict]
     """Draws its words: person, other, things, place."""
 
     def write(self, rng: random.Random, steps: int) -> Story:
-        """A story; a product is the first step of those that begin with one."""
+        """Write a story of so many steps; the first step of a product is its multiplication."""
         words, lines = self.cast(rng), []
         if self is PRODUCT:
             words |= {"a": rng.randint(12, 99), "b": rng.randint(12, 99)}
@@ -246,13 +247,13 @@ class Plot(NamedTuple):
 
 
 def _cast(rng: random.Random) -> dict:
-    """The words of a story: two people, things and a place."""
+    """Draw the words of a story: two people, things and a place."""
     person, other = _people(rng, 2)
     return {"person": person, "other": other, "things": THINGS.draw(rng), "place": PLACES.draw(rng)}
 
 
 def _english_cast(rng: random.Random) -> dict:
-    """The words of a story in plain English."""
+    """Draw the words of a story in plain English."""
     person, other = rng.sample(ENGLISH_NAMES, 2)
     return {"person": person, "other": other, "things": rng.choice(ENGLISH_THINGS), "place": rng.choice(ENGLISH_PLACES)}
 
@@ -265,7 +266,7 @@ def _people(rng: random.Random, count: int) -> list[str]:
 
 
 def _small_change(rng: random.Random, value: int) -> tuple[str, int]:
-    """An operation that keeps the value between 1 and LARGEST."""
+    """Draw an operation that keeps the value between 1 and LARGEST."""
     while True:
         sign = rng.choices("+-*", weights=(5, 5, 1))[0]
         number = 2 if sign == "*" else rng.randint(2, 5)
@@ -323,7 +324,7 @@ def _chain(rng: random.Random, rounds: int) -> Story:
         start = rng.randint(1, LARGEST)
         changes = [rng.choice((1, -1)) * rng.randint(2, 5) for _ in range(PEOPLE)]
         values = list(accumulate(changes * rounds, initial=start))
-        # If a round came back to where it began, whole rounds could be copied.
+        # If a round returned to its first number, whole rounds could be copied.
         if sum(changes) and min(values) >= 1 and max(values) <= LARGEST:
             break
     acts = [(name, "+" if change > 0 else "-", abs(change)) for name, change in zip(others, changes, strict=True)]
@@ -339,7 +340,7 @@ def _chain(rng: random.Random, rounds: int) -> Story:
 
 
 def _sum(rng: random.Random, digits: int) -> Story:
-    """A sum of two numbers of one digit; or a sum or difference of numbers up to 60."""
+    """Write a sum of two numbers of one digit; for `digits` 2, a sum or difference of numbers up to 60."""
     left, sign, right = rng.randint(1, 9), "+", rng.randint(1, 9)
     if digits == 2:
         sign = rng.choice("+-")
@@ -354,6 +355,6 @@ ENGLISH_STORIES = Generator(STORY._replace(cast=_english_cast).write, (1, 2), ca
 STORIES = Generator(STORY.write, (2, 4), careless)
 TALES = replace(STORIES, words=1)
 WIDE_TALES = replace(STORIES, words=16)
-PRODUCTS = Generator(PRODUCT.write, (1, 3), guessed)  # the product included
-# Half of a chain's lines, at random: a response is a long row of choices of which no single one decides.
+PRODUCTS = Generator(PRODUCT.write, (1, 3), guessed)  # steps, the product included
+# habit 0.5: half of a chain's lines, at random, are careless, so that no single choice decides a response.
 CHAINS = Generator(_chain, (7, 13), partial(careless, habit=0.5))

@@ -1,10 +1,10 @@
-r"""The reward: did the response state the right answer?
+r"""Grade a response: does it state the right answer?
 
 An answer has to be stated, as the last \boxed{…}, `Answer: …`, `The answer is …` or `#### …`. Numbers that
 merely stand in the text count for nothing, so a response that was cut off before its answer scores 0.
-A box inside a larger formula, 2\boxed{35}, or one that is denied states nothing, nor does any statement before it.
-Nor does an answer that the next sentence takes back: "\boxed{18}. Wait, that is wrong." Boxes with nothing but `and`,
-`or` or a comma between them state a list.
+If the last box is inside a larger formula, 2\boxed{35}, or is denied, the response states nothing, whatever came
+before. An answer that the next sentence takes back does not count: "\boxed{18}. Wait, that is wrong." Boxes with
+nothing but `and`, `or` or a comma between them state a list.
 `Answer:` states whatever follows on its line. Below it, and after the other two, prose may follow that states nothing
 ("between 69 and 70", "#### Step 2"): there a number, a formula or one span of math counts, alone.
 """
@@ -17,10 +17,10 @@ from dvp.data import puzzles
 from dvp.errors import DvpError
 
 LONGEST_JOINT = 60
-"""Characters between two boxes of one list."""
+"""Most characters between two boxes of one list."""
 
 BLANK = " \t\r*_"
-"""Characters of a line that states nothing."""
+"""Characters that state nothing: a line of them is blank."""
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s{1,3}([-+]?\d[\d.,/]{0,40}|[A-Za-z](?![A-Za-z]))")
@@ -46,7 +46,7 @@ _NO_FORMULA = re.compile(
 )
 _NUMERIC = re.compile(r"[-+]?(?:\\?\$|\\\()?[-+.\\]?\d|\$|\\\(")
 _WORD = re.compile(r"\(?[A-Z]\)?|[A-Z][a-z]+|yes|no|true|false|even|odd")
-"""One word that is an answer after `the answer is`, which a sentence may go on after: `the answer is surprising`."""
+"""One word that is an answer after `the answer is`; others may go on with the sentence: `the answer is surprising`."""
 _PROSE = re.compile(
     r"(?P<before>(?:[A-Za-z][a-z'’]+[ ,:-]+)(?:[A-Za-z'’]+[ ,:-]+)*(?:= *)?)(?P<number>[-+]?\\?\$?[-+]?\d.*)"
 )
@@ -60,7 +60,7 @@ _LEADS = re.compile(
     r"\\(?:approx|equiv|in|[lL]?ong[rR]ightarrow|[rR]ightarrow|implies|iff|therefore|to|q?quad|displaystyle|[lL]arge|LARGE"
     r"|[hH]uge|bf|noindent|centering|newline|item)$"
 )
-"""Commands that may stand before a box; others make it a part of a formula."""
+"""Commands that may stand before a box; after any other one the box is part of a formula."""
 _PART_AFTER = re.compile(
     r"[.,]?\d|\(|[A-Za-z](?![A-Za-z])|\s*(?!\^\s*\{?\s*\\circ)[-+/<>^_]\s*(?:[\d\\({]|[A-Za-z](?![A-Za-z]))|\s*\*\s*\d"
     r"|\s*\\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi|over|choose|b?mod|neq?|[lg]eq?|[lg]t|cup|cap|ast)(?![A-Za-z])"
@@ -78,7 +78,7 @@ _JOINT = re.compile(
     r"\}?(?:[\s$*]|\\[()\[\]])*(?:[,;]?\s*(?:(?:\\text\s*\{\s*)?,?\s*\b(?P<word>and|or)\b\s*\}?|(?<=[,;])))"
     r"(?:[\s$*]|\\[()\[\]])*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=[\s$]*)?"
 )
-"""What stands between two boxes of one list: $\boxed{1}$ and $x=\boxed{2}$."""
+"""Text between two boxes of one list: $\boxed{1}$ and $x=\boxed{2}$."""
 _NAMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w+\}?)?)\s*=[\s$]*$")
 _INTERJECTION = re.compile(
     r"(?i:wait|hmm+|hold on|hang on|no|oops|oh|sorry|actually|but|however|let me|let us|let's)\b[\s,.!—…-]*"
@@ -117,13 +117,14 @@ _PLACEHOLDER = re.compile(
 
 
 def stated_answer(response: str, *, truncated: bool, thinking: str | None = None) -> str | None:
-    r"""The answer of the response's last statement, or None.
+    r"""Return the answer of the response's last statement, or None.
 
-    `truncated`: the response ended because it reached its length limit. A last statement that touches its
-    very end is then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…}
-    counts.
-    `thinking`: what stands before the response in its turn if only what follows the last </think> counts: a <think>
-    that the prompt ends with, or nothing (dvp.data.prompts). An unclosed <think> states nothing. None: all counts.
+    Args:
+        truncated: the response ended because it reached its length limit. A last statement that touches its very end is
+            then not closed (`Answer: 1` may have become 123), and there is no answer; a closed \boxed{…} counts.
+        thinking: None if all of the response counts. If only what follows the last </think> counts, the text before the
+            response in its turn: a <think> that the prompt ends with, or "" (dvp.data.prompts). An unclosed <think>
+            states nothing.
     """
     if thinking is not None:
         _, closed, rest = (thinking + response).rpartition("</think>")
@@ -161,7 +162,7 @@ def stated_answer(response: str, *, truncated: bool, thinking: str | None = None
 
 
 def grade(response: str, reference: str, *, truncated: bool = False, thinking: str | None = None) -> bool:
-    """Whether the response states an answer equal to the reference, or one that solves it if that is a puzzle's."""
+    """Return whether the response states an answer that equals the reference, or that solves it if it is a puzzle."""
     answer = stated_answer(response, truncated=truncated, thinking=thinking)
     if answer is None:
         return False
@@ -184,7 +185,7 @@ def check_reference(answer: str) -> None:
 
 
 def unboxed(answer: str) -> str:
-    r"""`204` for `\boxed{204}` or `$\boxed{204}$`; other texts as they are."""
+    r"""Return `204` for `\boxed{204}` or `$\boxed{204}$`; other texts as they are."""
     text = _clean(answer)
     boxes = _boxes(text)
     if boxes and boxes[-1][0] == 0 and boxes[-1][1][1] == len(text) - 1:
@@ -193,7 +194,7 @@ def unboxed(answer: str) -> str:
 
 
 def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
-    r"""(start, (start, end) of the content) of each \boxed{…}; end is None for one never closed."""
+    r"""Return (start, (start, end) of the content) of each \boxed{…}; end is None for one never closed."""
     opened: list[tuple[int, int, bool]] = []
     boxes: list[tuple[int, tuple[int, int | None]]] = []
     for match in _BRACES.finditer(text):
@@ -209,7 +210,10 @@ def _boxes(text: str) -> list[tuple[int, tuple[int, int | None]]]:
 
 
 def _boxed(text: str, statements: list[tuple]) -> str | None:
-    """The answer of the last of these boxes, and of those before it that it makes a list with; None for a void one."""
+    """Return the answer of the last of these boxes, with those before it if they form a list; None if one is void.
+
+    A box is void if `_is_part` says so.
+    """
     contents, names, joints = [], [], []
     last, after = statements[-1][0], len(text)
     for begin, kind, (start, end) in reversed(statements):
@@ -232,7 +236,7 @@ def _boxed(text: str, statements: list[tuple]) -> str | None:
 
 
 def _retracted(text: str, place: int, answer: str) -> bool:
-    """Whether the sentence after an answer takes it back, or one of the next few if each begins like `Wait,`."""
+    """Return whether the sentence after an answer takes it back, or one of the next few if each begins like `Wait,`."""
     # `No. This is wrong` may be about the question.
     is_word = bool(re.fullmatch(r"(?:\\text\w*\{)?[^\W\d_]{2}[^\d\\=^]*", answer))
     for _ in range(4):
@@ -248,7 +252,7 @@ def _retracted(text: str, place: int, answer: str) -> bool:
 
 
 def _is_part(text: str, begin: int, end: int) -> bool:
-    r"""Whether a box is a part of a larger formula, 2\boxed{70}, or words beside it deny it: not \boxed{70}."""
+    r"""Return whether a box is part of a formula, 2\boxed{70}, or denied by words beside it, not \boxed{70}."""
     before = text[max(0, begin - LONGEST) : begin].rpartition("\n")[2]
     after = text[end : end + LONGEST].removeprefix("}").partition("\n")[0]
     before, after = (re.sub(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])", " ", side) for side in (before, after))
@@ -271,7 +275,7 @@ def _is_part(text: str, begin: int, end: int) -> bool:
 
 
 def _without_marker(content: str) -> str:
-    r"""`42` for a box's `\text{Answer: }42`; other contents as they are."""
+    r"""Return `42` for a box's `\text{Answer: }42`; other contents as they are."""
     if len(content) > LONGEST:
         return content
     answer = content
@@ -281,7 +285,10 @@ def _without_marker(content: str) -> str:
 
 
 def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) -> tuple[str | None, bool, int]:
-    """What a marker's line states (or the next one's, if nothing follows `Answer:`); whether it is closed; its end."""
+    """Return what a marker's line states, or None, whether the line is closed, and where it ends.
+
+    If nothing follows `Answer:`, the next line is taken.
+    """
     display = _DISPLAY.match(text, start)
     if display:
         closing = text.find({"\\[": "\\]", "$$": "$$"}[display[1]], display.end(), display.end() + LONGEST)
@@ -307,7 +314,7 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
             value, closed, end = value[: sentence.start()], True, start + sentence.start()
     plain = _without_emphasis(_within_group(value))
     if plain.endswith("$") and not plain.endswith("\\$") and (plain.count("$") - plain.count("\\$")) % 2:
-        plain = plain[:-1]  # of $\text{Answer: }42$
+        plain = plain[:-1]  # closes a $ before the marker: $\text{Answer: }42$
     plain = plain.translate(notation.CHARACTERS)
     word = kind == "sentence" and _WORD.fullmatch(plain)
     if not (anything or word or _UNAMBIGUOUS.fullmatch(plain) or _is_formula(plain) or _is_quantity(plain)):
@@ -319,7 +326,7 @@ def _rest_of_line(text: str, start: int, kind: str | None, last_newline: int) ->
 
 
 def _is_quantity(text: str) -> bool:
-    """A number, or one span of math, with a unit: 18 dollars."""
+    """Return whether a text is a number, or one span of math, with a unit: 18 dollars."""
     if len(text) > 80 or not _NUMERIC.match(text):
         return False
     value, unit = notation.quantity(notation.plain(text))
@@ -327,7 +334,7 @@ def _is_quantity(text: str) -> bool:
 
 
 def _without_prose(value: str) -> str:
-    r"""`70` for `The total is 70`, `70\text{ miles}` for `$70$ miles`; not for words that take it back."""
+    r"""Return `70` for `The total is 70`, `70\text{ miles}` for `$70$ miles`; words that take a number back stay."""
     spans = list(_SPAN.finditer(value))
     if not spans:
         value = re.sub(r"(?<!\\)\$", "", value)
@@ -346,9 +353,9 @@ def _without_prose(value: str) -> str:
 
 
 def _line_end(text: str, start: int, last_newline: int) -> int:
-    """Where a line ends, or where more of it would not be looked at; −1 if no newline follows.
+    """Return where a line ends, or where more of it would not be looked at; −1 if no newline follows.
 
-    Looks no further than that: a response of 100,000 markers would else be read to its end for each of them.
+    Never looks further: a response of 100,000 markers would otherwise be read to its end for each of them.
     """
     if start > last_newline:
         return -1
@@ -357,7 +364,10 @@ def _line_end(text: str, start: int, last_newline: int) -> int:
 
 
 def _within_group(value: str) -> str:
-    r"""`42` for `}42` and `42}`, of \text{Answer: }42 and \textbf{Answer: 42}: the group began before the marker."""
+    r"""Return `42` for `}42` and `42}`: the part of a value inside the group that its marker stands in.
+
+    Such are \text{Answer: }42 and \textbf{Answer: 42}, where the group begins before the marker.
+    """
     start = depth = 0
     for match in _GROUP.finditer(value):
         if match[0] in ("{", "\\(", "\\["):
@@ -372,21 +382,24 @@ def _within_group(value: str) -> str:
 
 
 def _is_formula(text: str) -> bool:
-    r"""Whether a text is mathematics alone, `3\sqrt{13}` or `x=5`: no sentence that a formula begins, nor a heading."""
+    r"""Return whether a text is mathematics alone, `3\sqrt{13}` or `x=5`.
+
+    A sentence that a formula begins is not, nor is a heading.
+    """
     outside = _COMMAND.sub(r"\\ ", text).strip()
     return not _NO_FORMULA.search(outside) and bool(_SIGN_OF_FORMULA.search(outside))
 
 
 def _clean(value: str) -> str:
-    """Without Markdown emphasis, quotation marks, a final full stop, and math delimiters around the whole."""
+    """Strip Markdown emphasis, quotation marks, a final full stop, and math delimiters around the whole."""
     value = _without_emphasis(value)
     match = _SPAN.fullmatch(value)
     return next(group for group in match.groups() if group).strip() if match else value
 
 
 def _without_emphasis(value: str) -> str:
-    """Without Markdown emphasis, quotation marks and a final full stop."""
+    """Strip Markdown emphasis, quotation marks and a final full stop."""
     value = _EMPHASIS_END.sub("", _EMPHASIS.sub(r"\2", value), count=1)
     marks = '*_`"“”‘ \t\r'
-    marks += "'’" if value.lstrip("*_ \t").startswith(("'", "‘", "’")) else ""  # of y' it is no quotation mark
+    marks += "'’" if value.lstrip("*_ \t").startswith(("'", "‘", "’")) else ""  # in y' it is a prime
     return value.strip().strip(marks).removesuffix(".").rstrip(marks)

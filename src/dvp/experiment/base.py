@@ -156,12 +156,12 @@ class Bases(Strict):
 
 
 def stored_sizes(folder: Path) -> dict[str, Any]:
-    """Read the keys of a PretrainedArchitecture from FOLDER/config.json; None for one that the model has not."""
+    """Read the keys of a PretrainedArchitecture from FOLDER/config.json; None for those that the model lacks."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
     sizes = {key: getattr(config, CONFIG_NAMES.get(key, key), None) for key in PretrainedArchitecture.model_fields}
-    if sizes["heads"]:  # which many a config.json leaves to be understood
+    if sizes["heads"]:  # many a config.json leaves out what follows from them
         sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // sizes["heads"]
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
     return sizes

@@ -2,8 +2,8 @@
 
 An experiment file in config/experiments names what to run; config/catalogue holds the sources, engines and methods
 that it may refer to by name (an experiment's own `sources:`, `engines:` or `methods:` add to the catalogue or replace
-an entry). `load_experiment` resolves the two into one self-contained `Experiment`; unknown keys, impossible values and
-names that are not defined are refused with one line.
+an entry). `load_experiment` resolves the two into one self-contained `Experiment`. Unknown keys, impossible values and
+undefined names are errors of one line.
 """
 
 import re
@@ -97,7 +97,7 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
-        """That every name leads somewhere."""
+        """Check that every name is defined, and that no reserved one is."""
         for key, names, table in self._named():
             for name in names:
                 if name not in table:
@@ -119,7 +119,7 @@ class Experiment(Strict):
         return self
 
     def _named(self) -> Iterator[tuple[str, Iterable[str], Iterable[str]]]:
-        """Where names stand, the names, and what there is of these names."""
+        """Yield (key, the names that it gives, the names that are defined) for every key that refers to names."""
         made = [name for name, source in self.sources.items() if isinstance(source, GeneratedSource)]
         yield "data.train", [self.data.train], self.sources
         yield "data.evaluation", self.data.evaluation, self.sources
@@ -184,7 +184,7 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_samplers(self) -> "Experiment":
-        """That models are sampled at their ρ as they were trained, and no entry is for nothing."""
+        """Check that models are sampled at their ρ as they were trained, and that no entry is redundant."""
         for index, entry in enumerate(self.evaluation.also):
             samplers = [sampler for point in [None, *self.points] for sampler in self.samplers_of(entry, point)]
             if all(sampler == self.sampler for sampler in samplers):
@@ -203,7 +203,7 @@ class Experiment(Strict):
 
     @property
     def _references(self) -> list[GridPoint]:
-        """The points that `report` may mean by its reference."""
+        """Return the points that `report` may mean by its reference."""
         report = self.report
         own = [
             point
@@ -221,16 +221,16 @@ class Experiment(Strict):
 
     @property
     def reference_point(self) -> GridPoint:
-        """The point that the others are compared with.
+        """Return the point that the others are compared with.
 
         It is of the method report.reference, with report.reference_training and report.reference_engine. Without the
-        latter controls are left out unless there is nothing else; of the rest it is the one whose engine most points of
-        the grid share.
+        latter, controls are left out unless there is nothing else; of the rest it is the point whose engine most points
+        of the grid share.
         """
         return self._references[0]
 
     def is_control(self, point: GridPoint) -> bool:
-        """Whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
+        """Return whether the point, unlike others, is trained on the evaluation's engine: without the mismatch."""
         exact = self.evaluation.engine
         return point.engine == exact and any(other.engine != exact for other in self.points)
 
@@ -242,7 +242,7 @@ class Experiment(Strict):
             raise ValueError("tools: `mismatch` and `bias` measure responses without tools; remove one of them")
         for name in [*self._sampling_engines, *(point.engine for point in self.points)]:
             if self.engines[name].tensor_parallel > 1:
-                # The ranks of an engine make the same calls, but a program need not print the same on each of them.
+                # The ranks of an engine make the same calls, but a program may print something else on each of them.
                 raise ValueError(f"tools: engine '{name}' is spread over several GPUs; expected tensor_parallel 1")
         longest, answer = self.tools.max_answer_tokens, "an answer is a part of the response"
         for section in ("training", "evaluation"):
@@ -288,7 +288,7 @@ class Experiment(Strict):
         return self
 
     def _check_method(self, where: str, name: str, rho: Rho | None, training: TrainingConfig) -> None:
-        """That the method takes this ρ."""
+        """Check that the method takes this ρ and fits these training settings."""
         method = self.methods[name]
         if method.takes_rho != (rho is not None):
             raise ValueError(f"{where}: method '{name}' {'needs' if method.takes_rho else 'takes no'} rho")
@@ -304,7 +304,10 @@ class Experiment(Strict):
             raise ValueError(f"{where}: method '{name}': {error}") from None
 
     def problems_missing(self, available: dict[str | None, int]) -> str | None:
-        """One line if a step or a measurement needs more problems than there are of a task, or (None) to train on."""
+        """Return an error if a step or a measurement needs more problems than are `available`; None if none does.
+
+        `available` counts the problems of each task; its key None counts those to train on.
+        """
         steps = max(self.training_of(point).prompts_per_step for point in self.points)
         needed = [("training.prompts_per_step", steps, [None])]
         if self.mismatch:
@@ -320,11 +323,11 @@ class Experiment(Strict):
 
     @property
     def trainer_dtype(self) -> str:
-        """The type in which the trainer multiplies matrices; its weights and optimiser are fp32 in either case."""
+        """Return the type in which the trainer multiplies matrices; weights and optimiser are fp32 in either case."""
         return "bfloat16" if "torch_autocast" in self.deepspeed else "float32"
 
     def swallowed_updates(self, stored: str | None, engines: Iterable[str]) -> str | None:
-        """Say in a line which engines round away an fp32 trainer's updates of a base stored in 16 bits, if any do.
+        """Return a warning if engines round away an fp32 trainer's updates of a base stored in 16 bits, else None.
 
         stored: the dtype in the base's config.json.
         """
@@ -340,47 +343,47 @@ class Experiment(Strict):
 
     @property
     def points(self) -> list[GridPoint]:
-        """Every grid point, in the order of the file."""
+        """Return every grid point, in the order of the file."""
         return [point for entry in self.grid for point in entry.points]
 
     @property
     def runs(self) -> list[Run]:
-        """Every run of the grid, in the order of the file; none where those of replicates stand for them."""
+        """Return every run of the grid, in the order of the file; none if replicates stand for them."""
         return [] if self.replicates else [point.run(seed) for point in self.points for seed in self.seeds]
 
     def training_of(self, point: GridPoint) -> TrainingConfig:
-        """The training settings of a grid point or a run: the section `training`, with those of its entry on top."""
+        """Return the training settings of a grid point or run: the section `training`, overridden by its entry's."""
         return self.training.model_copy(update=point.training) if point.training else self.training
 
     def sides_of(self, run: Run) -> SafeVocabularies:
-        """The safe vocabularies of a run's trainer and engine."""
+        """Return the safe vocabularies of a run's trainer and engine."""
         return self.methods[run.method].sides(run.rho_value, self.training_of(run).max_response_tokens)
 
     @property
     def axes(self) -> list[str]:
-        """The training settings that entries of the grid give and in which its points differ, by name."""
+        """Return the names of the training settings that grid entries give and in which the points differ."""
         given = sorted({key for point in self.points for key in point.training})
         every = [self.training_of(point) for point in self.points]
         return [key for key in given if len({getattr(training, key) for training in every}) > 1]
 
     def settings_of(self, point: GridPoint) -> dict[str, Any]:
-        """A point's values of `axes`: what tables and figures show of its training settings."""
+        """Return a point's values of `axes`: what tables and figures show of its training settings."""
         training = self.training_of(point)
         return {key: getattr(training, key) for key in self.axes}
 
     @cached_property
     def jobs(self) -> dict[tuple[str, str], Job]:
-        """Every job, by stage and path, each after those that it waits for."""
+        """Return every job, by stage and path, each after those that it waits for."""
         return {(job.stage, job.path): job for job in list_jobs(self)}
 
     def __copy__(self) -> "Experiment":
-        """A copy with other settings (`model_copy`) has other jobs."""
+        """Copy without the cached jobs, as `model_copy` changes settings on which they depend."""
         copied = super().__copy__()
         copied.__dict__.pop("jobs", None)
         return copied
 
     def job(self, stage: str, path: str = "") -> Job:
-        """The job of a stage with this path (dvp.experiment.jobs). Raises DvpError if there is none."""
+        """Return the job of a stage with this path (dvp.experiment.jobs). Raises DvpError if there is none."""
         if (stage, path) not in self.jobs:
             known = [own for of, own in self.jobs if of == stage]
             nearest = get_close_matches(path, known, n=1, cutoff=0)
@@ -389,31 +392,31 @@ class Experiment(Strict):
         return self.jobs[stage, path]
 
     def config_hash(self, stage: str, path: str = "") -> str:
-        """Hash (12 hex digits) of all settings on which a job depends (see dvp.experiment.config_hash)."""
+        """Return the hash (12 hex digits) of all settings on which a job depends (see dvp.experiment.config_hash)."""
         return sha256_json(settings_of_job(self, self.job(stage, path)))[:12]
 
     def evaluated_steps(self, point: GridPoint) -> list[int]:
-        """The steps after which the runs of a point are evaluated (evaluation.at), in their order, without the last."""
+        """Return the steps after which a point's runs are evaluated (evaluation.at), ascending, without the last."""
         return self.evaluation.steps(self.training_of(point).steps)
 
     @property
     def snapshots(self) -> list[Run]:
-        """Every run as it was after each of its evaluated steps, the last of which is left out; none by default."""
+        """Return every run as it was after each of its evaluated steps but the last; none by default."""
         return [run.after(step) for run in self.runs for step in self.evaluated_steps(run)]
 
     @property
     def sampler(self) -> Sampler:
-        """With what every model is sampled when it is scored: evaluation.engine, the full vocabulary."""
+        """Return the sampler with which every model is scored: evaluation.engine, the full vocabulary."""
         return Sampler(engine=self.evaluation.engine)
 
     @property
     def _sampling_engines(self) -> list[str]:
-        """The engines that the section `evaluation` names."""
+        """Return the engines that the section `evaluation` names."""
         named = [entry.engine for entry in self.evaluation.also if entry.engine not in (None, TRAINING)]
         return list(dict.fromkeys([self.evaluation.engine, *named]))
 
     def samplers_of(self, entry: Further, point: GridPoint | None) -> list[Sampler]:
-        """What an entry of evaluation.also means for the models of a point, or for the base model (None)."""
+        """Return the samplers that an entry of evaluation.also means for a point's models, or the base model (None)."""
         engines = [entry.engine or self.evaluation.engine]
         if entry.engine == TRAINING:
             engines = list(dict.fromkeys(other.engine for other in ([point] if point else self.points)))
@@ -426,25 +429,25 @@ class Experiment(Strict):
         return made
 
     def samplers(self, point: GridPoint | None) -> list[Sampler]:
-        """With what else (evaluation.also) the models of a point, or the base model (None), are scored; each once."""
+        """Return the further samplers (evaluation.also) of a point's models, or of the base model (None), each once."""
         every = [sampler for entry in self.evaluation.also for sampler in self.samplers_of(entry, point)]
         return [sampler for place, sampler in enumerate(every) if sampler not in [self.sampler, *every[:place]]]
 
     @property
     def further_evaluations(self) -> list[tuple[Run | None, Sampler]]:
-        """Every model, the base model (None) first, with what else it is scored with."""
+        """Return every model, the base model (None) first, with each of its further samplers (evaluation.also)."""
         models = [(None, None), *((point, point.run(seed)) for point in self.points for seed in self.seeds)]
         return [(run, sampler) for point, run in models for sampler in self.samplers(point)]
 
     @property
     def preflights(self) -> list[str]:
-        """Paths of the preflights, one for each engine and settings of the grid; none if there are to be none."""
+        """Return the paths of the preflights, one for each engine and settings of the grid; none if switched off."""
         if self.preflight == "never" or (self.preflight == "auto" and isinstance(self.base, TrainedBase)):
             return []
         return list(dict.fromkeys(point.preflight for point in self.points))
 
     def waiting_for(self, preflight: str) -> "Experiment":
-        """Of this experiment the grid that waits for a preflight, as an experiment of one engine and no axes."""
+        """Return the experiment reduced to the grid points that wait for a preflight: one engine and no axes."""
         points = [point for point in self.points if point.preflight == preflight]
         grid = [
             GridEntry(method=[point.method], engine=[point.engine], rho=None if point.rho is None else [point.rho])
@@ -453,7 +456,7 @@ class Experiment(Strict):
         return self.model_copy(update={"training": self.training_of(points[0]), "grid": grid})
 
     def measurements(self, stage: str) -> list[Measurement]:
-        """Every measurement of the stage `mismatch` or `bias`, in the order of the file; none if not asked for."""
+        """Return the measurements of the stage `mismatch` or `bias`, in the order of the file; none by default."""
         settings = getattr(self, stage)
         if settings is None:
             return []
@@ -465,7 +468,7 @@ class Experiment(Strict):
 
     @property
     def estimators(self) -> list[tuple[str, str | None]]:
-        """Method and ρ of every estimator that the stage `bias` compares, in the order of the file."""
+        """Return method and ρ of every estimator that the stage `bias` compares, in the order of the file."""
         return [
             pair
             for entry in (self.bias.estimators if self.bias else [])
@@ -474,7 +477,7 @@ class Experiment(Strict):
 
     @property
     def positions(self) -> list[str]:
-        """The bins of response tokens for which the stage `bias` gives variances, as `1-8`; none if not asked for."""
+        """Return the bins of response tokens, as `1-8`, whose variances `bias` measures; none if not asked for."""
         if self.bias is None or not self.bias.position_bins:
             return []
         ends = [*self.bias.position_bins, self.training.max_response_tokens]
@@ -482,7 +485,7 @@ class Experiment(Strict):
 
     @property
     def used(self) -> "Experiment":
-        """The same experiment without the sources, engines and methods of the catalogue that it does not name."""
+        """Return the experiment without the sources, engines and methods that it does not name."""
         tables = ("sources", "engines", "methods")
         rest = self.model_dump_json(exclude={*tables, "deepspeed"})
         kept = {

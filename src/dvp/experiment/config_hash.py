@@ -1,7 +1,6 @@
-"""What a stage depends on: those parts of the experiment, and of no other.
+"""Select the settings that a stage depends on, and no others.
 
-Their hash is the stage's *config hash*, so that a changed label does not train anything again and a changed learning
-rate does.
+Their hash is the stage's *config hash*: a changed label retrains nothing, a changed learning rate does.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
-    """All settings on which the results of a job depend, upstream stages included; JSON-able.
+    """Return all settings on which the results of a job depend, upstream stages included; JSON-able.
 
     A run has its own training settings, wherever they are written; a measurement samples as the section `training`
     says, whatever its policy was trained with.
     """
-    if job.stage == "report":  # all that may stand in it
+    if job.stage == "report":  # a report may show any of them
         return _set(experiment.used, exclude={"preflight"})
     stage, run, measurement = job.stage, job.run, job.measurement
     data, base, training = experiment.data, experiment.base, experiment.training
-    # What only `dvp plan` uses changes no result, and what only an error depends on neither.
+    # Leave out what only `dvp plan` uses (problems) or only raises an error (unreadable_answers): no result changes.
     sources = {name: _set(experiment.sources[name], exclude={"problems"}) for name in [data.train, *data.evaluation]}
     parts: dict[str, Any] = {"data": _set(data, exclude={"unreadable_answers"}), "sources": sources}
     if stage != "prepare":
@@ -34,14 +33,14 @@ def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
         if made:
             parts["base_source"] = _set(experiment.sources[base.source])
         if experiment.tools is not None and (made or stage != "base"):
-            # A base model that is made here learns how a call is written.
+            # A base model that is trained here learns how a call is written.
             written = {"call", "answer"} if stage == "base" else None
             parts["tools"] = _set(experiment.tools, include=written)
     if run is not None:
-        # Over how many GPUs a run is spread changes it by rounding only.
+        # The number of GPUs changes a run by rounding only.
         trained = experiment.training_of(run)
         safe = experiment.sides_of(run)
-        # A run whose engine would report no sets, or reports them in any case, is the same whether it is asked to.
+        # report_sets changes nothing if the engine has no sets to report, or reports them anyway.
         asked = set() if trained.sets_reported(safe) and not safe.replayed else {"report_sets"}
         parts["training"] = _set(trained, exclude={"gpus", "nodes"} | asked)
         parts["deepspeed"] = experiment.deepspeed
@@ -49,11 +48,10 @@ def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
         parts["engine"] = _set(experiment.engines[run.engine])
         parts["method"] = _set(experiment.methods[run.method], exclude={"label"})
     if stage == "train" and experiment.evaluation.at is not None:
-        # Weights that were not kept cannot be evaluated later: other steps are another training.
+        # Weights that were not kept cannot be evaluated later, so other steps need another training.
         parts["kept"] = experiment.evaluated_steps(run)
     if stage == "preflight":
-        # No more than every run with this engine depends on: training waits for the preflight, and where that is made
-        # again, training is.
+        # Only what every run with this engine depends on: rerunning a preflight reruns the training that waits for it.
         waiting = experiment.waiting_for(job.path)
         parts["training"] = _set(waiting.training, exclude={"gpus", "nodes"})
         parts["deepspeed"] = experiment.deepspeed
@@ -84,8 +82,8 @@ def settings_of_job(experiment: "Experiment", job: Job) -> dict[str, Any]:
 
 
 def _set(section: BaseModel, **of: Any) -> dict[str, Any]:
-    """What a section sets otherwise than by default, so that an option that comes or goes makes no result stale.
+    """Return a section's settings that differ from their defaults, so that a new or removed option changes no hash.
 
-    Where a default itself changes, so do the numbers of those who left it: dvp.versions says it then.
+    If a default itself changes, so do the numbers of those who relied on it: dvp.versions records that.
     """
     return section.model_dump(mode="json", exclude_defaults=True, **of)

@@ -25,8 +25,8 @@ class Columns(Strict):
 
 
 MOST_STEPS = {"sums": 2, "chains": 13, "shortest_path": 12, "graph_color": 12}
-"""Of chains of 17 rounds or more no three changes keep the numbers in their range, and of 16 almost none; of 20
-vertices at random almost none have a colouring."""
+"""Largest steps by generator. In chains of 17 rounds or more no three changes keep the numbers in range, in 16 almost
+none do; of random graphs with 20 vertices almost none have a colouring."""
 
 
 class GeneratedSource(Strict):
@@ -59,7 +59,7 @@ class GeneratedSource(Strict):
 
     @property
     def several_solutions(self) -> bool:
-        """Whether its problems can have several solutions, of which each is right."""
+        """Return whether its problems can have several correct solutions."""
         return self.generator in ("shortest_path", "graph_color")
 
     @model_validator(mode="after")
@@ -170,5 +170,5 @@ class DataConfig(Strict):
 
     @property
     def tasks(self) -> list[str]:
-        """The evaluation tasks, the held-out one first."""
+        """Return the evaluation tasks, the held-out one first."""
         return (["held_out"] if self.held_out else []) + self.evaluation

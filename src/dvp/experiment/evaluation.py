@@ -8,7 +8,7 @@ from dvp.experiment.grid import Settings
 from dvp.strict import LOWEST_TEMPERATURE, Distinct, Line, Name, Positive, Seed, Several, Strict, optional
 
 TRAINING = "training"
-"""In place of an engine's name: the one that a model was trained with."""
+"""The name that stands for the engine that a model was trained with."""
 
 
 class Spread(Strict):
@@ -76,7 +76,7 @@ class EvaluationConfig(Strict):
         return self
 
     def steps(self, last: int) -> list[int]:
-        """Steps after which a run of `last` steps is evaluated, in their order, without the last one.
+        """Return the steps after which a run of `last` steps is evaluated, ascending, without the last one.
 
         Raises ValueError for a step beyond the last, or more times than there are steps.
         """

@@ -23,12 +23,12 @@ RESULTS = {
 
 
 def named(folder: Path) -> Path:
-    """The folder by its name, in its place: what is above it is the folder of results, a link being no other place."""
+    """Make `.` and `..` absolute without resolving symlinks, so that the parent is the folder of results."""
     return folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))
 
 
 class ExperimentDir:
-    """An experiment and where its files are: `results/E/config.yaml` says both."""
+    """An experiment and where its files are, as `results/E/config.yaml` says."""
 
     def __init__(self, config: Path):
         """Read the resolved experiment. Raises DvpError."""
@@ -39,14 +39,17 @@ class ExperimentDir:
         self.base = self.folder / "base"
 
     def result(self, stage: str, of: str = "") -> Path:
-        """The JSON file that a stage writes last.
+        """Return the path of the JSON file that a stage writes last.
 
-        of : the path of the run (evaluate: of run and task, RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK) or of the
-            measurement; the engine of the preflight.
+        of: the path of the run (evaluate: of run and task, RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK) or of the
+        measurement; the engine of the preflight.
         """
         return self.folder / RESULTS[stage].replace("{of}", of)
 
     def model(self, run: Run | None) -> tuple[str, Path]:
-        """The stage that makes a run's model (None: the base model), and its JSON file, which the model is beside."""
+        """Return the stage that makes a run's model (None: the base model), and its JSON file.
+
+        The model's own files are beside the latter.
+        """
         stage = "base" if run is None else "convert"
         return stage, self.result(stage, "" if run is None else run.path)

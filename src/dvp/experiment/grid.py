@@ -1,4 +1,4 @@
-"""What is run and measured: the grid of training runs, and the measurements at fixed policies; each has a path."""
+"""Settings of the grid of training runs, and of the measurements at fixed policies; each has a path."""
 
 import math
 import re
@@ -14,19 +14,22 @@ from dvp.experiment.training import TrainingConfig
 from dvp.progress import setting_as_read
 from dvp.strict import Distinct, Name, OneOrMany, Positive, PositiveFloat, Several, Strict, optional
 
-# Keys of `training` that are no axes: lists and groups of keys, and what a job runs on.
+# Keys of `training` that cannot be axes: lists and groups of keys, and what a job runs on.
 NO_AXES = ("adam_betas", "keep_responses", "gpus", "nodes", "deepspeed")
 
-WHOLE = "all"  # tokens of a response, beside bins of positions
+WHOLE = "all"  # all tokens of a response, as opposed to a bin of positions
 
 
 class Rho(str):
-    """ρ as an experiment keeps it: exp(-13) as it is, 1e-2 as 0.01, quoted or not. Raises ValueError for no ρ."""
+    """A ρ as an experiment writes it: exp(-13) as it is, 1e-2 as 0.01, quoted or not.
+
+    `value` is the number. Raises ValueError for anything outside (0, 1).
+    """
 
     value: float
 
     def __new__(cls, written: object) -> Self:
-        """A text or a number of (0, 1)."""
+        """Parse a text or a number of (0, 1)."""
         number = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
         exponent = re.fullmatch(rf"exp\(-{number}\)", str(written))
         if not exponent and not re.fullmatch(rf"{number}([eE][-+]?[0-9]+)?", str(written)):
@@ -41,7 +44,7 @@ class Rho(str):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> core_schema.CoreSchema:
-        """A text, made by `Rho`."""
+        """Return a schema that validates by `Rho` and serialises as text."""
         text = core_schema.to_string_ser_schema()
         return core_schema.no_info_plain_validator_function(
             cls,
@@ -51,17 +54,17 @@ class Rho(str):
 
 
 def parse_rho(rho: object) -> float:
-    """ρ as a number. Raises ValueError as `Rho`."""
+    """Return ρ as a number. Raises ValueError as `Rho`."""
     return Rho(rho).value
 
 
 def rho_in_path(rho: str | None) -> str:
-    """ρ as part of a path, which a shell takes without quotes: `exp-13` for exp(-13), `none` without one."""
+    """Return ρ as part of a path, which a shell takes without quotes: `exp-13` for exp(-13), `none` without one."""
     return "none" if rho is None else re.sub("[()]", "", Rho(rho))
 
 
 def _of_training(listed: bool) -> Any:
-    """Some keys of `training` as a dict: each with a value, or with a value or a list of them."""
+    """Return the type of a dict of some keys of `training`, each with a value or, if `listed`, a list of values."""
     kinds = {
         key: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         for key, field in TrainingConfig.model_fields.items()
@@ -79,22 +82,22 @@ Axes = _of_training(listed=True)
 
 
 def whole_run(path: str) -> str:
-    """Path of the run that the path of a run or of one of its steps names: `RUN` for `RUN/step~16`."""
+    """Return the path of the run, given the path of the run or of one of its steps: `RUN` for `RUN/step~16`."""
     return re.sub(r"/step~\d+$", "", path)
 
 
 def settings_path(settings: dict[str, Any]) -> str:
-    """Training settings as part of a path, in the order of their names: `/group_size~4/steps~96`, or nothing."""
+    """Return training settings as part of a path, sorted by name: `/group_size~4/steps~96`, or nothing."""
     return "".join(f"/{key}~{setting_as_written(settings[key])}" for key in sorted(settings))
 
 
 def setting_as_written(value: bool | float | str | None) -> str:
-    """A training setting as text, also as part of a path, which a shell takes without quotes."""
+    """Return a training setting as text, also as part of a path, which a shell takes without quotes."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def settings_as_read(settings: dict[str, Any]) -> list[str]:
-    """Training settings for a person: `G 4`, `learning rate 0.0001`."""
+    """Return training settings for a person: `G 4`, `learning rate 0.0001`."""
     return [setting_as_read(key, setting_as_written(value)) for key, value in settings.items()]
 
 
@@ -121,7 +124,7 @@ class GridEntry(Strict):
 
     @property
     def points(self) -> Iterator["GridPoint"]:
-        """Its grid points, in the order of the file."""
+        """Yield its grid points, in the order of the file."""
         for method, engine, rho, *values in product(
             self.method, self.engine, self.rho or [None], *self.training.values()
         ):
@@ -142,27 +145,27 @@ class GridPoint(Strict):
     """Its training settings, those of the grid's entry that names it."""
 
     def __hash__(self) -> int:
-        """Of the path, as settings are a dict."""
+        """Hash the path, as settings are a dict."""
         return hash(self.path)
 
     @property
     def path(self) -> str:
-        """The grid point as a relative path, which says what it is."""
+        """Return the grid point as a relative path that spells out its settings."""
         point = f"method~{self.method}/engine~{self.engine}/rho~{rho_in_path(self.rho)}"
         return point + settings_path(self.training)
 
     @property
     def rho_value(self) -> float | None:
-        """ρ as a number, None without a safe vocabulary."""
+        """Return ρ as a number, None without a safe vocabulary."""
         return None if self.rho is None else self.rho.value
 
     @property
     def preflight(self) -> str:
-        """The preflight that its runs wait for, as a path: their engine, and settings that the grid gives."""
+        """Return the path of the preflight that its runs wait for: their engine, and settings that the grid gives."""
         return self.engine + settings_path(self.training)
 
     def run(self, seed: int) -> "Run":
-        """The grid point with this seed."""
+        """Return the run of this grid point with this seed."""
         return Run(method=self.method, engine=self.engine, rho=self.rho, training=self.training, seed=seed)
 
 
@@ -175,21 +178,21 @@ class Run(GridPoint):
 
     @property
     def path(self) -> str:
-        """The run as a relative path, which says what it is."""
+        """Return the run as a relative path that spells out its settings."""
         return f"{super().path}/seed~{self.seed}" + ("" if self.step is None else f"/step~{self.step}")
 
     @property
     def point(self) -> GridPoint:
-        """Its grid point."""
+        """Return its grid point."""
         return GridPoint(method=self.method, engine=self.engine, rho=self.rho, training=self.training)
 
     def after(self, step: int | None) -> "Run":
-        """The run as it was after a step; None is the whole run."""
+        """Return the run as it was after a step; None is the whole run."""
         return self.model_copy(update={"step": step})
 
 
 class Sampler(Strict):
-    """With what a model is sampled when it is scored: an engine, from the full vocabulary or from the safe one at ρ."""
+    """The sampler of an evaluation: an engine, from the full vocabulary or from the safe one at ρ."""
 
     engine: Name
     rho: Rho | None = None
@@ -197,7 +200,7 @@ class Sampler(Strict):
 
     @property
     def path(self) -> str:
-        """The sampler as a relative path, which says what it is."""
+        """Return the sampler as a relative path that spells out its settings."""
         return f"by~{self.engine}/min_p~{rho_in_path(self.rho)}"
 
 
@@ -212,18 +215,18 @@ class Measurement(Strict):
 
     @property
     def path(self) -> str:
-        """The measurement as a relative path, which says what it is."""
+        """Return the measurement as a relative path that spells out its settings."""
         problems = "" if self.task is None else f"/on~{self.task}"
         return f"{self.policy_path}/by~{self.engine}{problems}/seed~{self.seed}"
 
     @property
     def policy_path(self) -> str:
-        """The policy's own."""
+        """Return the policy's path, or `base`."""
         return self.policy if self.policy == "base" else self.policy.path
 
     @property
     def run(self) -> Run | None:
-        """Whose model it measures; None for the base model."""
+        """Return the run whose model it measures; None for the base model."""
         return None if self.policy == "base" else self.policy.run(self.seed)
 
 
@@ -234,7 +237,7 @@ Policy = Annotated[
 
 
 class _MeasurementConfig(Strict):
-    """What is measured at fixed policies: every policy with every engine, for every seed."""
+    """Settings of measurements at fixed policies: every policy with every engine, for every seed."""
 
     policies: Several[Policy]
     """The base model, or a grid point at the end of its training."""

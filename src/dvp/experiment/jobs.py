@@ -1,4 +1,4 @@
-"""The jobs of an experiment, listed here alone: rules, `dvp plan` and stages find theirs by stage and path."""
+"""List the jobs of an experiment, here alone: rules, `dvp plan` and stages find theirs by stage and path."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,37 +14,37 @@ BASE = "base"  # in place of a run's path: the model before RL
 
 @dataclass(frozen=True)
 class Job:
-    """One job."""
+    """One job of a stage."""
 
     stage: str
     path: str = ""
-    """What its files are called (dvp.experiment.folder.RESULTS): the run, the measurement or the preflight; of an
-    evaluation RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK. Empty where there is one job of the stage."""
+    """The path in its files' names (dvp.experiment.folder.RESULTS): the run, the measurement or the preflight; for an
+    evaluation RUN/TASK or RUN/by~ENGINE/min_p~RHO/TASK. Empty if the stage has a single job."""
     after: tuple[tuple[str, str], ...] = ()
     """Stage and path of the jobs whose files it reads."""
     gpus: int = 0
-    """Of each node."""
+    """GPUs of each node."""
     nodes: int = 1
     run: Run | None = None
-    """Whose model it makes or works on, as it was after one of its steps or in the end; None: the base model."""
+    """The run whose model it makes or works on, after one of its steps or at the end; None: the base model."""
     engine: str | None = None
-    """What it samples with."""
+    """The engine that it samples with."""
     task: str | None = None
-    """Whose problems it samples; None: those to train on."""
+    """The task whose problems it samples; None: training problems."""
     sampler: Sampler | None = None
-    """Of an evaluation."""
+    """The sampler of an evaluation."""
     measurement: Measurement | None = None
     asked: bool = True
-    """False: a preflight that no run waits for, which somebody may ask for by hand."""
+    """False for a preflight that no run waits for, but that can be requested by hand."""
 
 
 def together(stage: str, path: str) -> tuple[str, str]:
-    """Stage and path of what one process does, of which a job is a part: all tasks of a model with one sampler."""
+    """Return stage and path of the process that does a job: one evaluates a model on all tasks with one sampler."""
     return stage, path.rpartition("/")[0] if stage == "evaluate" else path
 
 
 def list_jobs(experiment: "Experiment") -> Iterator[Job]:
-    """Every job, each after those that it waits for."""
+    """Yield every job, each after those that it waits for."""
     if experiment.replicates:
         yield Job("report")
         return

@@ -1,4 +1,4 @@
-"""What there is to run, and what can be set: `dvp list` and `dvp keys`."""
+"""List the experiments and explain the keys of their files: `dvp list` and `dvp keys`."""
 
 import re
 from difflib import get_close_matches
@@ -9,13 +9,16 @@ from dvp.errors import DvpError
 from dvp.experiment.loading import config_folder, experiment_files, load_experiment
 from dvp.experiment.reference import reference
 
-CELLS, LINK = re.compile(r"(?<!\\)\|"), re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of a Markdown table; in a Markdown text
+CELLS, LINK = re.compile(r"(?<!\\)\|"), re.compile(r"\[([^\]]+)\]\([^)]*\)")  # in a Markdown table; in a Markdown text
 REPORT = "report/manifest.json"
 KEPT = Path("results/reference")
 
 
 def experiments(results: Path) -> str:
-    """A line for each experiment, by folder: training runs, whether a report is there or kept, and what it asks."""
+    """List the experiments by folder, one per line.
+
+    A line has the number of training runs, whether a report is there or kept, and what the experiment asks.
+    """
     lines, config = ["runs  report  experiment"], config_folder()
     for folder, files in groupby(experiment_files(config).values(), key=lambda file: file.parent):
         lines += ["", f"{config.name}/{folder.relative_to(config)}/"]
@@ -31,9 +34,9 @@ def _line(name: str, results: Path, config: Path) -> str:
 
 
 def keys(name: str | None) -> str:
-    """The groups of keys, or what is told of a key, a group or a named part of a method, in upper or lower case.
+    """Return the groups of keys, or the explanation of a key, a group or a named part of a method, in any case.
 
-    Raises DvpError for one that is not there.
+    Raises DvpError for a name that does not exist.
     """
     sections = dict(section.split("\n\n", 1) for section in reference().split("\n## ")[1:])
     if name is None:
@@ -44,7 +47,7 @@ def keys(name: str | None) -> str:
         for line in text.splitlines()
         if line.startswith("| `")
     ]
-    # Of training.gpus: the rows of `training`, then those of `gpus` in the groups that they link.
+    # For training.gpus: find the rows of `training`, then those of `gpus` in the groups that they link to.
     *above, key = name.lower().split(".")
     asked = rows
     for part in above:
@@ -60,19 +63,19 @@ def keys(name: str | None) -> str:
 
 
 def _about(section: str) -> str:
-    """What stands above a section's table."""
+    """Return the text above a section's table."""
     return _plain(section.partition("| ")[0].strip())
 
 
 def _key(cells: list[str]) -> str:
-    """The name that a row tells of: `rho`, and `otb` of the row for `advantage: otb`."""
+    """Return the name that a row explains: `rho`, or `otb` from the row for `advantage: otb`."""
     return cells[0].strip("`").rpartition(": ")[2].lower()
 
 
 def _told(title: str, cells: list[str]) -> str:
-    """A row of the reference as lines of text: the key, what it means, and what may be written."""
+    """Format a row of the reference as text: the key, its meaning, and what may be written."""
     key, *values, meaning = cells
-    if not values:  # of the names that a method may use
+    if not values:  # the row is that of a name that a method may use
         return _plain(f"{key}: {meaning}")
     value, default = values
     return _plain(
@@ -81,5 +84,5 @@ def _told(title: str, cells: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text without Markdown's links and code."""
+    """Strip Markdown's links and code from a text."""
     return LINK.sub(r"\1", text).replace("`", "")

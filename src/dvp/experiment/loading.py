@@ -1,4 +1,4 @@
-"""Reading experiment files: YAML, the catalogue, DeepSpeed's options. A mistake is one line that names its place."""
+"""Read experiment files: YAML, the catalogue, DeepSpeed's options. A mistake is one line that names its place."""
 
 import os
 import re
@@ -18,16 +18,16 @@ from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import read_json, sha256_file, write_text
 from dvp.strict import NAME, Strict, first_problem
 
-RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # of the folder of results
-SHIPPED = Path(__file__).parents[1] / "config"  # in a clone a link to the repository's
-TABLES = ("sources", "engines", "methods")  # that config/catalogue fills
+RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # names that the folder of results uses itself
+SHIPPED = Path(__file__).parents[1] / "config"  # in a clone, a link to the repository's config/
+TABLES = ("sources", "engines", "methods")  # filled from config/catalogue
 DEEPEST = 100  # levels of a value; libyaml's recursion would end the process at some ten thousand
 M = TypeVar("M", bound=Strict)
 Given = Annotated[str, Field(min_length=1)]
 
 
 class _Loader(yaml.CSafeLoader):
-    """No duplicate keys. libyaml's parser: ten times as fast as Python's."""
+    """A YAML loader that refuses duplicate keys; libyaml's parser is ten times as fast as Python's."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key for key, _ in node.value]
@@ -42,7 +42,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader would not read as the same text."""
+    """A YAML dumper that quotes what the loader would not read as the same text."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None  # line breaks, unless they are escaped
@@ -65,7 +65,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def read_yaml(path: Path) -> dict:
-    """A YAML mapping. Raises DvpError, naming the file and the line."""
+    """Read a YAML mapping. Raises DvpError, naming the file and the line."""
     try:
         text, depth = path.read_text(encoding="utf-8"), 0
         for event in yaml.parse(text, Loader=_Loader):
@@ -78,7 +78,7 @@ def read_yaml(path: Path) -> dict:
     except OSError as error:
         raise DvpError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        # PyYAML's own, or what it lets through of a tag (`!!bool maybe`) whose text is of another kind.
+        # PyYAML's errors, and those that it does not catch for a tag whose text does not fit it (`!!bool maybe`).
         raise DvpError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise DvpError(f"{path}: expected a mapping of keys to values")
@@ -86,14 +86,17 @@ def read_yaml(path: Path) -> dict:
 
 
 def _elsewhere(path: Path) -> str:
-    """What to add to the error of a file that is missing, if another folder than the repository's root is current."""
+    """Return a hint for the error of a missing file if the current folder is not the repository's root, or ""."""
     root = path.parts[0]
     found = path.is_absolute() or Path(root).is_dir()
     return "" if found else f"; run this in the repository's root, which has {root}/"
 
 
 def parse(model: type[M], value: dict, where: Path | str, files: Mapping[tuple, Path] | None = None) -> M:
-    """The value as this model. Raises DvpError that names the file: `where`, or that of `files` which has the entry."""
+    """Validate a value as this model.
+
+    Raises DvpError that names the file: `where`, or that of `files` which has the entry.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -113,7 +116,7 @@ def config_folder() -> Path:
 
 
 def experiment_files(config: Path | None = None) -> dict[str, Path]:
-    """The experiments by name, of config/experiments and the folders in it. Raises DvpError for a name in two."""
+    """Return the experiments of config/experiments and its folders, by name. Raises DvpError for a name in two."""
     files: dict[str, Path] = {}
     config = config or config_folder()
     for file in sorted((config / "experiments").rglob("*.yaml")):
@@ -124,20 +127,20 @@ def experiment_files(config: Path | None = None) -> dict[str, Path]:
 
 
 def load_experiment(name: str, config: Path | None = None) -> Experiment:
-    """The experiment NAME.yaml of config/experiments or a folder in it, resolved against config/catalogue.
+    """Load NAME.yaml of config/experiments or a folder in it, resolved against config/catalogue.
 
     `config` is `config_folder()` if left out. Raises DvpError.
 
-    The local files that it names must be there: Snakemake would take results made of earlier ones for results of these.
-    One that says `extends: OTHER` is that experiment, which may extend another one in turn, with its own
-    keys on top: mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and
-    null takes a key away. What the other one says of itself is not inherited (`_say_anew`).
+    The local files that it names must exist: Snakemake would take results made of earlier ones for results of these. An
+    experiment that says `extends: OTHER` is the other one, which may extend another in turn, with its own keys on top:
+    mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and null removes a
+    key. What the other one says of itself is not inherited (`_say_anew`).
     """
     return _load(name, config or config_folder(), ())[1]
 
 
 def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, Experiment]:
-    """An experiment as its file and those that it extends have it, and resolved."""
+    """Return an experiment twice: as its file and those that it extends have it, and resolved."""
     folder = config / "experiments"
     files = experiment_files(config)
     asked = f"{files[extended_by[-1]]}: extends: " if extended_by else ""
@@ -210,7 +213,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
 
 
 def stored_dtype(model: Path) -> str | None:
-    """The dtype in a model's config.json; None where it has none."""
+    """Return the dtype in a model's config.json; None if it has none."""
     config = read_json(model / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
 
@@ -222,9 +225,9 @@ def read_bases(config: Path | None = None) -> dict[str, Pretrained]:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above` laid over `below`; inherited keys that `above` sets to null are gone.
+    """Lay `above` over `below`, without the inherited keys that `above` sets to null.
 
-    Mappings of different kinds, such as a `generated` and a `hub` source, share no keys: that above replaces the other.
+    Mappings of different kinds, such as a `generated` and a `hub` source, share no keys: `above` replaces `below`.
     """
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
@@ -272,7 +275,7 @@ def _at(value: Any, *keys: str) -> Any:
 
 class _Zero(Strict, extra="allow"):
     stage: Annotated[int, Field(ge=1, le=3)]
-    compute_grad_norm: Literal[True] = True  # a step reports it
+    compute_grad_norm: Literal[True] = True  # training steps report it
 
 
 def _is_bf16(value: dict) -> dict:
@@ -282,14 +285,17 @@ def _is_bf16(value: dict) -> dict:
 
 
 class _DeepSpeed(Strict):
-    """All else that DeepSpeed knows follows from `training`, changes gradients, or is ignored where it is misspelt."""
+    """The options that a file for DeepSpeed may set.
+
+    All others follow from `training`, change gradients, or are ignored if they are misspelt.
+    """
 
     zero_optimization: _Zero
     torch_autocast: Annotated[dict[str, Any], AfterValidator(_is_bf16)] = BF16_AUTOCAST
 
 
 def _folder(value: str) -> str:
-    """A folder as Snakemake has it in its paths: it warns of each that has ./ or // in it."""
+    """Normalise a folder for Snakemake's paths: it warns of each that has ./ or // in it. Raises ValueError."""
     if set("{}") & set(value) or not value.isprintable():
         raise ValueError(f"expected a folder in one line without braces, which Snakemake reads, found {value!r}")
     path = Path(os.path.expanduser(value))
@@ -299,7 +305,10 @@ def _folder(value: str) -> str:
 
 
 class Settings(Strict):
-    """config/config.yaml: which experiment, where results go, and which experiments answer config/claims.yaml."""
+    """The keys of config/config.yaml.
+
+    They name the experiment, the folder of results, and the experiments that answer config/claims.yaml.
+    """
 
     experiment: Given
     results: Annotated[Given, AfterValidator(_folder)]
@@ -307,7 +316,7 @@ class Settings(Strict):
 
 
 def check_settings(settings: dict) -> Settings:
-    """What Snakemake has read of config/config.yaml, --configfile and --config. Raises DvpError."""
+    """Check what Snakemake has read from config/config.yaml, --configfile and --config. Raises DvpError."""
     checked = parse(Settings, settings, "config/config.yaml, --configfile or --config")
     for folder in (Path(checked.results), Path(checked.results) / checked.experiment):
         if folder.exists() and not folder.is_dir():
@@ -316,7 +325,7 @@ def check_settings(settings: dict) -> Settings:
 
 
 def read_settings(pairs: list[str], config: Path | None = None) -> dict[str, str]:
-    """`experiment` and `results` of config/config.yaml with KEY=VALUE pairs on top, as Snakemake's --config has them.
+    """Return `experiment` and `results` of config/config.yaml with KEY=VALUE pairs on top, as in Snakemake's --config.
 
     Raises DvpError.
     """
@@ -330,7 +339,7 @@ def read_settings(pairs: list[str], config: Path | None = None) -> dict[str, str
 
 
 def read_resolved(path: Path) -> Experiment:
-    """The resolved experiment that `dvp resolve` wrote. Raises DvpError."""
+    """Read the resolved experiment that `dvp resolve` wrote. Raises DvpError."""
     value = read_yaml(path)
     if "extends" in value or not value.keys() >= set(TABLES):
         raise DvpError(f"{path}: not a resolved experiment; expected one that dvp wrote, results/NAME/config.yaml")
@@ -338,21 +347,22 @@ def read_resolved(path: Path) -> Experiment:
 
 
 def dump_experiment(experiment: Experiment) -> str:
-    """An experiment as YAML that `read_resolved` reads back unchanged."""
+    """Return an experiment as YAML that `read_resolved` reads back unchanged."""
     return yaml.dump(experiment.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_resolved(experiment: Experiment, folder: Path) -> None:
     """Write an experiment's config.yaml, with those entries of the catalogue that it uses.
 
-    One that is there and says the same is left as it is, its age included. Raises DvpError for another experiment's.
+    A file that already says the same is left alone, its modification time included. Raises DvpError if it is another
+    experiment's.
     """
     path, text = folder / "config.yaml", dump_experiment(experiment.used)
     if path.is_file() and path.read_bytes() == text.encode():
         return
     try:
         other = read_yaml(path).get("name")
-    except DvpError:  # there is none, or it is of no use
+    except DvpError:  # the file is missing or unreadable
         other = experiment.name
     if other != experiment.name:
         raise DvpError(f"{path}: is of experiment '{other}'; expected a folder of its own for '{experiment.name}'")

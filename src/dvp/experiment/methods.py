@@ -41,7 +41,7 @@ class Method(Strict):
     @field_validator("safe_vocabulary", "importance", "loss", mode="before")
     @classmethod
     def _spelled_out(cls, value: Any, info: ValidationInfo) -> Any:
-        """A bare name says it all (`mis`, `clip_higher`, `fixed`); what stands beside a name changes its settings."""
+        """Expand a name (`mis`, `clip_higher`, `fixed`) into its settings; keys beside a name change these."""
         key, named = {"importance": ("preset", PRESETS), "loss": ("kind", LOSSES)}.get(info.field_name, ("rule", None))
         value = {key: value} if isinstance(value, str) else value
         if key == "preset" and isinstance(value, dict) and key not in value:
@@ -64,30 +64,30 @@ class Method(Strict):
         return self
 
     def like(self, other: "Method", *, but: Iterable[str]) -> bool:
-        """Whether it differs from another one in its label and in these parts at most."""
+        """Return whether it differs from another one in its label and in these parts at most."""
         apart = {"label", *but}
         return self.model_dump(exclude=apart) == other.model_dump(exclude=apart)
 
     @property
     def takes_rho(self) -> bool:
-        """Whether ρ comes from the grid."""
+        """Return whether ρ comes from the grid."""
         return self.safe_vocabulary is not None and self.safe_vocabulary.takes_rho
 
     @property
     def policies(self) -> str:
-        """Between which policies of trainer and engine its ratios are: full, pruned, or one of each."""
+        """Return between which policies of trainer and engine its ratios are: full, pruned, or one of each."""
         if self.safe_vocabulary is None:
             return "full"
         return {"engine_only": "full, pruned", "trainer_only": "pruned, full"}.get(self.safe_vocabulary.rule, "pruned")
 
     @property
     def at_fixed_policy(self) -> bool:
-        """Whether it gives an estimate of the gradient at a fixed policy, where nothing is clipped or fed back."""
+        """Return whether it estimates the gradient at a fixed policy, where nothing is clipped or fed back."""
         needs_training = self.safe_vocabulary is not None and self.safe_vocabulary.needs_training
         return not self.loss.has_ratio and not needs_training and self.learning_rate_decay is None
 
     def sides(self, rho: float | None, max_response_tokens: int) -> SafeVocabularies:
-        """The safe vocabularies of trainer and engine; `rho` is the grid's, None if the method takes none.
+        """Return the safe vocabularies of trainer and engine; `rho` is the grid's, None if the method takes none.
 
         Raises DvpError for values that do not fit together.
         """

@@ -1,7 +1,6 @@
-"""Every key of an experiment as Markdown, and their JSON Schema for editors, from the models.
+"""Document every key of an experiment from the models: as Markdown, and as JSON Schema for editors.
 
-docs/keys.md is the one, config/schema.json the other: `python -m dvp.experiment.reference` writes both,
-and a test fails when they are stale.
+`python -m dvp.experiment.reference` writes docs/keys.md and config/schema.json, and a test fails when they are stale.
 """
 
 import inspect
@@ -24,18 +23,21 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def reference() -> str:
-    """The page: a section for the file and for each group of keys, and the names that a method may use."""
+    """Return docs/keys.md: a section for the file and for each group of keys, and the names that a method may use."""
     schema = Experiment.model_json_schema()
     del schema["properties"]["deepspeed"]  # filled in
     groups = schema.pop("$defs") | {"The file": schema}
     titles = ["The file"]
-    for title in titles:  # and those that it comes to
+    for title in titles:  # grows as sections refer to others
         titles += dict.fromkeys(name for name in re.findall(r"defs/(\w+)", str(groups[title])) if name not in titles)
     return HEADING + "\n\n".join([*(_section(title, groups[title]) for title in titles), _names()]) + "\n"
 
 
 def editor_schema() -> dict[str, Any]:
-    """The JSON Schema of a file of config/experiments: any key may be left to `extends`, and null removes one."""
+    """Return the JSON Schema of a file of config/experiments.
+
+    Any key may be left to `extends`, and null removes one.
+    """
     schema = Experiment.model_json_schema()
     del schema["properties"]["deepspeed"]  # filled in
     extends = "The experiment that has every key which this file leaves out."
@@ -58,7 +60,7 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _or(value: dict[str, Any], *more: dict[str, Any]) -> None:
-    """What is also allowed, in place."""
+    """Allow more values, in place."""
     told = {key: value.pop(key) for key in ("description", "default", "title") if key in value}
     own = dict(value)
     value.clear()
@@ -93,12 +95,12 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _text(value: dict) -> str:
-    """The docstring of a class, or that below a field."""
+    """Return the docstring of a class, or that below a field, in one line."""
     return " ".join(value.get("description", "").split())
 
 
 def _value(value: dict) -> str:
-    """What may be written, in words."""
+    """Describe in words what may be written."""
     options = [*value.get("anyOf", []), *value.get("oneOf", []), *value.get("allOf", [])]
     if options:
         return " or ".join(dict.fromkeys(_value(option) for option in options if option.get("type") != "null"))

@@ -18,7 +18,7 @@ pass of a micro-batch over the whole model brings 4 (N - 1)/N bytes a parameter 
 That is 80 ms at 350 GB/s, hidden behind a forward pass of more than 2,000 tokens at 400 TFLOP/s.
 """
 KEEP_CHECKPOINTS = 1
-"""Of a run, the last so many; the one before them stays until the next one is whole."""
+"""Most recent checkpoints kept of a run; the one before them stays until the next one is complete."""
 
 
 class Noise(Strict):
@@ -68,7 +68,7 @@ class EngineConfig(Strict):
 
     @property
     def in_words(self) -> str:
-        """Its numerics as a figure calls them: `fp32`, `int4 + fp8-KV`."""
+        """Return its numerics as figures call them: `fp32`, `int4 + fp8-KV`."""
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         parts = [self.quantization or (short if self.weight_rounding == "none" else self.weight_rounding)]
         parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype}-KV"]
@@ -156,11 +156,11 @@ class TrainingConfig(Strict):
 
     @property
     def ranks(self) -> int:
-        """GPUs of all nodes together."""
+        """Return the number of GPUs of all nodes together."""
         return self.gpus * self.nodes
 
     def sets_reported(self, safe: SafeVocabularies) -> bool:
-        """Whether the engine of a run with these safe vocabularies reports its sets."""
+        """Return whether the engine of a run with these safe vocabularies reports its sets."""
         return safe.replayed or (self.report_sets and safe.engine is not None)
 
     @model_validator(mode="after")

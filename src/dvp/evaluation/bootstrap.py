@@ -53,8 +53,9 @@ class Draws:
     """Whether all seeds have the same problems; otherwise each seed has its own."""
 
     def estimate(self, value_R: np.ndarray, scale: Scale = "plain") -> tuple[float, float, float]:
-        """Return a statistic's value and its 95 % interval (low, high); the bounds are NaN if a replicate is not finite.
+        """Return a statistic's value and the bounds of its 95 % interval: (value, low, high).
 
+        The bounds are NaN if there is no replicate or one is not finite.
         A share of 0 or 1 gets the Clopper-Pearson interval with one trial per problem, whatever the number of samples,
         as the samples of a problem may all agree.
         """
@@ -134,7 +135,7 @@ def draws(seeds: int, problems: int, resamples: int, seed: int, *, shared: bool)
 def ends(value: float, reach: float, scale: Scale) -> tuple[float, float]:
     """Return the bounds of the interval value ± reach, symmetric on the given scale (by the delta method).
 
-    The bounds are symmetric on the plain scale where the other is undefined, and both NaN where the upper overflows.
+    The plain scale is used where the other one is undefined. Both bounds are NaN where the upper one overflows.
     """
     if scale == "share" and 0 < value < 1:
         logit, reach = math.log(value / (1 - value)), reach / (value * (1 - value))

@@ -75,7 +75,7 @@ class PythonTool:
     def answers(self, calls: Sequence[str], seconds: float | None = None) -> list[Answer]:
         """Run each call as a program and return the answers in order, as Tool.answers does.
 
-        As many calls run at a time as this process has CPUs. An exception or signal that ends this call ends them too.
+        As many programs run at a time as this process may use CPUs. Whatever ends this call ends them, too.
         seconds : limit of wall time per call; None: the one of the settings.
         """
 

@@ -37,7 +37,7 @@ KEPT = 0.05
 
 
 def check_compilers() -> None:
-    """Raise DvpError if a machine with a GPU lacks the headers or compiler that Triton and Inductor need at run time."""
+    """Raise DvpError if a machine with a GPU lacks the headers or compiler that Triton and Inductor use at run time."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     lacking = [] if header.is_file() else [f"{header} (the package python3-dev or python3-devel)"]
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
@@ -62,7 +62,7 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
 
 
 def check_mismatch(compared: Compared, longest: int) -> Verdict:
-    """Judge the mismatch of engine and trainer, and forecast the share of responses of `longest` tokens that MIS keeps."""
+    """Judge the mismatch of engine and trainer; forecast the share of responses of `longest` tokens that MIS keeps."""
     law_N = compared.log_ratio_N.numpy()
     kept = forecast(law_N, np.full(len(law_N), 1 / len(law_N)), {"MIS": MIS}, [longest])["MIS"][longest]
     problem, few = (

@@ -31,7 +31,7 @@ class Verdict:
 class Report:
     """Report file of a preflight, to which several processes add one after the other.
 
-    In a process group only rank 0 writes.
+    In a process group only rank 0 writes; the other ranks raise the same errors.
     """
 
     def __init__(self, work: Path):

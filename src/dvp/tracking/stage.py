@@ -51,9 +51,9 @@ class StageRun:
         self.flush()
 
     def alike(self) -> Iterator[tuple[Path, Record]]:
-        """Yield the records with which other experiments in this results folder finished the same work, and its folder.
+        """Yield folder and record of each other experiment in this results folder that has finished the same work.
 
-        The path of their run may name other training settings than this one's.
+        The path of its run may name other training settings than this one's.
         """
         ours = {name: self._record.tags[name] for name in WORK}
         with_any_settings = re.sub(r"(/rho~[^/]+)(/.+)?(/seed~)", r"\1/**\3", self._relative(self._path))

@@ -64,7 +64,7 @@ def reason_of(error: Exception, results: Path) -> str:
 def create_store(results: Path, experiment: str, tags: dict[str, str] | None = None) -> None:
     """Create the store and the experiment in it if they do not exist, and set the experiment's tags.
 
-    This is called once before the stages, when a store that cannot be used is a user's mistake. Raises DvpError then.
+    Raises DvpError if the store cannot be used: this is called once before the stages, when that is the user's mistake.
     """
     with _usable(results), _opened(results) as client:
         there = _experiment(client, results, experiment)

@@ -1,4 +1,4 @@
-"""What one GPU says of this project in ten minutes: a line of JSON for each case, the most wanted first.
+"""Measure this project on one GPU in ten minutes: a line of JSON for each case, the most important first.
 
     PYTHONPATH=src python benchmarks/gpu.py
 

@@ -146,6 +146,7 @@ class PlainTransformers:
     """Update with transformers and PyTorch alone: whole logits, log-probs of the sampled tokens, AdamW."""
 
     def __init__(self, base: Path, experiment: Experiment):
+        """Load the base model in fp32 and create its optimiser with the experiment's training settings."""
         from transformers import AutoModelForCausalLM
 
         self._settings = experiment.training
@@ -234,7 +235,8 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     advantage_BT = updates["mis"].advantage_BT
     useful_B = {"advantage": advantage_BT.any(dim=1)} | useful_B
     every_B = torch.ones_like(useful_B["advantage"])
-    # Every other response is correct, so that each has an advantage, or has a log-prob that MIS rejects.
+    # Two more variants: every other response is correct, so that all have an advantage; every other one has a log-prob
+    # that MIS rejects.
     other_B = torch.arange(len(every_B)) % 2 == 0
     all_useful = replace(rollout, rewards_B=other_B.to(rollout.rewards_B.dtype))
     rejected_BT = 10.0 * (other_B[:, None] & rollout.batch.response_BT)

@@ -83,7 +83,7 @@ CODE = re.compile(r"`[^`]*`|\b\w+(?:\.\w+)+\b|\b\w*_\w*\b")
 def prose(file: Path) -> Iterator[tuple[int, str, bool]]:
     """Yield line, text and whether it is a docstring, of a file's docstrings, strings below fields, and comments.
 
-    White space is normalised. Comments on successive lines are one text.
+    White space is normalised. A comment of several lines is one text.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -94,16 +94,19 @@ def prose(file: Path) -> Iterator[tuple[int, str, bool]]:
                 yield node.lineno, " ".join(text.split()), id(node) in first
             case ast.Assign(targets=[ast.Attribute(attr="__doc__")], value=ast.Constant(value=str(text))):
                 yield node.lineno, " ".join(text.split()), True
-    with open(file, "rb") as lines:
-        comments = {
-            token.start[0]: token.string.lstrip("#: ")
-            for token in tokenize.tokenize(lines.readline)
-            if token.type == tokenize.COMMENT
-        }
-    for line in comments:
-        if line - 1 not in comments:
-            end = next(number for number in range(line, line + len(comments) + 1) if number not in comments)
-            yield line, " ".join(comments[number] for number in range(line, end)), False
+    comments: dict[int, str] = {}
+    begin = end = 0  # of the last comment that stands on lines of its own
+    with tokenize.open(file) as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            if token.type == tokenize.COMMENT:
+                line, text, alone = token.start[0], token.string.lstrip("#: "), token.line.lstrip().startswith("#")
+                if alone and line == end + 1:
+                    comments[begin] += f" {text}"
+                else:
+                    comments[line] = text
+                    begin = line
+                end = line if alone else 0
+    yield from ((line, text, False) for line, text in comments.items())
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():

@@ -35,6 +35,7 @@ class Report:
     """
 
     def __init__(self, work: Path):
+        """Use the file report.json in the scratch folder `work`."""
         self._file = work / "report.json"
 
     def read(self) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class CalculatorTool:
     """Tool that answers each call with the value of its arithmetic expression, or with an error."""
 
     def __init__(self, settings: Calculator) -> None:
+        """Build the parser. The settings only select this tool."""
         # With LALR the transformer computes while the text is read: there is no tree to recurse through.
         self._parser = Lark(GRAMMAR, start="sum", parser="lalr", transformer=_Compute())
 

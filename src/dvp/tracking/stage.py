@@ -43,6 +43,7 @@ class StageRun:
     """Tracked run of a stage: everything logged is kept in a file and sent to the store whenever it can be reached."""
 
     def __init__(self, folder: Path, path: Path, record: Record, metrics: Path | None):
+        """Write the record to `path` and send it. folder : the experiment's. metrics : the stage's metrics.jsonl."""
         self.key, self.run = record.key, record.tags["run"]
         """Key of the tracked run in any store; path of the training run that the stage works on, empty without one."""
         self._folder, self._path, self._record, self._metrics = folder, path, record, metrics

@@ -1,10 +1,10 @@
-"""What one GPU says of this project in ten minutes: a line of JSON for each case, the most wanted first.
+"""Measure this project on one GPU in ten minutes: a line of JSON for each case, the most important first.
 
     PYTHONPATH=src python benchmarks/gpu.py
 
-Each case is a process of its own with a limit of time, and this one has no CUDA: what a case takes of the GPU is free
-again for the next one. A line is written whole or not at all, whenever this is killed. Models are made on the spot,
-with random weights. With --tiny every case that needs no CUDA runs at sizes for a CPU, by the same engine and trainer.
+Each case is a process of its own with a time limit, and the parent does not use CUDA, so that all GPU memory is free
+for the next case. A line is written whole or not at all, even if the benchmark is killed. Models are created with
+random weights. With --tiny, every case that needs no CUDA runs at sizes for a CPU, with the same engine and trainer.
 """
 
 import argparse
@@ -25,35 +25,35 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# Qwen3-8B's layers, the whole of Qwen3-0.6B: hidden size, heads, those of keys and values, intermediate size.
+# Layers of Qwen3-8B, whole Qwen3-0.6B, tiny: hidden size, heads, key-value heads, intermediate size.
 LAYERS, WHOLE, TINY = (4096, 32, 8, 12288), (1024, 16, 8, 3072), (64, 2, 1, 96)
 LOG_RHO = -13.0
-DENSE = 33  # bytes a logit of the dense path's backward pass: 37 to 41 GB for 8,192 tokens
-RESULT = "found: "  # begins the line of a case's output that is its result
-TINY_LIMIT = 900  # seconds of any case on a CPU
+DENSE = 33  # bytes per logit of the dense path's backward pass: 37 to 41 GB for 8,192 tokens
+RESULT = "found: "  # prefix of the line of a case's output that is its result
+TINY_LIMIT = 900  # seconds for any case on a CPU
 THREADS = str(len(os.sched_getaffinity(0)))
 
 
 class Place(NamedTuple):
-    """Where a case runs: whether at tiny sizes, and a folder that all cases share."""
+    """Settings of a run: whether sizes are tiny, and a folder that all cases share."""
 
     tiny: bool
     folder: Path
 
 
 class SkippedError(Exception):
-    """Say why a case does not run here."""
+    """Raised where a case cannot run; the message says why."""
 
 
 class Case(NamedTuple):
-    """What is measured, and the seconds that it may take on a GPU."""
+    """A measurement, and the seconds that it may take on a GPU."""
 
     measure: Callable[[Place], dict]
     limit: float
 
 
 def need_cuda() -> None:
-    """Raise SkippedError without a GPU."""
+    """Raise SkippedError if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -61,7 +61,7 @@ def need_cuda() -> None:
 
 
 def free_bytes() -> int:
-    """Return the free memory of the GPU, or of this machine where there is none."""
+    """Return the free bytes of the GPU's memory, or of this machine's if there is no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -70,7 +70,10 @@ def free_bytes() -> int:
 
 
 def made_model(place: Place, name: str, shape: tuple[int, ...], layers: int) -> Path:
-    """Make a Qwen3 of random weights, which have preferences, with a tokenizer of bytes; once for all cases."""
+    """Create a Qwen3 with random weights and a tokenizer of bytes, once for all cases; return its folder.
+
+    The weights are large enough for distributions that are far from uniform.
+    """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -93,12 +96,12 @@ def made_model(place: Place, name: str, shape: tuple[int, ...], layers: int) -> 
 
 
 def whole(place: Place) -> Path:
-    """Make a model of Qwen3-0.6B's sizes."""
+    """Create a model of Qwen3-0.6B's sizes and return its folder."""
     return made_model(place, "whole", WHOLE, 2 if place.tiny else 28)
 
 
 def environment(place: Place) -> dict:
-    """Say what the numbers are of; measure a product and a copy."""
+    """Describe device, commit and versions, and measure a matrix product and a copy."""
     import torch
     from torch.utils.benchmark import timer  # waits for the GPU
 
@@ -131,7 +134,7 @@ def environment(place: Place) -> dict:
 
 
 def gpu_tests(_place: Place) -> dict:
-    """Run the tests that are skipped without a GPU; the outcome of each."""
+    """Run the tests that are skipped without a GPU, and return the outcome of each."""
     need_cuda()
     import pytest
 
@@ -147,9 +150,10 @@ def gpu_tests(_place: Place) -> dict:
 
 
 def mismatch(place: Place, engine: str, backend: str | None = None) -> dict:
-    """Run `dvp mismatch` of a whole model with an engine.
+    """Run `dvp mismatch` on the whole model with an engine.
 
-    backend : vLLM's attention in place of what the project asks for; FlashInfer's must then compile without CUDA_HOME.
+    backend : vLLM's attention backend instead of the project's choice; CUDA_HOME is then unset, without which
+        FlashInfer's must compile.
     """
     if backend is not None:
         need_cuda()
@@ -212,7 +216,7 @@ def preflight(place: Place, engine: str) -> dict:
 
 
 def decode(place: Place, processor: bool) -> dict:
-    """Sample with a fixed ρ at several sizes of a batch, by vLLM's min_p or by the project's logits processor."""
+    """Measure sampling with a fixed ρ at several batch sizes, by vLLM's min_p or by the project's logits processor."""
     from dvp.rollout.vllm import VllmEngine, configure_environment
 
     configure_environment(int(THREADS))
@@ -233,7 +237,7 @@ def decode(place: Place, processor: bool) -> dict:
     )
     asked = Sampling(max_tokens=tokens, safe_vocabulary=rule, to_the_end=True)
     speeds = {}
-    for size in (sizes[0], *sizes):  # the first time it compiles
+    for size in (sizes[0], *sizes):  # the first call compiles
         prompts = [[5 + row % 200, 7, 11] for row in range(size)]
         began = time.perf_counter()
         engine.generate(prompts, asked, list(range(size)))
@@ -242,7 +246,7 @@ def decode(place: Place, processor: bool) -> dict:
 
 
 def trainer(place: Place, deepspeed: str, cudnn: bool) -> dict:
-    """Run the trainer's passes over six of Qwen3-8B's layers, with cuDNN's attention or, as beside vLLM, without."""
+    """Measure the trainer's passes over six of Qwen3-8B's layers, with cuDNN's attention or without, as with vLLM."""
     if cudnn:
         need_cuda()
     import head as bench
@@ -273,7 +277,7 @@ def trainer(place: Place, deepspeed: str, cudnn: bool) -> dict:
 
 
 def head(place: Place, tokens: int, hidden: int, vocabulary: int) -> dict:
-    """Measure three bare products, the head each way, whole logits where they fit, and Liger's head if installed."""
+    """Measure bare products, the head's variants, whole logits if they fit in memory, and Liger's head if installed."""
     import head as bench
     import torch
 
@@ -318,7 +322,7 @@ CASES = {
 
 
 def run_case(name: str, place: Place) -> None:
-    """Measure a case in this process; say in a line of the output what it found."""
+    """Measure a case in this process and print its result as a line that begins with RESULT."""
     try:
         found = {"status": "ok"} | CASES[name].measure(place)
     except SkippedError as reason:
@@ -327,7 +331,10 @@ def run_case(name: str, place: Place) -> None:
 
 
 def process(command: list[str], limit: float) -> dict:
-    """Run a command that ends as `run_case` does, and end it, with all that it has started, after `limit` seconds."""
+    """Run a command that prints a result as `run_case` does, and return it with the seconds it took.
+
+    After `limit` seconds the command and all that it has started are killed.
+    """
     began = time.monotonic()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
@@ -350,7 +357,7 @@ def process(command: list[str], limit: float) -> dict:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/gpu.jsonl"))
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
@@ -359,7 +366,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.case:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the process that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent process
         run_case(asked.case, Place(asked.tiny, asked.folder))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -369,7 +376,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--case", name, "--folder", folder, *["--tiny"] * asked.tiny]
             found = process(command, TINY_LIMIT if asked.tiny else CASES[name].limit)
             line = json.dumps({"case": name, "tiny": asked.tiny} | found) + "\n"
-            file.write(line.encode())  # at once: whole, or not at all
+            file.write(line.encode())  # one write call, so that the line is whole or absent
             print(line, end="", flush=True)
 
 

@@ -1,15 +1,15 @@
-"""What the head costs, as ratios within one run: `make bench`.
+"""Cost of the head relative to alternatives, as ratios within one run: `make bench`.
 
-The head is compared with the bare matrix products that it cannot do without, with the dense path that trainers
-commonly take (whole logits, a pass for each statistic), with the chunked formulation that fused heads fall back to, and
-on a GPU with Liger's fused head where that is installed. "head" has gradients of known coefficients, in one pass.
-Variants take turns, round by round, so that a busy machine slows all of them; ratios are medians over the rounds.
+The head is compared with the bare matrix products that any head needs, with the dense path that trainers commonly use
+(whole logits, a pass for each statistic), with the chunked formulation that fused heads fall back to, and on a GPU with
+Liger's fused head if installed. The variant "head" computes gradients of known coefficients, in one pass. Variants take
+turns, round by round, so that a busy machine slows all of them; ratios are medians over the rounds.
 
-It needs nothing but torch (with triton on a GPU), so that it runs wherever there is a GPU for a few minutes:
+It needs only torch (with triton on a GPU), so that it runs wherever there is a GPU for a few minutes:
 
     PYTHONPATH=src python benchmarks/head.py --device cuda
 
-With `--profile` it says instead in which kernels the head's time goes.
+With `--profile` it prints instead the kernels that take the head's time.
 
 Shape suffixes: N flattened tokens, V vocabulary, H hidden.
 """
@@ -40,29 +40,30 @@ CHUNK = 1024  # rows at a time in the chunked formulations
 LOG_RHO = -13.0
 ANCHORS = """Reported by others, not measured here: one H200, bfloat16, forward + backward, N = H = 4,096,
 V = 131,072: Liger's fused head 24.9 ms and 1.3 GiB, verl's torch path 50.9 ms and 4.0 GiB."""
-# The rule FixedRho, whose settings model would need pydantic.
+# Stands in for the rule FixedRho, which needs pydantic.
 SAFE = SimpleNamespace(log_rho=lambda logits_NV: logits_NV.new_full((len(logits_NV),), LOG_RHO, dtype=torch.float32))
 statistics_of = partial(token_statistics, safe=SAFE)
 
 
 class Size(NamedTuple):
-    """How large the problem is: N tokens of H hidden features over a vocabulary of V."""
+    """Size of the problem: N tokens of H hidden features over a vocabulary of V."""
 
     tokens: int
     hidden: int
     vocabulary: int = 151_936  # Qwen's
 
 
-# The second is that at which others have reported their times.
+# The second size is the one at which others have reported their times (ANCHORS).
 SIZES = {"cpu": (Size(2048, 1024), None), "cuda": (Size(8192, 4096), Size(4096, 4096, 131_072))}
 
 
 def problem(size: Size, dtype: torch.dtype, device: str, *, frequencies: bool = False) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight and targets; what is compiled is, and libraries have the memory that they keep.
+    """Create hidden states, weight and targets, and run the head once to compile kernels and fill memory pools.
 
-    The logits are noise with a standard deviation of 3: V_S is half of the vocabulary, another half in each row. With
-    `frequencies` they are noise with one of 2 around −2 log rank, which assumes sure states and tokens of which most
-    are rare in all of them: V_S is some hundred tokens, and a chunk's rows have a few thousand between them.
+    The logits are noise with a standard deviation of 3: V_S is half of the vocabulary, a different half in each row.
+    With `frequencies` they are noise with a standard deviation of 2 around −2 log rank, as of a confident model with
+    tokens most of which are rare everywhere: V_S is some hundred tokens, and the union over a chunk's rows is a few
+    thousand.
     """
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
@@ -79,7 +80,7 @@ def problem(size: Size, dtype: torch.dtype, device: str, *, frequencies: bool = 
 
 
 def forward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What a pass without gradients costs."""
+    """Return the variants of a pass without gradients."""
     hidden_NH, weight_VH, _ = inputs
     variants = {
         "bare product": lambda: hidden_NH @ weight_VH.t(),
@@ -94,7 +95,7 @@ def forward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def backward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What a pass with the gradients of hidden states and weight costs."""
+    """Return the variants of a pass with the gradients of hidden states and weight."""
     given_N = torch.ones(len(inputs[0]), device=inputs[0].device)
     variants = {
         "bare products": lambda: _bare_products(*inputs),
@@ -112,7 +113,7 @@ def backward_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def pruned_variants(*inputs: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What leaving out the tokens that all rows prune saves."""
+    """Return variants that show the saving from leaving out the tokens that all rows prune."""
     given_N = torch.ones(len(inputs[0]), device=inputs[0].device)
     return {
         "bare products": lambda: _bare_products(*inputs),
@@ -129,7 +130,7 @@ def _head_known(hidden_NH, weight_VH, targets_N, given_N, **options):
 
 
 def _liger(hidden_NH, weight_VH, targets_N, sums: torch.dtype | None):
-    """Liger's fused linear cross-entropy: log-probs alone, without pruning; on a GPU."""
+    """Run Liger's fused linear cross-entropy on a GPU: log-probs alone, without pruning."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
 
     loss, *_ = Liger.apply(hidden_NH, weight_VH, targets_N, None, None, -100, 0.0, 0.0, "sum", None, False, sums)
@@ -143,7 +144,7 @@ def _head_backward(hidden_NH, weight_VH, targets_N, full: float | None = None, *
 
 
 def _method(*inputs: torch.Tensor) -> torch.Tensor:
-    """Everything that a run with DVP, OTB and the diagnostics asks of the head."""
+    """Compute all that a run with DVP, OTB and the diagnostics needs of the head."""
     found = statistics_of(*inputs)
     mismatch_metrics((found.pruned_log_prob - found.log_prob)[None], found.target_in_safe[None])
     return optimal_token_proxy(found.pruned_log_prob, found.pruned_sum_p_squared)
@@ -151,13 +152,13 @@ def _method(*inputs: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _bare_products(hidden_NH, weight_VH, _targets_N) -> tuple[torch.Tensor, ...]:
-    """The logits, and the products for both gradients."""
+    """Compute the logits and the products for both gradients."""
     logits_NV = hidden_NH @ weight_VH.t()
     return logits_NV @ weight_VH, logits_NV.t() @ hidden_NH
 
 
 def dense(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same statistics as trainers compute them from whole logits: log p, log p^mp, entropy and Σp²."""
+    """Compute log p, log p^mp, entropy and Σp² from whole logits, as trainers commonly do; each (N,)."""
     logits_NV = (hidden_NH @ weight_VH.t()).float()
     log_prob_N = logits_NV.log_softmax(dim=1).gather(1, targets_N[:, None])[:, 0]
     entropy_N = -(logits_NV.softmax(dim=1) * logits_NV.log_softmax(dim=1)).sum(dim=1)
@@ -169,7 +170,7 @@ def dense(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Ten
 
 
 def chunked(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, entropy: bool) -> torch.Tensor:
-    """Log-probs, and entropies if asked for, some rows at a time in plain torch: what fused heads fall back to."""
+    """Compute log-probs, and entropies if asked for, by chunks of rows in plain torch, the fallback of fused heads."""
     parts = []
     for hidden_nH, targets_n in zip(hidden_NH.split(CHUNK), targets_N.split(CHUNK), strict=True):
         logits_nV = (hidden_nH @ weight_VH.t()).float()
@@ -182,7 +183,7 @@ def chunked(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.T
 
 
 def cases(device: str) -> list[tuple]:
-    """What is measured on a device: a name, a type, a size, what makes the variants, and how logits are distributed."""
+    """List the cases of a device: name, dtype, size, function that makes the variants, and `frequencies` of problem."""
     main, anchors = SIZES[device]
     both, fp32, bf16 = "forward + backward", torch.float32, torch.bfloat16
     forward = ("forward", forward_variants, False)
@@ -198,10 +199,10 @@ def cases(device: str) -> list[tuple]:
 
 
 def measure(name: str, dtype: torch.dtype, variants: dict[str, Callable], rounds: int, device: str) -> dict:
-    """Time the variants in turns; the first one is what the others are divided by."""
+    """Time the variants in turns and measure their memory; ratios are relative to the first variant."""
     label = str(dtype).removeprefix("torch.")
     if dtype == torch.float32:
-        variants = {key: value for key, value in variants.items() if key != "head, logits in float32"}  # as it is
+        variants = {key: value for key, value in variants.items() if key != "head, logits in float32"}  # the default
     extra = {variant: _peak_mib(function, device) for variant, function in variants.items()}
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for turn in range(rounds):
@@ -234,13 +235,13 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def _peak_mib(function: Callable[[], object], device: str) -> float:
-    """Memory that the function needs at its peak beyond what is there before, its result included."""
+    """Return the function's peak memory in MiB beyond what was in use before, its result included."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         function()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets Linux's high-water mark
     before = _status_kib("VmRSS")
     function()
     return (_status_kib("VmHWM") - before) / 2**10
@@ -252,7 +253,7 @@ def _status_kib(key: str) -> int:
 
 
 def format_table(result: dict) -> str:
-    """The ratios as text, one line a variant: time over the bare products, median (lowest to highest), memory."""
+    """Format the ratios as text, one line per variant: seconds, ratio to the bare products (range), extra memory."""
     lines = [f"{result['device']}, {result['threads']} threads; {result['rounds']} rounds"]
     shape = None
     for case in result["cases"]:
@@ -273,7 +274,7 @@ def format_table(result: dict) -> str:
 
 
 def page_table(result: dict) -> str:
-    """The head's ratios for a page, in Markdown."""
+    """Format the head's ratios as a Markdown table for a page of the documentation."""
     lines = [
         f"{result['device']}, {result['threads']} threads, commit {result['git_commit'][:7]}:",
         "",
@@ -293,16 +294,17 @@ def page_table(result: dict) -> str:
 
 
 def fill(page: Path, result: dict) -> None:
-    """Put the table between the page's marks."""
+    """Put the table between the marks <!--head--> and <!--/head--> of a page."""
     before, mark, rest = page.read_text(encoding="utf-8").partition("<!--head-->\n")
     _, end, after = rest.partition("\n<!--/head-->")
     page.write_text(before + mark + page_table(result) + end + after, encoding="utf-8")
 
 
 def bench(output: Path, rounds: int, device: str, page: Path | None = None, only: str = "") -> None:
-    """Run every case on the device ("cpu" or "cuda") that has `only` in its name and dtype, as progress has them.
+    """Run the cases of a device ("cpu" or "cuda"), print the table, and write the JSON file after each case.
 
-    Prints the table, and writes the JSON file after each case.
+    page : a page of the documentation whose table is replaced.
+    only : part of the name and dtype of the cases to run, as printed while they run.
     """
     result: dict = {
         "device": device_name() if device == "cuda" else processor(),
@@ -324,18 +326,18 @@ def bench(output: Path, rounds: int, device: str, page: Path | None = None, only
         variants = made(*problem(size, dtype, device, frequencies=frequencies))
         result["cases"].append({"shape": size._asdict()} | measure(name, dtype, variants, rounds, device))
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        del variants  # before the next one takes as much
+        del variants  # frees memory for the next case
     if page is not None:
         fill(page, result)
     print(f"{format_table(result)}\n\nwritten to {output}")
 
 
 def profile(device: str) -> None:
-    """Print the kernels of one pass of the head each way, longest first."""
+    """Print the kernels of one forward pass of the head and of one with backward, longest first."""
     inputs = problem(SIZES[device][0], torch.float32 if device == "cpu" else torch.bfloat16, device)
     for name, variants in (("forward", forward_variants), ("forward + backward", backward_variants)):
         head = variants(*inputs)["head"]
-        head()  # compiles
+        head()  # compile first
         with torch.profiler.profile() as run:
             seconds = _seconds(head)
         print(f"\n{name}: {1e3 * seconds:.2f} ms")
@@ -344,7 +346,7 @@ def profile(device: str) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Measure the head against bare matrix products and the dense path.")
     parser.add_argument("--device", choices=SIZES, help="default: the GPU if there is one")
     what = parser.add_mutually_exclusive_group()

@@ -1,17 +1,17 @@
-"""What a training step costs over the same work without this project, as ratios within one run: `make bench`.
+"""Cost of a training step relative to the same work without this project, as ratios within one run: `make bench`.
 
     python benchmarks/step.py --config results/tiny/config.yaml
 
-It takes an experiment whose base model is made, and its own engine, trainer and problems. Beside them stand vLLM as
-anybody would call it, and transformers with PyTorch's AdamW and whole logits. A step with plain log-probs and one with
-DVP, OTB and all diagnostics have the same engine and trainer, and learn from the same responses. The learning rate
-is 0, so that every round does the work of the base model.
+It takes an experiment whose base model exists, with its engine, trainer and problems. They are compared with vLLM's own
+API, and with transformers with PyTorch's AdamW and whole logits. A step with plain log-probs and one with DVP, OTB and
+all diagnostics use the same engine and trainer, and learn from the same responses. The learning rate is 0, so that the
+model is the same in every round.
 
-What is compared takes turns, in an order that rotates from round to round, so that a busy machine slows all of it;
-ratios are medians over the rounds.
+The variants take turns, in an order that rotates from round to round, so that a busy machine slows all of them; ratios
+are medians over the rounds.
 
-It also measures what training does not do: to differentiate the forward pass that the weights come from, in place of a
-scoring pass and an update.
+It also measures an alternative that training does not use: to differentiate the forward pass from which the weights are
+computed, in place of a scoring pass and an update.
 """
 
 import argparse
@@ -51,18 +51,18 @@ METHODS = {
     "mis": Method(label="RLOO + MIS", advantage="rloo", importance="mis"),
     "full": Method(label="DVP + OTB", advantage="otb", safe_vocabulary="fixed"),
 }
-WARM_UP = 2  # rounds that are not counted: libraries take their memory, and choose their kernels
+WARM_UP = 2  # rounds that are not counted: libraries allocate memory and choose kernels
 
 
 class Target(NamedTuple):
-    """What a ratio is of, and what it should be."""
+    """Title of a ratio and its target."""
 
     title: str
     sign: str
     bound: float
 
     def of(self, ratio: dict) -> dict:
-        """With what a ratio should be, and whether its median is."""
+        """Return the ratio with its target and whether its median meets it."""
         met = {"≥": ge, "≤": le}[self.sign](ratio["median"], self.bound)
         return {"target": f"{self.sign} {self.bound:g}", "met": met} | ratio
 
@@ -83,7 +83,7 @@ ONE_PASS = {
 
 
 def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
-    """Measure, print the table, write the JSON file. Raises DvpError if the experiment's base model is not made."""
+    """Measure, print the table and write the JSON file. Raises DvpError if the base model does not exist."""
     configure_environment(threads)
     torch.set_num_threads(threads)
     directory = ExperimentDir(config)
@@ -120,7 +120,7 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
 
 
 def format_table(result: dict) -> str:
-    """The ratios as text, a line each: median (lowest to highest), what it should be, and whether the median is."""
+    """Format the ratios as text, a line each: median (lowest to highest), target, and whether the median meets it."""
 
     def line(title: str, ratio: dict) -> str:
         spread = f"({min(ratio['values']):.3f}–{max(ratio['values']):.3f})"
@@ -143,9 +143,10 @@ def format_table(result: dict) -> str:
 
 
 class PlainTransformers:
-    """The update as transformers and PyTorch alone do it: whole logits, log-probs of the sampled tokens, AdamW."""
+    """Update with transformers and PyTorch alone: whole logits, log-probs of the sampled tokens, AdamW."""
 
     def __init__(self, base: Path, experiment: Experiment):
+        """Load the base model in fp32 and create its optimiser with the experiment's training settings."""
         from transformers import AutoModelForCausalLM
 
         self._settings = experiment.training
@@ -156,14 +157,14 @@ class PlainTransformers:
         )
 
     def _log_prob(self, rollout: Rollout, rows_b: torch.Tensor) -> torch.Tensor:
-        """log p of the response tokens, flattened."""
+        """Return log p of the response tokens of some rows, flattened to (N,)."""
         batch = rollout.batch.rows(rows_b).to(self._model.device)
         logits_bTV = self._model(batch.tokens_BT[:, :-1], use_cache=False).logits.float() / self._settings.temperature
         log_prob_bT = logits_bTV.log_softmax(dim=2).gather(2, batch.tokens_BT[:, 1:, None])[..., 0]
         return log_prob_bT[batch.response_BT[:, 1:]]
 
     def update(self, rollout: Rollout, coefficient_BT: torch.Tensor) -> None:
-        """The old log-probs of all responses, the gradient of those with a coefficient, a step."""
+        """Compute the old log-probs of all responses and the gradient of those with a coefficient; take a step."""
         tokens, batch = self._settings.tokens_per_micro_batch, rollout.batch
         with torch.no_grad():
             for rows_b in batch.micro_batches(tokens):
@@ -177,7 +178,7 @@ class PlainTransformers:
 
 
 def _loops(directory: ExperimentDir) -> dict[str, "Loop"]:
-    """A loop for each of METHODS, on one trainer and one engine; those but the full one have no diagnostics."""
+    """Build a loop for each of METHODS on one trainer and one engine; only the full one has diagnostics."""
     experiment = directory.experiment
     methods = experiment.methods | {f"bench_{name}": method for name, method in METHODS.items()}
     training = experiment.training.model_copy(update={"learning_rate": 0.0})
@@ -194,12 +195,12 @@ def _loops(directory: ExperimentDir) -> dict[str, "Loop"]:
 
 
 def _learn(loop: "Loop", rollout: Rollout) -> None:
-    """Score the responses and update the weights, and nothing else."""
+    """Score the responses and update the weights, without diagnostics."""
     loop._update(rollout, loop.score(rollout))
 
 
 def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dict[str, Any]:
-    """The ratios of one step's work, each way."""
+    """Time one step's work with each variant and return the ratios."""
     plain, mis, full = loops.values()
     settings = plain.config
     rows = prompt_rows(len(plain.problems.prompts), settings.prompts_per_step, step, seed=0)
@@ -215,15 +216,15 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     samplers = {"vLLM alone": partial(_vllm_alone, plain, rows, step)}
     samplers |= {name: partial(loops[name].sample, step, rows) for name in ("plain", "full")}
     for name, sample in _rotated(samplers, step):
-        # On a GPU the engine sleeps without its weights; and prompts that it has seen would be in its cache.
+        # On a GPU the engine sleeps without its weights. Loading them also clears prompts it has seen from its cache.
         timed(f"weights, {name}", lambda: full.engine.load_weights(full.trainer.weights()))
         groups[name] = timed(f"rollout, {name}", sample)
         if name in loops:
             rollouts[name] = timed(f"reward, {name}", partial(full.problems.graded, rows, groups[name]))
     tokens = {name: sum(len(one.token_ids) for group in value for one in group) for name, value in groups.items()}
 
-    # All learn from the same responses: those that DVP's engine sampled. Groups that are all right count as all wrong:
-    # OTB has an advantage for the longest right response even there, RLOO has none, and both must update from as many.
+    # All learn from the same responses, those sampled with DVP. All-correct groups count as all-incorrect: OTB has an
+    # advantage for the longest correct response even there, RLOO has none, and both must update from as many responses.
     rollout = rollouts["full"]
     wrong_PG = rollout.rewards_B.reshape(-1, settings.group_size) == 0
     mixed_B = wrong_PG.any(dim=1).repeat_interleave(settings.group_size)
@@ -234,7 +235,8 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     advantage_BT = updates["mis"].advantage_BT
     useful_B = {"advantage": advantage_BT.any(dim=1)} | useful_B
     every_B = torch.ones_like(useful_B["advantage"])
-    # Every other response right, so that each has an advantage; every other one with a log-prob that MIS rejects.
+    # Two more variants: every other response is correct, so that all have an advantage; every other one has a log-prob
+    # that MIS rejects.
     other_B = torch.arange(len(every_B)) % 2 == 0
     all_useful = replace(rollout, rewards_B=other_B.to(rollout.rewards_B.dtype))
     rejected_BT = 10.0 * (other_B[:, None] & rollout.batch.response_BT)
@@ -258,7 +260,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
         norms[name] = mis.trainer.gradient_norm
 
     def a_token(name: str) -> float:
-        """Of a whole step; the update is of the shared responses."""
+        """Return the seconds per token of a whole step, whose update is on the shared responses."""
         own = sum(seconds[f"{part}, {name}"] for part in ("weights", "rollout", "reward"))
         return own / tokens[name] + seconds[f"update, {name}"] / tokens["full"]
 
@@ -280,7 +282,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
         },
         "forward": seconds["update, scoring"] / seconds[f"{one}, all"],
         "useful": {name: value_B.float().mean().item() for name, value_B in useful_B.items()},
-        # One gradient whether in one pass or two; there is none if MIS keeps nothing.
+        # The gradient is the same in one pass or two; there is none if MIS keeps nothing.
         "gradient_difference": abs(norms["one pass, all"] / norms["two passes"] - 1) if useful_B["mis"].any() else 0.0,
         "lengths": lengths_B.tolist(),
         "seconds": seconds,
@@ -288,17 +290,17 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
 
 
 def _rotated(variants: dict[str, Callable[[], Any]], step: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The variants in the order of this round: each comes first in its turn."""
+    """Yield the variants in the order of this round: each comes first in its turn."""
     items = list(variants.items())
     start = step % len(items)
     yield from items[start:] + items[:start]
 
 
 def _one_pass(loop: "Loop", rollout: Rollout, advantage_BT: torch.Tensor, rows_B: torch.Tensor) -> None:
-    """An update whose weights come from the forward pass that it differentiates.
+    """Update with importance weights from the same forward pass that is differentiated.
 
-    rows_B : the responses that are differentiated, with a weight of 0 where they have no advantage. The others are
-        only scored, as diagnostics are of all responses. The correction must weigh each response by itself.
+    rows_B : the responses that are differentiated, also those whose advantage is 0. The others are only scored, because
+        diagnostics cover all responses. The correction must weight each response independently of the others.
     """
     device = loop.trainer.device
     if not rows_B.all():
@@ -324,7 +326,7 @@ def _one_pass(loop: "Loop", rollout: Rollout, advantage_BT: torch.Tensor, rows_B
 
 
 def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
-    """The same requests to vLLM as anybody would make them: its own defaults, and the log-probs of what it sampled."""
+    """Send the same requests to vLLM's own API, with its defaults and the log-probs of the sampled tokens."""
     from vllm import SamplingParams
 
     settings = loop.config
@@ -339,7 +341,7 @@ def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Measure a training step against plain vLLM and transformers.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="results/EXPERIMENT/config.yaml")
     parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/step.json"))

@@ -1,4 +1,4 @@
-"""Shared by all tests: a tiny untrained model, its tokenizer, and the repository's root."""
+"""Fixtures and settings shared by all tests: a tiny untrained model, the `dvp` command, the repository's root."""
 
 import os
 import random
@@ -16,26 +16,26 @@ from dvp.gpus import CLAIMED
 from dvp.rollout.vllm import configure_environment
 
 ROOT = Path(__file__).parents[1]
-# Workers, and what they start, share a GPU.
+# Test workers and their subprocesses share a GPU.
 os.environ.setdefault(CLAIMED, "shared by tests")
-# Before anything imports vllm, deepspeed or mlflow. One thread: tensors are tiny, another worker has the other core.
+# Must run before vllm, deepspeed or mlflow is imported. One thread: tensors are tiny, and another worker needs a core.
 configure_environment(threads=1)
 torch.set_num_threads(1)
 quiet()
 LINEAR = torch.nn.functional.linear
-settings.register_profile("untimed", deadline=None)  # a machine may be busy with something else
+settings.register_profile("untimed", deadline=None)  # the machine may be busy
 settings.load_profile("untimed")
 settings.register_profile("quick", max_examples=20)  # for `make check`; 100 otherwise
 
-# What takes longest begins first, so that no worker is left alone with it at the end.
+# The longest tests begin first, so that no worker is left alone with them at the end.
 FIRST = ("slurm", "pipeline", "training", "rollout", "tracking")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
+@pytest.hookimpl(tryfirst=True)  # before xdist's own hook, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `make test`, which runs two workers: tests that share what took long to make go to the same one.
+    """Send tests with shared slow fixtures to the same worker, for `make test`, which runs two.
 
-    These are the tests of a file and, as there is one Slurm on a machine, all of tests/slurm.
+    These are the tests of a file and, as a machine has one Slurm, all of tests/slurm.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """With a pytest that xdist does not know, it forgets the groups and says nothing (its issue 1386)."""
+    """Check that xdist has grouped the tests: with an unsupported pytest it silently does not (its issue 1386)."""
     if getattr(session.config.option, "loadgroup", False):
         assert all("@" in item.nodeid for item in session.items), "pytest-xdist groups no tests with this pytest"
 
@@ -66,11 +66,11 @@ NEEDED = {
     "no right to mount": "the right to mount",
     "GPU": "a GPU",
 }
-"""What a machine lacks, by a word of the reason for which tests are skipped there."""
+"""Requirement of skipped tests, by a word in the reason for which they are skipped."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end, in a line, what would let the skipped tests run."""
+    """Print at the end, in one line, what the skipped tests require."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = "\n".join(str(report.longrepr) for report in skipped)
     if wanted := [what for word, what in NEEDED.items() if word in reasons]:
@@ -79,9 +79,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_as_before() -> Iterator[None]:
-    """What one file's engines and trainers leave in the process would be another file's, and goes with its maker.
+    """Undo after each file what its engines and trainers leave in the process, before another file sees it.
 
-    These are the process groups, and the `linear` that DeepSpeed's ZeRO-3 puts in the place of torch's.
+    These are the process groups, and the `linear` with which DeepSpeed's ZeRO-3 replaces torch's.
     """
     yield
     torch.nn.functional.linear = LINEAR
@@ -94,7 +94,7 @@ def torch_is_as_before() -> Iterator[None]:
         destroy_distributed_environment()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if "deepspeed.comm.comm" in sys.modules:  # what its own destroy_process_group does, when others have destroyed it
+    if "deepspeed.comm.comm" in sys.modules:  # as its own destroy_process_group would do, had torch's not been called
         from deepspeed.utils import groups
 
         groups._release_process_group_references()
@@ -103,12 +103,13 @@ def torch_is_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
+    """Return the root folder of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def dvp():
-    """Run `dvp …` in a process of its own; returns (exit status, standard error's last line, all of it)."""
+    """Return a function that runs `dvp …` in a subprocess: (exit status, last line of standard error, all of it)."""
 
     def run(*arguments: str, cwd: Path = ROOT, timeout: int = 600) -> tuple[int, str, str]:
         done = subprocess.run(
@@ -128,7 +129,10 @@ def dvp():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A Hugging Face directory: Qwen3 with two layers, tied head, random weights large enough to have preferences."""
+    """Create a Hugging Face directory: a Qwen3 with two layers, a tied head and random weights.
+
+    The weights are large enough for distributions that are far from uniform.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from dvp.training.base import train_tokenizer

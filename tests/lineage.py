@@ -1,4 +1,4 @@
-"""The links from an MLflow run to those that its input came from, followed to their end."""
+"""Lineage of an MLflow run: all runs that its input came from, directly or not."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from dvp.tracking.store import store_uri
 
 
 def lineage(results: Path, key: str) -> dict[str, list[str]]:
-    """MLflow run ids by stage of everything that the run of this key came from, itself included."""
+    """Return the MLflow run ids, by stage, of all runs that the run with this key came from, itself included."""
     client = MlflowClient(tracking_uri=store_uri(results))
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""An engine made of the trainer's own model and Gaussian noise of a known size on the logits, as the theory has it."""
+"""Engine that is the trainer's own model with Gaussian noise of a known size on the logits, as the theory assumes."""
 
 import torch
 
@@ -8,17 +8,18 @@ from dvp.rollout.engine import Completion, Sampling
 
 
 class NoisyEngine:
-    """Samples from softmax(z + σ ε), with ε new at every position; pruned and reported as a request asks for it."""
+    """Engine that samples from softmax(z + σ ε), ε drawn at every position; pruned and reported as a request asks."""
 
     max_model_len = 512
     ranks = 1
 
     def __init__(self, model, tokenizer, sigma: float, answers: bool = False):
-        """With `answers` every other response, by its tokens' sum, says 7, and the others 8."""
+        """Wrap a model. With `answers`, every response states 7 or 8, as the sum of its tokens is even or odd."""
         self._model, self._tokenizer, self._sigma, self._answers = model, tokenizer, sigma, answers
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        """Sample `sampling.n` responses to each prompt, as Engine.generate does."""
         assert sampling.temperature == sampling.top_p == 1.0
         return [
             [self._response(prompt, sampling, seed + index) for index in range(sampling.n)]
@@ -26,9 +27,10 @@ class NoisyEngine:
         ]
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Nothing to free."""
+        """Do nothing: there is no memory to free."""
 
     def load_weights(self, weights) -> None:
+        """Load weights into the model, as Engine.load_weights does."""
         self._model.load_state_dict(dict(weights), strict=False)
 
     def _response(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:

@@ -1,4 +1,4 @@
-"""The recipes of docs/extend.md, followed to the letter in a copy of the package."""
+"""Execution of the recipes of docs/extend.md in a copy of the package."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ METHODS = """
 half_rloo: {label: The documented advantage, advantage: half}
 confident_rloo: {label: The documented rule for ρ, advantage: rloo, safe_vocabulary: confident}
 """
-"""Entries of a catalogue of methods that ask for them by name."""
+"""Entries of the catalogue of methods that use the recipes' code by name."""
 PIECES = {
     "half": "core/advantages.py",
     "Confident": "core/safe_vocabulary.py",
@@ -19,7 +19,7 @@ PIECES = {
     "DictionaryTool": "tools/dictionary.py",
     "Dictionary": "experiment/tools.py",
 }
-"""What docs/extend.md defines, by the first name of each block, and the file of src/dvp where it says that it goes."""
+"""File of src/dvp into which docs/extend.md puts each block, by the first name that the block defines."""
 BEFORE = {
     "Confident": ("Rule = Annotated[", "Rule = Annotated[ConfidentRule | "),
     "Smooth": (
@@ -30,11 +30,11 @@ BEFORE = {
     "Squared": ("Loss = Annotated[", "Loss = Annotated[Squared | "),
     "Dictionary": ("Tools = Annotated[", "Tools = Annotated[Dictionary | "),
 }
-"""Which line it changes, in front of which it stands."""
+"""Line that a recipe changes, before and after; the recipe's block goes in front of it."""
 
 
 def follow(package: Path) -> None:
-    """Put the documented code where docs/extend.md says; `package` is a copy of src/dvp."""
+    """Insert the documented code where docs/extend.md says. `package` is a copy of src/dvp."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert [re.search(r"^(?:class|def) (\w+)", piece, re.MULTILINE)[1] for piece in pieces] == [*PIECES]
@@ -54,7 +54,7 @@ def follow(package: Path) -> None:
 
 
 def declare(folder: Path) -> None:
-    """Put the documented figure, table and claim where docs/extend.md says; `folder` is a copy of the repository."""
+    """Insert the documented figure, table and claim where docs/extend.md says. `folder` is a copy of the repository."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     of = dict(re.findall(r"```yaml\n(figures|tables|claims):\n(.*?)```", text, re.DOTALL))
     for kind, file in (("figures", "src/dvp/analysis/shown.yaml"), ("tables", "src/dvp/analysis/shown.yaml")):

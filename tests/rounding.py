@@ -1,4 +1,4 @@
-"""How far two float32 results may be apart that are one in exact arithmetic."""
+"""Tolerance for float32 results that are equal in exact arithmetic."""
 
 import torch
 
@@ -8,10 +8,10 @@ EPSILON = torch.finfo(torch.float32).eps
 def assert_same_sums(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], terms: int, size: float | None = None
 ) -> None:
-    """Compare sums of `terms` float32 numbers, which processors and programs add in their own orders.
+    """Assert that sums of `terms` float32 numbers agree up to the order of summation, which differs between programs.
 
-    Each order is off by at most `terms` · ε · Σ|term| / `terms`, to first order; a term is at most of about `size`, by
-    default the largest of all sums. What a smaller sum has lost to cancellation is therefore no difference.
+    Each order is off by at most `terms` · ε · Σ|term| / `terms`, to first order; a term is at most about `size`, by
+    default the largest of all sums. Digits that a smaller sum loses to cancellation are therefore tolerated.
     """
     assert found.keys() == expected.keys()
     largest = max(value.abs().max().item() for value in expected.values()) if size is None else size

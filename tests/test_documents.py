@@ -1,5 +1,6 @@
-"""What the documents say is there, is there: files, verbs, links, configuration keys, experiments that they show."""
+"""Consistency of the documents with the repository, and the language of documents, docstrings and comments."""
 
+import ast
 import json
 import re
 import shlex
@@ -7,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tokenize
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,16 +37,17 @@ DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.
 TOP = ("src/", "tests/", "config/", "docs/", "envs/", "workflow/", "profiles/", "slurm/", "results/reference/")
 TO_BE_WRITTEN = ("config/experiments/mine.yaml", "src/dvp/rollout/plain.py", "src/dvp/tools/dictionary.py")
 PATTERN = re.compile(r"\b(?!README|LICENSE)[A-Z]{3,}\b|[{*<…]")
-"""Paths that stand for many: results/EXPERIMENT, catalogue/{sources,engines}.yaml."""
+"""Paths with a placeholder: results/EXPERIMENT, catalogue/{sources,engines}.yaml."""
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
 
 
 def anchors(path: Path) -> set[str]:
-    """The links to a document's headings, as GitHub makes them, and those that it names itself."""
+    """Return the anchors of a document's headings, as GitHub makes them, and those that it names itself."""
     text = path.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {*re.findall(r'<a id="([^"]+)"', text)} | {
@@ -64,9 +68,67 @@ DIALECT = re.compile(
     ),
     re.IGNORECASE,
 )
-"""Words of this project's past that a reader of the field would have to decode."""
+"""Phrases that a reader in the field would have to decode."""
 TEXTS = [*DOCUMENTS, *(ROOT / "config").rglob("*.yaml"), ROOT / "src/dvp/analysis/shown.yaml"]
 TEXTS += [*(ROOT / "src/dvp/analysis/templates").iterdir(), *(ROOT / "workflow/report").iterdir()]
+
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+NO_BEGINNING = re.compile(r"(?:Of|With|What|The same|But|And|As|Where|So)\b")
+"""Words with which no docstring begins: it starts with a verb, or with a noun that names the thing."""
+CODE = re.compile(r"`[^`]*`|\b\w+(?:\.\w+)+\b|\b\w*_\w*\b")
+"""Names of code within prose."""
+
+
+def prose(file: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield line, text and whether it is a docstring, of a file's docstrings, strings below fields, and comments.
+
+    White space is normalised. A comment of several lines is one text.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first = {id(node.body[0]) for node in ast.walk(tree) if isinstance(node, documented) and node.body}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, " ".join(text.split()), id(node) in first
+            case ast.Assign(targets=[ast.Attribute(attr="__doc__")], value=ast.Constant(value=str(text))):
+                yield node.lineno, " ".join(text.split()), True
+    comments: dict[int, str] = {}
+    begin = end = 0  # of the last comment that stands on lines of its own
+    with tokenize.open(file) as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            if token.type == tokenize.COMMENT:
+                line, text, alone = token.start[0], token.string.lstrip("#: "), token.line.lstrip().startswith("#")
+                if alone and line == end + 1:
+                    comments[begin] += f" {text}"
+                else:
+                    comments[line] = text
+                    begin = line
+                end = line if alone else 0
+    yield from ((line, text, False) for line, text in comments.items())
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """List every docstring in src that begins with a word of NO_BEGINNING."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}: {text[:90]}"
+        for file in SOURCES
+        for line, text, is_docstring in prose(file)
+        if is_docstring and NO_BEGINNING.match(text)
+    ]
+    assert not wrong, f"{len(wrong)} docstrings:\n" + "\n".join(wrong)
+
+
+def test_the_words_of_the_source_are_those_of_the_field():
+    """List every docstring and comment in src that has a phrase of DIALECT outside names of code."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}: {', '.join(found)}"
+        for file in SOURCES
+        for line, text, _ in prose(file)
+        if (found := DIALECT.findall(CODE.sub("", text)))
+    ]
+    assert not wrong, f"{len(wrong)} docstrings and comments:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,11 +1,11 @@
-"""Snakemake's messages as lines that a person can read: what runs, how much is done, about how long it will take.
+"""Snakemake logger plugin that prints readable lines: what runs, how much is done, about how long it will take.
 
 `snakemake --logger dvp` (profiles/default asks for it) prints
 
     [12/46] training dvp_mis · coarse · ρ e⁻¹³ · seed 0    2 running, about 7 min left
 
-when a job starts and a line when it ends. Errors, warnings and dry runs look as Snakemake's own; the log that Snakemake
-keeps in .snakemake/log is whole. Snakemake finds this package by its name.
+when a job starts and a line when it ends. Errors, warnings and dry runs look like Snakemake's own, and the log in
+.snakemake/log is complete. Snakemake finds this package by its name.
 """
 
 import logging
@@ -21,14 +21,14 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from dvp.progress import duration, readable
 
-# Of no use to somebody who waits for results. All else that is said without an event is passed on.
+# Messages that do not help a user who waits for results. Other messages without an event are passed on.
 CHATTER = ("Building DAG of jobs", "Select jobs to execute", "Assuming unrestricted shared filesystem", "Using shell")
-# What a function of a rule refuses, which Snakemake wraps in wildcards and a traceback.
+# An error raised by a rule's input function, which Snakemake wraps in wildcards and a traceback.
 REFUSED = re.compile(
     r"InputFunctionException in rule \w+ .*?\n  (?:DvpError|WorkflowError):\s+(.*?)\nWildcards:", re.DOTALL
 )
-# The kernel ends the largest process where memory runs out: the status of a shell whose command was killed, and what
-# Snakemake says where the shell itself was.
+# When memory runs out, the kernel kills the largest process: the exit status of a shell whose command was killed, or
+# Snakemake's message if the shell itself was.
 KILLED = re.compile(r"returned non-zero exit status 137\.|died with <Signals\.SIGKILL")
 SILENT = (
     *(LogEvent.JOB_INFO, LogEvent.JOB_STARTED, LogEvent.JOB_FINISHED, LogEvent.PROGRESS, LogEvent.SHELLCMD),
@@ -37,19 +37,20 @@ SILENT = (
 
 
 class LogHandler(LogHandlerBase):
-    """Writes to standard error. Receives records one by one, from a thread of its own."""
+    """Log handler that prints to standard error. Snakemake calls it with one record at a time, from one thread."""
 
     writes_to_stream = has_formatter = True
     writes_to_file = needs_rulegraph = False
-    has_filter = False  # Snakemake's own obeys --quiet
+    has_filter = False  # Snakemake's own filter obeys --quiet
 
     def __post_init__(self) -> None:
+        """Set up Snakemake's own handler, for all that is passed on, and the state of the progress lines."""
         self._own = ColorizingTextHandler(
             nocolor=self.common_settings.nocolor,
             stream=sys.stdout if self.common_settings.stdout else sys.stderr,
             formatter=DefaultFormatter(self.common_settings.quiet, self.common_settings.show_failed_logs),
         )
-        # Who asks for details gets Snakemake's.
+        # A user who asks for details gets Snakemake's own output.
         self._details = self.common_settings.dryrun or self.common_settings.verbose
         self._running: dict[int, tuple[str, str, float]] = {}  # rule, name and start by job
         self._waiting: Counter[str] = Counter()
@@ -59,7 +60,7 @@ class LogHandler(LogHandlerBase):
         self._total = self._done = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print what the record means, if anything."""
+        """Print a record as a readable line, pass it on to Snakemake's own handler, or drop it."""
         event = getattr(record, "event", None)
         refused = None if self.common_settings.verbose else REFUSED.search(record.getMessage())
         if refused:
@@ -100,13 +101,13 @@ class LogHandler(LogHandlerBase):
         self._say(name + self._outlook(record.created))
 
     def _outlook(self, now: float) -> str:
-        """How many jobs run, and how long all take if each is as long as the jobs of its rule were so far."""
+        """Write how many jobs run and the time left, if each job takes the mean time of its rule's finished jobs."""
         waiting = +self._waiting
         if not self._running and not waiting:
             return ""
         rules = {*waiting, *(rule for rule, _, _ in self._running.values())}
         each = {rule: fmean(self._taken[rule] or [0.0]) for rule in rules}
-        # A job that has taken longer than expected is taken to be near its end.
+        # A job that has run longer than expected is assumed to be near its end.
         left = [max(each[rule] - (now - started), 0.1 * each[rule]) for rule, _, started in self._running.values()]
         work = sum(left) + sum(count * each[rule] for rule, count in waiting.items())
         seconds = duration(max([work / self._most_running, *left]), rough=True)
@@ -119,7 +120,7 @@ class LogHandler(LogHandlerBase):
 
 
 def _reached(logs: list[str]) -> str:
-    """Say where a killed job's log ends, and what to do."""
+    """Write the last line of a killed job's log, and how to continue."""
     lines = [line for log in logs if Path(log).is_file() for line in Path(log).read_text(errors="replace").split("\n")]
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
     where = f'It had reached "{readable(last)}". ' if last else ""

@@ -1,23 +1,23 @@
-"""The intervals of everything that is measured on problems, for several training seeds.
+"""Confidence intervals for statistics over problems, with one or several training seeds.
 
-Every statistic is a function of sums over problems, and a replicate is how often each problem counts. The same
-replicates for all models make differences paired, and give the same number the same interval wherever it is quoted.
+Every statistic is a function of sums over problems, and a replicate is a vector of how often each problem counts. All
+models use the same replicates, so that differences are paired and a number has the same interval wherever it is quoted.
 
 From three seeds on the interval is over problems and seeds: value ± t_ν √V. With all seeds on the same problems
 
     V = V_S + max(0, V_P − V_U) · S / (S − 1) · P / (P − 1)
 
-V_S is the jackknife's variance over seeds: one seed left out at a time. It holds what differs from seed to seed, in
-all problems alike or in each of them, the noise of samples too. V_P is the bootstrap's variance over problems that are
-drawn for all seeds together, V_U over problems that are drawn for each seed alone. What seeds have in common in a
-problem is in V_P in full and in V_U by 1/S; the rest is in both alike. So the second term is the variance of what seeds
-have in common, and nothing is counted twice. Where each seed has problems of its own, V = V_S holds all.
+V_S is the jackknife variance over seeds: one seed left out at a time. It contains all variation between seeds, whether
+shared by all problems or specific to one, and the noise of samples. V_P is the bootstrap variance over problems drawn
+for all seeds together, V_U over problems drawn for each seed alone. The variance between problems that seeds share is
+in V_P in full and in V_U divided by S; the rest is equal in both. The second term is therefore the variance that seeds
+share, and nothing is counted twice. If each seed has problems of its own, V = V_S.
 
-ν lies between S − 1 and P − 1 by the shares of V: 1/ν = w/(S − 1) + (1 − w)/(P − 1), w = V_S/V. Satterthwaite's formula
-squares the shares; but a V_S that is small by chance then makes ν large as well, and of 95 % it covers 92 %.
+ν lies between S − 1 and P − 1: 1/ν = w/(S − 1) + (1 − w)/(P − 1), w = V_S/V. Satterthwaite's formula squares the
+shares instead; a V_S that is small by chance then also makes ν large, and nominal 95 % intervals cover 92 %.
 
-With fewer seeds the interval is the bootstrap's central 95 %, over problems alone. A problem is drawn with all that
-belongs to it (its samples, its responses), so that the spread between problems holds the noise within them once.
+With fewer seeds the interval is the central 95 % of the bootstrap over problems alone. A problem is drawn with all its
+samples or responses, so that the variance between problems already includes the noise within them.
 
 Shape suffixes: S seeds, P problems, U = S · P units (a problem of a seed, seed by seed), R replicates, the first of
 which counts every unit once and so is the value itself.
@@ -37,26 +37,27 @@ TAILS = (0.025, 0.975)
 POWER = 0.8
 
 Scale = Literal["plain", "share", "ratio"]
-"""From three seeds on a share, in [0, 1], has its interval made on the logit scale, a ratio on the log scale."""
+"""Scale on which the interval of three or more seeds is symmetric: logit for a share in [0, 1], log for a ratio."""
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How often each unit counts in each replicate, and what replicates of a statistic come to."""
+    """Resampling weights of each unit in each replicate, and estimates from the replicates of a statistic."""
 
     count_RU: np.ndarray
-    """1, then from three seeds on each seed left out in turn, then what is drawn; each row adds up to U."""
+    """Rows: all ones; with three or more seeds, each seed left out in turn; the bootstrap draws. Each row sums to U."""
     seeds: int
     problems: int
-    """Of a seed."""
+    """Problems per seed."""
     shared: bool
-    """Whether all seeds have the same problems, or problems of their own."""
+    """Whether all seeds have the same problems; otherwise each seed has its own."""
 
     def estimate(self, value_R: np.ndarray, scale: Scale = "plain") -> tuple[float, float, float]:
-        """The value and its 95 % interval, whose ends are NaN where a replicate is not finite.
+        """Return a statistic's value and the bounds of its 95 % interval: (value, low, high).
 
-        A share of 0 or 1 has the Clopper-Pearson interval of as many trials as there are problems, whatever the number
-        of samples: they may all agree.
+        The bounds are NaN if there is no replicate or one is not finite.
+        A share of 0 or 1 gets the Clopper-Pearson interval with one trial per problem, whatever the number of samples,
+        as the samples of a problem may all agree.
         """
         value = float(value_R[0])
         if len(value_R) < 2 or not np.isfinite(value_R).all():
@@ -72,7 +73,7 @@ class Draws:
         return value, *ends(value, float(stdtrit(freedom, TAILS[1])) * error, scale)
 
     def error(self, value_R: np.ndarray) -> tuple[float, float]:
-        """Standard error and its degrees of freedom."""
+        """Return the standard error of a statistic and its degrees of freedom, by the formulas of this module."""
         if self.seeds < FEWEST_SEEDS:
             units = self.problems if self.shared else self.seeds * self.problems
             return float(value_R[1:].std()), max(units - 1, 1)
@@ -87,7 +88,7 @@ class Draws:
         return math.sqrt(total), 1 / (share / (S - 1) + (1 - share) / max(P - 1, 1))
 
     def smallest_effect(self, value_R: np.ndarray) -> float:
-        """The true difference whose interval would leave out 0 in 80 % of such experiments; NaN where undefined."""
+        """Return the smallest true effect whose interval excludes 0 in 80 % of such experiments; NaN if undefined."""
         if len(value_R) < 2 or not np.isfinite(value_R).all():
             return math.nan
         error, freedom = self.error(value_R)
@@ -95,24 +96,26 @@ class Draws:
 
 
 def covers_seeds(seeds: Sequence[int]) -> bool:
+    """Check whether there are enough training seeds for intervals that include the variance between seeds."""
     return len(seeds) >= FEWEST_SEEDS
 
 
 def over(seeds: Sequence[int]) -> str:
-    """What an interval is over, and how it is made, in words."""
+    """Describe the resampling of an interval in words: over problems alone, or over problems and seeds."""
     if not covers_seeds(seeds):
         return "problems, not over training seeds: bootstrap"
     return f"problems and {len(seeds)} training seeds: jackknife over seeds, bootstrap over problems, quantiles of t"
 
 
 def draws(seeds: int, problems: int, resamples: int, seed: int, *, shared: bool) -> Draws:
-    """The replicates of an experiment.
+    """Draw the replicates that all statistics of an experiment share.
 
     Args:
-        problems: of a seed.
-        resamples: of the bootstrap over problems; that over problems of each seed alone has as many.
-        seed: of the resampling.
-        shared: whether all seeds have the same problems, or problems of their own.
+        seeds: number of training seeds, S.
+        problems: number of problems per seed, P.
+        resamples: replicates of the bootstrap over problems, and as many of the one over each seed's problems alone.
+        seed: random seed of the resampling.
+        shared: whether all seeds have the same problems; otherwise each seed has its own.
     """
     rng = np.random.default_rng(seed)
     units = seeds * problems
@@ -120,7 +123,7 @@ def draws(seeds: int, problems: int, resamples: int, seed: int, *, shared: bool)
     if seeds >= FEWEST_SEEDS:
         parts.append(np.repeat((1 - np.eye(seeds)) * seeds / (seeds - 1), problems, axis=1))
     if shared:
-        # One seed's draws of problems are those of several.
+        # Drawn first and without regard to S, so that one seed and several have the same draws of problems.
         together_RP = _counts(rng.integers(problems, size=(resamples, problems)), problems)
         parts.append(np.tile(together_RP, seeds))
     if shared == (seeds >= FEWEST_SEEDS):
@@ -130,9 +133,9 @@ def draws(seeds: int, problems: int, resamples: int, seed: int, *, shared: bool)
 
 
 def ends(value: float, reach: float, scale: Scale) -> tuple[float, float]:
-    """Those of the interval value ± reach, made on its scale by the derivative; plain where that is not defined.
+    """Return the bounds of the interval value ± reach, symmetric on the given scale (by the delta method).
 
-    NaN, both, where one would not be a number that a machine holds: nothing is known then.
+    The plain scale is used where the other one is undefined. Both bounds are NaN where the upper one overflows.
     """
     if scale == "share" and 0 < value < 1:
         logit, reach = math.log(value / (1 - value)), reach / (value * (1 - value))
@@ -150,5 +153,5 @@ def _counts(drawn_RN: np.ndarray, units: int) -> np.ndarray:
 
 
 def _exp(exponent: float) -> float:
-    """Infinite instead of an overflow."""
+    """Return exp(exponent), or infinity instead of an OverflowError."""
     return math.exp(exponent) if exponent < 700 else math.inf

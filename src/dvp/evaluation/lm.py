@@ -1,4 +1,4 @@
-"""Our engine as a model of lm-eval."""
+"""Adapter that lets lm-eval sample from this project's engines."""
 
 import sys
 from typing import Any, NoReturn
@@ -15,13 +15,16 @@ from dvp.rollout.engine import Completion, Engine, Sampling
 
 
 class Response(str):
-    """A response's text, which lm-eval hands on, with what else grading and the samples' table need."""
+    """Text of a response, with attributes that grading and the table of samples need.
+
+    It is a string because lm-eval passes responses on as strings.
+    """
 
     completion: Completion
     seed: int
     grader: Grader
     correct: bool
-    """As lm-eval's task has graded it."""
+    """Set by the lm-eval task when it grades the response."""
 
     def __new__(cls, text: str, **attributes: Any) -> "Response":
         response = super().__new__(cls, text)
@@ -30,7 +33,7 @@ class Response(str):
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut off at its length limit."""
+        """Check whether the response was cut off at its length limit."""
         return self.completion.finish_reason == "length"
 
 
@@ -38,18 +41,23 @@ class EngineLM(LM):
     """lm-eval's model interface over an Engine: generation only."""
 
     def __init__(self, engine: Engine, tokenizer: Any, sampling: Sampling, *, data: DataConfig, seed: int):
-        """`data` says what is a prompt, and which part of a response is graded."""
+        """Wrap an engine and its tokenizer.
+
+        sampling : how every response is sampled.
+        data : how prompts are written, and which part of a response is graded.
+        seed : seed of the evaluation, from which each sample's own is derived.
+        """
         super().__init__()
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
         self._chat, self._grader = data.chat, Grader(before_response(tokenizer, data), data.reward)
 
     def generate_until(self, requests: list[Instance]) -> list[Response]:
-        """A response to each request, all in one call of the engine.
+        """Sample a response to each request, all in one call of the engine.
 
-        lm-eval repeats a document's request k times; its samples differ by their seed, which depends on
-        nothing but the seed of the evaluation, the task, the problem's id and the sample's number.
-        What the requests ask of sampling is what the task file says, and not looked at.
-        Raises DvpError if one does not fit the engine.
+        lm-eval repeats a document's request k times; its samples differ by their seed, which depends only on the seed
+        of the evaluation, the task, the problem's id and the sample's number. The sampling parameters of the requests
+        come from the task file and are ignored.
+        Raises DvpError if a prompt does not fit the engine.
         """
         encoded: dict[str, list[int]] = {}
         prompts, seeds, samples = [], [], {}
@@ -70,12 +78,12 @@ class EngineLM(LM):
         ]
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
-        """Not offered: the engine samples."""
+        """Raise DvpError: the engine only samples, and offers no log-likelihoods to lm-eval."""
         raise DvpError("this model generates responses; tasks that need log-likelihoods cannot be run with it")
 
     loglikelihood_rolling = loglikelihood
 
 
 def sample_seed(seed: int, task: str, problem: str, sample: int) -> int:
-    """The seed (60 bits) of one sample."""
+    """Derive the seed (60 bits) of one sample from the evaluation's seed, the task, the problem and its number."""
     return int(sha256_json([seed, task, problem, sample])[:15], 16)

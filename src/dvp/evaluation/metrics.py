@@ -1,7 +1,8 @@
 """avg@k, pass@k and maj@k with bootstrap intervals.
 
-Shapes: P problems, K samples of each. `correct_PK` is boolean; `votes_PK` holds, for each sample, which of its
-problem's distinct answers it states (from `votes`), −1 for none. The metrics are means over problems of what is here.
+Shapes: P problems, K samples of each. `correct_PK` is boolean; `votes_PK` holds for each sample the index of the
+answer that it states among its problem's distinct answers (from `votes`), −1 for none. A metric is the mean over
+problems of the values computed here.
 """
 
 import re
@@ -18,11 +19,14 @@ _SPACING = re.compile(r"\s|\\[!,:; ]|\\?\$")
 def summarise(
     correct_PK: np.ndarray, answers: Sequence[Sequence[str | None]], *, resamples: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Every metric as {value, low, high}: avg@K, pass@1, pass@2, pass@4, …, pass@K, maj@K.
+    """Compute avg@K, pass@1, pass@2, pass@4, …, pass@K and maj@K, each as {value, low, high} with its 95 % interval.
 
     Args:
-        correct_PK: problems in the order of their ids, in which the bootstrap draws them everywhere.
+        correct_PK: whether each sample is correct; problems in the order of their ids, so that all models draw the
+            same problems in the bootstrap.
         answers: the stated answers, P lists of K, None where a response states none.
+        resamples: replicates of the bootstrap over problems.
+        seed: random seed of the resampling.
     """
     P, K = correct_PK.shape
     value_P = {f"avg@{K}": correct_PK.mean(axis=1)}
@@ -36,15 +40,16 @@ def summarise(
 
 
 def powers_of_two(K: int) -> list[int]:
-    """1, 2, 4, … up to K, and K itself."""
+    """Return 1, 2, 4, … up to K, and K itself, in ascending order."""
     return sorted({1 << exponent for exponent in range(K.bit_length())} | {K})
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> np.ndarray:
-    """Of each problem the probability that one of k samples at least is correct, without bias, from K ≥ k, (P,).
+    """Estimate for each problem the probability that at least one of k samples is correct, (P,).
 
-    1 − C(K−c, k) / C(K, k) for c correct ones, as a product of ratios, which does not overflow
-    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1 and figure 3).
+    The unbiased estimator 1 − C(K−c, k) / C(K, k) from K ≥ k samples of which c are correct, computed as a product of
+    ratios, which does not overflow (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1
+    and figure 3). Raises ValueError unless 1 ≤ k ≤ K.
     """
     K = correct_PK.shape[1]
     if not 1 <= k <= K:
@@ -55,13 +60,13 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> np.ndarray:
 
 
 def maj_at_k(correct_PK: np.ndarray, votes_PK: np.ndarray) -> np.ndarray:
-    """Of each problem how often its most frequent answer is correct, (P,); equally frequent ones are equally likely.
+    """Return for each problem the share of correct samples among those with its most frequent answer, (P,).
 
-    Samples that state no answer do not vote; without any vote a problem scores 0
+    Ties are averaged. Samples that state no answer do not vote; a problem without any vote scores 0
     (Wang et al. 2022, "Self-Consistency Improves Chain of Thought Reasoning in Language Models").
     """
     P, K = votes_PK.shape
-    # One bin for each problem and answer; column 0 takes the samples without one.
+    # One bin per problem and answer; column 0 takes the samples without an answer.
     bins = (np.arange(P)[:, None] * (K + 1) + votes_PK + 1).ravel()
     count = np.bincount(bins, minlength=P * (K + 1)).reshape(P, K + 1)[:, 1:]
     right = np.bincount(bins, weights=correct_PK.ravel(), minlength=P * (K + 1)).reshape(P, K + 1)[:, 1:]
@@ -70,10 +75,11 @@ def maj_at_k(correct_PK: np.ndarray, votes_PK: np.ndarray) -> np.ndarray:
 
 
 def votes(answers: Sequence[Sequence[str | None]]) -> np.ndarray:
-    r"""votes_PK of stated answers; two are the same if they agree but for spacing and `$`, or as integers.
+    r"""Number the distinct stated answers of each problem: votes_PK, −1 where a response states none.
 
-    `1,234`, `1{,}234`, `\$1234` and `1234.0` vote together. `1/2` and `0.5` do not: comparing every pair as
-    mathematics would cost minutes on responses that are mostly noise.
+    Two answers are the same if they agree apart from spacing and `$`, or as integers: `1,234`, `1{,}234`, `\$1234` and
+    `1234.0` vote together. `1/2` and `0.5` do not: comparing every pair as mathematics would take minutes on responses
+    that are mostly noise.
     """
     rows = []
     for row in answers:
@@ -83,7 +89,7 @@ def votes(answers: Sequence[Sequence[str | None]]) -> np.ndarray:
 
 
 def _key(answer: str) -> str:
-    """What equal answers share."""
+    """Return a canonical form of an answer, under which equal answers vote together."""
     text = _SPACING.sub("", answer).replace("{,}", ",").replace("−", "-")
     number = integer(text)
     return text if number is None else str(number)

@@ -1,4 +1,4 @@
-"""One model on one task, through lm-eval: k samples a problem, graded, summarised, kept."""
+"""Evaluation of one model on one task through lm-eval: sample k responses per problem, grade, summarise and write."""
 
 import logging
 import tempfile
@@ -42,7 +42,7 @@ SAMPLES = pa.schema(
     }
 )
 TOOL_SAMPLES = pa.schema([*SAMPLES, pa.field("calls", pa.int32()), pa.field("failed_calls", pa.int32())])
-"""Of an experiment with a tool. `response` has calls and answers, `tokens` counts those that the model wrote."""
+"""Columns with a tool: `response` includes calls and answers, `tokens` counts only tokens that the model wrote."""
 
 
 def evaluate(
@@ -56,11 +56,13 @@ def evaluate(
     folder: Path,
     safe_vocabulary: SafeVocabulary | None = None,
 ) -> dict[str, Any]:
-    """Sample, grade and summarise; write folder/samples.parquet and return what scores.json says of the task.
+    """Evaluate a model on a task: write folder/samples.parquet and return the content of scores.json for the task.
 
-    `engine` already holds the model of `model_dir`; it, the experiment, the rows and the safe vocabulary, to which the
-    engine is restricted as in training (None: the full one), determine the samples.
-    Raises DvpError if a prompt does not fit.
+    eval_parquet : evaluation problems; the rows of this task are used.
+    engine : already holds the weights of `model_dir`.
+    safe_vocabulary : restricts the engine as in training; None: the full vocabulary.
+    The samples are determined by the engine, the experiment, the problems and the safe vocabulary.
+    Raises DvpError if a prompt does not fit the engine.
     """
     started = time.monotonic()
     settings = experiment.evaluation
@@ -76,7 +78,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="dvp-lm-eval-") as scratch:
         _write_task(experiment, task, eval_parquet, Path(scratch))
         tasks = TaskManager(include_path=scratch, include_defaults=False).load(task)
-        # Not simple_evaluate: it also lists the system's packages (five seconds) and reseeds numpy.
+        # simple_evaluate would also list the system's packages (five seconds) and reseed numpy.
         results = lm_eval.evaluator.evaluate(model, tasks, bootstrap_iters=0)
     documents = results["samples"][task]
     responses = [response for document in documents for response in document["filtered_resps"][0]]
@@ -109,7 +111,7 @@ def evaluate(
 
 
 def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: Path) -> None:
-    """The task as a file that includes ours and adds what this experiment sets."""
+    """Write a task file that includes this package's own and adds the experiment's settings."""
     settings = experiment.evaluation
     k = settings.samples_per_problem[task]
     own = TASKS / f"{task}.yaml"
@@ -123,13 +125,13 @@ def _write_task(experiment: Experiment, task: str, eval_parquet: Path, scratch: 
         },
         "repeats": k,
         "filter_list": [{"name": "all_k", "filter": [{"function": "take_first_k", "k": k}]}],
-        "generation_kwargs": {"do_sample": settings.temperature > 0, "until": []},  # the rest is ours
+        "generation_kwargs": {"do_sample": settings.temperature > 0, "until": []},  # EngineLM has the rest
     }
     (scratch / f"{task}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dict[str, list]:
-    """The columns of `schema` from lm-eval's log, problem by problem, sample by sample, as its task graded them."""
+    """Convert lm-eval's log into the columns of `schema`, one row per sample, in the order of the problems."""
     rows = []
     for document in documents:
         doc, (responses,) = document["doc"], document["filtered_resps"]
@@ -157,7 +159,7 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
 
 
 def _quiet() -> None:
-    """From lm-eval and datasets errors only; from datasets no bars, and no download counted at its server."""
+    """Silence lm-eval and datasets apart from errors: no progress bars, and no report of downloads to the hub."""
     for name in ("lm_eval", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
     datasets.disable_progress_bars()

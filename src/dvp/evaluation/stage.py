@@ -1,4 +1,4 @@
-"""The stage `evaluate`."""
+"""The stage `evaluate`: sample responses of a model to each task, grade them and write the scores."""
 
 import sys
 from collections.abc import Callable
@@ -16,19 +16,20 @@ from dvp.rollout.engine import make_engine
 from dvp.rollout.vllm import configure_environment
 from dvp.stage import Inputs, read_inputs, run_stage
 
-ENGINE_SEQUENCES = 256  # that the engine samples at once
+ENGINE_SEQUENCES = 256  # sequences that the engine samples at once
 
 Sample = Callable[[str, Path], dict]
-"""Samples a task, writes samples.parquet into a folder, and returns the scores; see runner.evaluate."""
+"""Function (task, folder) that writes folder/samples.parquet and returns the scores; see runner.evaluate."""
 
 
 def evaluate(config: Path, path: str, task: str | None, threads: int) -> None:
-    """Samples of a model → evals/RUN/TASK/samples.parquet and scores.json of each task.
+    """Evaluate a model: write evals/RUN/TASK/samples.parquet and scores.json for each task.
 
-    path : of the run, of the run after a step (RUN/step~16), or `base`; with /by~ENGINE/min_p~RHO where that is one of
-        evaluation.also.
-    task : None: all of them, with one engine, but for those that are done. One that fails does not keep the others from
-        being done; the first failure is raised in the end.
+    path : the path of a run, of a run after a step (RUN/step~16), or `base`; followed by /by~ENGINE/min_p~RHO for a
+        sampler of evaluation.also.
+    task : the one task to evaluate, even if it is done; None: all tasks that are not done, with one engine.
+    threads : processor threads.
+    Raises DvpError. A task that fails does not stop the others: the first error is raised at the end.
     """
     directory = ExperimentDir(config)
     experiment = directory.experiment
@@ -55,13 +56,13 @@ def evaluate(config: Path, path: str, task: str | None, threads: int) -> None:
 
 
 def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: Sample, *, again: bool) -> None:
-    """One task of a model whose files are verified. again : even if it is done."""
+    """Evaluate one task of a model whose files have been verified. again : evaluate it even if it is done."""
     experiment, run, sampler, task = directory.experiment, job.run, job.sampler, job.task
     assert sampler is not None
     assert task is not None
     result = directory.result("evaluate", job.path)
     samples = result.parent / "samples.parquet"
-    # Its scores must not stand in the store as those of the sampler that all models have.
+    # In the tracking store, scores by another sampler must not be mistaken for those by the default one.
     called = task if sampler == experiment.sampler else f"{task}-{sampler.path.replace('/', '-')}"
     of = {"run": run.path if run else None, "task": called}
     config_hash = experiment.config_hash("evaluate", job.path)
@@ -92,9 +93,11 @@ def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: S
 def sampling(
     experiment: Experiment, tasks: list[str], model: Path, eval_parquet: Path, sampler: Sampler | None = None
 ) -> Sample:
-    """What samples a model on any of these tasks, with one engine that starts when it is first asked.
+    """Return a function that evaluates a model on any of these tasks with one engine, started at the first call.
 
-    sampler : by default what all models are sampled with.
+    model : folder of the model.
+    eval_parquet : evaluation problems of all tasks.
+    sampler : engine and ρ to sample with; by default the experiment's.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -1,1 +1,1 @@
-"""The method inside other programs: each module needs its program installed, and is imported only when asked for."""
+"""Adapters that bring the method into other programs; each module needs its program installed."""

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with a safe vocabulary, importance corrections and baselines by token (docs/trl.md).
 
-What is private in TRL is used here alone, in the version that it is known of. Weights go into TRL's advantages, which
-may be of shape (B, T): each of its losses is linear in a factor ≥ 0 of the advantage.
+Private parts of TRL are used only in this module, and only in the version VERSION. Importance weights are multiplied
+into TRL's advantages, which may have shape (B, T): each of its losses is linear in a factor ≥ 0 of the advantage.
 
 Shape suffixes: B responses of this process, T completion positions, L positions, N scored tokens, R rewards, H hidden.
 """
@@ -27,7 +27,7 @@ from dvp.errors import DvpError
 
 VERSION = "1.16."
 ASKED = ("min_p", "temperature", "top_p", "top_k", "repetition_penalty")
-# Of transformers' and vLLM's sampling parameters those that change no token's distribution, and what turns others off.
+# Sampling parameters of transformers and vLLM that change no token's distribution, and the values that turn others off.
 HARMLESS = {"max_new_tokens", "max_tokens", "max_length", "max_time", "stop", "stop_strings", "stop_token_ids"}
 HARMLESS |= {"pad_token_id", "bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
 HARMLESS |= {"use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile"}
@@ -39,17 +39,18 @@ LOGITS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_hea
 
 
 class MismatchTrainer(trl.GRPOTrainer):
-    """A GRPOTrainer whose log-probs are over V_S of its own logits, outside which no token counts; ρ is `min_p`."""
+    """GRPOTrainer whose log-probs are over V_S of its own logits, with tokens outside V_S masked; ρ is `min_p`."""
 
     def __init__(
         self, *args, correction: str | ImportanceRule | None, advantage: str | None = None, rollouts: str = "", **kwargs
     ):
-        """Takes what GRPOTrainer takes; raises DvpError for another TRL, an unknown name, what cannot be combined.
+        """Take the arguments of GRPOTrainer and these.
 
-        correction : in the place of vllm_importance_sampling_correction: a name in PRESETS, an ImportanceRule, or none.
-        advantage : a name in ADVANTAGES, such as otb, of the weighted sum of the rewards; None leaves TRL's.
-        rollouts : a file to which each response's log-probs are appended, a line of JSON, for dvp diagnose-rollouts;
+        correction : replaces vllm_importance_sampling_correction: a name in PRESETS, an ImportanceRule, or None.
+        advantage : a name in ADVANTAGES, such as otb, applied to the weighted sum of the rewards; None: TRL's own.
+        rollouts : a file to which each response's log-probs are appended as a line of JSON for dvp diagnose-rollouts;
             its `tool_mask` is 1 for tokens in V_S, its `outside_safe` counts the others.
+        Raises DvpError for another version of TRL, an unknown name, or settings that cannot be combined.
         """
         if not trl.__version__.startswith(VERSION):
             raise DvpError(f"TRL is {trl.__version__}; expected {VERSION}x: others differ within")
@@ -76,18 +77,19 @@ class MismatchTrainer(trl.GRPOTrainer):
         dtype = torch.bfloat16 if config.bf16 and not config.cast_lm_head_to_fp32 else torch.float32
         options = {"safe": safe, "temperature": config.temperature, "product_dtype": dtype}
 
-        @wraps(theirs)  # whose signature `generate` looks at
+        @wraps(theirs)  # `generate` inspects its signature
         def forward(*inputs, fused_lm_head=False, **kwargs):
             if not fused_lm_head:
                 return theirs(*inputs, **kwargs)
             scored_BL = (target_BL := kwargs.pop("labels")[:, 1:]) != -100
             hidden_BLH = model.base_model(*inputs, **kwargs, use_cache=False).last_hidden_state[:, :-1]
             with maybe_gather_lm_head_ctx(weight := model.get_output_embeddings().weight):
-                # Whole until the backward pass. FSDP has a shard of it; ZeRO-3, whose mark it is, empties it again.
+                # The weight must stay whole until the backward pass: FSDP holds a shard of it, and ZeRO-3 (which sets
+                # ds_id) empties it again.
                 whole_VH = weight.full_tensor() if isinstance(weight, DTensor) else weight
                 whole_VH = weight.clone() if hasattr(weight, "ds_id") else whole_VH
                 found = token_statistics(hidden_BLH[scored_BL], whole_VH, target_BL[scored_BL], **options)
-            # A constant: outside V_S the gradient would push all that is inside.
+            # A constant outside V_S, where the gradient would change the probabilities of all tokens inside.
             log_prob_N = found.pruned_log_prob.where(found.target_in_safe, MASK_LOGIT)
             of_tokens = (log_prob_N, found.pruned_entropy, found.target_in_safe, found.pruned_sum_p_squared)
             log_prob_BL, entropy_BL, *others = (unflatten(values_N, scored_BL) for values_N in of_tokens)
@@ -97,12 +99,12 @@ class MismatchTrainer(trl.GRPOTrainer):
         model.forward = forward
 
     def _sampler(self, model):
-        """List what changes the distribution that responses are sampled from, beside min_p and temperature."""
+        """Return the sampling settings besides min_p and temperature that change the distribution of responses."""
         config = self.args
         asked = {name: getattr(config, name) for name in ASKED}
         asked |= {"structured_outputs": config.vllm_structured_outputs_regex} | (config.generation_kwargs or {})
         if not self.use_vllm and self.rollout_func is None:
-            # What TRL leaves open transformers takes from the model's settings, of those that it knows, or sets itself.
+            # Settings that TRL leaves open, transformers takes from the model's generation config or sets itself.
             own = {name: vars(model.generation_config).get(name) for name in vars(GenerationConfig())}
             own = {name: value for name, value in own.items() if value is not False}
             given = ({"top_k": 50}, own, {"do_sample": True}, asked)
@@ -119,7 +121,7 @@ class MismatchTrainer(trl.GRPOTrainer):
         return self._rewards
 
     def _score(self, model, inputs, **options):
-        """Return what TRL makes of the completions' tokens, whether they are in V_S, and Σp² over it, (B, T)."""
+        """Return TRL's scores of the completions' tokens, whether they are in V_S, and Σp² over V_S, each (B, T)."""
         both = [torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], dim=1) for of in ("ids", "mask")]
         length = inputs["completion_ids"].shape[1]
         self._scored.clear()
@@ -131,7 +133,7 @@ class MismatchTrainer(trl.GRPOTrainer):
         return now or super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):
-        # A token that has left V_S since the rollout has a constant for a log-prob, which is no part of any mean.
+        # The log-prob of a token that has left V_S since the rollout is a constant and must not enter any mean.
         self._now, safe_BT, _ = self._score(model, inputs, compute_entropy=True)
         return super()._compute_loss(model, inputs | {"tool_mask": inputs["tool_mask"] * safe_BT})
 
@@ -152,7 +154,7 @@ class MismatchTrainer(trl.GRPOTrainer):
         if self.rollouts:
             self._dump(mode, inputs, made | {"old_per_token_logps": old_BT, "tool_mask": safe_BT.long()}, mask_BT)
         known_BT = None if sampled_BT is None else mask_BT & safe_BT & ~sampled_BT.isnan()
-        # As in TRL: a ratio of 1 where vLLM has no number.
+        # As in TRL, the ratio is 1 where vLLM reports no log-prob.
         sampled_BT = old_BT if sampled_BT is None else old_BT.where(sampled_BT.isnan(), sampled_BT)
         made |= {"sampling_per_token_logps": sampled_BT, "old_per_token_logps": old_BT}
         rewards_BR = self._rewards[self.accelerator.process_index * count :][:count]
@@ -172,17 +174,17 @@ class MismatchTrainer(trl.GRPOTrainer):
             weight_N = weight_BT[batch.response_BT] if self.correction.by_token else weight_BT.amax(dim=1)[graded_B]
             self._record(mode, weight_N, min=f"{ratio}/min", mean=f"{ratio}/mean", max=f"{ratio}/max")
         if self.advantage:
-            # In the place of TRL's own, in its table of completions: a response's mean.
+            # In its table of completions, replace TRL's advantages by each response's mean.
             mean_B, shown = update.advantage_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1), self._logs["advantages"]
             mean_B = self.accelerator.gather(mean_B).tolist()
             for _ in range(min(len(mean_B), len(shown))):
                 shown.pop()
             shown.extend(mean_B)
-        # The mask keeps them out of ratios of whole sequences and of entropies, too.
+        # The mask also excludes tokens outside V_S from ratios of whole sequences and from entropies.
         return made | {"advantages": update.coefficients() * count, "tool_mask": (mask_BT & safe_BT).long()}
 
     def _record(self, mode, values_N, **names):
-        """Log the mean, min and max of all processes' values under the names that are given for them."""
+        """Log the mean, min and max over all processes' values, each under the name given for it."""
         values_N = values_N.float()
         least, largest = values_N.aminmax() if len(values_N) else (values_N.new_tensor(math.nan),) * 2
         of_process = torch.stack([values_N.sum(), values_N.new_tensor(len(values_N)), least, largest])
@@ -192,7 +194,7 @@ class MismatchTrainer(trl.GRPOTrainer):
             self._metrics[mode][name].append(found[statistic].item())
 
     def _dump(self, mode, inputs, made, mask_BT):
-        """Append all processes' responses to the file of rollouts, without what padding and tools added to them."""
+        """Append all processes' responses to the file of rollouts, without padding and the output of tools."""
         rows = []
         for given, mask_T, *values in zip(inputs, mask_BT, *(made[name] for name in DUMPED), strict=True):
             lists = zip(DUMPED, (value_T[mask_T].tolist() for value_T in values), strict=True)

@@ -1,8 +1,8 @@
-"""DVP and its corrections inside verl's V1 trainer; the recipe and what is left out are in docs/other_trainers.md.
+"""DVP and its corrections inside verl's V1 trainer; docs/other_trainers.md has the recipe and the limitations.
 
-verl's registries take the loss and the agent loop. Its trainer's logits have no such place: one private function of
-its FSDP engine is replaced. verl hands a registered loss the engine's log-probs only in bypass mode, and one
-micro-batch at a time; its registered advantages get no Σp², so that OTB is verl's own or none.
+Loss and agent loop are added to verl's registries. There is no registry for the trainer's logits: one private function
+of verl's FSDP engine is replaced. verl passes a registered loss the engine's log-probs only in bypass mode, and one
+micro-batch at a time. Its registered advantages do not get Σp², so that OTB is verl's own or none.
 
 Shape suffixes: B responses of a micro-batch, T tokens, N flattened tokens, V vocabulary.
 """
@@ -29,15 +29,15 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 
-# Smaller ones would let the log-prob of a safe token come near that of MASK_LOGIT, by which the others are known.
+# With a smaller ρ a safe token's log-prob could come near MASK_LOGIT, by which tokens outside V_S are recognised.
 SMALLEST_RHO = 1e-12
 _scale_logits = transformer_impl._scale_logits_by_temperature
-# Settings of verl's actor under which the loss is the one that is asked for.
+# Settings of verl's actor that the loss requires.
 NEEDED = {"actor.loss_agg_mode": ("seq-mean-token-sum",), "actor.policy_loss.rollout_correction.bypass_mode": (True,)}
-# Other engines and kernels leave the vocabulary whole, and a token outside V_S has no log-prob for a KL penalty.
+# Other engines and kernels do not prune the vocabulary, and a token outside V_S has no log-prob for a KL penalty.
 NEEDED_TO_PRUNE = NEEDED | {"actor.strategy": ("fsdp", "fsdp2")}
 NEEDED_TO_PRUNE |= {f"actor.{name}": (False,) for name in ("use_fused_kernels", "use_prefix_grouper", "use_kl_loss")}
-# The same of verl as a whole, which only its agent loops see. The trainer's V_S knows no other bound than ρ.
+# Required settings outside the actor, which only agent loops see. The trainer's V_S has no top_p or top_k.
 NEEDED_TO_SAMPLE = {
     "algorithm.use_kl_in_reward": (False,),
     "actor_rollout_ref.rollout.top_p": (1.0,),
@@ -46,41 +46,41 @@ NEEDED_TO_SAMPLE = {
 
 
 class DvpAgentLoop(SingleTurnAgentLoop):
-    """verl's single-turn loop with responses sampled from V_S by vLLM's min_p; in validation too, unless greedy."""
+    """verl's single-turn loop, sampling responses from V_S by vLLM's min_p; in validation too, unless it is greedy."""
 
     rho: ClassVar[float]
 
     def __init__(self, *arguments: Any, **options: Any):
-        """Take what verl's loop takes.
+        """Take the arguments of verl's loop.
 
         Raises:
-            DvpError: a sampler that is cut by top_p or top_k, or a KL penalty in the reward.
+            DvpError: the sampler uses top_p or top_k, or there is a KL penalty in the reward.
         """
         super().__init__(*arguments, **options)
         _check(self.config, NEEDED_TO_SAMPLE, "agent loop")
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """As verl's."""
+        """Run verl's loop with min_p = ρ among the sampling parameters."""
         return await super().run(sampling_params | {"min_p": self.rho}, **kwargs)
 
 
 def install(importance: ImportanceRule, rho: float | None = None) -> None:
     """Register the loss `dvp`: −(1/B) Σ_i Σ_t stopgrad(w_it) A_it log π_θ over all B responses of verl's mini-batch.
 
-    The weights w are of π_θ/π_infer, with π_θ as it is at each optimiser step, as in verl's own bypass mode; this
-    project's trainer takes them before the first one. With one optimiser step per batch the two are the same.
+    The weights w are computed from π_θ/π_infer with π_θ at each optimiser step, as in verl's own bypass mode; this
+    project's trainer computes them before the first one. With one optimiser step per batch the two are the same.
 
-    With `rho` also register the agent loop `dvp`, and restrict the trainer's logits to V_S = {p ≥ ρ · p_max}:
-    log-probs, entropy and Σp² are then those over V_S. Tokens that the engine sampled outside V_S get no weight. A
+    With `rho`, also register the agent loop `dvp`, and restrict the trainer's logits to V_S = {p ≥ ρ · p_max}:
+    log-probs, entropy and Σp² are then those over V_S. Tokens that the engine sampled outside V_S get weight 0. A
     forward pass holds up to three more copies of its logits.
 
     Args:
-        importance: the correction. Not with denominator `kept` nor self_normalise: they need the whole batch.
+        importance: the correction; denominator `kept` and self_normalise are refused, as they need the whole batch.
         rho: in [1e-12, 1); None leaves the vocabulary whole.
 
     Raises:
-        DvpError: a correction or rho that cannot be had. The loss raises it for settings of verl under which it would
-            be another one, and for log-ratios that are not finite.
+        DvpError: the correction or rho is not supported. The loss raises it for settings of verl with which it would
+            be a different loss, and for log-ratios that are not finite.
     """
     if importance.denominator == "kept" or importance.self_normalise:
         raise DvpError(f"importance: {importance}; expected denominator all and no self_normalise in verl")
@@ -99,7 +99,7 @@ def install(importance: ImportanceRule, rho: float | None = None) -> None:
         weight_BT = weights.weight_BT.masked_fill(outside_BT, 0.0)
         rest = (weight_BT, advantages, mask_BT, whole["global_batch_size"])
         kept, outside = weights.kept_B.float().mean(), outside_BT.sum() / mask_BT.sum().clamp(min=1)
-        # Gradients are averaged over the data-parallel ranks, each of which has its part of the sum.
+        # Gradients are averaged over the data-parallel ranks, each of which has only its part of the sum.
         return policy_loss(Reinforce(), log_prob, log_prob_BT, *rest).loss * whole["dp_size"], {
             "actor/dvp_kept": kept.item(),
             "actor/dvp_outside_safe": outside.item(),

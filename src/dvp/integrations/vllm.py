@@ -1,8 +1,8 @@
 """Safe vocabularies for any vLLM server: --logits-processors dvp.integrations.vllm:ServedSafeVocabulary.
 
-vLLM's model runner V1 takes it (VLLM_USE_V2_MODEL_RUNNER=0); V2, which would call it before temperature, refuses it.
-A request asks for one in `vllm_xargs`, {"safe_vocabulary": TEXT}: JSON with the keys of a rule as in an experiment
-(docs/keys.md) and, where the rule takes one, its rho. A fixed ρ needs none of this: it is vLLM's own min_p.
+It works with vLLM's model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0); V2, which would call it before temperature, refuses
+it. A request asks for a rule in `vllm_xargs`, {"safe_vocabulary": TEXT}: JSON with the keys of a rule as in an
+experiment (docs/keys.md) and, if the rule takes one, its rho. A fixed ρ does not need this: it is vLLM's own min_p.
 """
 
 import json
@@ -18,21 +18,21 @@ from dvp.rollout.private import RULE, SafeVocabularyProcessor, check_version
 
 
 class ServedSafeVocabulary(SafeVocabularyProcessor):
-    """The engine's side of a rule, for requests that ask for it. Others are left as they are."""
+    """Logits processor that restricts a request to the safe vocabulary it asks for; other requests are unchanged."""
 
     def __init__(self, *arguments: Any):
-        """Raises DvpError for a vLLM whose insides may be others."""
+        """Take vLLM's arguments. Raises DvpError for a version of vLLM whose private code may differ."""
         check_version()
         super().__init__(*arguments)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a rule that cannot be read: vLLM answers such a request with status 400."""
+        """Raise ValueError for a rule that cannot be read: vLLM answers such a request with status 400."""
         cls.rule(sampling_params)
 
     @staticmethod
     def rule(params: SamplingParams) -> SafeVocabulary | None:
-        """The rule that a request asks for. Raises ValueError."""
+        """Read the rule that a request asks for, None without one. Raises ValueError if it is not valid."""
         text = (params.extra_args or {}).get(RULE)
         if text is None:
             return None

@@ -1,4 +1,4 @@
-"""What each job of an experiment costs on one kind of device: amounts of work, put into the roofline of costs.py."""
+"""Cost of each job of an experiment on one kind of device: its amount of work, put into the roofline of costs.py."""
 
 import math
 from pathlib import Path
@@ -14,25 +14,28 @@ from dvp.experiment.training import KEEP_CHECKPOINTS, EngineConfig
 from dvp.planning import costs
 from dvp.planning.costs import Device, Lengths, Model
 
-# What is assumed beyond `costs`; `Estimate.assumptions` puts it into words.
+# Assumptions beyond those of `costs`; `Estimate.assumptions` puts them into words.
 RESPONSE_SHARE = 0.5
 """Mean length of a response as a share of the longest."""
 PROMPT_TOKENS, STORY_TOKENS = 150, 32
 """Mean length of a prompt, and of a generated one."""
 DOWNLOAD, DISK = 1e8, 5e8
-"""Bytes a second from the hub, and of reading, checking and writing files."""
+"""Bytes per second of a download from the hub, and of reading, checking and writing files."""
 PREPARE_SECONDS, PREPARE_HUB_SECONDS, REPORT_SECONDS = 30, 600, 60
 USEFUL = 0.6
-"""Share of the responses that an update trains on: the others' groups are all right or all wrong, or are rejected."""
+"""Share of the responses that an update trains on; the others are rejected, or their group has equal rewards."""
 RESTART = 24 * 3600
-"""Seconds after which a scheduler ends a training job, which writes its last step and goes on in another."""
+"""Seconds after which a scheduler ends a training job, which writes its last step and resumes in another job."""
 BF16 = EngineConfig(dtype="bfloat16")
 TEXT_BYTES = 4
-"""Of a token, as text."""
+"""Bytes of text per token."""
 
 
 def _sizes(experiment: Experiment) -> dict[str, Any]:
-    """Return the sizes of the base model: the experiment's, or else those of a local model's config.json."""
+    """Return the sizes of the base model: the experiment's, or else those in a local model's config.json.
+
+    Raises DvpError if a size is not given.
+    """
     base = experiment.base
     sizes = base.architecture.model_dump() if base.architecture else {}
     if not sizes and isinstance(base, LocalBase):
@@ -47,7 +50,7 @@ def _sizes(experiment: Experiment) -> dict[str, Any]:
 
 
 class Estimate:
-    """Seconds and bytes of an experiment's jobs."""
+    """Estimates of the seconds and bytes of an experiment's jobs on one kind of device."""
 
     def __init__(
         self,
@@ -56,9 +59,10 @@ class Estimate:
         response_tokens: float | None = None,
         point: GridPoint | None = None,
     ):
-        """Of runs with the training settings of a point; None: those of the section `training`.
+        """Prepare the estimates of an experiment.
 
-        response_tokens : a response's mean length; None assumes half of the longest.
+        response_tokens : mean length of a response; None: half of the longest.
+        point : grid point whose training settings are used; None: those of the section `training`.
         Raises DvpError if the sizes of a pretrained base are not given.
         """
         self.experiment, self.device, self.response_tokens = experiment, device, response_tokens
@@ -74,13 +78,13 @@ class Estimate:
         self._prompt_tokens = STORY_TOKENS + examples if generated else PROMPT_TOKENS
 
     def lengths(self, longest: int | None = None) -> Lengths:
-        """Of sequences whose responses have at most `longest` tokens, by default as in training."""
+        """Return the lengths of sequences whose responses have at most `longest` tokens, by default as in training."""
         longest = longest or self.training.max_response_tokens
         mean = RESPONSE_SHARE * longest if self.response_tokens is None else min(self.response_tokens, longest)
         return Lengths(self._prompt_tokens, mean, longest)
 
     def step(self, engine: str) -> dict[str, float]:
-        """Seconds of a training step with this engine, by its parts (costs.step_seconds)."""
+        """Return the seconds of a training step with this engine, by part (costs.step_seconds)."""
         zero, dtype = self._zero["stage"], self.experiment.trainer_dtype
         engine_config = self.experiment.engines[engine]
         return costs.step_seconds(
@@ -88,7 +92,7 @@ class Estimate:
         )
 
     def train_seconds(self, step: float) -> float:
-        """Of a run whose steps take so long: its start, steps and checkpoints, and a restart for each RESTART."""
+        """Return the seconds of a run whose steps take `step` seconds: start, steps, checkpoints, restarts."""
         training, written = self.training, self.checkpoint_bytes / DISK
         working = training.steps * step + math.ceil(training.steps / training.checkpoint_every) * written
         return self.device.startup + working + working // RESTART * (self.device.startup + 2 * written)
@@ -100,13 +104,19 @@ class Estimate:
         )
 
     def _forward(self, responses: float) -> float:
-        """Of responses that pass forward through the trainer's fp32 model; a backward pass counts as two."""
+        """Return the seconds of forward passes of so many responses through the trainer's fp32 model.
+
+        A backward pass counts as two forward passes.
+        """
         lengths = self.lengths()
         flops = self.model.forward_flops(lengths.sequence, lengths.sequence_squared)
         return self.device.compute_seconds(responses * flops, "float32", self.model.parameters)
 
     def job(self, job: Job, problems: dict[str, int]) -> tuple[float, float]:
-        """Seconds of a job, and bytes that it leaves; `problems` are there by task."""
+        """Return the seconds that a job takes and the bytes that it leaves on disk.
+
+        problems : number of evaluation problems by task.
+        """
         experiment, start, whole = self.experiment, self.device.startup, costs.MASTER * self.model.parameters
         match job.stage:
             case "prepare":
@@ -119,7 +129,7 @@ class Estimate:
             case "base":
                 downloaded = costs.BYTES["bfloat16"] * self.model.parameters
                 return downloaded / DOWNLOAD, downloaded
-            case "preflight":  # four processes; three batches of the longest responses
+            case "preflight":  # four processes sample three batches of the longest responses
                 step = self.step(job.engine)
                 return 4 * start + 3 * step["rollout"] + 2 * step["synchronise"], 0
             case "train":
@@ -128,7 +138,7 @@ class Estimate:
                 return seconds, KEEP_CHECKPOINTS * self.checkpoint_bytes + kept
             case "convert" if job.run.step is None:  # the checkpoint is checked; its weights are handled five times
                 return start + (self.checkpoint_bytes + 5 * whole) / DISK, whole
-            case "convert":  # a run keeps the weights of its steps; the model is the same file
+            case "convert":  # the run has kept the weights of this step; the model hard-links them
                 return start + 4 * whole / DISK, 0
             case "evaluate":
                 longest, count = experiment.evaluation.max_response_tokens, problems[job.task]
@@ -146,19 +156,19 @@ class Estimate:
                 passes = 1 + 2 * (len(settings.position_bins) + 1)
                 forward = (passes * len(estimators) * settings.batches + 3 * settings.reference_batches) * batch
                 oracles = sum(experiment.methods[method].true_norms for method, _ in estimators)
-                # The norm of each token's gradient takes a backward pass.
+                # The norm of each token's gradient takes one backward pass.
                 norms = settings.norm_responses + oracles * settings.batches * batch
                 forward += (1 + 2 * self.lengths().response) * norms
                 return start + self._sample(sampled * settings.problems, sampled * batch) + self._forward(forward), 0
         return REPORT_SECONDS, 0
 
     def update_memory(self) -> dict[str, float]:
-        """Bytes on each GPU in an update, part by part, at most."""
+        """Return an upper bound on the bytes on each GPU in an update, by part (costs.update_bytes)."""
         prompt = self.training.max_prompt_tokens or self._prompt_tokens
         return costs.update_bytes(self.model, self.training, self._zero, prompt, self.experiment.trainer_dtype)
 
     def rollout_memory(self, engine: str) -> dict[str, float]:
-        """Bytes on each GPU in a rollout, at most, and how many of the longest sequences the engine's cache holds."""
+        """Return an upper bound on each GPU's bytes in a rollout, and how many longest sequences its cache holds."""
         training, settings = self.training, self.experiment.engines[engine]
         longest = (training.max_prompt_tokens or self._prompt_tokens) + training.max_response_tokens
         state = costs.state_bytes(self.model, training.ranks, self._zero["stage"])
@@ -168,7 +178,7 @@ class Estimate:
         }
 
     def assumptions(self) -> list[str]:
-        """What the estimates rest on."""
+        """Describe the assumptions of the estimates, one sentence each."""
         device, training, dtype = self.device, self.training, self.experiment.trainer_dtype
         lengths, count = self.lengths(), self.model.parameters
         link = device.link if training.nodes == 1 else device.network

@@ -1,7 +1,7 @@
-"""What an experiment will take, before anything is submitted: jobs, GPU-hours, wall time, disk, money.
+"""Estimate of an experiment's cost before it is submitted: jobs, GPU-hours, wall time, disk, money.
 
-Times are recorded ones where this experiment has run (results/E), carried over to jobs like them, and estimates where
-nothing was recorded; the plan says how many jobs each kind stands for. Jobs that have run count like those to come.
+Where this experiment has run (results/E), times are the recorded ones, which are also used for similar jobs; all others
+are estimated. The plan says how many jobs have a time from each source. Finished jobs count like those to come.
 Needs no GPU and no network.
 """
 
@@ -30,38 +30,39 @@ RECORDED, INFERRED, ESTIMATED = SOURCES = "recorded", "inferred", "estimated"
 
 @dataclass(frozen=True)
 class Costed:
-    """A job and what it takes."""
+    """A job with its time, devices and disk."""
 
     job: Job
     gpus: int
-    """On all nodes, or cores, on a CPU; 0 for a job that needs no GPU where there are some."""
+    """Number of GPUs on all nodes, or of cores on a CPU; 0 for a job that needs none of the GPUs."""
     seconds: float
     source: str
-    """Of `seconds`: recorded (its own), inferred (from jobs like it), estimated."""
+    """Source of `seconds`: recorded (its own), inferred (from similar jobs), estimated."""
     disk: float = 0
+    """Bytes that the job leaves."""
     slowest: float = 1
-    """`seconds` are the middle of what a formula says and of so many times that."""
+    """Upper end of the range of the time, as a multiple of its lower end; `seconds` is the middle of the range."""
 
     def scaled(self, share: float) -> "Costed":
-        """At a share of its range: 0 is the formula, 1 the most."""
+        """Return this job with the time at a share of its range: 0 is the formula, 1 the upper end."""
         formula = 2 * self.seconds / (1 + self.slowest)
         return replace(self, seconds=formula * (1 + share * (self.slowest - 1)))
 
     @property
     def run(self) -> str:
-        """Path of the run that it trains or works on, also if it does so after a step; empty without one."""
+        """Path of the run that the job trains or works on, without the step; empty if it belongs to none."""
         return "" if self.job.run is None else whole_run(self.job.run.path)
 
 
 @dataclass(frozen=True)
 class Records:
-    """What earlier jobs of an experiment recorded below `folder` (results/E), which need not exist."""
+    """Results that earlier jobs of an experiment recorded below `folder` (results/E), which need not exist."""
 
     experiment: Experiment
     folder: Path
 
     def of(self, job: Job) -> dict[str, Any] | None:
-        """The JSON file with which a job ended; None if it has not run, or ran under other settings."""
+        """Return the content of a job's JSON file; None if the job has not run, or ran with other settings."""
         path = self.folder / RESULTS[job.stage].replace("{of}", job.path)
         if not path.is_file():
             return None
@@ -69,11 +70,11 @@ class Records:
         return record if record["config_hash"] == self.experiment.config_hash(job.stage, job.path) else None
 
     def took(self, job: Job) -> float | None:
-        """Seconds of a finished job, start-up included; None: not known.
+        """Return the seconds of a finished job, start-up included; None if not known.
 
-        The longest of what the stage, its steps and Snakemake timed: a stage that was copied from another experiment
-        says how long the work itself took, and of training that was continued the job is the end alone. A benchmark of
-        a job that was killed may hold anything, and tells nothing then.
+        This is the longest of the times of the stage, of its training steps and of Snakemake's job. Only the stage's
+        includes the work if the result was copied from another experiment, and only the steps' is complete if training
+        was resumed. The benchmark file of a killed job may hold anything, and is ignored if it cannot be read.
         """
         record, seconds = self.of(job), 0.0
         if record is None:
@@ -85,12 +86,12 @@ class Records:
 
     @cached_property
     def problems(self) -> dict[str, int]:
-        """Evaluation problems by task, as `dvp prepare` counted them; empty before that."""
+        """Number of evaluation problems by task, as `dvp prepare` counted them; empty before it has run."""
         record = self.of(self.experiment.job("prepare"))
         return {} if record is None else record["counts"]["evaluation"]
 
     def preflight(self, path: str) -> dict[str, Any] | None:
-        """What a preflight measured; None without one of these settings and GPUs."""
+        """Return the record of a preflight; None if there is none with these settings and this number of GPUs."""
         job = self.experiment.job("preflight", path)
         record = self.of(job)
         return record if record and (record["gpus"], record["nodes"]) == (job.gpus, job.nodes) else None
@@ -105,18 +106,19 @@ def make_plan(
     price: float | None = None,
     response_tokens: float | None = None,
 ) -> dict[str, Any]:
-    """The plan as JSON-able numbers: hours, bytes, seconds of a step.
+    """Plan an experiment: return JSON-able totals by stage and by method in hours and bytes, and step times in seconds.
 
     folder : results/E, read for recorded times; it need not exist.
     gpu : a name of costs.DEVICES; by default a CPU for a base that is trained here or from a wheel, else an H200.
     gpus : how many may be used at once; by default as many as the largest job takes.
-    price : money for a GPU-hour.
+    price : money per GPU-hour.
     response_tokens : mean length of a response; by default half of the longest.
-    Raises DvpError if `gpus` are too few for a job, or the size of model or task is not known.
+    Raises DvpError if the experiment trains nothing itself, `gpus` are too few for a job, or the size of model or task
+    is not known.
     """
     if experiment.replicates:
         raise DvpError(f"{experiment.name}: trains nothing itself; expected one of {', '.join(experiment.replicates)}")
-    # A base that the pipeline trains itself, or that fits into a wheel, is made for a CPU.
+    # A base that the pipeline trains itself, or that fits into a wheel, is small enough for a CPU.
     device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase | WheelBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]
     records = Records(experiment, folder)
@@ -154,7 +156,7 @@ def make_plan(
         method, engine = points[0].method, points[0].engine
         head = {"method": method, "label": experiment.methods[method].label, "engine": engine}
         methods.append(head | {"settings": experiment.settings_of(points[0]), "runs": len(runs)} | total(some))
-    # By engine, and by training settings where they differ.
+    # One entry per engine, and per training settings where they differ.
     trainings = {", ".join(key): points[0] for key, points in _by(experiment, "engine").items()}
     on_gpus = {} if on_cpu else trainings
     ends = [[one.scaled(share) for one in costed] for share in (0, 1)]
@@ -194,7 +196,7 @@ def make_plan(
 
 
 def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
-    """The grid points by these of their values, and by those training settings in which the grid differs, as text."""
+    """Group the grid points by the named values and by the training settings in which the grid differs, as text."""
     grouped = defaultdict(list)
     for point in experiment.points:
         settings = settings_as_read(experiment.settings_of(point))
@@ -203,12 +205,17 @@ def _by(experiment: Experiment, *names: str) -> dict[tuple, list[GridPoint]]:
 
 
 def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Records, at_least: int) -> list[Costed]:
-    """What each job takes; `estimates` are by point, `at_least` is what a job takes that needs no GPU."""
+    """Assign each job its time, source, devices and disk: recorded if possible, else inferred, else estimated.
+
+    estimate : for jobs that belong to no grid point.
+    estimates : by path of the grid point.
+    at_least : devices that a job takes if it needs no GPU.
+    """
     experiment = records.experiment
     problems = count_problems(experiment, records)
     jobs = [job for job in experiment.jobs.values() if job.asked]
     took = {job: records.took(job) for job in jobs}
-    alike = defaultdict(list)  # seconds
+    alike = defaultdict(list)  # recorded seconds of similar jobs
     for job, seconds in took.items():
         for key in _alike(job) if seconds is not None else ():
             alike[key].append(seconds)
@@ -231,9 +238,10 @@ def cost_jobs(estimate: Estimate, estimates: dict[str, Estimate], records: Recor
 
 
 def _alike(job: Job) -> list[tuple]:
-    """Which jobs tell of a job's time: those that differ in run, seed or policy alone, or in what samples it.
+    """Return keys by which similar jobs are found, the most similar first; jobs that share a key take about as long.
 
-    Of a training run the nearer ones first: of its engine, training settings and method, then of any method.
+    A training run is similar to those with its engine, training settings and method, then to those with any method. A
+    job of another stage is similar to all with its stage and task, whatever the policy, seed or sampler.
     """
     if job.stage == "train":
         return [(job.stage, job.run.preflight, job.run.method), (job.stage, job.run.preflight)]
@@ -241,7 +249,7 @@ def _alike(job: Job) -> list[tuple]:
 
 
 def _together(costed: list[Costed], startup: float) -> list[Costed]:
-    """What one process does (all tasks of a model) as one job, which starts once."""
+    """Merge the jobs that one process does (all tasks of a model) into one, which starts up only once."""
     merged: dict[tuple[str, str], Costed] = {}
     for one in costed:
         process = together(one.job.stage, one.job.path)
@@ -255,9 +263,9 @@ def _together(costed: list[Costed], startup: float) -> list[Costed]:
 
 
 def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, float]:
-    """Seconds of a training step by what a preflight measured.
+    """Scale the times that a preflight measured per token to the parts of a training step, in seconds.
 
-    A rollout takes as many decoding steps as its longest response has tokens; an update is as long as all of them.
+    A rollout takes as many decoding steps as its longest response has tokens; an update is proportional to all tokens.
     """
     training, lengths, seconds = estimate.training, estimate.lengths(), rehearsed["seconds"]
     responses = training.prompts_per_step * training.group_size
@@ -269,12 +277,15 @@ def _rehearsed_step(rehearsed: dict[str, Any], estimate: Estimate) -> dict[str, 
 
 
 def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:
-    """Problems by task: as `dvp prepare` counted them, else as the source says. Raises DvpError if it does not."""
+    """Count the evaluation problems by task: as `dvp prepare` did, or else as the source says or has them.
+
+    Raises DvpError if a source does not say and `dvp prepare` has not run.
+    """
     counted = {"held_out": experiment.data.held_out} | records.problems
     for task in (task for task in experiment.data.tasks if task not in counted):
         source = experiment.sources[task]
         if isinstance(source, FileSource):
-            from dvp.data.sources import load  # which no other plan needs
+            from dvp.data.sources import load  # slow to import, and needed for files alone
 
             counted[task] = len({row.problem for row in load(source, f"sources.{task}")})
         else:
@@ -285,9 +296,10 @@ def count_problems(experiment: Experiment, records: Records) -> dict[str, int]:
 
 
 def wall_seconds(costed: list[Costed], gpus: float) -> float:
-    """Until the last job ends, each starting as soon as its inputs are there and enough of the `gpus` are free.
+    """Simulate the schedule and return the seconds until the last job ends.
 
-    Jobs that could start together do so in the order of the list. A job that needs no GPU never waits for one.
+    A job starts as soon as its inputs exist and enough of the `gpus` are free; of several that could start, the first
+    in the list does. A job that needs no GPU never waits for one.
     """
     waiting, running, done = {together(one.job.stage, one.job.path): one for one in costed}, {}, set()
     now, free = 0.0, gpus

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Text of a plan: a heading, tables by stage and by method, and notes."""
 
 from collections.abc import Callable, Iterator
 from textwrap import fill
@@ -11,7 +11,7 @@ from dvp.progress import setting_as_read
 
 
 def render(plan: dict[str, Any]) -> str:
-    """What `make_plan` returned, as tables by stage and by method, and what the numbers rest on."""
+    """Write the plan that `make_plan` returned as tables by stage and by method, with notes on the numbers' sources."""
     unit, price, total = plan["unit"], plan["price"], plan["total"]
 
     def costs(row: dict[str, Any]) -> dict[str, str]:
@@ -60,13 +60,13 @@ def render(plan: dict[str, Any]) -> str:
 
 
 def _between(range_: list[float], write: Callable[[float], str], each: float = 1) -> str:
-    """In brackets, unless both ends read the same."""
+    """Write a range in brackets, each end times `each`; nothing if both ends read the same."""
     low, high = (write(each * end) for end in range_)
     return "" if low == high else f" ({low} to {high})"
 
 
 def _notes(plan: dict[str, Any]) -> Iterator[str]:
-    """What the numbers rest on, and what is to be known beside them."""
+    """Yield notes: the range, longest chain, disk, step times, memory, sources of the times, assumptions."""
     if plan["slowest"] > 1:
         yield (
             f"in brackets the range: the formula, and {plan['slowest']:g} times as long, which is what the best "
@@ -86,7 +86,7 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
-    """What an update and a rollout need of each GPU."""
+    """Yield notes on the GPU memory that updates and rollouts need, and a warning if it may not fit."""
     parts, room = plan["update_memory"], plan["device_memory"]
     updating = sum(parts.values())
     if parts:
@@ -97,7 +97,7 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
             f"in a rollout with engine {engine}: at most {_size(sampling['bytes'])}; its cache holds "
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
-        # A preflight that has passed on such a GPU has shown that it fits.
+        # A preflight that passed on such a GPU has shown that training fits.
         rehearsed = plan["preflights"].get(engine, {"is_this_device": False})["is_this_device"]
         if not rehearsed and (max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1):
             yield f"warning: training with engine {engine} may not fit on this GPU"
@@ -109,7 +109,7 @@ def _step(step: dict[str, float]) -> str:
 
 
 def _table(rows: list[dict[str, str]], left: int) -> str:
-    """With the first `left` columns flush left, the others flush right."""
+    """Write rows as a plain table, the first `left` columns flush left and the others flush right."""
     align = ["left"] * left + ["right"] * (len(rows[0]) - left)
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True)

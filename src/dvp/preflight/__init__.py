@@ -1,1 +1,1 @@
-"""The whole path of a run, tried in minutes before the grid is trained."""
+"""Preflight: a test in minutes of all that a training run does, before the grid is trained."""

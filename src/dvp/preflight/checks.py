@@ -1,6 +1,6 @@
-"""The checks of a preflight that need trainer or engine, and how far each answer may be off.
+"""Checks of a preflight that need the trainer or an engine, and their tolerances.
 
-A check measures, says in a sentence what it saw beside what is allowed, and passes or fails.
+A check measures, reports the measured value and the allowed one in a sentence, and passes or fails.
 """
 
 import os
@@ -23,21 +23,21 @@ from dvp.training.agreement import Compared, own_logits
 from dvp.training.backend import Trainer
 
 FORWARD_LIMIT = 1e-3
-"""Nats, both in fp32. Two orders of summation differ by 1e-5 at 8B in the head alone; a logit that is scaled or capped
-differs by tenths."""
+"""Allowed difference of log-probs in nats, both in fp32. Another order of summation in the head of an 8B model changes
+them by 1e-5, a scaled or capped logit by tenths."""
 MOVED_SHARE = 0.1
-"""Of what training has changed: how far a reloaded engine may be from a fresh one. One that kept its old weights is off
-by all of it."""
+"""Allowed distance of a reloaded engine from a fresh one, as a share of the distance that training has moved them. An
+engine that kept its old weights is off by a share of 1."""
 SAME_ENGINE = 1e-3
-"""Nats that two engines of the same weights may differ by in any case."""
+"""Nats by which two engines with the same weights may differ in any case."""
 POSITIONS = 32
 """Tokens of a response at which trainer and engine are compared."""
 KEPT = 0.05
-"""Share of responses below which the forecast for MIS is a warning."""
+"""The forecast warns if MIS would keep a smaller share of the responses."""
 
 
 def check_compilers() -> None:
-    """Raise DvpError if a machine with a GPU lacks what Triton and Inductor compile with when they are first used."""
+    """Raise DvpError if a machine with a GPU lacks the headers or compiler that Triton and Inductor use at run time."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     lacking = [] if header.is_file() else [f"{header} (the package python3-dev or python3-devel)"]
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
@@ -47,7 +47,7 @@ def check_compilers() -> None:
 
 
 def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float) -> Verdict:
-    """The trainer's log-probs of the prompts' own tokens, in fp32, against the model's own forward pass."""
+    """Compare the trainer's fp32 log-probs of the prompts' own tokens with the model's own forward pass."""
     batch = Batch.collate([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts], pad=0)
     ours_N = trainer.score(batch, None, bf16=False)["log_prob"][batch.response_BT]
     log_p_NV = normalised(own_logits(trainer.policy.model, batch) / temperature)
@@ -62,7 +62,7 @@ def check_forward(trainer: Trainer, prompts: list[list[int]], temperature: float
 
 
 def check_mismatch(compared: Compared, longest: int) -> Verdict:
-    """Judge engine beside trainer, and forecast what MIS keeps of responses of `longest` tokens."""
+    """Judge the mismatch of engine and trainer; forecast the share of responses of `longest` tokens that MIS keeps."""
     law_N = compared.log_ratio_N.numpy()
     kept = forecast(law_N, np.full(len(law_N), 1 / len(law_N)), {"MIS": MIS}, [longest])["MIS"][longest]
     problem, few = (
@@ -80,8 +80,10 @@ def check_mismatch(compared: Compared, longest: int) -> Verdict:
 
 
 def check_same_engine(reloaded_NV: torch.Tensor, fresh_NV: torch.Tensor, before_NV: torch.Tensor) -> Verdict:
-    """Log-probs (N, V) after the same prompts: of the engine that got its weights in memory, of a fresh one, and of the
-    engine before any step, which says how far the weights have moved.
+    """Check that an engine reloaded in memory has the same weights as a freshly started one.
+
+    Arguments are log-probs (N, V) of the next token after the same N prompts: by the reloaded engine, by the fresh one,
+    and by the engine before any training step. The last measures how far training has moved the weights.
     """
     apart, moved = (
         float((other_NV - fresh_NV).abs().mul(fresh_NV.exp()).sum(dim=-1).max())

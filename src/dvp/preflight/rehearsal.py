@@ -1,9 +1,9 @@
-"""What the ranks do in a preflight: the loop of a training run itself, with two steps, all of them worst cases.
+"""Processes of a preflight: two steps of the real training loop under the worst case, then conversion and evaluation.
 
-The loop is the real one with four changes: prompts are the longest ones, and every response is as long as it may be;
-rewards are made up, half of them 1; no correction rejects a response, so that every one is trained on; and a step
-trains on two micro-batches a rank, while the engines sample as many responses as in training. The learning rate is at
-least 1e-4, by which every weight moves in each of Adam's first steps: a weight that was not handed over is seen.
+The loop is that of training with four changes. Prompts are the longest ones, and every response has the maximum length.
+Rewards are made up, half of them 1. No correction rejects a response, so that all are trained on. A step trains on two
+micro-batches per rank, while the engines sample as many responses as in training. The learning rate is at least 1e-4:
+every weight then moves in each of Adam's first steps, so that a weight that was not handed to the engine is noticed.
 """
 
 import resource
@@ -44,20 +44,19 @@ from dvp.training.stopping import StopRequest
 LEARNING_RATE = 1e-4
 STEPS = 2
 WAIT = 120
-"""Seconds after which a rank that was not told to stop goes on."""
+"""Seconds after which a rank that received no stop signal continues."""
 CHECKPOINTS, AGAIN = "checkpoints", "again"
 MODEL = "model"
 EVALUATED = 4
-"""Problems."""
+"""Number of evaluation problems."""
 BEFORE, RELOADED = "before.safetensors", "reloaded.safetensors"
 ANSWER = "7"
 
 
 def rehearsed_run(experiment: Experiment, engine: str) -> Run:
-    """The run that is rehearsed for an engine.
+    """Select the run of an engine that the preflight trains: the first of those that need most of the engine.
 
-    That is its first one that replays sets, as it asks most of the engine; else its first one whose sets are reported,
-    else its first one with a safe vocabulary, else its first.
+    The order is: a run that replays kept sets, one whose kept sets are reported, one with a safe vocabulary, any run.
     """
 
     def asks(run: Run) -> tuple[bool, bool, bool]:
@@ -69,9 +68,9 @@ def rehearsed_run(experiment: Experiment, engine: str) -> Run:
 
 
 def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
-    """The safe vocabularies of runs with this engine that it can apply as the rehearsed run has it started.
+    """List the distinct safe vocabularies of an engine's runs that it can apply when started for the preflight's run.
 
-    Any other is proved when its run starts, as each is.
+    The others are checked when their own run starts, as all are.
     """
     of_rehearsed = experiment.sides_of(rehearsed_run(experiment, engine))
     by_processor = experiment.training.sets_reported(of_rehearsed) or needs_processor(of_rehearsed.engine)
@@ -80,7 +79,7 @@ def rules(experiment: Experiment, engine: str) -> list[SafeVocabulary]:
 
 
 def rehearsed(experiment: Experiment) -> Experiment:
-    """The experiment with the settings of the rehearsal; engine and trainer are built from them as for training."""
+    """Return the experiment with the preflight's settings, from which engine and trainer are built as for training."""
     training = experiment.training.model_copy(
         update={
             "steps": STEPS,
@@ -95,34 +94,38 @@ def rehearsed(experiment: Experiment) -> Experiment:
 
 
 class LongestResponses:
-    """An engine whose responses are all as long as a response may be; every other one states the right answer.
+    """Engine whose responses all have the maximum length; every other one states the correct answer.
 
-    It samples as many responses as training would ask it for, and gives those that were asked for now.
+    It samples as many responses as in a step of training, and returns only as many as were asked for.
     """
 
     def __init__(self, engine: Engine, responses: int, stop: StopRequest, waiting: Path | None):
-        """responses : that one engine samples in a step of training.
-        stop, waiting : if given a file, the second call writes it and samples until it is told to stop.
+        """Wrap an engine.
+
+        responses : number of responses that one engine samples in a step of training.
+        stop : the loop's stop request.
+        waiting : a file that the second call of `generate` writes before it samples until a stop is requested, or until
+            WAIT seconds are over if the engine has one rank; None: it does not wait.
         """
         self.engine, self.stop = engine, stop
         self._responses, self._waiting = responses, waiting
         self._calls = 0
         self.tokens = 0
-        """Sampled by this engine in its last whole call."""
+        """Number of tokens that this engine sampled in its last complete call."""
         self._asleep = False
         self.gpu = {"update": 0, "rollout": 0, "gpu_total": 0}
-        """Bytes of this rank's GPU that a phase needs, the largest seen; 0 on a CPU."""
+        """Peak bytes of this rank's GPU by phase, and the GPU's size; 0 on a CPU."""
         if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # what was before is none of training
+            torch.cuda.reset_peak_memory_stats()  # earlier peaks do not belong to training
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
-        """See Engine.generate."""
+        """Sample responses of maximum length and return as many as Engine.generate does, their texts made up."""
         self._calls += 1
         if self._waiting is not None and self._calls == 2:
             if ranks.is_main():
                 write_text(self._waiting, "")
             end = time.monotonic() + WAIT
-            # The signal ends an engine of one rank in the midst of this; the ranks of another one make the same calls.
+            # A stop ends an engine of one rank during a call. Engines of several ranks must all make the same calls.
             while time.monotonic() < end if self.ranks == 1 else not self.stop.requested():
                 self._generate(prompts, sampling, seeds)
         return self._generate(prompts, sampling, seeds)
@@ -144,28 +147,28 @@ class LongestResponses:
         ]
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.engine, name)  # all else is the engine's own
+        return getattr(self.engine, name)  # everything else comes from the wrapped engine
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See Engine.load_weights."""
-        # The first weights come before any rollout, when an engine is still awake, its cache in memory.
+        """Load weights as Engine.load_weights does, and record the peak memory of the phase that ends."""
+        # The first weights come before any rollout, while the engine is awake with its cache in memory.
         self._see("update" if self._asleep else "rollout")
         self._asleep = False
         self.engine.load_weights(weights)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See Engine.sleep."""
+        """Free GPU memory as Engine.sleep does, and record the peak memory of the rollout."""
         self._see("rollout")
         self.engine.sleep(keep_weights=keep_weights)
         self._asleep = True
 
     def _see(self, phase: str) -> None:
-        """Note what the phase that ends here needed: what is held now, and what its tensors took on top at their most.
+        """Record the peak GPU memory of the phase that ends: what is in use now plus what tensors took above it.
 
-        Blocks that torch only caches are left out: it gives them back before it runs out of memory.
+        Blocks that torch only caches are not counted: it frees them before it runs out of memory.
         """
         if torch.cuda.is_available():
-            # What an engine maps and unmaps is in both, as torch does not hear of it.
+            # torch does not see what an engine maps and unmaps; it is part of what is in use now.
             freed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -174,7 +177,10 @@ class LongestResponses:
 
 
 def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
-    """Change a loop as this module's first lines say."""
+    """Change a training loop into that of a preflight, as this module describes; return its wrapped engine.
+
+    waiting : see LongestResponses.
+    """
     config, engines = loop.config, ranks.count() // loop.engine.ranks
     forced = LongestResponses(loop.engine, config.prompts_per_step * config.group_size // engines, loop.stop, waiting)
     loop.engine = forced
@@ -197,7 +203,7 @@ def rehearse(loop: Loop, waiting: Path | None) -> LongestResponses:
 
 
 def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report, work: Path) -> None:
-    """Trainer and engine side by side, before any step. Raises DvpError with the check that fails."""
+    """Run the checks that compare trainer and engine before any step. Raises DvpError naming the check that fails."""
     prompts = shortest(loop.problems.prompts)
     with report.asking("safe vocabulary") as answer:
         asked = rules(experiment, engine)
@@ -218,14 +224,15 @@ def check_engine(loop: Loop, experiment: Experiment, engine: str, report: Report
         save_file({"log_probs": before_NV}, work / BEFORE)
         report.note(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what training would not have taken
+        torch.cuda.empty_cache()  # memory that training itself would not have used
     ranks.gather(None)
 
 
 def train(directory: ExperimentDir, engine: str, work: Path) -> None:
-    """The first process group: start, compare, one step; SIGTERM arrives in the second, and it saves and leaves.
+    """Run the first process group: start, compare, take one step, then save and exit on SIGTERM in the second step.
 
-    directory : with the rehearsed experiment.
+    directory : holds the experiment with the preflight's settings.
+    Raises Stopped on the signal, and DvpError naming the check that fails.
     """
     report, experiment = Report(work), directory.experiment
     run = rehearsed_run(experiment, engine)
@@ -247,7 +254,7 @@ def train(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 
 def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
-    """The second process group: goes on from the checkpoint, proves that it is what was saved, takes the last step."""
+    """Run the second process group: resume from the checkpoint, check that it is what was saved, take the last step."""
     report = Report(work)
     with report.asking("resume") as answer:
         loop, _ = set_up(directory, rehearsed_run(directory.experiment, engine))
@@ -262,7 +269,7 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
     responses = int(loop.config.prompts_per_step * loop.config.group_size)
     trained = responses * loop.config.max_response_tokens
     sampled = sum(ranks.gather(forced.tokens)[:: forced.ranks])
-    last = rows[-1]  # the first one also measures the trainer's noise
+    last = rows[-1]  # the first step also measures the trainer's own noise
     report.note(
         seconds={
             "rollout_token": last["seconds_rollout"] / sampled,
@@ -278,7 +285,7 @@ def resume(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 
 def _same_when_saved_again(loop: Loop, path: Path, again: Path) -> Verdict:
-    """Save what was loaded: the same bytes, or something was not restored."""
+    """Check that saving the restored trainer again writes the same bytes: if not, something was not restored."""
     sums = {}
     for file, write in loop.trainer.parts(again):
         write()
@@ -294,12 +301,12 @@ def _same_when_saved_again(loop: Loop, path: Path, again: Path) -> Verdict:
 
 
 def next_tokens(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
-    """Log-probs (N, V) of the token after each prompt."""
+    """Return an engine's log-probs (N, V) of the token after each of N prompts."""
     return torch.stack([engine.log_probs(prompt, None) for prompt in prompts])
 
 
 def _note_peaks(report: Report, forced: LongestResponses) -> None:
-    """The largest memory of the ranks so far: of a host's processes together, and of a GPU. By all ranks."""
+    """Record the ranks' peak memory so far: of a host's processes together, and of a GPU. All ranks must call this."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     every = ranks.gather((socket.gethostname(), rss, forced.gpu))
     hosts: Counter[str] = Counter()
@@ -311,7 +318,7 @@ def _note_peaks(report: Report, forced: LongestResponses) -> None:
 
 
 def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
-    """The third process: the last checkpoint as a model, and an engine that is started from it."""
+    """Run the third process: convert the last checkpoint, start an engine from it, compare it with the reloaded one."""
     from dvp.conversion import write_model
 
     report, experiment = Report(work), directory.experiment
@@ -331,7 +338,10 @@ def convert(directory: ExperimentDir, engine: str, work: Path) -> None:
 
 
 def evaluate(directory: ExperimentDir, engine: str, work: Path) -> None:
-    """The fourth process: a few problems of the report's task, by the model that was converted, whatever the engine."""
+    """Run the fourth process: evaluate the converted model on a few problems of the report's task.
+
+    The responses are sampled by the experiment's default sampler, whatever `engine` is.
+    """
     from dvp.data.prompts import read_problems
     from dvp.evaluation.stage import sampling
 

@@ -1,6 +1,6 @@
-"""The report of a preflight: a verdict on each check, and those checks that are arithmetic.
+"""Report of a preflight: the verdict on each check, and the checks that are pure arithmetic.
 
-Imports no torch: the process that starts the others keeps it.
+This module does not import torch, because the process that starts the others uses it.
 """
 
 import os
@@ -14,14 +14,14 @@ from dvp.errors import DvpError
 from dvp.files import read_json, write_json
 
 SAMPLING = "sampling"
-"""In the scratch folder: the file that says that the second step samples, and waits for SIGTERM."""
+"""File in the scratch folder that exists once the second step samples and waits for SIGTERM."""
 MEMORY_SHARE = 0.95
-"""Of what there is."""
+"""Share of the available memory that may be used."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a check."""
+    """Outcome of a check: whether it passed, a sentence, and the measured figures."""
 
     passed: bool
     says: str
@@ -29,28 +29,29 @@ class Verdict:
 
 
 class Report:
-    """The report of a preflight as it grows: a file to which several processes add, one after the other.
+    """Report file of a preflight, to which several processes add one after the other.
 
-    Of the ranks of a process group rank 0 alone writes; the others pass and fail with it.
+    In a process group only rank 0 writes; the other ranks raise the same errors.
     """
 
     def __init__(self, work: Path):
+        """Use the file report.json in the scratch folder `work`."""
         self._file = work / "report.json"
 
     def read(self) -> dict[str, Any]:
-        """The verdicts (`checks`), the check that was begun last (`begun`), and the figures that were noted."""
+        """Return the verdicts (`checks`), the check begun last (`begun`), and the figures kept by `note`."""
         return read_json(self._file) if self._file.exists() else {"checks": [], "begun": "start"}
 
     def note(self, **figures: object) -> None:
-        """Keep what no check judges."""
+        """Write figures into the report that no check judges."""
         if os.environ.get("RANK", "0") == "0":
             write_json(self._file, self.read() | figures)
 
     @contextmanager
     def asking(self, check: str) -> Iterator[Callable[[Verdict], None]]:
-        """Ask a check in this block, which calls what it is given with the verdict, if it comes to one.
+        """Run a check in the block, which passes its verdict to the function that it is given, if it reaches one.
 
-        A DvpError in it is the check's failure. Raises DvpError, with the check's name, if the verdict is one.
+        A DvpError in the block is a failure of the check. Raises DvpError, with the check's name, if the check fails.
         """
         self.note(begun=check)
         verdicts: list[Verdict] = []
@@ -62,7 +63,7 @@ class Report:
             self.add(check, verdict)
 
     def add(self, check: str, verdict: Verdict) -> None:
-        """Write a verdict. Raises DvpError, with the check's name, if it is a failure."""
+        """Write and print a verdict. Raises DvpError, with the check's name, if it is a failure."""
         line = {"check": check, "passed": verdict.passed, "says": verdict.says, "measured": verdict.figures}
         self.note(checks=[*self.read()["checks"], line])
         if os.environ.get("RANK", "0") == "0":
@@ -71,7 +72,7 @@ class Report:
             raise DvpError(f"{check}: {verdict.says}")
 
     def fail(self, says: str) -> None:
-        """Raise DvpError, for the check that has failed; if none has, the one that was begun last does."""
+        """Raise DvpError for the check that has failed; if none has, fail the check begun last with this reason."""
         found = self.read()
         for verdict in found["checks"]:
             if not verdict["passed"]:
@@ -80,7 +81,7 @@ class Report:
 
 
 def check_steps(rows: list[dict], longest: int) -> Verdict:
-    """The rows of metrics.jsonl of the steps that were taken."""
+    """Check the rows of metrics.jsonl: two steps, all responses `longest` tokens long, no gradient zero or skipped."""
     tokens = [row["response_tokens_mean"] for row in rows]
     norms = [0.0 if row["skipped"] else row["gradient_norm"] for row in rows]
     return Verdict(
@@ -93,8 +94,9 @@ def check_steps(rows: list[dict], longest: int) -> Verdict:
 
 
 def check_memory(peaks: dict, declared: float) -> Verdict:
-    """The host's memory against what the job may take, and the GPU's against what it has.
+    """Check peak memory: a host's against the declared bytes, a GPU's in each phase against its size.
 
+    peaks : bytes, as recorded by the ranks.
     declared : bytes of host memory for the job on each node.
     """
     parts = [("the host's memory", peaks["host"], declared)]
@@ -109,11 +111,11 @@ def check_memory(peaks: dict, declared: float) -> Verdict:
 
 
 def check_save(seconds_leaving: float, seconds_update: float, stop_seconds: int) -> Verdict:
-    """From SIGTERM to the end of the last process; an update that has begun is finished before.
+    """Check that a run can save and exit between the scheduler's SIGTERM and the end of the job.
 
-    seconds_leaving : as measured, from a rollout.
-    seconds_update : of a whole batch of the longest responses.
-    stop_seconds : that the scheduler leaves; 0 if unknown.
+    seconds_leaving : from SIGTERM during a rollout to the end of the last process, as measured.
+    seconds_update : an update on a whole batch of the longest responses, which is finished if it has begun.
+    stop_seconds : time that the scheduler gives; 0 if unknown.
     """
     needed = seconds_leaving + seconds_update
     says = (

@@ -1,7 +1,7 @@
-"""The stage `preflight`: the whole path of a run in minutes, with the real model, engine, ranks and lengths.
+"""The stage `preflight`: all that a run does, in minutes, with the real model, engine, ranks and lengths.
 
-The path takes several processes, as a process holds one engine and a run that is resumed is a new process: this verb
-starts itself for each of them, on several ranks by torchrun, as training does. What they find out is in one report.
+It takes several processes, because a process can hold only one engine and a resumed run is a new process. The verb
+starts itself for each of them, on several ranks by torchrun, as training does. All write into one report.
 """
 
 import contextlib
@@ -25,19 +25,20 @@ from dvp.stage import Stage, run_stage
 
 Process = Literal["train", "resume", "convert", "evaluate"]
 WORK = "work"
-"""The scratch folder, deleted at the end; what it held is as large as a few checkpoints."""
+"""Name of the scratch folder, as large as a few checkpoints and deleted at the end."""
 
 
 def preflight(
     config: Path, engine: str, threads: int, stop_seconds: int, memory: float | None, process: Process | None
 ) -> None:
-    """Try the path of a run with an engine → preflight/engine~ENGINE/preflight.json if nothing failed.
+    """Run the preflight of an engine and write preflight/engine~ENGINE/preflight.json if all checks pass.
 
     engine : the engine, followed by the training settings that the grid gives, if any: ENGINE/KEY~VALUE/….
-    stop_seconds : from a scheduler's warning to the end of the job; 0 if unknown.
-    memory : bytes that a training job may take on each node; None: as Slurm says, else all of this machine's.
-    process : what to do as one of the processes that this call starts.
-    Raises DvpError with the line of the check that failed; the report is in report.json beside it.
+    threads : processor threads of each process.
+    stop_seconds : time from a scheduler's warning to the end of the job; 0 if unknown.
+    memory : bytes of host memory that a training job may take per node; None: as Slurm says, or all of this machine's.
+    process : the part to run, in the processes that this call starts; None: start all of them.
+    Raises DvpError with the line of the check that failed; the report is then in report.json in the same folder.
     """
     directory = ExperimentDir(config)
     config_hash = directory.experiment.config_hash("preflight", engine)
@@ -47,7 +48,7 @@ def preflight(
     if process is not None:
         _as_process(directory, result.parent / WORK, command, threads, process)
         return
-    if directory.experiment.training.nodes == 1:  # several are Slurm's to hand out
+    if directory.experiment.training.nodes == 1:  # Slurm assigns the GPUs of several nodes
         evaluated_on = directory.experiment.engines[directory.experiment.sampler.engine]
         claim(max(directory.experiment.training.gpus, evaluated_on.tensor_parallel))
     with only_writer(result.parent, "running this preflight"):
@@ -84,18 +85,18 @@ def _as_process(directory: ExperimentDir, work: Path, command: list[str], thread
             launch.on_ranks(directory.experiment.training, work, command, threads, lambda: act(directory, engine, work))
         else:
             act(directory, engine, work)
-    except Stopped as stopped:  # as it was told to, by the first process
+    except Stopped as stopped:  # as intended: the first process has sent SIGTERM
         raise SystemExit(stopped.code) from None
     except DvpError as error:
-        with contextlib.suppress(DvpError):  # the first process tells it
+        with contextlib.suppress(DvpError):  # the first process prints it
             Report(work).fail(str(error))
         raise SystemExit(2) from None
 
 
 def _all(stage: Stage, directory: ExperimentDir, command: list[str], stop_seconds: int, memory: float) -> None:
-    """The processes one after the other, and the checks that need more than one of them.
+    """Run the processes one after the other, and the checks that need more than one of them.
 
-    Raises DvpError with the first check that fails.
+    The first process is tried twice if it fails to start. Raises DvpError with the first check that fails.
     """
     training, folder = directory.experiment.training, stage.result.parent
     failed, work = folder / "report.json", folder / WORK
@@ -139,9 +140,9 @@ def _all(stage: Stage, directory: ExperimentDir, command: list[str], stop_second
 
 
 def _process(process: Process, command: list[str], report: Report, work: Path) -> float:
-    """One of the processes, to its end; the seconds from SIGTERM to that, which `train` is sent when it samples.
+    """Run one of the processes to its end; return the seconds from SIGTERM to its end, 0 without a signal.
 
-    Raises DvpError, naming the check that it was at.
+    `train` is sent SIGTERM while it samples. Raises DvpError, naming the check that the process was at.
     """
     child = subprocess.Popen([sys.executable, "-m", "dvp.cli", *command, "--process", process], pass_fds=held)
     signalled = None

@@ -1,4 +1,4 @@
-"""The tools that a response may call. `make_tool` starts the one that an experiment asks for; see tool.py."""
+"""Tools that a response may call. `make_tool` starts the tool that an experiment asks for; see tool.py."""
 
 from importlib import import_module
 
@@ -7,6 +7,6 @@ from dvp.tools.tool import Tool
 
 
 def make_tool(settings: Tools) -> Tool:
-    """Start the tool of an experiment. Raises DvpError if it does not work on this machine."""
+    """Start the tool that an experiment's settings name. Raises DvpError if it does not work on this machine."""
     module, name = settings.program.split(":")
     return getattr(import_module(module), name)(settings)

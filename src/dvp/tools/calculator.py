@@ -1,7 +1,7 @@
-"""A calculator: exact arithmetic on one short expression.
+"""Calculator: a tool that evaluates one short arithmetic expression exactly.
 
-The grammar knows numbers and operators and nothing else, and a value is computed as soon as its operator is read, so no
-call can run code, nest too deeply, or take long: powers are refused before they are computed if they would be large.
+The grammar has only numbers and operators, and a value is computed as soon as its operator is read. No call can
+therefore run code, nest too deeply or take long: a power that would be large is refused before it is computed.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from dvp.experiment.tools import Calculator
 from dvp.tools.tool import Answer
 
 LONGEST = 200  # characters of an expression
-LARGEST_BITS = 4096  # of a numerator or a denominator
-DIGITS = 12  # of a result that is no integer
+LARGEST_BITS = 4096  # bits of a numerator or a denominator
+DIGITS = 12  # significant digits of a result that is not an integer
 OPERATIONS = {"+": add, "*": mul, "×": mul, "·": mul, "/": truediv, "÷": truediv, "-": sub, "−": sub}
 GRAMMAR = r"""
 ?sum: product | sum SIGN product -> binary
@@ -33,7 +33,7 @@ NUMBER: /[0-9]+(\.[0-9]+)?|\.[0-9]+/
 
 
 class _RefusedError(Exception):
-    """The expression cannot be computed; the message says why."""
+    """Raised for an expression that is not computed; the message says why."""
 
 
 @v_args(inline=True)
@@ -63,14 +63,15 @@ class _Compute(Transformer):
 
 
 class CalculatorTool:
-    """A Tool; see the module."""
+    """Tool that answers each call with the value of its arithmetic expression, or with an error."""
 
     def __init__(self, settings: Calculator) -> None:
-        # With LALR the transformer computes while the text is read: no tree, hence no recursion through one.
+        """Build the parser. The settings only select this tool."""
+        # With LALR the transformer computes while the text is read: there is no tree to recurse through.
         self._parser = Lark(GRAMMAR, start="sum", parser="lalr", transformer=_Compute())
 
     def answers(self, calls: Sequence[str]) -> list[Answer]:
-        """See Tool.answers."""
+        """Answer each call as Tool.answers does: an integer, or a decimal of DIGITS digits."""
         return [self._answer(call) for call in calls]
 
     def _answer(self, call: str) -> Answer:

@@ -1,13 +1,13 @@
-"""A Python program as a tool, in a sandbox that bubblewrap (`bwrap`) makes of the kernel's namespaces.
+"""Python tool: runs a program in a sandbox that bubblewrap (`bwrap`) builds from kernel namespaces.
 
-The sandbox has no network and no process but its own; of the machine's files it has the system's libraries and this
-environment's Python, read-only. What it may write is a small temporary folder, its home, gone when it ends. It ends
-with the program, at the limit of wall time, when it prints too much, and with the process that started it. A program
-waits for the word to begin, so that one whose start was interrupted, and that nobody would end, ends by itself.
+The sandbox has no network and sees no processes except its own. Of the machine's files it sees the system's libraries
+and this environment's Python, read-only; it can write only to a small temporary home folder, deleted when it ends. It
+ends with the program, at the limit of wall time, when it prints too much, and with the process that started it. A
+program waits for a line on its standard input before it begins, so that one whose start was interrupted ends by itself.
 
-Run by root, the sandbox is made without a user namespace and the program gives root up: limits of processes do not hold
-for root. Memory is limited by process, and what no process's limit counts is refused (dvp.tools.seccomp), so all of a
-call's processes may take `processes` times as much; what a whole job may take is for its cgroup to say.
+When run as root, the sandbox has no user namespace and the program drops root, because process limits do not apply to
+root. Memory is limited per process, and memory that no process's limit counts is refused (dvp.tools.seccomp). All
+processes of a call may together take `processes` times the limit; a limit for the whole job is its cgroup's task.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from dvp.tools.tool import Answer
 
 BWRAP = "bwrap"
 SHARED = "/tmp"
-HOME = f"{SHARED}/home"  # a folder below: this environment may lie in /tmp, and is then to be seen there
-FILE = "{file}"  # in a command, where the descriptor of the program goes
-FILTER = "{filter}"  # and that of the filter of system calls
+HOME = f"{SHARED}/home"  # a subfolder, as this environment may itself lie in /tmp and must stay visible there
+FILE = "{file}"  # placeholder in a command: the file descriptor of the program
+FILTER = "{filter}"  # likewise of the filter of system calls
 PROGRAM = f"{HOME}/call.py"
 HOME_BYTES = 2**24
 OPEN_FILES = 64
 LONGEST = 2**16  # bytes of a program
 PROOF_SECONDS = 30.0
-GRACE_SECONDS = 10.0  # for what was killed to end
+GRACE_SECONDS = 10.0  # given to a killed process to end
 FIRST_USER, USERS = 10_000, 50_000
 
-# Starts one process more than it may, and must not succeed: some machines do not limit processes.
+# Tries to start one process more than allowed, which must fail: some machines do not limit processes.
 PROOF = """
 import os, time
 started = 0
@@ -54,15 +54,15 @@ except OSError:
     print("proved")
 """
 
-# Runs in the sandbox before the program, which is told to begin by a line.
+# Runs in the sandbox before the program and waits for a line on standard input.
 BEGIN = 'read -r begin || { echo "the start of this call was interrupted"; exit 1; }; exec "$@" < /dev/null'
 
 
 class PythonTool:
-    """A Tool; see the module."""
+    """Tool that runs each call as a Python program in a sandbox and answers with its output."""
 
     def __init__(self, settings: Python):
-        """Raises DvpError unless the sandbox works on this machine."""
+        """Check that the sandbox and its process limit work on this machine. Raises DvpError if they do not."""
         self._settings = settings
         self._bwrap = shutil.which(BWRAP)
         if self._bwrap is None:
@@ -73,7 +73,11 @@ class PythonTool:
             raise DvpError(f"tools.kind: python: its sandbox does not work on this machine: {said}")
 
     def answers(self, calls: Sequence[str], seconds: float | None = None) -> list[Answer]:
-        """See Tool.answers. As many calls run at a time as this process may use CPUs; whatever ends this ends them."""
+        """Run each call as a program and return the answers in order, as Tool.answers does.
+
+        As many programs run at a time as this process may use CPUs. Whatever ends this call ends them, too.
+        seconds : limit of wall time per call; None: the one of the settings.
+        """
 
         async def every() -> list[Answer]:
             free = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -84,12 +88,12 @@ class PythonTool:
 
             return await asyncio.gather(*(one(slot, call) for slot, call in enumerate(calls)))
 
-        # A loop of its own, which is nobody else's afterwards either.
+        # A new event loop, so that neither the caller's nor the thread's current one is touched.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(every())
 
     async def _answer(self, slot: int, program: str, seconds: float) -> Answer:
-        """What a program printed, and how it ended if not by itself."""
+        """Run a program and return its output, followed by the reason if it was stopped or killed."""
         encoded = program.encode("utf-8", errors="replace")
         if len(encoded) > LONGEST:
             return Answer(f"error: the program has more than {LONGEST} bytes", failed=True)
@@ -100,7 +104,7 @@ class PythonTool:
         output, why, most = bytearray(), "", self._settings.output_bytes
         try:
             async with asyncio.timeout(seconds):
-                with suppress(ConnectionError):  # a sandbox that could not be made has ended
+                with suppress(ConnectionError):  # bwrap has already exited if it could not build the sandbox
                     process.stdin.write(b"begin\n")
                     await process.stdin.drain()
                 while len(output) <= most and (part := await process.stdout.read(2**16)):
@@ -112,13 +116,13 @@ class PythonTool:
         except TimeoutError:
             why = f"stopped after {seconds:g} seconds"
         finally:
-            # A sandbox's first process dies with bwrap, and all others with that one.
+            # Killing bwrap kills the sandbox's first process, and with it all others in the sandbox.
             with suppress(ProcessLookupError):
                 process.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.communicate(), GRACE_SECONDS)
         status = process.returncode
-        # bwrap says 128 + signal, as a shell does; of its own end Python says −signal.
+        # bwrap reports 128 + signal of the program, as a shell does; Python reports −signal if bwrap itself was killed.
         if not why and (status > 128 or status < 0):
             number = status - 128 if status > 128 else -status
             name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
@@ -140,7 +144,7 @@ class PythonTool:
             return await asyncio.create_subprocess_exec(*command, **pipes, pass_fds=list(places.values()), env={})
 
     def _command(self, slot: int) -> list[str]:
-        """What runs a program in a sandbox. FILE and FILTER stand for descriptors that are read."""
+        """Return the command that runs a program in a sandbox, with FILE and FILTER in place of file descriptors."""
         settings, root = self._settings, os.geteuid() == 0
         limits = {
             "cpu": settings.cpu_seconds,
@@ -148,7 +152,7 @@ class PythonTool:
             "fsize": HOME_BYTES,
             "nofile": OPEN_FILES,
             "core": 0,
-            # Of a user: that of the sandbox's own namespace, or for root one that no other sandbox has.
+            # Counted per user: the one of the sandbox's namespace or, as root, a user id that no other sandbox has.
             "nproc": settings.processes,
         }
         user = FIRST_USER + (997 * os.getpid() + slot) % USERS
@@ -179,21 +183,21 @@ class PythonTool:
 
 
 def _visible() -> list[tuple[str, ...]]:
-    """bwrap's options for what a program sees of this machine's files: libraries, and this environment's Python."""
+    """Return bwrap's options that show a program the machine's libraries and this environment's Python."""
     places = []
     for name in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"):
-        if os.path.islink(name):  # where they are part of /usr
+        if os.path.islink(name):  # on systems where these folders are part of /usr
             places.append(("--symlink", os.readlink(name), name))
         elif os.path.exists(name):
             places.append(("--ro-bind", name, name))
     pythons = {os.path.realpath(sys.prefix), sys.base_prefix, os.path.realpath(sys.base_prefix)}
-    # bwrap makes the folders above for its own user only.
+    # Parents that bwrap creates by itself are readable for its own user only.
     above = {str(parent) for folder in pythons for parent in PurePath(folder).parents} | {"/etc"}
     folders = [("--perms", "0755", "--dir", folder) for folder in sorted(above - {"/", "/usr", SHARED})]
     return [*folders, *places, *(("--ro-bind", folder, folder) for folder in sorted(pythons))]
 
 
 def _allowed(name: str, value: int) -> int:
-    """A limit that may be set: none above this process's own."""
+    """Lower a resource limit to this process's own hard limit, above which none may be set."""
     highest = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     return value if highest == resource.RLIM_INFINITY else min(value, highest)

@@ -1,4 +1,4 @@
-"""What the rest of the program knows of a tool: text in, text out.
+"""Interface of a tool: text in, text out.
 
 A new tool is a file here with a class that has `answers`, and a strict model of its settings in dvp.experiment.tools,
 which names the class.
@@ -11,15 +11,15 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool says to a call."""
+    """Answer of a tool to one call."""
 
     text: str
     failed: bool = False
-    """The call was a mistake, and the text says which."""
+    """Whether the call failed; the text then says why."""
 
 
 class Tool(Protocol):
-    """Something that a model may call while it writes a response."""
+    """Tool that a model may call while it writes a response."""
 
     def answers(self, calls: Sequence[str]) -> list[Answer]:
-        """An answer to each call, in their order. A call that fails has an answer too; nothing is raised."""
+        """Return an answer to each call, in order. A call that fails gets an answer, too; nothing is raised."""

@@ -1,4 +1,4 @@
-"""What runs, parameters and metrics are called in the tracking store: short names, metrics in groups."""
+"""Names of runs, parameters and metrics in the tracking store: short, with metrics in groups."""
 
 import re
 
@@ -8,8 +8,8 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.grid import Run, setting_as_written, settings_as_read
 from dvp.progress import rho_as_read
 
-LAST_STEPS = 10  # final/…: means over the last steps of a run, as in the tables
-# In MLflow's pages a metric's group is what stands before the slash; the first pattern that fits a name decides.
+LAST_STEPS = 10  # final/… metrics are means over so many last steps of a run, as in the tables
+# MLflow's pages group metrics by the part before the slash; the first pattern that matches a key decides.
 GROUPS = (
     ("time", r"seconds(?:_\w+)?|tokens_per_second"),
     ("mismatch", r"(?:unpruned_)?(?:k3|ess)|k1|chi2|max_abs_log_ratio|ratio_.+|tail_mismatch"),
@@ -21,11 +21,11 @@ GROUPS = (
     ("train", r".+"),
 )
 FINAL = ("reward", "k3", "ess", "entropy", "gradient_norm", "kept_fraction")
-SCORES = "eval/"  # of an evaluation; shown with the run that trained the model, too
+SCORES = "eval/"  # prefix of an evaluation's scores, which the run that trained the model shows, too
 
 
 def metric_name(key: str) -> str:
-    """A key of metrics.jsonl as a metric: `k3` is `mismatch/k3`, `otb_power` is `otb/power`."""
+    """Return the metric's name for a key of metrics.jsonl: `mismatch/k3` for `k3`, `otb/power` for `otb_power`."""
     for group, pattern in GROUPS:
         if match := re.fullmatch(pattern, key):
             return f"{group}/{match[match.lastindex or 0]}"
@@ -33,23 +33,25 @@ def metric_name(key: str) -> str:
 
 
 def result_name(stage: str, task: str, key: str) -> str:
-    """A stage's own number as a metric: `avg@8` of an evaluation on aime25 is `eval/aime25/avg_at_8`."""
+    """Return the metric's name for a stage's result: `eval/aime25/avg_at_8` for `avg@8` of an evaluation on aime25."""
     group = "eval" if stage == "evaluate" else stage
     return "/".join(filter(None, [group, task.replace("~", "_"), key.replace("@", "_at_")]))
 
 
 def final_metrics(rows: list[dict]) -> dict[str, float]:
-    """final/…: means over a run's last steps, and whether it collapsed (1 or 0)."""
+    """Compute the metrics final/…: means over a run's last steps, and whether it collapsed (1 or 0)."""
     final = {}
     for key in FINAL:
         values = [row[key] for row in rows[-LAST_STEPS:] if row.get(key) is not None]
         if values:
-            final[f"final/{key}"] = float(f"{np.mean(values):.4g}")  # a table's cell would cut off an exponent
+            final[f"final/{key}"] = float(
+                f"{np.mean(values):.4g}"
+            )  # rounded, as MLflow's table cells would cut off an exponent
     return final | {"final/collapsed": float(any(row.get("collapsed", False) for row in rows))}
 
 
 def policy_title(experiment: Experiment, run: Run | None) -> str:
-    """A policy in a few words: DVP + MIS · coarse · ρ e⁻¹³ · seed 0. Without a run it is the base model."""
+    """Describe a run's policy in a few words, as in DVP + MIS · coarse · ρ e⁻¹³ · seed 0; None: the base model."""
     if run is None:
         return "base model"
     rho = "" if run.rho is None else f"ρ {rho_as_read(run.rho)}"
@@ -61,9 +63,10 @@ def policy_title(experiment: Experiment, run: Run | None) -> str:
 
 
 def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | int | None]:
-    """What runs are sorted, filtered and charted by. ρ is a decimal fraction, as the store sorts parameters as text.
+    """Return the parameters by which a policy's runs are sorted, filtered and charted; None: the base model's.
 
-    With the training settings in which the grid's points differ, by their names.
+    They include the training settings in which the grid's points differ. ρ is written as a decimal fraction, because
+    the store sorts parameters as text.
     """
     if run is None:
         return {"method": "base", "label": "base model"}
@@ -76,6 +79,6 @@ def policy_params(experiment: Experiment, run: Run | None) -> dict[str, str | in
 
 
 def stage_name(stage: str, task: str, title: str) -> str:
-    """A stage's run: what it makes if that is a policy, else what it does to which policy."""
+    """Return the name of a stage's MLflow run: the policy's title if it makes one, else stage, task and policy."""
     done = " ".join(filter(None, [stage.replace("_", " "), task.replace("~", " ")]))
     return title if title and stage in ("base", "train") else " · ".join(filter(None, [done, title]))

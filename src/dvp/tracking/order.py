@@ -1,6 +1,6 @@
-"""The ages of results, put in the order in which they were made, as a copy of them (`cp -r`) does not keep it.
+"""Restoring the modification times of results, which a copy (`cp -r`) does not keep in order.
 
-Snakemake makes again what is older than what it was made from. When a stage ended, its record says.
+Snakemake reruns a job whose outputs are older than its inputs. The tracking record says when a stage ended.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from dvp.experiment.folder import RESULTS
 from dvp.files import read_json, verify_checksums
 from dvp.tracking.record import KEY, STAGE, Record, read_records
 
-LATE = 60.0  # seconds; Snakemake's own file comes after the stage has ended
+LATE = 60.0  # seconds; Snakemake writes its own file after the stage has ended
 
 
 def restore_order(folder: Path) -> None:
-    """Date what is in `folder` by when its stage ended, where a file is newer than that.
+    """Set the modification times of each stage's outputs in `folder` to the stage's end where one of them is newer.
 
-    That holds for files that are as they were written, by the stage's last attempt. What was altered, or cannot be
-    changed, is left as it is, for Snakemake to judge.
+    Only outputs that are unchanged since the stage's last attempt are touched. All others, and files whose times cannot
+    be set, are left for Snakemake to judge; nothing is raised.
     """
     with contextlib.suppress(DvpError, OSError):
         for record in read_records(folder):
@@ -32,7 +32,10 @@ def restore_order(folder: Path) -> None:
 
 
 def _outputs(folder: Path, record: Record) -> list[Path]:
-    """What a stage that ended has made: its JSON file, the files that this lists, and Snakemake's own of the job."""
+    """List a finished stage's outputs: its JSON file, the files that this names, and Snakemake's benchmark file.
+
+    The list is empty if the stage did not finish, or its JSON file is missing or from another attempt.
+    """
     stage, result = record.tags.get(STAGE), folder / list(record.files or [""])[-1]
     if record.status != "FINISHED" or stage not in RESULTS or not result.is_file():
         return []
@@ -47,7 +50,7 @@ def _outputs(folder: Path, record: Record) -> list[Path]:
 
 
 def was_read(source: str, digest: str, manifest: Path) -> bool:
-    """Whether `dvp prepare`, which wrote the manifest, has read a source's file with this SHA-256."""
+    """Check by the manifest of `dvp prepare` whether it read a source's file with this SHA-256."""
     with contextlib.suppress(DvpError, LookupError, TypeError):
         return read_json(manifest)["sources"][source]["description"]["sha256"] == digest
     return False

@@ -1,4 +1,4 @@
-"""What a stage says of itself for the tracking store: a file, from which the store can be fed at any time."""
+"""Record of a stage for the tracking store: a file from which the store can be filled at any time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +12,17 @@ from dvp.errors import DvpError
 from dvp.files import sha256_json
 
 FOLDER = "tracking"  # below the experiment's folder
+# Names of tags.
 KEY = "tracking_key"
-STAGE = "stage"  # tag
-POLICY_TAG = "policy"  # of what trains one: which
-MODEL = "model"  # tag: where the weights are that the stage wrote
-FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # tags that a later attempt may be without
-UPSTREAM = "upstream."  # + stage: the keys of the runs that a stage's input came from
+STAGE = "stage"
+POLICY_TAG = "policy"  # title of the policy, on runs that make one
+MODEL = "model"  # path of the weights that the stage wrote
+FAILURE, COLLAPSED = OUTCOMES = ("failure", "collapsed")  # removed if a later attempt does not set them
+UPSTREAM = "upstream."  # followed by a stage: the keys of its runs that the input came from
 
 
 def _inside(path: str) -> str:
-    # What a record names goes to the store, perhaps on another machine, into folders with the names that it gives.
+    # A record may come from another machine, and the files that it names are sent to the store: none from outside.
     if Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
         raise ValueError(f"expected a relative path without '..', found {path!r}")
     return path
@@ -38,7 +39,7 @@ ROW = TypeAdapter(_Row)
 
 
 class Record(BaseModel):
-    """A stage as it is to be seen in the store, but for its steps, which are in metrics.jsonl.
+    """All that the store shows of a stage except its steps, which are in metrics.jsonl.
 
     Paths are relative to the experiment's folder, times are milliseconds since 1970.
     """
@@ -48,18 +49,18 @@ class Record(BaseModel):
     experiment: Inside
     name: str
     title: str = ""
-    """The policy that the stage makes or works on, in words."""
+    """Title of the policy that the stage makes or works on (names.policy_title)."""
     parent: str | None = None
-    """Key of the run below which this one is shown: that of the stage that trained the policy."""
+    """Key of the run below which this one is nested: the run of the stage that trained the policy."""
     tags: dict[str, str]
     params: dict[str, str] = {}
     results: dict[str, float] = {}
     step: int = 0
-    """Of training, after which the results were measured."""
+    """Step of training after which the results were measured."""
     files: dict[Inside, Inside] = {}
-    """The folder, among the run's artifacts, of each file to keep with it; the stage's JSON file is the last one."""
+    """Files to keep with the run, each with its folder among the run's artifacts; the stage's JSON file is the last."""
     metrics: Inside | None = None
-    """The metrics.jsonl, as soon as it holds rows of this very run."""
+    """Path of metrics.jsonl, as soon as it has rows of this run."""
     description: str | None = None
     """Markdown for the experiment's own page."""
     status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"] = "RUNNING"
@@ -68,31 +69,34 @@ class Record(BaseModel):
 
     @property
     def key(self) -> str:
-        """The run's name in any store: a store's own run ids are gone when it is."""
+        """Key of the run in any store, as a store's own run ids are lost with it."""
         return self.tags[KEY]
 
 
 def key_of(*parts: object) -> str:
-    """Key (12 hex digits) of what `parts` (JSON-able) name."""
+    """Hash JSON-able parts to a key of 12 hex digits."""
     return sha256_json(parts)[:12]
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Raises DvpError, naming file and key, for a malformed one."""
+    """Read a stage's record. Raises DvpError, naming file and key, if it is malformed."""
     with _one_line(path):
         return Record.model_validate_json(path.read_bytes())
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of an experiment, in the order in which the stages ended; unended ones last. Raises DvpError."""
+    """Read all records of an experiment, in the order in which the stages ended; those without an end come last.
+
+    Raises DvpError if a record is malformed.
+    """
     records = [read_record(path) for path in sorted((folder / FOLDER).rglob("*.json"))]
     return sorted(records, key=lambda record: (record.ended is None, record.ended or record.started))
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that a killed process left unfinished is no row.
+    """Read the rows of a metrics.jsonl, without a last line that a killed process left unfinished.
 
-    Raises DvpError, naming the line, if the file cannot be read or a line is no JSON object with a `step`.
+    Raises DvpError, naming the line, if the file cannot be read or a line is not a JSON object with a `step`.
     """
     rows, lines = [], b""
     with _one_line(path):
@@ -105,7 +109,7 @@ def read_rows(path: Path) -> list[dict]:
 
 @contextmanager
 def _one_line(where: object) -> Iterator[None]:
-    """Raise DvpError, which names `where` and the key, for a file that cannot be read or is not of its kind."""
+    """Turn a read or validation error in the block into a one-line DvpError that names `where` and the key."""
     try:
         yield
     except ValidationError as error:

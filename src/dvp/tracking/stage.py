@@ -1,4 +1,4 @@
-"""A stage while it runs: its record, and a store that may come and go."""
+"""Tracking of a stage while it runs: its record file, and a store that may be unreachable at times."""
 
 import contextlib
 import os
@@ -32,26 +32,29 @@ from dvp.tracking.record import (
 )
 from dvp.versions import STAGE_VERSIONS
 
-PAUSE = 300.0  # seconds after a failed attempt, which takes 20 at most: a dead store costs a stage 7 % of its time
-# The tags that say what a stage works on, beside the path of its run.
+PAUSE = (
+    300.0  # seconds after a failed attempt, which takes at most 20: a dead store costs a stage at most 7 % of its time
+)
+# Tags that identify a stage's work, apart from the path of its run.
 WORK = ("stage", "stage_version", "config_hash", "inputs_hash", "task")
 
 
 class StageRun:
-    """What a stage logs. It is kept in a file, and sent to the store whenever that can be reached."""
+    """Tracked run of a stage: everything logged is kept in a file and sent to the store whenever it can be reached."""
 
     def __init__(self, folder: Path, path: Path, record: Record, metrics: Path | None):
+        """Write the record to `path` and send it. folder : the experiment's. metrics : the stage's metrics.jsonl."""
         self.key, self.run = record.key, record.tags["run"]
-        """The run's name in any store; the path of the run that the stage works on, empty without one."""
+        """Key of the tracked run in any store; path of the training run that the stage works on, empty without one."""
         self._folder, self._path, self._record, self._metrics = folder, path, record, metrics
         self._rows: list[dict] = []
         self._out, self._next_attempt = False, 0.0
         self.flush()
 
     def alike(self) -> Iterator[tuple[Path, Record]]:
-        """What other experiments of the same results have finished of the same work, each with its folder.
+        """Yield folder and record of each other experiment in this results folder that has finished the same work.
 
-        The path of their run may have other training settings in it than this one's.
+        The path of its run may name other training settings than this one's.
         """
         ours = {name: self._record.tags[name] for name in WORK}
         with_any_settings = re.sub(r"(/rho~[^/]+)(/.+)?(/seed~)", r"\1/**\3", self._relative(self._path))
@@ -63,25 +66,25 @@ class StageRun:
                         yield other, theirs
 
     def log_params(self, params: dict) -> None:
-        """Parameters, flattened to dotted names; what is not set is left out. A re-run has the same ones."""
+        """Log parameters, flattened to dotted names, without those that are None. A re-run must log the same ones."""
         self._record.params |= {name: str(value) for name, value in _flatten(params, ".") if value is not None}
 
     def log_step(self, step: int, metrics: dict) -> None:
-        """The numbers among `metrics`, a row that the run's metrics.jsonl has already."""
+        """Log the numbers of a training step, a row that is already in the run's metrics.jsonl."""
         self._rows.append(metrics | {"step": step})
         self._record.metrics = self._metrics and self._relative(self._metrics)
 
     def log_result(self, metrics: dict) -> None:
-        """The numbers among `metrics`, the stage's own, as stage/name, nested ones as stage/name/name."""
+        """Log the numbers among a stage's results as stage/name, and nested ones as stage/name/name."""
         of, numbers = (self._record.tags["stage"], self._record.tags["task"]), _flatten(metrics, "/")
         self._record.results |= {result_name(*of, name): float(n) for name, n in numbers if isinstance(n, int | float)}
 
     def log_model(self, path: Path) -> None:
-        """Where the weights are that the stage wrote. They are not copied."""
+        """Log the path of the weights that the stage wrote. They are not copied."""
         self.tag(MODEL, self._relative(path))
 
     def describe(self, markdown: str) -> None:
-        """What the experiment's page in the store is to say of this stage's part."""
+        """Set this stage's part of the description on the experiment's page in the store."""
         self._record.description = markdown
 
     def log_file(self, path: Path, folder: str = "") -> None:
@@ -89,11 +92,14 @@ class StageRun:
         self._record.files[self._relative(path)] = folder
 
     def tag(self, name: str, value: str) -> None:
-        """Something to find the run by."""
+        """Set a tag by which the run can be found."""
         self._record.tags[name] = value
 
     def adopt(self, folder: Path, theirs: Record) -> None:
-        """Log what the same stage has logged in another experiment's `folder`. Raises DvpError."""
+        """Log what the same stage has logged in another experiment's `folder`, for a result that is copied from there.
+
+        Raises DvpError if their metrics.jsonl cannot be read.
+        """
         run = re.escape(theirs.tags["run"])
         moved = re.sub(rf'/{run}(?=[/"])', lambda _: f"/{self.run}", theirs.model_dump_json())
         ours = Record.model_validate_json(moved)
@@ -104,13 +110,13 @@ class StageRun:
         self._rows += read_rows(folder / theirs.metrics) if theirs.metrics else []
 
     def flush(self) -> None:
-        """Keep what is logged, and send what the store lacks unless it failed a moment ago."""
+        """Write the record, and send what the store lacks unless it failed less than PAUSE seconds ago."""
         write_json(self._path, self._record.model_dump())
         if time.monotonic() < self._next_attempt:
             return
         try:
             store.send(self._folder, self._record, self._rows)
-        except Exception as error:  # whatever a store's client may raise: the files have everything
+        except Exception as error:  # a store's client may raise anything; the files have everything
             self._next_attempt = time.monotonic() + PAUSE
             if not self._out:
                 config = self._folder / "config.yaml"
@@ -124,7 +130,7 @@ class StageRun:
             self._out = False
 
     def end(self, status: str, failure: str | None = None) -> None:
-        """The last word: how the stage ended, and what the steps given to `log_step` came to if it is done."""
+        """Log how the stage ended and, without a failure, the final metrics of its steps; send them to the store."""
         self._record.status, self._record.ended = status, _now()
         if failure is not None:
             self.tag(FAILURE, failure)
@@ -156,17 +162,22 @@ def stage_run(
     params: dict | None = None,
     step: int = 0,
 ) -> Iterator[StageRun]:
-    """A stage as tracked, begun or continued; marked failed if the block raises. No state of the store ends it.
+    """Track a stage during the block, as a new run or the continuation of an earlier one.
 
-    folder : the experiment's own (results/E); the store is beside it.
+    The run is marked failed if the block raises. An unusable store does not end the stage.
+
+    folder : the experiment's folder (results/E); the default store lies next to it.
+    experiment, stage : their names.
+    config_hash : hash of the settings that the stage depends on.
     inputs : hash of the files that the stage reads.
-    run : path of the grid point, None for the stages before the grid; with /step~N of it after a step.
+    run : path of the run in the grid, with /step~N after a step; None for the stages before the grid.
+    task : evaluation task or other part of the stage.
     upstream : for each stage whose output this one reads, the keys of its runs.
     metrics : the metrics.jsonl that has every row given to `log_step`.
     title, params : the policy that the stage makes or works on, in words and as parameters.
-    step : of training, after which the stage measures.
+    step : step of training after which the stage measures.
     """
-    # Another version of the stage, other settings or other input make another result, and so another run.
+    # Another version of the stage, other settings or other input give another result, hence another tracked run.
     tags = {
         "stage": stage,
         "stage_version": str(STAGE_VERSIONS[stage]),
@@ -199,7 +210,7 @@ def stage_run(
     record.parent = _parent(folder, stage, run, upstream or {})
     if title and record.parent is None:
         record.tags[POLICY_TAG] = title
-    with contextlib.suppress(DvpError):  # there is none, or it is of no use
+    with contextlib.suppress(DvpError):  # there is no earlier record, or it is malformed
         earlier = read_record(path)
         if earlier.key == key:
             record.started, record.metrics = earlier.started, earlier.metrics
@@ -209,17 +220,17 @@ def stage_run(
         yield tracked
     except BaseException as error:
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
-        with contextlib.suppress(OSError):  # a full disk, perhaps; what ended the stage is what is to be said
+        with contextlib.suppress(OSError):  # perhaps a full disk; the error that ended the stage matters more
             tracked.end(status, f"{type(error).__name__}: {error}"[:500])
         raise
     tracked.end("FINISHED")
 
 
 def _parent(folder: Path, stage: str, run: str | None, upstream: dict[str, list[str]]) -> str | None:
-    """The key of the stage that trained the policy which this one works on; None if it trains one, or has none."""
+    """Return the key of the stage that trained this stage's policy; None if it trains one itself or has none."""
     if stage == "train" or (run is None and "base" not in upstream):
         return None
-    with contextlib.suppress(DvpError):  # a model from elsewhere
+    with contextlib.suppress(DvpError):  # the model was not made by a tracked stage
         return read_record(folder / FOLDER / (f"runs/{whole_run(run)}/train.json" if run else "base.json")).key
     return None
 

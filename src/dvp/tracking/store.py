@@ -1,8 +1,8 @@
-"""The MLflow store; the only file that imports it.
+"""The MLflow store. This is the only module that imports mlflow.
 
-One MLflow experiment per experiment file, one run per stage. What works on a policy is nested below the run that
-trained it, which shows the policy's settings, its steps and its scores. A run is found by its key, a tag, so that a
-stage that is run again continues its run, in whichever store. Only what the store lacks is sent, any number of times.
+There is one MLflow experiment per experiment file and one run per stage. Stages that work on a policy are nested below
+the run that trained it, which shows the policy's settings, steps and scores. A run is found by its key, a tag, so that
+a stage that is rerun continues its run in any store. Sending is idempotent: only what the store lacks is sent.
 """
 
 import os
@@ -21,13 +21,13 @@ from dvp.tracking.names import SCORES, metric_name
 from dvp.tracking.record import KEY, MODEL, OUTCOMES, UPSTREAM, Record, key_of, read_records, read_rows
 from dvp.tracking.views import links, view_tags
 
-NOTE, NOTE_LENGTH = "mlflow.note.content", 20_000  # of an experiment; at most, by MLflow
-FILES = "files_hash"  # tag: of the files kept with a run, once all of them are
-# The stages that make a model, and what it is; a stage works on that of the first of them in its upstream.
+NOTE, NOTE_LENGTH = "mlflow.note.content", 20_000  # tag of an experiment's description; MLflow's limit of its length
+FILES = "files_hash"  # tag, set once all files of a run have been sent
+# Stages that make a model, and its kind; a stage works on the model of the first of these in its upstream.
 KINDS = {"convert": "converted", "train": "checkpoint", "base": "base"}
-POLICY = ("method", "label", "engine", "rho", "rho_text", "seed")  # the parameters that say which policy it is
+POLICY = ("method", "label", "engine", "rho", "rho_text", "seed")  # parameters that identify a policy
 NOT_IN_A_MODELS_NAME = str.maketrans({"/": "_", ":": "_", ".": "·", "%": None, '"': None, "'": None})
-ROWS, ITEMS = 6, 100  # a call; MLflow takes at most 1,000 metrics, and 100 parameters or tags
+ROWS, ITEMS = 6, 100  # per call; MLflow accepts at most 1,000 metrics, and 100 parameters or tags
 LOCK_SECONDS = 120  # creating a store takes 8 s on a quiet machine, and many times that on a busy one
 # MLflow's own defaults wait for a dead server for minutes, and keep a deleted file open.
 ENVIRONMENT = {
@@ -40,21 +40,21 @@ ENVIRONMENT = {
 
 
 def store_uri(results: Path) -> str:
-    """MLFLOW_TRACKING_URI if set, else an SQLite file in the results folder."""
+    """Return the store's address: MLFLOW_TRACKING_URI if set, else an SQLite file in the results folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{results.resolve() / 'mlflow.db'}"
 
 
 def store_name(results: Path) -> str:
-    """The store's address as it may be shown: without user, password and query, and short rather than with a secret."""
+    """Return the store's address without user, password and query, cut short rather than revealing a secret."""
     scheme, slashes, rest = store_uri(results).partition("://")
     address, _, query = rest.partition("?")
-    if "@" in query:  # or the ? is part of a password
+    if "@" in query:  # the ? may be part of a password
         address = "***"
     return scheme + slashes + (address if address.startswith("/") else address.rpartition("@")[2])
 
 
 def reason_of(error: Exception, results: Path) -> str:
-    """One line of what went wrong with the store; the error's kind alone if its address has what is not shown."""
+    """Summarise a store's error in one line; only its type if the message could reveal a secret in the address."""
     text = " ".join(re.split(r"\[SQL:|\(Background", str(error))[0].split())
     if not text or store_uri(results) != store_name(results):
         return type(error).__name__
@@ -62,10 +62,9 @@ def reason_of(error: Exception, results: Path) -> str:
 
 
 def create_store(results: Path, experiment: str, tags: dict[str, str] | None = None) -> None:
-    """Create the store and the experiment in it, if they are not there; the experiment gets these tags.
+    """Create the store and the experiment in it if they do not exist, and set the experiment's tags.
 
-    Called once before the stages: a store that cannot be used at all is the user's mistake.
-    Raises DvpError if it cannot.
+    Raises DvpError if the store cannot be used: this is called once before the stages, when that is the user's mistake.
     """
     with _usable(results), _opened(results) as client:
         there = _experiment(client, results, experiment)
@@ -74,9 +73,12 @@ def create_store(results: Path, experiment: str, tags: dict[str, str] | None = N
 
 
 def track(config: Path) -> None:
-    """Bring into the store what it lacks of every stage that has begun, from the files. Raises DvpError."""
+    """Send to the store from the files what it lacks of every stage of an experiment that has begun.
+
+    Raises DvpError if a file is malformed or the store cannot be used.
+    """
     directory = ExperimentDir(config)
-    # Everything is read before anything is sent.
+    # Everything is read before anything is sent, so that a malformed file leaves the store as it was.
     stages = [
         (record, read_rows(directory.folder / record.metrics) if record.metrics else [])
         for record in read_records(directory.folder)
@@ -90,13 +92,13 @@ def track(config: Path) -> None:
 
 
 def send(folder: Path, record: Record, rows: list[dict]) -> None:
-    """Bring into the store what it lacks of a stage.
+    """Send to the store what it lacks of a stage.
 
-    Of the steps, those beyond the last one that it has: of one that was done twice, as a resumed run's may be, the
-    first numbers stay. A row is sent whole, and its time is a function of the files alone, so that two processes that
-    send the same write the same points, which a store keeps once.
+    Of the steps, only those after the last one in the store are sent: if a resumed run did a step twice, the first
+    numbers stay. A row is sent whole, and its time depends only on the files, so that two processes that send the same
+    rows write the same points, which a store keeps once.
 
-    Any exception may come out, of MLflow and of what it is made of.
+    May raise any exception of MLflow or its dependencies.
     """
     from mlflow.entities import Metric, Param, RunTag
 
@@ -105,9 +107,9 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
         run = _find(client, experiment, record.key)
         if run is None:
             run = client.create_run(experiment, record.started, record.tags, record.name)
-        run = client.get_run(run.info.run_id)  # with its inputs, which a search leaves out
+        run = client.get_run(run.info.run_id)  # a search does not return the run's inputs
         parent = _find(client, experiment, record.parent)
-        ends = record.results or MODEL in record.tags  # a stage has them when it is done
+        ends = record.results or MODEL in record.tags  # only a finished stage has them
         model = _model(client, experiment, run, record, len(rows)) if ends else None
     there, run_id = run.data, run.info.run_id
 
@@ -124,12 +126,12 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
             for name, below in files.items():
                 client.log_artifact(run_id, str(folder / name), below or None)
     for name in OUTCOMES:
-        if name in there.tags and name not in record.tags:  # of an earlier attempt
+        if name in there.tags and name not in record.tags:  # left by an earlier attempt
             client.delete_tag(run_id, name)
     log(tags=[RunTag(*item) for item in tags.items() if there.tags.get(item[0]) != item[1]])
     log(params=[Param(*item) for item in record.params.items() if item[0] not in there.params])
 
-    # Every row has its seconds.
+    # Every row has `seconds`, whose history therefore shows the last step in the store.
     history = client.get_metric_history(run_id, metric_name("seconds")) if rows else []
     last, when, new = max((point.step for point in history), default=0), float(record.started), []
     for row in rows:
@@ -140,7 +142,7 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
     for start in range(0, len(new), ROWS):
         client.log_batch(run_id, list(chain(*new[start : start + ROWS])))
 
-    # The stage's own numbers; scores are those of the run that trained the policy, too.
+    # The stage's results; scores are also logged to the run that trained the policy.
     results, ended = record.results.items(), record.ended or record.started
     of_model = {(metric.key, metric.value) for metric in (model and model.metrics) or []}
     belongs = {"model_id": model.model_id} if model else {}
@@ -162,9 +164,10 @@ def send(folder: Path, record: Record, rows: list[dict]) -> None:
 
 
 def _model(client, experiment: str, run, record: Record, steps: int):
-    """MLflow's model whose results a stage's are: the one that it works on until it has made one; None without any.
+    """Return the MLflow model to which a stage's results belong: the one it makes, else the one it works on, or None.
 
-    What it works on is an input of its run, and what it makes an output.
+    The model that the stage works on becomes an input of its run, and the one that it makes an output.
+    steps : number of training steps of the model that the stage makes.
     """
     from mlflow.entities import LoggedModelInput, LoggedModelOutput
 
@@ -172,7 +175,7 @@ def _model(client, experiment: str, run, record: Record, steps: int):
         return next(iter(client.search_logged_models([experiment], f"tags.{KEY} = '{key}'", max_results=1)), None)
 
     keys = (record.tags.get(UPSTREAM + stage, "").split() for stage in KINDS)
-    # A report reads several.
+    # A report reads several models; its results belong to none of them.
     model = next((found for own in keys if len(own) == 1 and (found := find(own[0]))), None)
     if model and model.model_id not in {item.model_id for item in run.inputs.model_inputs}:
         client.log_inputs(run.info.run_id, models=[LoggedModelInput(model.model_id)])
@@ -193,21 +196,21 @@ def _model(client, experiment: str, run, record: Record, steps: int):
 
 
 def _describe(client, experiment: str, folder: Path) -> None:
-    """The experiment's own page: what its stages say of it, the first of them first."""
+    """Set the description on the experiment's page: links to the views, then each stage's part in order of start."""
     records = sorted(read_records(folder), key=lambda record: record.started)
     text = "\n\n".join([links(experiment), *(each.description for each in records if each.description)])
     client.set_experiment_tag(experiment, NOTE, text if len(text) <= NOTE_LENGTH else f"{text[: NOTE_LENGTH - 1]}…")
 
 
 def _experiment(client, results: Path, name: str) -> str:
-    """MLflow's id."""
+    """Return MLflow's id of an experiment, which is created or restored if necessary."""
     there = client.get_experiment_by_name(name)
     if there is None:
-        # A server has its own place for artifacts; a bare SQLite file would put them in the current folder.
+        # A server has its own folder for artifacts; with a bare SQLite file they would land in the current folder.
         sqlite = store_uri(results).startswith("sqlite:")
         location = (results.resolve() / "mlartifacts" / name).as_uri() if sqlite else None
         return client.create_experiment(name, location, {"mlflow.experimentKind": "custom_model_development"})
-    if there.lifecycle_stage == "deleted":  # by somebody, in MLflow's pages; its name cannot be used again
+    if there.lifecycle_stage == "deleted":  # by a user in MLflow's pages; the name cannot be reused
         client.restore_experiment(there.experiment_id)
     return there.experiment_id
 
@@ -220,14 +223,15 @@ def _find(client, experiment: str, key: str | None):
 
 @contextmanager
 def _opened(results: Path) -> Iterator:
-    """MLflow's client, while no other process creates what it creates: the store, an experiment, a run, a model."""
+    """Yield MLflow's client under a lock, as two processes could create the same store, experiment, run or model."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import sqlalchemy
     from mlflow.tracking import MlflowClient
 
     results.mkdir(parents=True, exist_ok=True)
-    # Nobody else waits for a store that does not answer; MLflow would try for minutes to open a database.
+    # Tried before the lock is taken, so that no other process waits for a store that does not answer, and without
+    # MLflow, which would try for minutes to open a database.
     uri = store_uri(results)
     if uri.startswith("http"):
         MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
@@ -242,7 +246,7 @@ def _opened(results: Path) -> Iterator:
 
 @contextmanager
 def _usable(results: Path) -> Iterator[None]:
-    """Make a DvpError of what a store that cannot be used raises: MLflow, SQLAlchemy, requests, a missing driver."""
+    """Turn any exception of an unusable store (MLflow, SQLAlchemy, requests, a missing driver) into a DvpError."""
     try:
         yield
     except DvpError:

@@ -1,4 +1,4 @@
-"""What MLflow's page of an experiment shows at first (views.yaml), as tags of the experiment."""
+"""Default views of an experiment's page in MLflow (views.yaml), stored as tags of the experiment."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import yaml
 from dvp.experiment.config import Experiment
 from dvp.tracking.names import SCORES
 
-# Without the last part of the address, MLflow shows what it has for the traces of applications instead.
+# Without workflowType, MLflow shows its page for traces of applications instead.
 PAGE = "#/experiments/{experiment}/runs?viewStateShareKey={view}&compareRunsMode={mode}&workflowType=machine_learning"
 
 
 def links(experiment: str) -> str:
-    """Markdown links to the views. experiment : MLflow's id."""
+    """Write Markdown links to an experiment's views. experiment : MLflow's id."""
     pages = (("Table of the policies", "table", "TABLE"), ("Curves", "curves", "CHART"))
     return " · ".join(
         f"[{name}]({PAGE.format(experiment=experiment, view=view, mode=mode)})" for name, view, mode in pages
@@ -21,7 +21,7 @@ def links(experiment: str) -> str:
 
 
 def view_tags(experiment: Experiment) -> dict[str, str]:
-    """The experiment's tags that hold its views."""
+    """Build the tags that hold an experiment's views: the table of the policies and the curves."""
     of = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     task = experiment.report.task
     score = f"{SCORES}{task}/avg_at_{experiment.evaluation.samples_per_problem[task]}"

@@ -1,1 +1,1 @@
-"""lm-eval task files: math.yaml, graded by utils.py, for every task that has none of its own name."""
+"""lm-eval task files. A task without a file of its own name uses math.yaml, which is graded by utils.py."""

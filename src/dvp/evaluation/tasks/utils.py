@@ -7,7 +7,7 @@ from dvp.evaluation.lm import Response
 
 
 def process_results(doc: dict[str, Any], results: list[list[Response]]) -> dict[str, float]:
-    """avg@k of one problem. `results` holds one list: the k responses."""
+    """Grade the k responses to one problem and return its avg@k. `results` holds one list: the k responses."""
     (responses,) = results
     for response in responses:
         reward = response.grader.reward(response, doc["answer"], truncated=response.truncated)
